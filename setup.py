@@ -1,0 +1,53 @@
+"""Packaging of flatfsdp: everything pip needs to know, and nothing else.
+
+The version is read from the package's source, so that building never imports torch. torch itself has a lower bound only:
+`pip install .` into an environment that has torch leaves that torch as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    """`__version__` of the package, without importing it."""
+    source = (ROOT / "flatfsdp" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__\s*(?::\s*\w+\s*)?=\s*"([^"]+)"', source, flags=re.MULTILINE)
+    if found is None:
+        raise RuntimeError('flatfsdp/__init__.py has no line `__version__ = "..."`')
+    return found.group(1)
+
+
+def long_description() -> str:
+    """The README, where the source tree has one."""
+    readme = ROOT / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.is_file() else ""
+
+
+setup(
+    name="flatfsdp",
+    version=version(),
+    description="Fully sharded data parallel training over flat parameters, with FSDP1's API",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    author="The flatfsdp authors",
+    license="BSD-3-Clause",
+    packages=find_packages(include=["flatfsdp", "flatfsdp.*"]),
+    package_data={"flatfsdp": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["torch>=2.11"],
+    extras_require={
+        "train": ["tqdm", "safetensors", "matplotlib"],
+        "test": ["pytest", "expecttest"],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
