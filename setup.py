@@ -1,7 +1,7 @@
 """Packaging of flatfsdp: everything pip needs to know, and nothing else.
 
-The version is read from the package's source, so that building never imports torch. torch itself has a lower bound only:
-`pip install .` into an environment that has torch leaves that torch as it is.
+The version is read from the package's source, so that building never imports torch. torch itself has a lower bound
+only: `pip install .` into an environment that has torch leaves that torch as it is.
 """
 
 from __future__ import annotations
