@@ -1,0 +1,134 @@
+"""One family for everything flatfsdp has to say: errors, warnings, and the log.
+
+Each class also derives from the built-in a Python programmer would expect, so that ``except ValueError`` and
+``except FlatFSDPError`` both catch a user's wrong value. Warnings belong to the family too: turned into errors by a
+filter, they are caught like the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Hashable
+from typing import NoReturn
+
+__all__ = [
+    "AgreementError",
+    "ConfigTypeError",
+    "ConfigValueError",
+    "FlatFSDPError",
+    "FlatFSDPWarning",
+    "InternalError",
+    "UsageError",
+]
+
+
+class FlatFSDPError(Exception):
+    """Base class of every error and every warning that flatfsdp raises."""
+
+
+class ConfigTypeError(FlatFSDPError, TypeError):
+    """An argument of the user's has a type that flatfsdp does not accept."""
+
+
+class ConfigValueError(FlatFSDPError, ValueError):
+    """An argument of the user's has an accepted type, but a value (or a combination of values) that is not accepted."""
+
+
+class UsageError(FlatFSDPError, RuntimeError):
+    """A legal call at a moment, or on a module, where it cannot work: the lifecycle, the wrapping, or the order is off."""
+
+
+class AgreementError(FlatFSDPError, RuntimeError):
+    """Ranks differ in something that all of them must have in common."""
+
+
+class InternalError(FlatFSDPError, AssertionError):
+    """An invariant of flatfsdp's own broke: never the user's mistake."""
+
+    def __str__(self) -> str:
+        return (
+            f"{super().__str__()}\nThis is a bug in flatfsdp, not in your program. "
+            "Please report it together with the output of `python -m flatfsdp.env`."
+        )
+
+
+class FlatFSDPWarning(FlatFSDPError, UserWarning):
+    """Something legal that probably is not meant: a setting without effect, a default known to surprise."""
+
+
+_rank: int | None = None
+
+
+def set_rank(rank: int) -> None:
+    """Fix the rank that messages carry; called once the process group is known."""
+    global _rank
+    _rank = rank
+
+
+def current_rank() -> int:
+    """The rank that messages carry: the one set, else the launcher's ``RANK``, else 0."""
+    if _rank is not None:
+        return _rank
+    from_launcher = os.environ.get("RANK", "")
+    return int(from_launcher) if from_launcher.isdigit() else 0
+
+
+def fail(error: FlatFSDPError) -> NoReturn:
+    """Print ``error`` with the rank to stderr, then raise it.
+
+    For code that autograd calls: there an exception may reach the user late, or as another one, or not at all.
+    """
+    print(f"[flatfsdp, rank {current_rank()}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    raise error
+
+
+# Frames of these packages are never the line the user wrote.
+_NOT_THE_USER = frozenset({"flatfsdp", "torch"})
+
+
+def warn(message: str) -> None:
+    """Warn with :class:`FlatFSDPWarning`, pointing at the nearest caller outside of flatfsdp and torch.
+
+    Found by the frames' packages instead of a counted ``stacklevel``, which is wrong whenever a helper is added.
+    """
+    frame = outermost = sys._getframe()
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USER:
+        if frame.f_back is None:  # a thread of ours: no user below
+            frame = outermost
+            break
+        frame = frame.f_back
+    warnings.warn_explicit(
+        message,
+        FlatFSDPWarning,
+        filename=frame.f_code.co_filename,
+        lineno=frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+_warned: set[Hashable] = set()
+
+
+def warn_once(key: Hashable, message: str) -> None:
+    """:func:`warn`, at most once per ``key`` in this process: for what would repeat at every step or unit."""
+    if key not in _warned:
+        _warned.add(key)
+        warn(message)
+
+
+class _AddRank(logging.Filter):
+    """Gives each record a ``rank``, for formats such as ``"%(rank)s %(message)s"``."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = current_rank()
+        return True
+
+
+# Filters of a logger do not apply to its children: everything in flatfsdp logs to this one.
+logger = logging.getLogger("flatfsdp")
+logger.addHandler(logging.NullHandler())
+logger.addFilter(_AddRank())
