@@ -38,7 +38,7 @@ class ConfigValueError(FlatFSDPError, ValueError):
 
 
 class UsageError(FlatFSDPError, RuntimeError):
-    """A legal call at a moment, or on a module, where it cannot work: the lifecycle, the wrapping, or the order is off."""
+    """A legal call at a moment, or on a module, where it cannot work: lifecycle, wrapping or order is off."""
 
 
 class AgreementError(FlatFSDPError, RuntimeError):
