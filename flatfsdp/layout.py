@@ -211,6 +211,8 @@ class FlatLayout:
                 raise InternalError(f"{param.name!r} at {span} overlaps what ends at {end}")
             if span.start % self.align:
                 raise InternalError(f"{param.name!r} at {span} does not start at a multiple of {self.align}")
+            if span.stop > self.numel:
+                raise InternalError(f"{param.name!r} at {span} ends behind the layout's {self.numel} elements")
             # Shards are equal and adjoin, so the pieces of a span adjoin too: they cover it exactly once when the first
             # and the last shard they fall into exist and reach around it. No rank needs to be visited for that.
             if not span.is_empty:
@@ -218,8 +220,6 @@ class FlatLayout:
                 if self.shard(first).start > span.start or self.shard(last).stop < span.stop:
                     raise InternalError(f"the shards of ranks {first} to {last} do not cover {param.name!r} at {span}")
             end = span.stop
-        if end > self.numel:
-            raise InternalError(f"the last parameter ends at {end}, behind the layout's {self.numel} elements")
         names = [param.name for param in self.params]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
