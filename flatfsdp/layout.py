@@ -77,7 +77,8 @@ class ParamSpec:
 
     ``stride`` is None for row-major parameters, whose elements lie in the flat space in row-major order. A dense
     parameter that is not row-major (channels_last) gives its stride and lies there in the order its own memory has, so
-    that ``as_strided(shape, stride)`` on its span is the parameter. A stride that says row-major is normalised to None.
+    that ``as_strided(shape, stride)`` on its span is the parameter. The row-major stride itself is normalised to None; a
+    1x1 convolution in channels_last keeps its stride, which convolutions read though no element's place depends on it.
 
     Raises:
         ConfigValueError: a negative size, or a stride with gaps or overlaps (an expanded or sliced parameter).
@@ -98,18 +99,18 @@ class ParamSpec:
             raise ConfigValueError(
                 f"parameter {self.name!r}: expected one stride per dimension of {self.shape}, found {stride}"
             )
-        # The stride of a dimension of size one is never used, and an empty parameter uses none.
-        dims = [] if self.numel == 0 else [dim for dim, size in enumerate(self.shape) if size > 1]
-        by_memory = sorted(dims, key=lambda dim: stride[dim], reverse=True)
+        # The stride of a dimension of size one moves nothing, and in an empty parameter no stride does.
+        moving = [] if self.numel == 0 else [dim for dim, size in enumerate(self.shape) if size > 1]
         step = 1
-        for dim in reversed(by_memory):
+        for dim in sorted(moving, key=lambda dim: stride[dim]):
             if stride[dim] != step:
                 raise ConfigValueError(
                     f"parameter {self.name!r}: expected its {self.numel} elements to fill their memory once, found "
                     f"shape {self.shape} with stride {stride}; give the module parameter.contiguous() instead"
                 )
             step *= self.shape[dim]
-        object.__setattr__(self, "stride", None if by_memory == dims else stride)
+        row_major = tuple(prod(max(size, 1) for size in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        object.__setattr__(self, "stride", None if stride == row_major else stride)
 
     @property
     def numel(self) -> int:
