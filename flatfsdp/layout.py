@@ -77,8 +77,8 @@ class ParamSpec:
 
     ``stride`` is None for row-major parameters, whose elements lie in the flat space in row-major order. A dense
     parameter that is not row-major (channels_last) gives its stride and lies there in the order its own memory has, so
-    that ``as_strided(shape, stride)`` on its span is the parameter. The row-major stride itself is normalised to None; a
-    1x1 convolution in channels_last keeps its stride, which convolutions read though no element's place depends on it.
+    that ``as_strided(shape, stride)`` on its span is the parameter. The row-major stride itself is normalised to None.
+    A 1x1 convolution in channels_last keeps its stride: kernels read it though no element's place depends on it.
 
     Raises:
         ConfigValueError: a negative size, or a stride with gaps or overlaps (an expanded or sliced parameter).
