@@ -7,11 +7,12 @@ filter, they are caught like the rest.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import NoReturn
 
 __all__ = [
@@ -83,6 +84,37 @@ def fail(error: FlatFSDPError) -> NoReturn:
     """
     print(f"[flatfsdp, rank {current_rank()}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     raise error
+
+
+def refuse_type(argument: str, value: object, accepted: str, *, hint: str = "") -> NoReturn:
+    """Raise :class:`ConfigTypeError`: which argument, what was given, what is accepted, and perhaps what to do."""
+    raise ConfigTypeError(f"{argument}: got {shown(value)}. Accepted: {accepted}.{_appended(hint)}")
+
+
+def refuse_value(argument: str, value: object, accepted: str, *, hint: str = "") -> NoReturn:
+    """Raise :class:`ConfigValueError`, of the same form as :func:`refuse_type`."""
+    raise ConfigValueError(f"{argument}: got {value!r}. Accepted: {accepted}.{_appended(hint)}")
+
+
+def did_you_mean(name: str, accepted: Iterable[str]) -> str:
+    """The sentence that offers the name probably meant; empty where none is close."""
+    close = difflib.get_close_matches(name, list(accepted), n=1)
+    return f"Did you mean {close[0]!r}?" if close else ""
+
+
+def shown(value: object) -> str:
+    """``value`` for a message: its repr and type where that is one short line, else what kind of thing it is."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text, kind = repr(value), type(value).__name__
+    if isinstance(name := getattr(value, "__name__", None), str):
+        return f"the {kind} {name}"
+    short = len(text) <= 60 and "\n" not in text and " at 0x" not in text
+    return f"{text} ({kind})" if short else f"a value of type {kind}"
+
+
+def _appended(sentence: str) -> str:
+    return f" {sentence}" if sentence else ""
 
 
 # Frames of these packages are never the line the user wrote.
