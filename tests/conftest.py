@@ -1,0 +1,57 @@
+"""What every test finds: the repository on the path, pools as fixtures, torch's deprecations as errors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Spawned ranks inherit this path: they import the test modules that hold their functions.
+ROOT = str(Path(__file__).resolve().parent.parent)
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
+
+Run = Callable[..., list[Any]]  # run(fn, *args, timeout=60, **kwargs): every rank's result
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # FutureWarning is an error by the settings in pyproject.toml; this is the other form that torch uses.
+    config.addinivalue_line("filterwarnings", r"error::DeprecationWarning:torch\.distributed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _pools_end_with_the_session() -> Iterator[None]:
+    yield
+    from tests.harness import pool
+
+    pool.discard_all()
+
+
+@pytest.fixture
+def run() -> Run:
+    """``run(world, fn, *args)``: `tests.harness.pool.run`."""
+    from tests.harness import pool
+
+    return pool.run
+
+
+@pytest.fixture
+def pool2(run: Run) -> Run:
+    """``pool2(fn, *args)`` on two ranks."""
+    return partial(run, 2)
+
+
+@pytest.fixture
+def pool3(run: Run) -> Run:
+    """``pool3(fn, *args)`` on three ranks."""
+    return partial(run, 3)
+
+
+@pytest.fixture
+def pool4(run: Run) -> Run:
+    """``pool4(fn, *args)`` on four ranks."""
+    return partial(run, 4)

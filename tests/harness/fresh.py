@@ -1,0 +1,91 @@
+"""Processes of their own for one job: what may crash, hang, exit, or needs a process in which nothing has run yet.
+
+Seconds instead of milliseconds: whatever can be said in a pool belongs there.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.harness.processes import STARTUP_TIMEOUT, Ranks, dumps
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        exit_code: the exit status of its process, negative for the signal that ended it; None when it was still
+            running at the timeout (it has been killed since).
+        result: what the function returned; None when it did not return.
+        error: the traceback of its exception; the Python stacks of a rank still running at the timeout; else None.
+        output: everything that it wrote to standard output and error.
+    """
+
+    exit_code: int | None
+    result: Any
+    error: str | None
+    output: str
+
+
+def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Outcome]:
+    """``fn(rank, world, *args, **kwargs)`` in ``world`` new processes; how each of them ended, in rank order.
+
+    ``fn`` is a function at the top of a module. It finds the environment that torchrun gives, and no process group: the
+    first line of most is ``dist.init_process_group("gloo")``. Raises nothing for what happens in the ranks. ``timeout``
+    in seconds counts from when all ranks have started.
+    """
+    ranks = Ranks(world, _serve)
+    try:
+        started = [pipe.poll(STARTUP_TIMEOUT) and pipe.recv() for pipe in ranks.pipes]
+        assert all(started), f"ranks did not start: {[ranks.output(rank) for rank in range(world)]}"
+        job = dumps((fn, args, kwargs))
+        for pipe in ranks.pipes:
+            pipe.send_bytes(job)
+        deadline = time.monotonic() + timeout
+        # Answers are read as they come: a rank cannot end before a large one has left its pipe.
+        answers = [_read(pipe, deadline) for pipe in ranks.pipes]
+        for process in ranks.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        stacks = ranks.stacks([rank for rank in range(world) if ranks.processes[rank].is_alive()])
+        return [
+            Outcome(
+                exit_code=None if rank in stacks else ranks.processes[rank].exitcode,
+                result=result,
+                error=stacks.get(rank, error),
+                output=ranks.output(rank),
+            )
+            for rank, (result, error) in enumerate(answers)
+        ]
+    finally:
+        ranks.kill()
+
+
+def _read(pipe: Connection, deadline: float) -> tuple[Any, str | None]:
+    try:
+        if pipe.poll(max(0.0, deadline - time.monotonic())):
+            answer: tuple[Any, str | None] = pickle.loads(pipe.recv_bytes())
+            return answer
+    except EOFError:  # it ended without an answer
+        pass
+    return None, None
+
+
+def _serve(rank: int, world: int, pipe: Connection) -> None:
+    pipe.send(True)
+    try:
+        fn, args, kwargs = pickle.loads(pipe.recv_bytes())
+        pipe.send_bytes(dumps((fn(rank, world, *args, **kwargs), None)))
+    except Exception:
+        pipe.send_bytes(dumps((None, traceback.format_exc())))
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,188 @@
+"""Jobs in a running pool of gloo workers: the cheap way (milliseconds) to run a function on 2, 3 or 4 ranks.
+
+`run` starts the pool of a world size at its first use and keeps it for the whole test run. A pool whose job failed,
+died or hung is killed, because nobody knows what its ranks still wait for; the next job gets a fresh one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import pickle
+import random
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.harness.processes import STARTUP_TIMEOUT, Ranks, dumps
+
+GRACE = 3.0  # seconds that the other ranks get to answer once one of them has failed
+
+
+class JobFailed(Exception):
+    """A job raised, died or hung on at least one rank. The message holds every rank's traceback, stack or last words.
+
+    ``errors``: rank to the text of its exception, for ranks that raised one.
+    """
+
+    def __init__(self, message: str, errors: dict[int, str]) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+
+@dataclass(frozen=True)
+class _Answer:
+    result: Any
+    error: str | None
+
+
+def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    """``fn(rank, world, *args, **kwargs)`` on every rank of a pool; what each returned, in rank order.
+
+    ``fn`` is a function at the top of a module. In it the default process group is a gloo group of ``world`` ranks,
+    torch uses one thread and is seeded alike on all ranks, and torch's deprecation warnings are errors. Process groups
+    that it makes are destroyed when it ends.
+
+    Raises:
+        JobFailed: a rank raised, died, or did not answer within ``timeout`` seconds.
+    """
+    pool = _pools.get(world)
+    if pool is None:
+        pool = _pools[world] = _Pool(world)
+    try:
+        return pool.run(fn, args, kwargs, timeout)
+    except BaseException:
+        discard(world)
+        raise
+
+
+def discard(world: int) -> None:
+    """Kill the pool of this world size, if there is one."""
+    pool = _pools.pop(world, None)
+    if pool is not None:
+        pool.ranks.kill()
+
+
+def discard_all() -> None:
+    """Kill every pool."""
+    for world in list(_pools):
+        discard(world)
+
+
+class _Pool:
+    def __init__(self, world: int) -> None:
+        self.ranks = Ranks(world, _serve)
+        try:
+            self._collect(STARTUP_TIMEOUT, "starting the pool")
+        except BaseException:
+            self.ranks.kill()
+            raise
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> list[Any]:
+        job = dumps((fn, args, kwargs))
+        for pipe in self.ranks.pipes:
+            # A worker that died since its last job breaks the pipe; waiting for its answer says so in words.
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send_bytes(job)
+        return self._collect(timeout, f"{fn.__module__}.{fn.__qualname__}")
+
+    def _collect(self, timeout: float, what: str) -> list[Any]:
+        """Every rank's result of what it was last asked for."""
+        answers: dict[int, _Answer] = {}
+        dead: set[int] = set()
+        deadline = time.monotonic() + timeout
+        limit = timeout
+        while waiting := [rank for rank in range(self.ranks.world) if rank not in answers and rank not in dead]:
+            ready = wait([self.ranks.pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in waiting:
+                if self.ranks.pipes[rank] in ready:
+                    try:
+                        answers[rank] = pickle.loads(self.ranks.pipes[rank].recv_bytes())
+                    except EOFError:
+                        dead.add(rank)
+            if dead or any(answer.error for answer in answers.values()):
+                limit = min(limit, GRACE)
+                deadline = min(deadline, time.monotonic() + GRACE)
+        errors = {rank: answer.error for rank, answer in answers.items() if answer.error is not None}
+        if errors or len(answers) < self.ranks.world:
+            raise JobFailed(self._story(what, errors, dead, answers, limit), errors)
+        return [answers[rank].result for rank in range(self.ranks.world)]
+
+    def _story(
+        self, what: str, errors: dict[int, str], dead: set[int], answers: dict[int, _Answer], limit: float
+    ) -> str:
+        """What each rank did, in one text."""
+        hung = [rank for rank in range(self.ranks.world) if rank not in answers and rank not in dead]
+        stacks = self.ranks.stacks(hung)
+        parts = [f"{what} failed on a pool of {self.ranks.world} ranks"]
+        for rank in range(self.ranks.world):
+            if rank in errors:
+                parts.append(f"--- rank {rank} raised:\n{errors[rank]}")
+            elif rank in dead:
+                self.ranks.processes[rank].join(5)
+                code = self.ranks.processes[rank].exitcode
+                parts.append(f"--- rank {rank} died with exit code {code}:\n{self.ranks.output(rank)[-4000:]}")
+            elif rank in stacks:
+                parts.append(f"--- rank {rank} did not answer within {limit:g} s; it stands here:\n{stacks[rank]}")
+            else:
+                parts.append(f"--- rank {rank} finished")
+        return "\n".join(parts)
+
+
+_pools: dict[int, _Pool] = {}
+atexit.register(discard_all)
+
+
+def _serve(rank: int, world: int, pipe: Connection) -> None:
+    """The life of a worker: join the group, then answer one job after the other until the parent is gone."""
+    # Longer than any job may take: a job that hangs is reported with stacks by the parent, not by gloo.
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    pipe.send_bytes(dumps(_Answer(None, None)))
+    with contextlib.suppress(EOFError):
+        while True:
+            job = pipe.recv_bytes()
+            pipe.send_bytes(_answer(rank, world, job))
+
+
+def _answer(rank: int, world: int, job: bytes) -> bytes:
+    try:
+        with _job_settings():
+            fn, args, kwargs = pickle.loads(job)
+            return dumps(_Answer(fn(rank, world, *args, **kwargs), None))
+    except Exception:
+        return dumps(_Answer(None, traceback.format_exc()))
+
+
+@contextlib.contextmanager
+def _job_settings() -> Iterator[None]:
+    """Everything that a job may expect to find as if it were the first one."""
+    random.seed(0)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # torch's kind of deprecation
+        warnings.filterwarnings("error", category=DeprecationWarning, module=r"torch\.distributed|flatfsdp")
+        try:
+            yield
+        finally:
+            torch.set_num_threads(1)
+            torch.set_grad_enabled(True)
+            torch.set_default_dtype(torch.float32)
+            _destroy_groups()
+
+
+def _destroy_groups() -> None:
+    """Destroy every process group but the default one: each holds threads and sockets."""
+    world = dist.group.WORLD
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not world:
+            dist.destroy_process_group(group)

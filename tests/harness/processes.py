@@ -1,0 +1,128 @@
+"""Starting ranks: spawned processes that find each other as they would under torchrun.
+
+The parent hosts the store, and every rank gets the environment variables that torchrun would set, so that
+``init_process_group("gloo")`` works in it without arguments. What a rank prints, crash reports included, goes to a file
+of its own; SIGUSR1 makes it write the Python stack of each of its threads to another.
+
+Values cross process borders as plain pickled bytes: a tensor comes out as a detached copy on the CPU, never as shared
+memory.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STARTUP_TIMEOUT = 120.0  # seconds for importing torch in every rank while other programs have the cores
+
+_SPAWN = multiprocessing.get_context("spawn")  # never fork: torch's threads do not survive it
+
+
+class Ranks:
+    """``world`` running processes, each with a pipe to this one. ``body(rank, world, pipe)`` is what they run."""
+
+    def __init__(self, world: int, body: Callable[[int, int, Connection], None]) -> None:
+        self.world = world
+        self._folder = tempfile.TemporaryDirectory(prefix="flatfsdp-ranks-")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.pipes: list[Connection] = []
+        self.processes: list[multiprocessing.process.BaseProcess] = []
+        for rank in range(world):
+            ours, theirs = _SPAWN.Pipe()
+            arguments = (rank, world, self._store.port, str(self._file(rank)), theirs, body)
+            process = _SPAWN.Process(target=_rank_main, args=arguments, daemon=True, name=f"rank {rank} of {world}")
+            process.start()
+            theirs.close()  # so that a dead rank shows as the end of its pipe
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def output(self, rank: int) -> str:
+        """All that ``rank`` wrote to standard output and error so far."""
+        return self._file(rank).read_text(errors="replace")
+
+    def stacks(self, ranks: list[int]) -> dict[int, str]:
+        """The Python stack of every thread of these ranks, most recent call first; '' for a rank that is gone."""
+        asked = []
+        for rank in ranks:
+            process = self.processes[rank]
+            if process.is_alive() and self._stack_file(rank).exists():
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGUSR1)
+                asked.append(rank)
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline and not all(self._stack_file(rank).stat().st_size for rank in asked):
+            time.sleep(0.01)
+        time.sleep(0.1 if asked else 0)  # the file is written line by line
+        return {rank: self._stack_file(rank).read_text() if rank in asked else "" for rank in ranks}
+
+    def kill(self) -> None:
+        """End all ranks at once and take their files away. A second call does nothing."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+    def _file(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank{rank}.out"
+
+    def _stack_file(self, rank: int) -> Path:
+        return self._file(rank).with_suffix(".out.stack")
+
+
+def dumps(value: object) -> bytes:
+    """``value`` as bytes that hold every tensor by value."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            # A copy: a view would bring along all of the storage that it looks into.
+            return value.detach().cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _rank_main(
+    rank: int, world: int, port: int, output: str, pipe: Connection, body: Callable[[int, int, Connection], None]
+) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.enable()
+    stacks = open(output + ".stack", "w")  # noqa: SIM115 - the signal handler writes to it for the life of the process
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served already: rank 0 must not open its own
+        GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    )
+    torch.set_num_threads(1)
+    try:
+        body(rank, world, pipe)
+    except BaseException:
+        traceback.print_exc()
+        raise
