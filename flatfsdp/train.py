@@ -14,7 +14,7 @@ from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.data import check_corpus
 from flatfsdp.trainer.launch import Plan, run
 from flatfsdp.trainer.loop import job
-from flatfsdp.trainer.options import make_parser, parse
+from flatfsdp.trainer.options import Options, make_parser, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,8 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parse(parser, sys.argv[1:] if arguments is None else arguments)
     try:
-        plan = Plan.of(options)
-        check_corpus(options.data, valid_part=options.valid_part, context=options.context)
+        plan = prepare(options)
     except ConfigValueError as error:
         parser.error(str(error))
     try:
@@ -41,6 +40,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("flatfsdp.train: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def prepare(options: Options) -> Plan:
+    """Look at devices, text and output folder before anything is started, and plan the ranks.
+
+    Raises:
+        ConfigValueError: an option asks for what this machine does not have.
+    """
+    plan = Plan.of(options)
+    check_corpus(options.data, valid_part=options.valid_part, context=options.context)
+    if options.plot:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)  # now, not when the time to train has been spent
+        except OSError as error:
+            raise ConfigValueError(
+                f"argument --out: cannot make the folder {str(options.out)!r}: {error.strerror}"
+            ) from None
+    return plan
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def job(world: World, options: Options) -> None:
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
     )
 
-    with Progress(options.steps, shown=world.rank == 0 and not options.quiet) as progress:
+    with Progress(shown=world.rank == 0 and not options.quiet) as progress:
         fitted = fit(model, optimizer, corpus, world=world, options=options, progress=progress)
     validation = evaluate(model, corpus, world=world, batch=options.batch)
     text = generate(
@@ -135,10 +136,19 @@ def fit(
     generator = torch.Generator().manual_seed(options.seed * world.size + world.rank)
     losses: list[float] = []
     footprint = Footprint()
-    clock, pulse, counted = 0.0, None, 0
+    clock, counted = 0.0, 0
+    pulse: Pulse | None = None
+
+    def note(arrived: Pulse) -> float:
+        loss, clock = arrived.read()
+        losses.append(loss)
+        speed = len(losses) * tokens_per_step(world, options) / clock
+        progress.show(len(losses), options.done(len(losses), clock), loss, speed, footprint)
+        return clock
+
     started = time.monotonic()
-    for step in range(options.steps):
-        done = max(step / options.steps, clock / (60 * options.minutes))
+    for step in count():
+        done = options.done(step, clock)
         if done >= 1:
             break
         if step == 1:
@@ -157,13 +167,9 @@ def fit(
 
         arrived, pulse = pulse, Pulse(loss, time.monotonic() - started, world=world)
         if arrived is not None:
-            loss_then, clock = arrived.read()
-            losses.append(loss_then)
-            progress.show(len(losses), loss_then, len(losses) * tokens_per_step(world, options) / clock, footprint)
+            clock = note(arrived)
     if pulse is not None:
-        loss_then, clock = pulse.read()
-        losses.append(loss_then)
-        progress.show(len(losses), loss_then, len(losses) * tokens_per_step(world, options) / clock, footprint)
+        clock = note(pulse)
     communication = {kind: (calls / counted, size / counted) for kind, (calls, size) in stats.comm.items()}
     return Fitted(losses=losses, seconds=clock, footprint=footprint, communication=communication)
 

@@ -19,6 +19,10 @@ from flatfsdp import ShardingStrategy
 # The command line spells FSDP's names in lower case, without the underscore of the private one.
 STRATEGIES = {member.name.lower().lstrip("_"): member for member in ShardingStrategy}
 
+# Limits of a run that is given none. Steps, so that two runs do the same; minutes, for a machine slower than expected.
+DEFAULT_STEPS = 800
+DEFAULT_MINUTES = 1.5
+
 
 @dataclass(frozen=True)
 class Options:
@@ -33,8 +37,8 @@ class Options:
     heads: int = 4
     context: int = 128
     # training
-    steps: int = 800
-    minutes: float = 1.5
+    steps: int | None = None
+    minutes: float | None = None
     batch: int = 8
     accumulate: int = 1
     lr: float = 3e-3
@@ -57,6 +61,13 @@ class Options:
     prompt: str = "def "
     quiet: bool = False
 
+    def done(self, step: int, seconds: float) -> float:
+        """The share of the run that is over after `step` steps and `seconds` of training: 1 or more is the end."""
+        steps, minutes = self.steps, self.minutes
+        if steps is None and minutes is None:
+            steps, minutes = DEFAULT_STEPS, DEFAULT_MINUTES
+        return max(step / steps if steps else 0.0, seconds / 60 / minutes if minutes else 0.0)
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are one line; the usage is a `--help` away."""
@@ -75,25 +86,34 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if silent else super()._get_help_string(action)
 
 
-def _number(kind: type[int] | type[float], accepts: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
-    def convert(text: str) -> int | float:
+@dataclass(frozen=True)
+class _Number:
+    """A conversion for argparse: text to a number of `kind` that `accepts` takes, `wanted` in words."""
+
+    kind: type[int] | type[float]
+    accepts: Callable[[float], bool]
+    wanted: str
+
+    @property
+    def metavar(self) -> str:
+        return "N" if self.kind is int else "X"
+
+    def __call__(self, text: str) -> float:
         try:
-            value = kind(text)
+            value = self.kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}") from None
-        if not (math.isfinite(value) and accepts(value)):
-            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
+            value = math.nan
+        if not (math.isfinite(value) and self.accepts(value)):
+            raise argparse.ArgumentTypeError(f"expected {self.wanted}, got {text!r}")
         return value
 
-    return convert
 
-
-_count = _number(int, lambda value: value >= 1, "a whole number from 1 up")
-_whole = _number(int, lambda value: value >= 0, "a whole number from 0 up")
-_positive = _number(float, lambda value: value > 0, "a number above 0")
-_not_negative = _number(float, lambda value: value >= 0, "a number from 0 up")
-_fraction = _number(float, lambda value: 0 < value < 1, "a number between 0 and 1")
-_part = _number(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
+_count = _Number(int, lambda value: value >= 1, "a whole number from 1 up")
+_whole = _Number(int, lambda value: value >= 0, "a whole number from 0 up")
+_positive = _Number(float, lambda value: value > 0, "a number above 0")
+_not_negative = _Number(float, lambda value: value >= 0, "a number from 0 up")
+_fraction = _Number(float, lambda value: 0 < value < 1, "a number between 0 and 1")
+_part = _Number(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
 
 
 def make_parser() -> Parser:
@@ -107,78 +127,51 @@ def make_parser() -> Parser:
     )
     defaults = {field.name: field.default for field in fields(Options)}
 
-    def add(group: Any, flag: str, **settings: Any) -> None:
-        group.add_argument(flag, default=defaults[flag[2:].replace("-", "_")], **settings)
+    def add(group: Any, flag: str, meaning: str, **settings: Any) -> None:
+        if isinstance(settings.get("type"), _Number):
+            settings["metavar"] = settings["type"].metavar
+        group.add_argument(flag, default=defaults[flag[2:].replace("-", "_")], help=meaning, **settings)
 
     data = parser.add_argument_group("data")
-    add(
-        data,
-        "--data",
-        type=Path,
-        metavar="PATH",
-        help="a file, or a folder whose files are read in sorted order (default: the Python standard library's sources)",
-    )
-    add(
-        data,
-        "--valid-part",
-        type=_fraction,
-        metavar="X",
-        help="share of the bytes, at the end, held out for validation",
-    )
+    text = "a file, or a folder whose files are read in sorted order (default: the Python standard library's sources)"
+    add(data, "--data", text, type=Path, metavar="PATH")
+    add(data, "--valid-part", "share of the bytes, at the end, held out for validation", type=_fraction)
 
     model = parser.add_argument_group("model")
-    add(model, "--layers", type=_count, metavar="N", help="transformer blocks; each is one FSDP unit")
-    add(model, "--width", type=_count, metavar="N", help="features per position")
-    add(model, "--heads", type=_count, metavar="N", help="attention heads; the width is divided among them")
-    add(model, "--context", type=_count, metavar="N", help="bytes per sequence")
+    add(model, "--layers", "transformer blocks; each is one FSDP unit", type=_count)
+    add(model, "--width", "features per position", type=_count)
+    add(model, "--heads", "attention heads, among which the width is divided", type=_count)
+    add(model, "--context", "bytes per sequence", type=_count)
 
-    training = parser.add_argument_group("training", "The run ends at the first of two limits, steps and minutes.")
-    add(training, "--steps", type=_count, metavar="N", help="optimizer steps")
-    add(training, "--minutes", type=_positive, metavar="X", help="minutes of training, by the clock of rank 0")
-    add(training, "--batch", type=_count, metavar="N", help="sequences per rank and microbatch")
-    add(
-        training, "--accumulate", type=_count, metavar="N", help="microbatches per step; all but the last under no_sync"
-    )
-    add(
-        training,
-        "--lr",
-        type=_positive,
-        metavar="X",
-        help="peak learning rate of AdamW, after warmup, before the cosine",
-    )
-    add(training, "--warmup", type=_part, metavar="X", help="share of the run in which the learning rate rises")
-    add(training, "--weight-decay", type=_not_negative, metavar="X", help="weight decay of AdamW")
-    add(training, "--clip", type=_not_negative, metavar="X", help="largest gradient norm; 0 does not clip")
-    add(training, "--seed", type=_whole, metavar="N", help="seed of weights, batches and the generated text")
+    limits = f"Without --steps and --minutes a run ends after {DEFAULT_STEPS} steps or {DEFAULT_MINUTES} minutes."
+    training = parser.add_argument_group("training", limits)
+    add(training, "--steps", "end after so many optimizer steps", type=_count)
+    add(training, "--minutes", "end after so many minutes of training, by the clock of rank 0", type=_positive)
+    add(training, "--batch", "sequences per rank and microbatch", type=_count)
+    add(training, "--accumulate", "microbatches per step; all but the last run under no_sync", type=_count)
+    add(training, "--lr", "highest learning rate of AdamW: after the warmup, before the cosine", type=_positive)
+    add(training, "--warmup", "share of the run in which the learning rate rises", type=_part)
+    add(training, "--weight-decay", "weight decay of AdamW", type=_not_negative)
+    add(training, "--clip", "largest gradient norm; 0 does not clip", type=_not_negative)
+    add(training, "--seed", "seed of weights, batches and the generated text", type=_whole)
 
     engine = parser.add_argument_group("engine")
-    add(engine, "--ranks", type=_count, metavar="N", help="processes to spawn (default: one per accelerator, 2 on CPU)")
-    add(engine, "--device", metavar="TYPE", help="cpu, cuda or another accelerator; auto takes cuda where there is one")
-    add(
-        engine, "--strategy", choices=sorted(STRATEGIES), metavar="NAME", help=f"one of {', '.join(sorted(STRATEGIES))}"
-    )
-    add(
-        engine,
-        "--replicas",
-        type=_count,
-        metavar="N",
-        help="replicas of the sharded model, for the hybrid strategies (default: one per node)",
-    )
-    add(engine, "--precision", choices=["fp32", "bf16"], help="dtype to compute in; weights and reductions stay fp32")
-    add(engine, "--cpu-offload", action="store_true", help="keep shards and gradients in host memory between uses")
-    add(
-        engine,
-        "--use-orig-params",
-        action=argparse.BooleanOptionalAction,
-        help="give the optimizer the original parameters (the default) or one flat parameter per unit",
-    )
+    names = ", ".join(sorted(STRATEGIES))
+    add(engine, "--ranks", "processes to spawn (default: one per accelerator, 2 on CPU)", type=_count)
+    add(engine, "--device", "cpu, cuda or another accelerator; auto takes cuda where there is one", metavar="TYPE")
+    add(engine, "--strategy", f"one of {names}", choices=sorted(STRATEGIES), metavar="NAME")
+    add(engine, "--replicas", "copies of the model in the hybrid strategies (default: one per node)", type=_count)
+    add(engine, "--precision", "dtype to compute in; weights and reductions stay fp32", choices=["fp32", "bf16"])
+    add(engine, "--cpu-offload", "keep shards and gradients in host memory between uses", action="store_true")
+    original = "the optimizer sees the original parameters (the default), or one flat parameter per unit"
+    add(engine, "--use-orig-params", original, action=argparse.BooleanOptionalAction)
 
     output = parser.add_argument_group("output")
-    add(output, "--out", type=Path, metavar="DIR", help="folder for the loss plot")
-    add(output, "--plot", action=argparse.BooleanOptionalAction, help="draw the loss plot (the default), or do not")
-    add(output, "--sample", type=_whole, metavar="N", help="bytes of text to generate at the end")
-    add(output, "--prompt", metavar="TEXT", help="beginning of that text")
-    add(output, "--quiet", action="store_true", help="no progress, only the summary")
+    add(output, "--out", "folder for the loss plot", type=Path, metavar="DIR")
+    add(output, "--plot", "draw the loss plot (the default), or do not", action=argparse.BooleanOptionalAction)
+    add(output, "--sample", "bytes of text to generate at the end", type=_whole)
+    add(output, "--prompt", "beginning of that text", metavar="TEXT")
+    add(output, "--quiet", "no progress, only the summary", action="store_true")
     return parser
 
 

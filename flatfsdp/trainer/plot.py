@@ -9,7 +9,7 @@ UNIFORM = 5.545  # ln 256: the loss of knowing nothing about bytes
 
 
 def plot_loss(losses: Sequence[float], validation: float, folder: Path) -> str:
-    """Draw the loss of every step, smoothed as well, and the validation loss into `folder`/loss.png.
+    """Draw the loss of every step, smoothed as well, and the validation loss into `folder`/loss.png; the folder exists.
 
     Returns the path of the picture or, without matplotlib, how to get one.
     """
@@ -26,7 +26,6 @@ def plot_loss(losses: Sequence[float], validation: float, folder: Path) -> str:
     axes.plot([len(losses)], [validation], "o", color="tab:orange", label=f"validation {validation:.3f}")
     axes.set(xlabel="step", ylabel="nats per byte", ylim=(0, None))
     axes.legend()
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "loss.png"
     figure.savefig(path, dpi=130)
     return str(path)

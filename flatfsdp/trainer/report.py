@@ -50,15 +50,15 @@ class Footprint:
 
 
 class Progress:
-    """The progress of `steps` steps: tqdm's bar on a terminal, a line now and then elsewhere.
+    """How far a run is: tqdm's bar on a terminal, a line now and then elsewhere.
 
     Does nothing unless `shown`, so that all ranks can run the same code.
     """
 
-    def __init__(self, steps: int, *, shown: bool) -> None:
-        self._steps = steps
+    def __init__(self, *, shown: bool) -> None:
         self._shown = shown
-        self._bar = _tqdm_bar(steps) if shown and sys.stderr.isatty() else None
+        self._lines = 0
+        self._bar = _tqdm_bar() if shown and sys.stderr.isatty() else None
 
     def __enter__(self) -> Progress:
         return self
@@ -69,24 +69,25 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def show(self, step: int, loss: float, tokens_per_second: float, footprint: Footprint) -> None:
-        """`step` steps are done, the last of them with `loss` nats per byte."""
+    def show(self, step: int, done: float, loss: float, tokens_per_second: float, footprint: Footprint) -> None:
+        """`step` steps, the share `done` of the run, are over; the last had `loss` nats per byte."""
         if not self._shown:
             return
-        text = f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s; per rank: {footprint}"
+        text = f"step {step}: loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s; per rank {footprint}"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update()
-        elif step in (1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0:
-            print(f"step {step:{len(str(self._steps))}}/{self._steps}: {text}", file=sys.stderr, flush=True)
+            self._bar.update(min(done, 1.0) - self._bar.n)
+        elif step == 1 or done * PLAIN_LINES >= self._lines + 1:
+            self._lines = int(done * PLAIN_LINES)
+            print(f"{min(done, 1.0):4.0%} {text}", file=sys.stderr, flush=True)
 
 
-def _tqdm_bar(steps: int) -> Any:
+def _tqdm_bar() -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
         return None
-    return tqdm(total=steps, unit="step", dynamic_ncols=True, bar_format="{n}/{total} {bar:10} {remaining} {postfix}")
+    return tqdm(total=1.0, dynamic_ncols=True, bar_format="{percentage:3.0f}% {bar:10} {remaining} left{postfix}")
 
 
 @dataclass(frozen=True)
