@@ -97,9 +97,10 @@ def check_argument_names(given: Mapping[str, Any], *, where: str) -> None:
     accepted = [name for name in inspect.signature(check_arguments).parameters if name != "module"]
     for name in given:
         if name not in accepted:
+            hint = did_you_mean(name, accepted)
             raise ConfigTypeError(
                 f"{where}: {name!r} is no argument of FullyShardedDataParallel. "
-                f"Accepted: {', '.join(accepted)}.{did_you_mean(name, accepted)}"
+                f"Accepted: {', '.join(accepted)}.{hint and ' ' + hint}"
             )
 
 
