@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
-UNIFORM = 5.545  # ln 256: the loss of knowing nothing about bytes
+UNIFORM = math.log(256)  # the loss of knowing nothing about bytes
 
 
 def plot_loss(losses: Sequence[float], validation: float, folder: Path) -> str:
