@@ -80,22 +80,20 @@ class Corpus:
     Attributes:
         train: uint8, 1-D, the first part of the text.
         valid: uint8, 1-D, the rest, never trained on.
-        files: how many files the text was read from.
         context: bytes per sequence.
     """
 
     train: Tensor
     valid: Tensor
-    files: int
     context: int
 
     @classmethod
     def read(cls, path: Path | None, *, valid_part: float, context: int) -> Corpus:
         """Read the text at `path`, see `corpus_files`."""
-        files = corpus_files(path)
-        text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+        joined = bytearray(b"".join(file.read_bytes() for file in corpus_files(path)))
+        text = torch.frombuffer(joined, dtype=torch.uint8)
         split = Split.of(text.numel(), valid_part=valid_part, context=context)
-        return cls(train=text[: split.train], valid=text[split.train :], files=len(files), context=context)
+        return cls(train=text[: split.train], valid=text[split.train :], context=context)
 
     def sample(self, batch: int, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """`batch` random sequences to train on and, for each position, the byte after it; (batch, context) int64."""

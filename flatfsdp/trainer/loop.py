@@ -49,7 +49,7 @@ def job(world: World, options: Options) -> None:
 
     if world.rank == 0:
         summary = Summary(
-            data=f"{corpus.train.numel():,} bytes to train on, {corpus.valid.numel():,} held out; files: {corpus.files:,}",
+            data=f"{corpus.train.numel():,} bytes to train on, {corpus.valid.numel():,} held out",
             ranks=f"{world.size} on {world.device.type}, {options.strategy}, {options.precision}",
             parameters=parameters,
             units=len(FullyShardedDataParallel.fsdp_modules(model)),

@@ -40,7 +40,7 @@ def test_a_plain_start_trains_on_two_ranks_and_reports(text: Path, tmp_path: Pat
     done = start("-m", "flatfsdp.train", *TINY, "--steps", "40", "--data", text, "--out", "pictures", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = facts(done.stdout)
-    assert found["data"] == "17,100 bytes to train on, 900 held out; files: 1"
+    assert found["data"] == "17,100 bytes to train on, 900 held out"
     assert found["ranks"] == "2 on cpu, full_shard, fp32"
     assert found["units"] == "3"
     parameters = 2 * (2 * 32 + 12 * 32 * 32) + 2 * 256 * 32 + 32

@@ -138,7 +138,7 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_files(tmp_path: Path) -
         (tmp_path / name).write_text(text)
     corpus = Corpus.read(tmp_path, valid_part=0.4, context=3)
     assert bytes(torch.cat((corpus.train, corpus.valid)).tolist()) == b"aaaabbcccc"
-    assert (corpus.train.numel(), corpus.valid.numel(), corpus.files) == (6, 4, 3)
+    assert (corpus.train.numel(), corpus.valid.numel()) == (6, 4)
 
 
 def test_an_empty_folder_and_a_short_text_are_refused(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_an_empty_folder_and_a_short_text_are_refused(tmp_path: Path) -> None:
 
 def test_targets_are_the_next_bytes_and_the_held_out_part_is_never_sampled() -> None:
     text = torch.arange(200, dtype=torch.uint8)
-    corpus = Corpus(train=text[:100], valid=text[100:], files=1, context=10)
+    corpus = Corpus(train=text[:100], valid=text[100:], context=10)
     tokens, targets = corpus.sample(500, generator=torch.Generator().manual_seed(0))
     assert tokens.shape == targets.shape == (500, 10)
     assert torch.equal(targets, tokens + 1)
@@ -158,7 +158,7 @@ def test_targets_are_the_next_bytes_and_the_held_out_part_is_never_sampled() -> 
 
 
 def test_ranks_share_out_the_validation_sequences_evenly() -> None:
-    corpus = Corpus(train=torch.zeros(1), valid=torch.arange(250, dtype=torch.uint8), files=1, context=10)
+    corpus = Corpus(train=torch.zeros(1), valid=torch.arange(250, dtype=torch.uint8), context=10)
     shares = [list(corpus.validation(24, batch=4, rank=rank, world=3)) for rank in range(3)]
     assert [len(share) for share in shares] == [2, 2, 2]
     starts = [int(start) for share in shares for tokens, _ in share for start in tokens[:, 0]]
