@@ -114,6 +114,9 @@ class CustomPolicy(_Policy):
                 chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
         return chosen
 
+    def __repr__(self) -> str:
+        return f"CustomPolicy({getattr(self._lambda_fn, '__qualname__', self._lambda_fn)})"
+
 
 # --- Policies that are functions -------------------------------------------------------------------------------------
 # Asked twice about a module: with recurse=True whether to look inside it, then, its children decided, with
@@ -344,27 +347,35 @@ def _ask_function(
 ) -> list[nn.Module]:
     """The modules that a policy function wants wrapped; instances of ``separate`` count as units in its numels."""
     chosen: list[nn.Module] = []
-    visited = {root}
+    known: dict[nn.Module, set[nn.Parameter]] = {}
 
-    def numel_in_units(module: nn.Module, *, ask: bool) -> int:
-        numel = sum(param.numel() for param in module.parameters() if param not in uncounted)
-        ask = ask and policy(module=module, recurse=True, nonwrapped_numel=numel)
+    def params_in_units(module: nn.Module, *, ask: bool) -> set[nn.Parameter]:
+        """Decide about ``module`` and all below; return the parameters there that end in units of their own."""
+        if module in known:  # shared: decided where it was met first
+            return known[module]
+        held: set[nn.Parameter] = set()
+        known[module] = held
+        params = {param for param in module.parameters() if param not in uncounted}
+        ask = ask and policy(module=module, recurse=True, nonwrapped_numel=_numel(params))
         if not ask and not separate:
-            return 0
-        held = 0
-        for child in module.children():
-            if child not in closed and child not in visited:
-                visited.add(child)
-                held += numel_in_units(child, ask=ask)
-        if module is root:
             return held
-        if ask and policy(module=module, recurse=False, nonwrapped_numel=numel - held):
-            chosen.append(module)
-            return numel
-        return numel if isinstance(module, separate) else held
+        for child in module.children():
+            if child not in closed:
+                held |= params_in_units(child, ask=ask)
+        if module is not root:
+            wanted = ask and policy(module=module, recurse=False, nonwrapped_numel=_numel(params - held))
+            if wanted:
+                chosen.append(module)
+            if wanted or isinstance(module, separate):
+                held |= params
+        return held
 
-    numel_in_units(root, ask=True)
+    params_in_units(root, ask=True)
     return chosen
+
+
+def _numel(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)
 
 
 def _classes_in_full_precision(precision: MixedPrecision | None) -> tuple[type[nn.Module], ...]:
@@ -400,7 +411,8 @@ def _check_planned(planned: Planned, kwargs: Mapping[str, Any]) -> None:
 
 
 def _warn_nothing_chosen(root: nn.Module, policy: Any) -> None:
-    name = getattr(policy, "__name__", None) or (repr(policy) if isinstance(policy, _Policy) else type(policy).__name__)
+    function = getattr(policy, "func", policy)  # of a functools.partial
+    name = getattr(function, "__name__", None) or repr(policy)
     warn(
         f"auto_wrap_policy: {name} matched no submodule of {type(root).__name__}, which becomes a single unit: all of "
         f"its parameters are gathered at once. Classes inside: {_names_of_classes(root.modules(), apart_from=root)}."
