@@ -2,4 +2,17 @@
 
 from __future__ import annotations
 
+from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from .flat_param import FlatParameter
+from .fully_sharded_data_parallel import FullyShardedDataParallel
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FlatParameter",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "ShardingStrategy",
+]

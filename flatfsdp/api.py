@@ -104,6 +104,9 @@ class MixedPrecision:
     accumulate_dtype: torch.dtype | None = None
     """Dtype in which unsharded gradients add up under ``no_sync``. None: the reduce dtype. Not in torch's FSDP."""
 
+    full_precision_in_eval: bool = False
+    """Compute in the master dtype, without casts, while the module is in eval mode. Not in torch's FSDP."""
+
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
@@ -111,7 +114,7 @@ class MixedPrecision:
                 refuse_type(f"MixedPrecision.{name}", dtype, "a floating-point torch.dtype, or None")
             if dtype is not None and not dtype.is_floating_point:
                 refuse_value(f"MixedPrecision.{name}", dtype, "a floating-point torch.dtype, or None")
-        for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
+        for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs", "full_precision_in_eval"):
             check_bool(f"MixedPrecision.{name}", getattr(self, name))
         ignored = "MixedPrecision._module_classes_to_ignore"
         object.__setattr__(

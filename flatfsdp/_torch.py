@@ -1,0 +1,84 @@
+"""Every private torch name that flatfsdp leans on, each with the reason why no public one does.
+
+Nothing else in the package may spell `torch._something`. `missing()` lists the names that the installed torch lacks, so
+that an upgrade fails in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# Versions this release was tested with; a newer one works or fails in words, and warns once.
+TESTED = ((2, 11), (2, 13))
+
+REASONS = {
+    "torch._C._autograd._unsafe_set_version_counter": "a unit gathered again with unchanged weights must look unchanged to "
+    "saved tensors (retain_graph), and only this sets a version back",
+    "torch._C._current_graph_task_id": "a forward inside a backward is a recomputation; nothing public tells",
+    "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
+    "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded gradient, after ours",
+    "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
+}
+
+
+def missing() -> list[str]:
+    """The names above that this torch does not have (empty on every supported version)."""
+    probes: dict[str, Callable[[], object]] = {
+        "torch._C._autograd._unsafe_set_version_counter": lambda: torch._C._autograd._unsafe_set_version_counter,
+        "torch._C._current_graph_task_id": lambda: torch._C._current_graph_task_id,
+        "torch.autograd.Variable._execution_engine.queue_callback": lambda: (
+            torch.autograd.Variable._execution_engine.queue_callback
+        ),
+        "torch.Tensor._post_accumulate_grad_hooks": lambda: torch.Tensor._post_accumulate_grad_hooks,
+        "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
+    }
+    absent = []
+    for name, probe in probes.items():
+        try:
+            probe()
+        except AttributeError:
+            absent.append(name)
+    return absent
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set the version counters of `tensors`."""
+    if tensors:
+        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def in_backward() -> bool:
+    """Whether the calling thread runs inside an autograd graph task."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def graph_task() -> int:
+    """The id of the running graph task, -1 outside a backward."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` once when the running graph task has ended without an exception.
+
+    After an exception the task drops the callback without calling it; its destructor is then the only sign.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def accumulate_hooks(leaf: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]]:
+    """The live dictionary of post-accumulate hooks of `leaf` (empty where none was ever registered)."""
+    hooks: Any = leaf._post_accumulate_grad_hooks
+    return hooks if hooks is not None else {}
+
+
+def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """`target.copy_(source)` for each pair, casting where the dtypes differ."""
+    torch._foreach_copy_(targets, sources)
+
+
+def foreach_add_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """`target.add_(source)` for each pair."""
+    torch._foreach_add_(targets, sources)

@@ -1,0 +1,496 @@
+"""From a module and a config to a unit: groups, device, materialisation, synchronisation, kinds.
+
+Constructors communicate only to make process groups and, when asked, to copy rank 0's values (`sync_module_states`). All that
+may fail in a user's hands is checked before the first parameter is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .api import Config, ShardingStrategy
+from .arguments import check_arguments
+from .comm import Group, GroupPlan, Traffic, transport
+from .device import Device
+from .errors import ConfigValueError, UsageError, set_rank, warn
+from .flat_param import FlatParamHandle
+from .full_params import unwrap
+from .policy.precision import resolve
+from .policy.strategy import traits
+from .root import Root
+from .storage import Ledger
+from .unit import Unit
+from .views import Home
+from .wrap import apply_plan, plan_wrapping
+
+HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+# -- groups --------------------------------------------------------------------------------------------------------------
+
+# Communicators for reductions, one per process group and living as long as it does.
+_reduction_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# Groups of the ranks of a node and across nodes, made once per default process group.
+_node_groups: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def require_process_group() -> None:
+    """Refuse to go on without a default process group, with the lines that make one."""
+    if not dist.is_initialized():
+        raise UsageError(
+            "no process group: FullyShardedDataParallel needs torch.distributed to be initialised. Under torchrun add\n"
+            "    torch.distributed.init_process_group()\n"
+            "before wrapping; in a single process without a launcher add\n"
+            '    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)'
+        )
+
+
+def resolve_groups(config: Config) -> Config:
+    """`config` with its process groups made explicit: one group, or (shard group, replicate group) for the hybrids.
+
+    Collective over the default group where a hybrid strategy was given neither groups nor a mesh.
+    """
+    require_process_group()
+    set_rank(dist.get_rank())
+    mesh, given = config.device_mesh, config.process_group
+    hybrid = config.sharding_strategy in HYBRIDS
+    if mesh is not None:
+        group = (mesh.get_group(1), mesh.get_group(0)) if hybrid else mesh.get_group(0)
+    elif given is not None:
+        group = given
+    else:
+        group = _groups_of_nodes() if hybrid else dist.group.WORLD
+    for each in group if hybrid else (group,):
+        if dist.get_rank(each) < 0:
+            raise ConfigValueError(f"process_group: rank {dist.get_rank()} is not a member of the group it was given")
+    return config.replace(process_group=group, device_mesh=None)
+
+
+def plan_groups(config: Config, device: torch.device) -> GroupPlan:
+    """The axes for `config` (its groups resolved). Makes, once per group, the communicator for reductions."""
+    if config.sharding_strategy in HYBRIDS:
+        shard_group, replicate_group = config.process_group
+        replicate = _axis(replicate_group, device)
+        shard = _axis(shard_group, device)
+        return GroupPlan(shard, _axis(_for_reductions(shard_group), device), replicate if replicate.size > 1 else None)
+    group = config.process_group
+    if config.sharding_strategy is ShardingStrategy.NO_SHARD:
+        replicate = _axis(_for_reductions(group), device)
+        return GroupPlan(Group.alone(), Group.alone(), replicate if replicate.size > 1 else None)
+    return GroupPlan(_axis(group, device), _axis(_for_reductions(group), device), None)
+
+
+def _axis(process_group: Any, device: torch.device) -> Group:
+    return Group.alone() if dist.get_world_size(process_group) == 1 else Group.of(process_group, device)
+
+
+def _for_reductions(process_group: Any) -> Any:
+    if dist.get_world_size(process_group) == 1:
+        return process_group
+    made = _reduction_groups.get(process_group)
+    if made is None:
+        ranks = dist.get_process_group_ranks(process_group)
+        # Only members take part: models on different halves of the world are wrapped independently.
+        made = dist.new_group(ranks, use_local_synchronization=True, group_desc="flatfsdp reductions")
+        _reduction_groups[process_group] = made
+    return made
+
+
+def _groups_of_nodes() -> tuple[Any, Any]:
+    world = dist.group.WORLD
+    found = _node_groups.get(world)
+    if found is None:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (
+            torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        )
+        if local < 1 or size % local:
+            raise ConfigValueError(
+                f"process_group: the hybrid strategies shard over the ranks of a node, but LOCAL_WORLD_SIZE is "
+                f"{os.environ.get('LOCAL_WORLD_SIZE', 'not set')} and does not divide the world of {size}. Launch with torchrun, or give "
+                "process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"
+            )
+        shard = replicate = None
+        for start in range(0, size, local):
+            members = list(range(start, start + local))
+            group = dist.new_group(members)
+            shard = group if rank in members else shard
+        for offset in range(local):
+            members = list(range(offset, size, local))
+            group = dist.new_group(members)
+            replicate = group if rank in members else replicate
+        found = _node_groups[world] = (shard, replicate)
+    return found
+
+
+# -- device --------------------------------------------------------------------------------------------------------------
+
+
+def compute_device(module: nn.Module, config: Config) -> torch.device:
+    """Where the unit computes: `device_id`; else where parameters on an accelerator are; else what the backend serves."""
+    if isinstance(config.device_id, torch.device):
+        return config.device_id
+    if isinstance(config.device_id, int):
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None:
+            raise ConfigValueError(f"device_id: got {config.device_id}, but this machine has no accelerator; leave it out to train on CPU")
+        return torch.device(accelerator.type, config.device_id)
+    for parameter in module.parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            return parameter.device
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    group = config.process_group[0] if isinstance(config.process_group, tuple) else config.process_group
+    if accelerator is not None and accelerator.type in str(dist.get_backend_config(group)):
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+# -- which parameters ----------------------------------------------------------------------------------------------------
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """The units of wrapped modules inside `module`, children before parents."""
+    found: list[Unit] = []
+
+    def visit(current: nn.Module, seen: set[int]) -> None:
+        for child in current._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                visit(child, seen)
+        unit = current.__dict__.get("_unit")
+        if isinstance(unit, Unit):
+            found.append(unit)
+
+    visit(module, set())
+    return found
+
+
+def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """Modules and parameters to leave alone, with everything inside ignored modules."""
+    modules: set[nn.Module] = set()
+    for ignored in config.ignored_modules:
+        if isinstance(ignored.__dict__.get("_unit"), Unit):
+            raise ConfigValueError(
+                f"ignored_modules: {type(ignored).__name__} is already wrapped by FullyShardedDataParallel; give the modules to ignore unwrapped"
+            )
+        modules.update(ignored.modules())
+    if module in modules:
+        warn("ignored_modules contains the module that is being wrapped: nothing of it will be sharded")
+    params = set(config.ignored_params)
+    for each in modules:
+        params.update(p for p in each._parameters.values() if p is not None)
+    return modules, params
+
+
+def homes_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[nn.Module, str, str]]:
+    """(module, attribute, path) of every parameter registered in `module` outside nested units and ignored modules."""
+    seen: set[int] = set()
+
+    def visit(current: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str]]:
+        if id(current) in seen or current in ignored or isinstance(current.__dict__.get("_unit"), Unit):
+            return
+        seen.add(id(current))
+        for attribute, parameter in current._parameters.items():
+            if parameter is not None:
+                yield current, attribute, prefix + attribute
+        for name, child in current._modules.items():
+            if child is not None:
+                yield from visit(child, f"{prefix}{name}.")
+
+    yield from visit(module, "")
+
+
+def _modules_of(module: nn.Module, ignored: set[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules of `module` outside nested units and ignored modules, with their paths."""
+    out: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+
+    def visit(current: nn.Module, prefix: str) -> None:
+        if id(current) in seen or current in ignored or isinstance(current.__dict__.get("_unit"), Unit):
+            return
+        seen.add(id(current))
+        out.append((prefix, current))
+        for name, child in current._modules.items():
+            if child is not None:
+                visit(child, f"{prefix}.{name}" if prefix else name)
+
+    visit(module, "")
+    return out
+
+
+# -- values --------------------------------------------------------------------------------------------------------------
+
+
+def materialise(
+    modules: Iterable[tuple[str, nn.Module]],
+    device: torch.device,
+    initialise: Callable[[nn.Module], Any] | None,
+    skip: set[nn.Parameter],
+) -> None:
+    """Give memory and values to modules whose own parameters or buffers are on the meta device; ties are kept.
+
+    `initialise(module)` is called for each, or the module's `reset_parameters()`.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for path, module in modules:
+        slots = [(module._parameters, name, t) for name, t in module._parameters.items() if t is not None and t not in skip]
+        slots += [(module._buffers, name, t) for name, t in module._buffers.items() if t is not None]
+        if not any(tensor.is_meta for _, _, tensor in slots):
+            continue
+        if initialise is None and not callable(getattr(module, "reset_parameters", None)):
+            raise UsageError(
+                f"module {path or '<root>'!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(); give it one, or "
+                "pass param_init_fn=, a function of the module that fills its own parameters and buffers"
+            )
+        for registry, name, tensor in slots:
+            if tensor.is_meta:
+                if id(tensor) not in made:
+                    empty = torch.empty_like(tensor, device=device)
+                    made[id(tensor)] = (
+                        nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                    )
+                registry[name] = made[id(tensor)]
+        with torch.no_grad():
+            initialise(module) if initialise is not None else module.reset_parameters()
+        left = [name for name, t in [*module._parameters.items(), *module._buffers.items()] if t is not None and t.is_meta]
+        if left:
+            raise UsageError(f"param_init_fn left {', '.join(left)} of module {path or '<root>'!r} on the meta device")
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A sum over the bits of `tensor`: equal values give equal sums on every rank."""
+    flat = tensor.detach().contiguous().view(-1)
+    size = flat.element_size()
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
+    if words is None:
+        flat, words = flat.view(torch.uint8), torch.uint8
+    return int(flat.view(words).sum(dtype=torch.int64)) if flat.numel() else 0
+
+
+# -- the unit ------------------------------------------------------------------------------------------------------------
+
+
+def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Unit:
+    """Shard what no nested unit of `module` owns. `config` has its groups resolved.
+
+    Collective only for `sync_module_states`. Raises before any parameter is changed, except out of user functions.
+    """
+    device = compute_device(module, config)
+    groups = plan_groups(config, device)
+    nested = units_in(module)
+    ignored_modules, ignored_params = ignored_of(module, config)
+    seam = Device(device)
+    modules = _modules_of(module, ignored_modules)
+    materialise(modules, device, config.param_init_fn, ignored_params)
+    owned_elsewhere = _owners()
+    homes: list[Home] = []
+    owners: dict[int, Unit] = {}
+    leaves: dict[int, tuple[nn.Parameter, str]] = {}
+    for holder, attribute, path in homes_of(module, ignored_modules):
+        leaf = holder._parameters[attribute]
+        assert leaf is not None
+        if leaf in ignored_params:
+            continue
+        owner = owned_elsewhere.get(id(leaf))
+        if owner is not None:
+            _check_tie(owner, module, path, config)
+            owners[id(owner)] = owner
+            continue
+        if getattr(leaf, "_fsdp_flattened", False):
+            raise UsageError(
+                f"{path!r} is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the original module, once"
+            )
+        homes.append(Home(holder, attribute, path, leaf))
+        leaves.setdefault(id(leaf), (leaf, path))
+    _move_buffers(modules, device)
+    if config.sync_module_states:
+        _synchronise(modules, [leaf for leaf, _ in leaves.values()], groups, seam)
+    sums = _checksums(leaves.values()) if config.check_values != "off" else None
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[nn.Parameter, str]]] = {}
+    for leaf, path in leaves.values():
+        kinds.setdefault((leaf.dtype, leaf.requires_grad), []).append((leaf, path))
+    ledger = Ledger()
+    handles = [
+        FlatParamHandle(
+            [leaf for leaf, _ in members],
+            [path for _, path in members],
+            world=groups.shard.size,
+            rank=groups.shard.rank,
+            precision=resolve(config.mixed_precision, dtype),
+            device=device,
+            offload=config.cpu_offload.offload_params,
+            pin_memory=config.cpu_offload.pin_memory,
+            use_orig_params=config.use_orig_params,
+            ledger=ledger,
+        )
+        for (dtype, _), members in kinds.items()
+    ]
+    unit = Unit(
+        module,
+        handles,
+        homes,
+        traits=traits(config.sharding_strategy),
+        groups=groups,
+        mixed_precision=config.mixed_precision,
+        backward_prefetch=config.backward_prefetch,
+        forward_prefetch=config.forward_prefetch,
+        owners=list(owners.values()),
+        island=island,
+    )
+    unit.checksums = sums
+    if not config.use_orig_params:
+        for home in homes:
+            home.unregister()
+    root = Root(unit, seam, limit_all_gathers=config.limit_all_gathers, check_values=config.check_values)
+    root.ledger = ledger
+    unit.own_root = root
+    unit.join(root)
+    root.adopt(nested)
+    _own(unit)
+    return unit
+
+
+# Which unit owns a parameter, by identity; entries die with their unit.
+_owned: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Unit]]] = {}
+
+
+def _owners() -> dict[int, Unit]:
+    alive: dict[int, Unit] = {}
+    for key, (leaf_ref, unit_ref) in list(_owned.items()):
+        leaf, unit = leaf_ref(), unit_ref()
+        if leaf is None or unit is None:
+            del _owned[key]
+        else:
+            alive[key] = unit
+    return alive
+
+
+def _own(unit: Unit) -> None:
+    for handle in unit.handles:
+        for leaf in handle.leaves:
+            _owned[id(leaf)] = (weakref.ref(leaf), weakref.ref(unit))
+
+
+def disown(unit: Unit) -> None:
+    """Forget that `unit` owns its parameters (it is being taken apart)."""
+    for handle in unit.handles:
+        for leaf in handle.leaves:
+            _owned.pop(id(leaf), None)
+
+
+def _check_tie(owner: Unit, module: nn.Module, path: str, config: Config) -> None:
+    if owner.groups.shard.ranks != plan_groups(config, owner.handles[0].device).shard.ranks:
+        raise UsageError(
+            f"{path!r} of {type(module).__name__} is tied to a parameter of another unit ({type(owner.module).__name__}) that is sharded over other "
+            "ranks, so no order of gathers serves both. Put both modules into one unit, or wrap them with the same process group"
+        )
+
+
+def _move_buffers(modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
+    for _, module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def _synchronise(
+    modules: list[tuple[str, nn.Module]], leaves: list[nn.Parameter], groups: GroupPlan, device: Device
+) -> None:
+    """Overwrite parameters and buffers with those of rank 0. Collective over both axes."""
+    axes = [axis for axis in (groups.replicate, groups.shard) if axis is not None and axis.size > 1]
+    with torch.no_grad():
+        tensors: list[torch.Tensor] = list(leaves)
+        tensors += [b for _, m in modules for b in m._buffers.values() if b is not None]
+        for tensor in tensors:
+            on_device = tensor.detach().to(device.device).contiguous()
+            for axis in axes:
+                transport(axis, device, traffic=Traffic(), ledger=Ledger()).broadcast(on_device)
+            if on_device.data_ptr() != tensor.data_ptr():
+                tensor.copy_(on_device)
+
+
+def _checksums(leaves: Iterable[tuple[nn.Parameter, str]]) -> dict[str, int]:
+    return {path: checksum(leaf) for leaf, path in leaves}
+
+
+# -- the wrapper's side --------------------------------------------------------------------------------------------------
+
+
+def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Module]) -> ExitStack:
+    """Wrap what `config.auto_wrap_policy` chooses inside `module`, by `make(child, config, island=...)`.
+
+    Closing the result undoes it; `pop_all()` keeps it.
+    """
+    policy = config.auto_wrap_policy
+    if policy is None:
+        return ExitStack()
+    ignored_modules, ignored_params = ignored_of(module, config)
+    nested = config.replace(auto_wrap_policy=None)
+    kwargs = {f.name: getattr(nested, f.name) for f in fields(nested) if f.name not in ("ignored_modules", "ignored_params")}
+    plan = plan_wrapping(
+        module, policy, kwargs=kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params
+    )
+    islands = {id(planned.module) for planned in plan if planned.in_full_precision}
+
+    def wrap(child: nn.Module, **overrides: Any) -> nn.Module:
+        checked = resolve_groups(check_arguments(child, **overrides))
+        own = checked.replace(ignored_modules=tuple(ignored_modules), ignored_params=tuple(ignored_params))
+        return make(child, own, island=id(child) in islands)
+
+    return apply_plan(plan, wrap, unmake=lambda wrapper: unwrap(wrapper.__dict__["_unit"]))
+
+
+def register_flat_params(wrapper: nn.Module, unit: Unit) -> None:
+    """With `use_orig_params=False`, list the flat parameters as the wrapper's own."""
+    for kind, handle in enumerate(unit.handles):
+        if not handle.use_orig_params:
+            wrapper._parameters["_flat_param" if kind == 0 else f"_flat_param_{kind}"] = handle.flat_param
+
+
+@contextmanager
+def flat_params_hidden(module: nn.Module) -> Iterator[None]:
+    """No flat parameter among `module.parameters()`: the whole ones are listed instead."""
+    wrappers = [m for m in module.modules() if isinstance(m.__dict__.get("_unit"), Unit)]
+    for wrapper in wrappers:
+        for name in [name for name in wrapper._parameters if name.startswith("_flat_param")]:
+            del wrapper._parameters[name]
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            register_flat_params(wrapper, wrapper.__dict__["_unit"])
+
+
+def units_at(module: nn.Module) -> list[Unit]:
+    """The unit whose wrapper `module` is, if it is one."""
+    unit = module.__dict__.get("_unit")
+    return [unit] if isinstance(unit, Unit) else []
+
+
+def root_of(unit: Unit, method: str) -> Root:
+    """The root that `unit` is the outermost unit of; refuses other units."""
+    root = unit.root
+    if root.unit is not unit:
+        raise UsageError(
+            f"{method} was called on a nested unit ({type(unit.module).__name__}); call it on the outermost FullyShardedDataParallel module "
+            f"({type(root.unit.module).__name__})"
+        )
+    root.lazy_init()
+    root.settle_down()
+    return root
+
+
+@contextmanager
+def no_sync(unit: Unit) -> Iterator[None]:
+    """Accumulate without communication; only on the root."""
+    with root_of(unit, "no_sync()").no_sync():
+        yield

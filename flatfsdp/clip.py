@@ -1,0 +1,74 @@
+"""The norm of all gradients of a model, whatever holds them, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from .errors import ConfigTypeError, ConfigValueError, warn
+from .root import Root
+
+
+def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    """The sum of |g|^p over `grads` (the maximum of |g| for p = inf; the number of non-zeros for p = 0), fp32 or wider."""
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for grad in grads:
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        norm = torch.linalg.vector_norm(grad.detach().to_dense() if grad.is_sparse else grad.detach(), p, dtype=wide).to(device)
+        if math.isinf(p):
+            total = torch.maximum(total.to(norm.dtype), norm) if p > 0 else torch.minimum(total.to(norm.dtype), norm)
+        else:
+            total = total + (norm if p == 0 else norm**p)
+    return total
+
+
+@torch.no_grad()
+def clip_grad_norm(root: Root, model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale all gradients of `model` so that their joint norm is at most `max_norm`; returns the norm before.
+
+    A sharded gradient counts once over its shard group, one that every rank holds (NO_SHARD, ignored parameters) once.
+    Collective over the shard groups: one scalar each, present gradients or not.
+    """
+    if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool):
+        raise ConfigTypeError(f"max_norm: got {max_norm!r}. Accepted: a number")
+    try:
+        p = float(norm_type)
+    except (TypeError, ValueError):
+        raise ConfigTypeError(f"norm_type: got {norm_type!r}. Accepted: a number, or 'inf'") from None
+    if math.isnan(p) or p < 0:
+        raise ConfigValueError(f"norm_type: got {norm_type!r}. Accepted: 0, a positive number, or inf")
+    device = root.device.device
+    sharded: dict[int, list[torch.Tensor]] = {}
+    axes = {}
+    whole: list[torch.Tensor] = []
+    managed: set[int] = set()
+    for unit in root.units:
+        for handle in unit.handles:
+            managed.update(id(leaf) for leaf in handle.leaves)
+            managed.add(id(handle.flat_param))
+            holders = handle.leaves if handle.use_orig_params else [handle.flat_param]
+            grads = [holder.grad for holder in holders if holder.grad is not None]
+            if handle.whole:
+                whole.extend(grads)
+            else:
+                key = id(unit.groups.shard.process_group)
+                axes[key] = unit.gather
+                sharded.setdefault(key, []).extend(grads)
+    whole.extend(p.grad for p in model.parameters() if id(p) not in managed and p.grad is not None)
+    total = _power_sum(whole, p, device)
+    for key, grads in sharded.items():
+        part = _power_sum(grads, p, device)
+        axes[key].all_reduce_now(part, maximum=math.isinf(p))
+        total = torch.maximum(total.to(part.dtype), part) if math.isinf(p) else total + part
+    norm = total if math.isinf(p) or p == 0 else total ** (1.0 / p)
+    every = [grad for grads in sharded.values() for grad in grads] + whole
+    if not every:
+        warn(f"clip_grad_norm_: no parameter of rank {root.unit.groups.shard.rank} has a gradient; the norm counts only other ranks' gradients")
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in every:
+        grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
+    dtypes = {grad.dtype for grad in every}
+    return norm.to(max(dtypes, key=lambda d: d.itemsize)) if dtypes else norm

@@ -1,0 +1,331 @@
+"""All collectives on tensors: one gather, one reduce-scatter, one all-reduce, one broadcast, each handed back as `Pending`.
+
+[Note: transports] How a collective is carried out depends on the backend and stands here only. `Base` takes torch's flat
+collectives. `RankOrder` serves gloo, whose reductions sum in an order of their own: every rank sends each peer its piece and
+sums what it receives in rank order, so that worlds of any size are reproducible, bit for bit, however late a rank is.
+`Alone` serves an axis of one rank.
+
+[Note: reduction] Reductions are SUM; scaling is the caller's (`policy.precision.gradient_scaling`). Inputs are complete when an
+operation is issued. On an accelerator the caller has made the lane follow what produced them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .device import DONE, Device, Lane, Pending
+from .storage import Ledger
+
+# torch renames its flat collectives; the newest name that exists is the one without a deprecation warning. Both are
+# c10d's `_all_gather_base` and `_reduce_scatter_base`.
+_all_gather_base = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_base = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Traffic:
+    """Collectives by kind: how many were issued and the bytes of their unsharded side (input of a reduction, output of a gather)."""
+
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def log(self, kind: str, count: int) -> None:
+        """One collective of `kind` that moves `count` bytes."""
+        self.counts[kind] += 1
+        self.bytes[kind] += count
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.counts.clear()
+        self.bytes.clear()
+
+
+@dataclass(frozen=True)
+class Group:
+    """One axis of ranks: a process group, or this rank alone.
+
+    Attributes:
+        process_group: None for an axis of size 1 that needs no communication.
+        backend: the name of the backend that serves this device type.
+    """
+
+    process_group: Any
+    rank: int
+    size: int
+    backend: str
+
+    @staticmethod
+    def alone() -> Group:
+        """The axis of size 1."""
+        return Group(None, 0, 1, "alone")
+
+    @staticmethod
+    def of(process_group: Any, device: torch.device) -> Group:
+        """The axis over `process_group`, for tensors on `device`."""
+        backends = dist.get_backend_config(process_group)
+        # "cpu:gloo,cuda:nccl" or "gloo"
+        by_type = dict(part.split(":") for part in str(backends).split(",") if ":" in part)
+        backend = by_type.get(device.type, str(backends))
+        return Group(process_group, dist.get_rank(process_group), dist.get_world_size(process_group), backend)
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the default group of this group's `rank`."""
+        return rank if self.process_group is None else dist.get_global_rank(self.process_group, rank)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the members in group order."""
+        return (dist.get_rank() if dist.is_initialized() else 0,) if self.process_group is None else tuple(
+            dist.get_process_group_ranks(self.process_group)
+        )
+
+
+class Base:
+    """torch's flat collectives over one group, on one device."""
+
+    def __init__(self, group: Group, device: Device, *, traffic: Traffic, ledger: Ledger) -> None:
+        self.group = group
+        self.device = device
+        self.traffic = traffic
+        self.ledger = ledger
+
+    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Lane) -> Pending:
+        """Fill `output` (world * n elements) with every rank's `shard` (n elements) in rank order.
+
+        Both 1-D and of one dtype; bytes travel unseen, so any dtype will do. `shard` may be this rank's slot of `output`
+        (in place). Collective over the group.
+        """
+        self.traffic.log("all_gather", output.numel() * output.element_size())
+        output, shard = _as_bytes(output), _as_bytes(shard)
+        return self._issue(lane, lambda wait: self._gather(output, shard, wait), (output, shard))
+
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending:
+        """Sum `full` (world * n elements) over ranks and leave this rank's n elements in `output`. Collective."""
+        self.traffic.log("reduce_scatter", full.numel() * full.element_size())
+        return self._issue(lane, lambda wait: self._reduce_scatter(output, full, wait), (output, full))
+
+    def all_reduce(self, tensor: torch.Tensor, lane: Lane) -> Pending:
+        """Sum `tensor` over ranks in place. Collective."""
+        self.traffic.log("all_reduce", tensor.numel() * tensor.element_size())
+        return self._issue(lane, lambda wait: self._all_reduce(tensor, wait), (tensor,))
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
+        """Overwrite `tensor` with that of group rank `source`, blocking. Collective."""
+        self.traffic.log("broadcast", tensor.numel() * tensor.element_size())
+        if tensor.numel():
+            dist.broadcast(tensor, self.group.global_rank(source), group=self.group.process_group)
+
+    def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
+        """Sum (or maximum) of `tensor` over ranks in place, blocking; for scalars such as norms. Collective."""
+        self.traffic.log("scalar", tensor.numel() * tensor.element_size())
+        operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        dist.all_reduce(tensor, op=operation, group=self.group.process_group)
+        return tensor
+
+    def gather_now(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's `tensor` stacked along a new first dimension, blocking; for small things. Collective."""
+        output = tensor.new_empty((self.group.size, *tensor.shape))
+        self.traffic.log("scalar", output.numel() * output.element_size())
+        _all_gather_base(output.view(-1), tensor.reshape(-1).contiguous(), group=self.group.process_group)
+        return output
+
+    def _gather(self, output: torch.Tensor, shard: torch.Tensor, wait: bool) -> Pending:
+        return self._pending(_all_gather_base(output, shard, group=self.group.process_group, async_op=not wait))
+
+    def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wait: bool) -> Pending:
+        return self._pending(_reduce_scatter_base(output, full, group=self.group.process_group, async_op=not wait))
+
+    def _all_reduce(self, tensor: torch.Tensor, wait: bool) -> Pending:
+        return self._pending(dist.all_reduce(tensor, group=self.group.process_group, async_op=not wait))
+
+    @staticmethod
+    def _pending(work: Any) -> Pending:
+        return Pending(work=work)
+
+    def _issue(self, lane: Lane, start: Callable[[bool], Pending], keep: tuple[torch.Tensor, ...]) -> Pending:
+        if all(tensor.numel() == 0 for tensor in keep):
+            return DONE  # equal on every rank: sizes of a collective are agreed
+        if not self.device.has_streams:
+            inner = start(False)
+            # The inner work holds what its backend reads; `keep` says so where a double swaps the backend.
+            return Pending(work=inner, keep=keep)
+        with lane.running():
+            inner = start(True)  # runs on the lane's own stream: the event behind it is the end of the work
+            inner.wait()
+            return Pending(device=self.device, event=lane.mark(), keep=keep)
+
+
+class RankOrder(Base):
+    """Reductions as an exchange of pieces, summed in rank order. [Note: transports]
+
+    Per rank and reduce-scatter of n bytes: n (W-1)/W sent, as many received into scratch. An all-reduce is a reduce-scatter and
+    a gather.
+    """
+
+    def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wait: bool) -> Pending:
+        size = full.numel() // self.group.size
+        return self._exchange(output, full, [size] * self.group.size)
+
+    def _all_reduce(self, tensor: torch.Tensor, wait: bool) -> Pending:
+        world, rank = self.group.size, self.group.rank
+        flat = tensor.view(-1)
+        sizes = [flat.numel() // world + (1 if r < flat.numel() % world else 0) for r in range(world)]
+        start = sum(sizes[:rank])
+        mine = flat[start : start + sizes[rank]]
+        exchange = self._exchange(mine, flat, sizes)
+
+        def share() -> None:
+            exchange.wait()
+            others = flat.new_empty(flat.numel() - sizes[rank])
+            outgoing = mine.repeat(world - 1)
+            receive = [0 if r == rank else size for r, size in enumerate(sizes)]
+            send = [0 if r == rank else sizes[rank] for r in range(world)]
+            dist.all_to_all_single(others, outgoing, receive, send, group=self.group.process_group)
+            flat[:start].copy_(others[:start])
+            flat[start + sizes[rank] :].copy_(others[start:])
+
+        return Pending(finish=share)
+
+    def _exchange(self, output: torch.Tensor, full: torch.Tensor, sizes: list[int]) -> Pending:
+        rank = self.group.rank
+        own_start = sum(sizes[:rank])
+        own = full[own_start : own_start + sizes[rank]]
+        send = [0 if r == rank else size for r, size in enumerate(sizes)]
+        receive = [0 if r == rank else sizes[rank] for r in range(len(sizes))]
+        # all_to_all wants the pieces it sends in one tensor: leaving out our own costs no copy where we are first or last.
+        outgoing = torch.cat([full[:own_start], full[own_start + sizes[rank] :]]) if 0 < rank < len(sizes) - 1 else (
+            full[sizes[0] :] if rank == 0 else full[:own_start]
+        )
+        scratch = full.new_empty(sum(receive))
+        self.ledger.add("exchange", scratch.numel() * scratch.element_size())
+        work: Any = dist.all_to_all_single(
+            scratch, outgoing, receive, send, group=self.group.process_group, async_op=True
+        )
+
+        def sum_in_rank_order() -> None:
+            pieces = list(scratch.split(sizes[rank])) if sizes[rank] else []
+            if pieces:
+                pieces.insert(rank, own)
+                total = torch.add(pieces[0], pieces[1])
+                for piece in pieces[2:]:
+                    total.add_(piece)
+                output.copy_(total)
+            self.ledger.remove("exchange", scratch.numel() * scratch.element_size())
+
+        return Pending(work=work, keep=(outgoing, scratch, full), finish=sum_in_rank_order)
+
+
+class Alone(Base):
+    """An axis of one rank: nothing travels, and nothing is counted."""
+
+    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Lane) -> Pending:
+        if output.data_ptr() != shard.data_ptr():
+            with lane.running():
+                output.copy_(shard)
+        return Pending(device=self.device, event=lane.mark(), keep=(output, shard))
+
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending:
+        return self.all_gather_base(output, full, lane)
+
+    def all_reduce(self, tensor: torch.Tensor, lane: Lane) -> Pending:
+        return DONE
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
+        return
+
+    def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
+        return tensor
+
+    def gather_now(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unsqueeze(0)
+
+
+Transport = Base
+_double: Callable[[Transport], Transport] | None = None
+
+
+@contextmanager
+def doubled(double: Callable[[Transport], Transport]) -> Iterator[None]:
+    """Put `double` in front of every transport made inside the context (late, failing or counting ones, for tests)."""
+    global _double
+    before, _double = _double, double
+    try:
+        yield
+    finally:
+        _double = before
+
+
+def transport(group: Group, device: Device, *, traffic: Traffic, ledger: Ledger) -> Transport:
+    """The transport for `group`: by backend and world size."""
+    kind = Alone if group.process_group is None else RankOrder if group.backend == "gloo" else Base
+    made = kind(group, device, traffic=traffic, ledger=ledger)
+    return _double(made) if _double is not None else made
+
+
+class Late(Base):
+    """A double that delivers late: outputs are NaN (or zero bytes) until `wait()`, whatever the backend did meanwhile."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.group, inner.device, traffic=inner.traffic, ledger=inner.ledger)
+        self._inner = inner
+
+    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Lane) -> Pending:
+        hidden = torch.empty_like(output)
+        return self._deliver(output, hidden, self._inner.all_gather_base(hidden, shard.clone(), lane))
+
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending:
+        hidden = torch.empty_like(output)
+        return self._deliver(output, hidden, self._inner.reduce_scatter_base(hidden, full.clone(), lane), full)
+
+    def all_reduce(self, tensor: torch.Tensor, lane: Lane) -> Pending:
+        hidden = tensor.clone()
+        return self._deliver(tensor, hidden, self._inner.all_reduce(hidden, lane))
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
+        self._inner.broadcast(tensor, source=source)
+
+    def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
+        return self._inner.all_reduce_now(tensor, maximum=maximum)
+
+    def gather_now(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._inner.gather_now(tensor)
+
+    @staticmethod
+    def _deliver(output: torch.Tensor, hidden: torch.Tensor, inner: Pending, *keep: torch.Tensor) -> Pending:
+        if output.is_floating_point():
+            output.fill_(float("nan"))
+        return Pending(work=inner, keep=(output, hidden, *keep), finish=lambda: output.copy_(hidden) and None)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # Backends know few dtypes; a gather only moves bytes. Floating types stay as they are where all backends know them.
+    if tensor.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        return tensor
+    return tensor.view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The axes of one unit.
+
+    Attributes:
+        shard: ranks that hold the pieces of one copy; parameters are gathered over it.
+        scatter: the same ranks on a communicator of its own, for reductions ([Note: backward order]).
+        replicate: ranks that hold the same piece of different copies; None where there is one copy.
+    """
+
+    shard: Group
+    scatter: Group
+    replicate: Group | None
+
+    @property
+    def world(self) -> int:
+        """Ranks whose gradients are averaged."""
+        return self.shard.size * (self.replicate.size if self.replicate is not None else 1)

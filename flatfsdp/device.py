@@ -1,0 +1,153 @@
+"""The one device seam: lanes of execution, and in-flight work as a value.
+
+[Note: lanes] A *lane* is an order of execution beside compute. On an accelerator it is a stream; on CPU there is none and the
+host itself is the order, while collectives run in the backend's threads. Both share one order of *issue*. What differs is when
+memory may be reused: a CPU wait blocks the host, an accelerator's wait only orders streams. Hence two rules that hold for
+both: whoever starts work keeps its tensors alive until it was waited for (`Pending`), and a buffer is freed on the lane that
+allocated it, after an event of the lane that used it last. `record_stream` is never called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+
+class Work(Protocol):
+    """What a communication backend hands back for an asynchronous operation."""
+
+    def wait(self) -> Any: ...
+
+
+class Device:
+    """One compute device and the operations on its streams; `module` stands in for `torch.cuda` and its like in tests."""
+
+    def __init__(self, device: torch.device, *, module: ModuleType | Any | None = None) -> None:
+        if module is None and device.type not in ("cpu", "meta"):
+            module = torch.get_device_module(device)
+        if module is not None and device.index is None:
+            device = torch.device(device.type, module.current_device())
+        self.device = device
+        self._module = module
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether work is ordered by streams (an accelerator) and not by the host."""
+        return self._module is not None
+
+    def lane(self, name: str, *, high_priority: bool = False) -> Lane:
+        """A new lane beside compute."""
+        if self._module is None:
+            return Lane(name, self, None)
+        return Lane(name, self, self._module.Stream(self.device, priority=-1 if high_priority else 0))
+
+    def current_stream(self) -> Any:
+        """The stream on which the caller computes (None on CPU)."""
+        return self._module.current_stream(self.device) if self._module is not None else None
+
+    @contextmanager
+    def running_on(self, stream: Any) -> Iterator[None]:
+        """Make `stream` the current one."""
+        assert self._module is not None
+        with self._module.stream(stream):
+            yield
+
+    def mark(self) -> Any:
+        """An event at the current end of the caller's stream (None on CPU)."""
+        return self.current_stream().record_event() if self._module is not None else None
+
+    def await_mark(self, event: Any) -> None:
+        """Order the caller's stream after `event`."""
+        if event is not None:
+            self.current_stream().wait_event(event)
+
+    def is_past(self, event: Any) -> bool:
+        """Whether the device has reached `event` (always, on CPU)."""
+        return event is None or event.query()
+
+
+class Lane:
+    """An order of execution: a stream on an accelerator, the host on CPU."""
+
+    def __init__(self, name: str, device: Device, stream: Any) -> None:
+        self.name = name
+        self._device = device
+        self._stream = stream
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Issue the enclosed work on this lane."""
+        if self._stream is None:
+            yield
+        else:
+            with self._device.running_on(self._stream):
+                yield
+
+    def follow_compute(self) -> None:
+        """Order what this lane runs next after everything that the caller's stream was given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(self._device.current_stream())
+
+    def mark(self) -> Any:
+        """An event at the current end of this lane (None on CPU)."""
+        return self._stream.record_event() if self._stream is not None else None
+
+    def await_mark(self, event: Any) -> None:
+        """Order what this lane runs next after `event`."""
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+
+class Pending:
+    """In-flight work: owns every tensor that it reads or writes until it was waited for.
+
+    `wait()` orders the caller after the work (blocking on CPU), runs `finish` once, and lets the tensors go. It may be called
+    again at no cost.
+    """
+
+    __slots__ = ("_device", "_event", "_finish", "_keep", "_work", "done")
+
+    def __init__(
+        self,
+        *,
+        work: Work | None = None,
+        device: Device | None = None,
+        event: Any = None,
+        keep: tuple[torch.Tensor, ...] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._work = work
+        self._device = device
+        self._event = event
+        self._keep = keep
+        self._finish = finish
+        self.done = False
+
+    def wait(self) -> None:
+        """Order the caller after the work; collective only in the sense that the peers must have issued theirs."""
+        if self.done:
+            return
+        if self._work is not None:
+            self._work.wait()
+        if self._device is not None:
+            self._device.await_mark(self._event)
+        if self._finish is not None:
+            self._finish()
+        self.done = True
+        self._work = self._event = self._finish = None
+        self._keep = ()
+
+
+DONE = Pending()
+DONE.wait()
+
+
+def pin(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in page-locked host memory where an accelerator is present, else itself: copies from it overlap."""
+    if torch.accelerator.is_available():
+        return tensor.pin_memory()
+    return tensor

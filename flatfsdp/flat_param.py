@@ -1,0 +1,327 @@
+"""One flat parameter: a layout, this rank's shard, and the unsharded buffer that comes and goes.
+
+[Note: leaves] The user's own `Parameter` objects stay the autograd leaves. A handle swaps what their `.data` shows
+(`views.py`): at rest a view of the shard, while the unit computes an N-D view of the unsharded buffer, and nothing (zero
+elements) between a forward that resharded and the backward. The `FlatParameter` holds the shard; with
+`use_orig_params=False` it is what modules register and optimizers step.
+
+[Note: kinds] One handle holds parameters of one dtype and of one trainability (as it was at construction).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .comm import Transport
+from .device import Lane, Pending, pin
+from .errors import InternalError, UsageError
+from .layout import FlatLayout, ParamSpec
+from .lifecycle import SHARD_STEPS, ShardState, step
+from .policy.precision import Precision
+from .storage import FlatBuffer, Ledger, Versions
+
+
+class FlatParameter(nn.Parameter):
+    """The shard of one handle as a parameter, 1-D, in the master dtype.
+
+    The underscored attributes are FSDP1's names for facts of the layout; other programs read them.
+    """
+
+    _fsdp_flattened = True
+    _handle_ref: weakref.ref[FlatParamHandle] | None = None
+
+    @property
+    def _handle(self) -> FlatParamHandle:
+        handle = self._handle_ref() if self._handle_ref is not None else None
+        if handle is None:
+            raise UsageError(
+                "this FlatParameter belongs to no FullyShardedDataParallel module any more (a copy, or the model was deleted); "
+                "read the layout from the model's own `_flat_param`"
+            )
+        return handle
+
+    @property
+    def _fqns(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self._handle.layout.params)
+
+    @property
+    def _shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(torch.Size(spec.shape) for spec in self._handle.layout.params)
+
+    @property
+    def _numels(self) -> tuple[int, ...]:
+        return tuple(spec.numel for spec in self._handle.layout.params)
+
+    @property
+    def _local_shard(self) -> torch.Tensor:
+        return self._handle.shard
+
+    @property
+    def _unpadded_unsharded_size(self) -> torch.Size:
+        return torch.Size((self._handle.layout.unpadded_numel,))
+
+
+@dataclass
+class Unsharded:
+    """The whole flat parameter in one dtype: its buffer (None where the shard itself is the whole) and the views of it."""
+
+    buffer: FlatBuffer | None
+    views: list[torch.Tensor] = field(default_factory=list)
+
+
+def dense(leaf: torch.Tensor) -> torch.Tensor:
+    """`leaf`'s elements in memory order, 1-D, without a copy; `leaf` must be dense (channels_last is)."""
+    if leaf.is_contiguous():
+        return leaf.reshape(-1)
+    return leaf.as_strided((leaf.numel(),), (1,), leaf.storage_offset())
+
+
+def spec_of(name: str, leaf: torch.Tensor) -> ParamSpec:
+    """The layout's entry for `leaf`: dense strides are kept, others become row-major."""
+    if leaf.is_contiguous():
+        return ParamSpec(name, tuple(leaf.shape))
+    return ParamSpec(name, tuple(leaf.shape), tuple(leaf.stride()))
+
+
+def full_views(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+    """The parameters of `layout` as N-D views of `flat` (1-D, padded or not)."""
+    views = []
+    for spec, span in zip(layout.params, layout.spans, strict=True):
+        piece = flat.narrow(0, span.start, span.numel)
+        views.append(piece.view(spec.shape) if spec.stride is None else piece.as_strided(spec.shape, spec.stride))
+    return views
+
+
+class FlatParamHandle:
+    """Layout, shard and unsharded buffer of one kind of parameters of a unit; unshard and reshard.
+
+    Attributes:
+        name: the unit's name, for messages.
+        leaves: the user's parameters, in layout order.
+        layout: where each of them lies.
+        rank: this rank on the shard axis.
+        precision: the dtypes ([Note: dtypes]).
+        shard: shape (layout.shard_numel,), master dtype, on `home`.
+        flat_param: the shard as a parameter.
+        state: [Note: lifecycle].
+        device: where the unit computes; `home`: where the shard lives (the CPU when offloaded).
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[nn.Parameter],
+        names: Sequence[str],
+        *,
+        world: int,
+        rank: int,
+        precision: Precision,
+        device: torch.device,
+        offload: bool,
+        pin_memory: bool,
+        use_orig_params: bool,
+        ledger: Ledger,
+    ) -> None:
+        """Flatten `leaves` and keep this rank's shard; the leaves show views of it from now on. No communication."""
+        self.name = ""
+        self.leaves = list(leaves)
+        self.rank = rank
+        self.precision = precision
+        self.device = device
+        self.offload = offload
+        self.use_orig_params = use_orig_params
+        self.ledger = ledger
+        self.state = ShardState.SHARDED
+        self.trainable = any(leaf.requires_grad for leaf in leaves)
+        self.home = torch.device("cpu") if offload else device
+        for leaf in self.leaves:
+            if not _is_dense(leaf):
+                leaf.data = leaf.data.contiguous()
+        align = max(1, 16 // _itemsize(precision.compute)) if use_orig_params else 1
+        self.layout = FlatLayout.pack(
+            [spec_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)],
+            world=world,
+            align=align,
+            pad_total=use_orig_params,
+        )
+        shard = torch.zeros(self.layout.shard_numel, dtype=precision.master, device=self.home)
+        if offload and pin_memory:
+            shard = pin(shard)
+        self._pin_memory = offload and pin_memory
+        for owned in self.layout.owned(rank):
+            source = dense(self.leaves[owned.index].detach())[owned.in_param.slice]
+            shard[owned.in_shard.slice].copy_(source)
+        ledger.add("shard", shard.numel() * shard.element_size())
+        self._unsharded: dict[torch.dtype, Unsharded] = {}
+        self._active: Unsharded | None = None
+        self._pending: Pending | None = None
+        self._versions = Versions(self.leaves)
+        self._adopt(shard)
+
+    # -- the shard ---------------------------------------------------------------------------------------------------
+
+    def _adopt(self, shard: torch.Tensor) -> None:
+        """Make `shard` this rank's shard and rebuild all that points into it."""
+        self.shard = shard
+        self.flat_param = FlatParameter(shard, requires_grad=self.trainable)
+        self.flat_param._handle_ref = weakref.ref(self)
+        self.refresh_views()
+
+    def refresh_views(self) -> None:
+        """Rebuild the views of the shard (it moved or changed its dtype)."""
+        if self.whole:
+            self.sharded_views = full_views(self.shard, self.layout)
+        else:
+            spans = [self.layout.span_in_shard(i, self.rank) for i in range(len(self.leaves))]
+            self.sharded_views = [self.shard.narrow(0, span.start, span.numel) for span in spans]
+        self.nothing = torch.empty(0, dtype=self.precision.compute, device=self.device)
+        self._unsharded.clear()
+        self._shard_version = self._writes
+        self._filled_versions: list[int] = []
+
+    def replace_shard(self, shard: torch.Tensor, precision: Precision) -> None:
+        """Take `shard` (same number of elements, maybe another dtype or device) as the new shard; only while sharded."""
+        if self.state is not ShardState.SHARDED or shard.shape != self.shard.shape:
+            raise InternalError(f"{self.name}: a shard of shape {tuple(shard.shape)} replaces {tuple(self.shard.shape)} while {self.state}")
+        self.ledger.remove("shard", self.shard.numel() * self.shard.element_size())
+        self.ledger.add("shard", shard.numel() * shard.element_size())
+        self.precision = precision
+        self.home = shard.device
+        if not self.offload:
+            self.device = shard.device
+        if self._pin_memory:
+            shard = pin(shard)
+        self.shard = shard
+        self.flat_param.data = shard
+        self.refresh_views()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the shard is the whole (an axis of one rank)."""
+        return self.layout.world == 1
+
+    def move_to_ledger(self, ledger: Ledger) -> None:
+        """Count this handle's bytes in `ledger` from now on (the unit joined another root)."""
+        count = self.shard.numel() * self.shard.element_size()
+        self.ledger.remove("shard", count)
+        ledger.add("shard", count)
+        self.ledger = ledger
+        self._unsharded.clear()
+
+    # -- unshard and reshard -----------------------------------------------------------------------------------------
+
+    def _target(self, dtype: torch.dtype) -> Unsharded:
+        found = self._unsharded.get(dtype)
+        if found is None:
+            is_shard = self.whole and dtype == self.shard.dtype and not self.offload
+            buffer = None if is_shard else FlatBuffer(
+                self.layout.padded_numel, dtype, self.device, ledger=self.ledger, kind="unsharded"
+            )
+            found = self._unsharded[dtype] = Unsharded(buffer)
+        return found
+
+    def launch_unshard(self, transport: Transport, lane: Lane, *, dtype: torch.dtype | None = None) -> None:
+        """Issue the all-gather (in `dtype`, the compute dtype by default). Collective over the shard axis.
+
+        Precondition: sharded. Postcondition: gathering; `wait_unshard` ends it.
+        """
+        self.state = step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
+        target = self._active = self._target(dtype or self.precision.compute)
+        if target.buffer is None:
+            self._pending = None
+            return
+        with lane.running():
+            target.buffer.allocate()
+            flat = target.buffer.tensor
+            own = flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
+            source = self.shard
+            if source.dtype != flat.dtype or source.device != flat.device or self.offload:
+                own.copy_(source, non_blocking=True)
+                source = own
+        self._pending = transport.all_gather_base(flat, source, lane)
+
+    def wait_unshard(self) -> None:
+        """Order the caller after the gather. Precondition: gathering. Postcondition: unsharded."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self.state = step(self.state, ShardState.UNSHARDED, SHARD_STEPS, self.name, None)
+        active = self._require_active()
+        if not active.views:
+            active.views = full_views(self.shard if active.buffer is None else active.buffer.tensor, self.layout)
+        if active.buffer is not None:
+            self._versions.on_fill(changed=self._writes != self._shard_version)
+        self._shard_version = self._writes
+        self._filled_versions = [leaf._version for leaf in self.leaves]
+
+    def reshard(self) -> FlatBuffer | None:
+        """Give up the unsharded buffer and return it for the caller to free (None where the shard is the whole).
+
+        Precondition: unsharded, and the leaves do not show the buffer any more. Postcondition: sharded.
+        """
+        self.state = step(self.state, ShardState.SHARDED, SHARD_STEPS, self.name, None)
+        buffer = self._require_active().buffer
+        if buffer is not None:
+            self._versions.on_free()
+        self._active = None
+        return buffer
+
+    @property
+    def unsharded_views(self) -> list[torch.Tensor]:
+        """The parameters as N-D views of the unsharded buffer; only while unsharded."""
+        return self._require_active().views
+
+    @property
+    def unsharded(self) -> torch.Tensor:
+        """The unsharded flat parameter, 1-D and padded; only while unsharded."""
+        active = self._require_active()
+        return self.shard if active.buffer is None else active.buffer.tensor
+
+    @property
+    def buffer(self) -> FlatBuffer | None:
+        """The buffer for the compute dtype, allocated or not (None where the shard is the whole, or before the first use)."""
+        known = self._unsharded.get(self.precision.compute)
+        return known.buffer if known is not None else None
+
+    @property
+    def owns_unsharded(self) -> bool:
+        """Whether the unsharded parameter has memory of its own (and does not share the shard's)."""
+        return self._active is not None and self._active.buffer is not None
+
+    @property
+    def _writes(self) -> int:
+        # Either may be written to, and after a replacement of the shard they no longer share one counter.
+        return self.shard._version + self.flat_param._version
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the shard was written to since the unsharded buffer was filled."""
+        return self._writes != self._shard_version or self.was_edited
+
+    @property
+    def was_edited(self) -> bool:
+        """Whether a leaf was written to in place since the unsharded buffer was filled."""
+        return any(leaf._version != seen for leaf, seen in zip(self.leaves, self._filled_versions, strict=True))
+
+    def _require_active(self) -> Unsharded:
+        if self._active is None:
+            raise InternalError(f"{self.name}: the unsharded parameter was asked for while {self.state.value}")
+        return self._active
+
+
+def _itemsize(dtype: torch.dtype) -> int:
+    return torch.empty(0, dtype=dtype).element_size()
+
+
+def _is_dense(leaf: torch.Tensor) -> bool:
+    """Whether the elements of `leaf` fill their memory exactly once."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(leaf.stride(), leaf.shape, strict=True) if n > 1):
+        if stride != expected:
+            return leaf.numel() == 0
+        expected *= size
+    return True

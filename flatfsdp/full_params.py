@@ -1,0 +1,241 @@
+"""Whole parameters for the user: summon them, write them back, or take a unit apart for good.
+
+Summoned parameters lie in memory of their own, in the master dtype, so that what a user keeps of them stays readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _torch
+from .comm import Transport
+from .errors import UsageError
+from .flat_param import FlatParamHandle, full_views
+from .lifecycle import Phase
+from .unit import Unit
+from .views import assign_grad
+
+
+def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transport, lane: Any) -> torch.Tensor:
+    """The whole of `shard` (1-D, one per rank of the shard axis) on the compute device, in new memory. Collective."""
+    own = shard.to(handle.device)
+    flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
+    transport.all_gather_base(flat, own, lane).wait()
+    return flat
+
+
+def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the sharded gradient as one flat tensor, zero where there is none; which parameters have one, as 0/1)."""
+    grads = [leaf.grad for leaf in handle.leaves] if handle.use_orig_params else [handle.flat_param.grad]
+    dtype = next((grad.dtype for grad in grads if grad is not None), handle.precision.grad)
+    flat = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.home)
+    present = torch.zeros(len(handle.leaves), dtype=torch.int32, device=handle.device)
+    if not handle.use_orig_params:
+        if grads[0] is not None:
+            flat.copy_(grads[0])
+            present.fill_(1)
+        return flat, present
+    for owned in handle.layout.owned(handle.rank):
+        grad = grads[owned.index]
+        if grad is not None:
+            present[owned.index] = 1
+            if handle.whole:
+                full_views(flat, handle.layout)[owned.index].copy_(grad)
+            else:
+                flat[owned.in_shard.slice].copy_(grad)
+    return flat, present
+
+
+class _Summoned:
+    """One handle's whole parameters while the user has them."""
+
+    def __init__(self, unit: Unit, kind: int, *, keep: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+        self.unit = unit
+        self.handle = unit.handles[kind]
+        self.shown = unit.shown[kind]
+        self.keep = keep
+        lane = unit.root.lanes.unshard
+        lane.follow_compute()
+        handle = self.handle
+        with torch.no_grad():
+            self.flat = gather_shard(handle, handle.shard.detach(), unit.gather, lane)
+            self.grads: list[torch.Tensor | None] | None = None
+            if with_grads:
+                shard, present = _gradient_shard(handle)
+                whole = gather_shard(handle, shard, unit.gather, lane)
+                unit.gather.all_reduce_now(present, maximum=True)
+                self.flat_grad = whole.cpu() if offload_to_cpu else whole
+                self.grads = [
+                    view if there else None
+                    for view, there in zip(full_views(self.flat_grad, handle.layout), present.tolist(), strict=True)
+                ]
+            if offload_to_cpu:
+                self.flat = self.flat.cpu() if self.flat.device.type != "cpu" else self.flat
+        self.bytes = self.flat.numel() * self.flat.element_size()
+        handle.ledger.add("summoned", self.bytes)
+        self._sharded_grads: list[torch.Tensor | None] = []
+
+    def show(self) -> None:
+        """Let the leaves show the whole parameters, and their whole gradients."""
+        if self.keep:
+            self._sharded_grads = [leaf.grad for leaf in self.handle.leaves]
+            for leaf in self.handle.leaves:
+                leaf.grad = None
+            self.shown.lend(full_views(self.flat, self.handle.layout))
+            for leaf, grad in zip(self.handle.leaves, self.grads or [], strict=False):
+                if grad is not None:
+                    assign_grad(leaf, grad)
+
+    def hide(self, *, writeback: bool, from_rank0: bool) -> None:
+        """Let the leaves show the shard again, after copying this rank's piece back if asked. Collective if `from_rank0`."""
+        handle = self.handle
+        with torch.no_grad():
+            if self.keep and writeback:
+                # What a user put in a leaf's place, instead of into it, counts too.
+                for leaf, view in zip(handle.leaves, full_views(self.flat, handle.layout), strict=True):
+                    if leaf.data_ptr() != view.data_ptr() and leaf.shape == view.shape:
+                        view.copy_(leaf)
+                    elif leaf.shape != view.shape:
+                        raise UsageError(
+                            f"a parameter of unit {self.unit.label} has shape {tuple(leaf.shape)} at the end of summon_full_params(); expected {tuple(view.shape)}"
+                        )
+            whole_grads = [leaf.grad for leaf in handle.leaves] if self.keep and self.grads is not None else None
+            if self.keep:
+                for leaf in handle.leaves:
+                    leaf.grad = None
+                self.shown.give_back()
+                for leaf, grad in zip(handle.leaves, self._sharded_grads, strict=True):
+                    if grad is not None:
+                        assign_grad(leaf, grad)
+            if writeback:
+                flat = self.flat
+                if from_rank0:
+                    flat = flat.to(handle.device)
+                    for axis in (self.unit.replicate, self.unit.gather):
+                        if axis is not None:
+                            axis.broadcast(flat)
+                start = handle.rank * handle.layout.shard_numel
+                own = flat[start : start + handle.layout.shard_numel]
+                if not torch.equal(own.to(handle.home), handle.shard):
+                    handle.shard.copy_(own)
+                if whole_grads is not None:
+                    self._write_grads(whole_grads)
+        handle.ledger.remove("summoned", self.bytes)
+
+    def _write_grads(self, whole: list[torch.Tensor | None]) -> None:
+        handle = self.handle
+        for owned in handle.layout.owned(handle.rank):
+            grad = whole[owned.index]
+            if grad is None:
+                continue
+            if handle.use_orig_params and handle.whole:
+                target = handle.leaves[owned.index].grad
+                if target is None:
+                    assign_grad(handle.leaves[owned.index], grad.clone())
+                else:
+                    target.copy_(grad)
+                continue
+            spec = handle.layout.params[owned.index]
+            flat = grad.reshape(-1) if spec.stride is None else grad.as_strided((grad.numel(),), (1,))
+            piece = flat[owned.in_param.slice]
+            if handle.use_orig_params:
+                leaf = handle.leaves[owned.index]
+                if leaf.grad is None:
+                    assign_grad(leaf, piece.to(handle.home).clone())
+                else:
+                    leaf.grad.copy_(piece)
+            elif handle.flat_param.grad is not None:
+                handle.flat_param.grad[owned.in_shard.slice].copy_(piece)
+
+
+def _is_first(unit: Unit) -> bool:
+    replicate = unit.groups.replicate
+    return unit.groups.shard.rank == 0 and (replicate is None or replicate.rank == 0)
+
+
+@contextmanager
+def summon(
+    units: Sequence[Unit],
+    *,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+) -> Iterator[None]:
+    """Whole parameters for the units' modules inside the context. Collective over their axes, on entry (and on exit with
+    `writeback` and `rank0_only`)."""
+    for unit in units:
+        if unit.phase is Phase.SUMMONED:
+            raise UsageError(f"summon_full_params() inside summon_full_params(): the parameters of unit {unit.label} are whole already")
+        if unit.phase is not Phase.IDLE or _torch.in_backward():
+            raise UsageError(
+                f"summon_full_params() inside a forward or backward (unit {unit.label} is in {unit.phase.value}); call it between iterations"
+            )
+    for root in {id(unit.root): unit.root for unit in units}.values():
+        root.lazy_init()
+        root.settle_down()
+    with ExitStack() as undo:
+        summoned = []
+        for unit in units:
+            if unit.is_between():
+                unit.write_back()
+            else:
+                unit.rest()
+            for kind in range(len(unit.handles)):
+                summoned.append(
+                    _Summoned(
+                        unit,
+                        kind,
+                        keep=_is_first(unit) or not rank0_only,
+                        offload_to_cpu=offload_to_cpu,
+                        with_grads=with_grads,
+                    )
+                )
+                if not summoned[-1].keep and not writeback:
+                    summoned[-1].flat = summoned[-1].flat.new_empty(0)
+        for unit in units:
+            unit.phase = Phase.SUMMONED
+            undo.callback(_end, unit)
+        for each in summoned:
+            each.show()
+        for unit in units:
+            if any(not handle.use_orig_params for handle in unit.handles):
+                for home in unit.homes:
+                    home.register()
+                undo.callback(_unregister, unit)
+        try:
+            yield
+        finally:
+            for each in summoned:
+                each.hide(writeback=writeback, from_rank0=rank0_only)
+
+
+def _end(unit: Unit) -> None:
+    unit.phase = Phase.IDLE
+
+
+def _unregister(unit: Unit) -> None:
+    for home in unit.homes:
+        home.unregister()
+
+
+def unwrap(unit: Unit) -> nn.Module:
+    """Give the unit's parameters their whole values back for good and return its module. Collective over the shard axis.
+
+    The undoing of a wrap: for a constructor that fails after some units were made.
+    """
+    unit.root.connect(unit)
+    for handle, shown in zip(unit.handles, unit.shown, strict=True):
+        with torch.no_grad():
+            flat = gather_shard(handle, handle.shard.detach(), unit.gather, unit.root.lanes.unshard)
+        shown.lend([view.clone() for view in full_views(flat, handle.layout)])
+    for home in unit.homes:
+        home.register()
+    return unit.module
+
+

@@ -1,0 +1,138 @@
+"""The wrapper: signature, documentation, delegation. No logic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import build
+from .api import BackwardPrefetch, Config, CPUOffload, MixedPrecision, ShardingStrategy
+from .arguments import check_arguments
+from .clip import clip_grad_norm
+from .full_params import summon
+from .unit import Unit
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shard a module's parameters, gradients and optimizer state over ranks."""
+
+    _is_fsdp_managed_module = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | str | None = None,
+        cpu_offload: CPUOffload | bool | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | str | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | torch.dtype | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        device_id: int | torch.device | str | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: Any = None,
+        *,
+        check_values: str = "warn",
+    ) -> None:
+        config = check_arguments(
+            module,
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            auto_wrap_policy=auto_wrap_policy,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            ignored_modules=ignored_modules,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            ignored_states=ignored_states,
+            device_mesh=device_mesh,
+            check_values=check_values,
+        )
+        super().__init__()
+        self._wrap(module, build.resolve_groups(config))
+
+    def _wrap(self, module: nn.Module, config: Config, *, island: bool = False) -> None:
+        with build.auto_wrapped(module, config, type(self)._of) as undo:
+            self._unit: Unit = build.build_unit(module, config, island=island)
+            undo.pop_all()
+        self._fsdp_wrapped_module = module
+        build.register_flat_params(self, self._unit)
+
+    @classmethod
+    def _of(cls, module: nn.Module, config: Config, *, island: bool = False) -> FullyShardedDataParallel:
+        """A wrapper inside another one: arguments are checked, groups resolved."""
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self._wrap(module, config, island=island)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module's forward with its parameters unsharded. Collective over the shard axis."""
+        return self._unit.run(args, kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_fsdp_wrapped_module":
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """`module[key]` of a wrapped container such as `nn.Sequential`."""
+        return self.module[key]  # type: ignore[index]
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapper, then the wrapped module under the same name, then what is inside: names never show the wrapper."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients inside the context without communication."""
+        return build.no_sync(self._unit)
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Whole parameters inside the context. Collective."""
+        units = build.units_in(module) if recurse else build.units_at(module)
+        with build.flat_params_hidden(module), summon(
+            units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
+        ):
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the joint norm of all gradients. Collective."""
+        return clip_grad_norm(build.root_of(self._unit, "clip_grad_norm_"), self, max_norm, norm_type)

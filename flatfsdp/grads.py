@@ -1,0 +1,388 @@
+"""Gradients on their way from the leaves to the shard.
+
+[Note: gradient slots] As a leaf's gradient arrives it is moved, with the cast to the reduce dtype, into its *slot*: its place in
+a flat buffer laid out like the parameter. Large ones are moved at once; small ones are collected up to `COLLECT_BYTES` and moved
+by one call. When the unit's last expected gradient is in, the buffer is reduce-scattered (`Reduction`). Slots that received
+nothing count as zero. Without synchronisation the buffer stays and the next microbatch adds to it: a *window*.
+
+[Note: undo] Reduced gradients become `.grad` only at the end of a backward (`Gradients.settle`); until then a failed backward
+can be forgotten.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import _torch
+from .comm import Transport
+from .device import DONE, Lane
+from .flat_param import FlatParamHandle, full_views
+from .policy.precision import gradient_scaling
+from .storage import FlatBuffer
+from .views import Shown, assign_grad, take_grads
+
+# A gradient of at most SMALL_BYTES is collected; at COLLECT_BYTES the collected ones are moved.
+SMALL_BYTES = 64 * 1024
+COLLECT_BYTES = 1024 * 1024
+
+
+class Reduction:
+    """One unit's gradients in flight: reduce-scatter along the shard axis, then all-reduce along the replicate axis.
+
+    The second stage is launched when the first has been waited for, which every rank does at the same point of the order.
+    """
+
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        handle: FlatParamHandle,
+        scatter: Transport,
+        replicate: Transport | None,
+        lane: Lane,
+        scale: float,
+    ) -> None:
+        """Issue the first stage. Collective over the shard axis; `buffer` belongs to the reduction from now on."""
+        self._handle = handle
+        self._buffer: FlatBuffer | None = buffer
+        self._replicate = replicate
+        self._lane = lane
+        self._scale = scale
+        lane.follow_compute()
+        if handle.whole:
+            # The whole is the shard: nothing to scatter, and the buffer itself becomes the result.
+            self._result = buffer.tensor
+            self._first = DONE
+        else:
+            self._result = buffer.tensor.new_empty(handle.layout.shard_numel)
+            self._first = scatter.reduce_scatter_base(self._result, buffer.tensor, lane)
+        handle.ledger.add("reduced", self._bytes)
+        self._second = DONE
+        self._halfway = False
+
+    @property
+    def _bytes(self) -> int:
+        return 0 if self._handle.whole else self._result.numel() * self._result.element_size()
+
+    def release_input(self) -> None:
+        """Wait for the first stage, free its input and issue the second. Collective over the replicate axis."""
+        if self._halfway:
+            return
+        self._halfway = True
+        self._first.wait()
+        assert self._buffer is not None
+        if self._replicate is not None:
+            self._lane.follow_compute()
+            self._second = self._replicate.all_reduce(self._result, self._lane)
+        if self._handle.whole:
+            self._keep_whole = self._buffer
+        else:
+            self._buffer.free()
+        self._buffer = None
+
+    def wait(self) -> torch.Tensor:
+        """The summed and scaled gradient of the shard: shape (shard_numel,), reduce dtype."""
+        self.release_input()
+        self._second.wait()
+        if self._handle.whole:
+            self._keep_whole.disown()
+        self._handle.ledger.remove("reduced", self._bytes)
+        if self._scale != 1.0:
+            self._result.mul_(self._scale)
+        return self._result
+
+
+class Gradients:
+    """All gradient state of one handle.
+
+    Attributes:
+        expected: indices of the leaves whose gradients this backward awaits.
+        arrived: those that came.
+        fired: whether any gradient came in this backward.
+    """
+
+    def __init__(self, handle: FlatParamHandle, shown: Shown) -> None:
+        self.handle = handle
+        self._shown = shown
+        self.expected: frozenset[int] = frozenset()
+        self.arrived: set[int] = set()
+        self._buffer: FlatBuffer | None = None
+        self._buffers: dict[torch.dtype, tuple[FlatBuffer, list[torch.Tensor]]] = {}
+        self._slots: list[torch.Tensor] = []
+        self._filled: set[int] = set()
+        self._collected: list[tuple[int, torch.Tensor]] = []
+        self._collected_bytes = 0
+        self._before = self._after = 1.0
+        self._reductions: list[Reduction] = []
+        self._taken: dict[int, torch.Tensor] | None = None
+        self._accumulating = False
+        # Microbatches without synchronisation came before: the next synchronised backward reduces, on every rank alike,
+        # whether or not gradients arrived on this one.
+        self.window_open = False
+        self._marks: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+    # -- a backward begins -------------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Take the `.grad` of all leaves away until `settle` or `restore`."""
+        if self._taken is None:
+            self._check_marks()
+            self._taken = take_grads(self.handle.leaves)
+
+    def arm(self, expected: frozenset[int], *, world: int, sync: bool) -> None:
+        """Await the gradients of `expected`; `world` ranks will be averaged."""
+        self.take()
+        self.expected = expected
+        self.arrived = set()
+        self._accumulating = not sync
+        self._before, self._after = gradient_scaling(world, self.handle.precision.reduce)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every expected gradient has arrived."""
+        return len(self.arrived) == len(self.expected)
+
+    # -- gradients arrive --------------------------------------------------------------------------------------------
+
+    def arrive(self, index: int, grad: torch.Tensor) -> None:
+        """Move `grad` (shaped like leaf `index`, compute dtype) into its slot, now or with the other small ones."""
+        self.arrived.add(index)
+        size = grad.numel() * grad.element_size()
+        if size > SMALL_BYTES or grad.is_sparse:
+            self._move([index], [grad])
+            return
+        self._collected.append((index, grad))
+        self._collected_bytes += size
+        if self._collected_bytes > COLLECT_BYTES:
+            self._move_collected()
+
+    def _move_collected(self) -> None:
+        if self._collected:
+            indices, grads = zip(*self._collected, strict=True)
+            self._collected = []
+            self._collected_bytes = 0
+            self._move(list(indices), list(grads))
+
+    def _move(self, indices: list[int], grads: list[torch.Tensor]) -> None:
+        self._open_buffer()
+        with torch.no_grad():
+            grads = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
+            if self._before != 1.0:
+                grads = [grad * self._before for grad in grads]
+            fresh = [k for k, i in enumerate(indices) if i not in self._filled]
+            again = [k for k, i in enumerate(indices) if i in self._filled]
+            if len(set(indices)) != len(indices):  # the same leaf twice among the collected: one by one
+                for i, grad in zip(indices, grads, strict=True):
+                    slot = self._slots[i]
+                    slot.add_(grad) if i in self._filled else slot.copy_(grad)
+                    self._filled.add(i)
+                return
+            if fresh:
+                _torch.foreach_copy_([self._slots[indices[k]] for k in fresh], [grads[k] for k in fresh])
+            if again:
+                _torch.foreach_add_([self._slots[indices[k]] for k in again], [grads[k] for k in again])
+            self._filled.update(indices)
+
+    def _open_buffer(self) -> None:
+        if self._buffer is not None:
+            return
+        handle = self.handle
+        dtype = handle.precision.accumulate if self._accumulating else handle.precision.reduce
+        buffer, views = self._buffers.get(dtype, (None, []))
+        if buffer is not None and buffer.allocated:
+            # A late gradient while the buffer's reduction is in flight: that one first.
+            for reduction in self._reductions:
+                reduction.release_input()
+        if buffer is None or (handle.whole and buffer.tensor.numel() == 0):
+            buffer = FlatBuffer(handle.layout.padded_numel, dtype, handle.device, ledger=handle.ledger, kind="slots")
+            views = []
+        buffer.allocate()
+        if not views:
+            views = full_views(buffer.tensor, handle.layout)
+        self._buffers[dtype] = (buffer, views)
+        self._buffer, self._slots = buffer, views
+        self._zero_padding()
+
+    def _zero_padding(self) -> None:
+        assert self._buffer is not None
+        end = 0
+        flat = self._buffer.tensor
+        for span in self.handle.layout.spans:
+            if span.start > end:
+                flat[end : span.start].zero_()
+            end = max(end, span.stop)
+        flat[end:].zero_()
+
+    # -- reduction ---------------------------------------------------------------------------------------------------
+
+    @property
+    def awaited(self) -> bool:
+        """Whether this handle takes part in the next reduction."""
+        return bool(self.expected) or self.window_open
+
+    def keep(self) -> None:
+        """The backward ends without synchronisation: all gradients are in the window's buffer."""
+        self._move_collected()
+        self.window_open = self.window_open or bool(self.expected)
+
+    def launch(self, scatter: Transport, replicate: Transport | None, lane: Lane) -> Reduction:
+        """Issue the reduction of what arrived, zeros for what did not. Collective over the shard axis."""
+        self._move_collected()
+        self._open_buffer()
+        buffer = self._buffer
+        assert buffer is not None
+        with torch.no_grad():
+            for i, slot in enumerate(self._slots):
+                if i not in self._filled:
+                    slot.zero_()
+            if buffer.tensor.dtype != self.handle.precision.reduce:
+                wide, self._buffer, self._accumulating = buffer, None, False
+                self._open_buffer()
+                buffer = self._buffer
+                assert buffer is not None
+                buffer.tensor.copy_(wide.tensor)
+                wide.free()
+        if self.handle.whole:
+            del self._buffers[buffer.tensor.dtype]
+        self._buffer = None
+        self._slots = []
+        self._filled = set()
+        self.window_open = False
+        reduction = Reduction(buffer, self.handle, scatter, replicate, lane, self._after)
+        self._reductions.append(reduction)
+        return reduction
+
+    # -- a backward ends ---------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for the reductions and make them `.grad`, added to what was there. Precondition: leaves show the shard."""
+        total: torch.Tensor | None = None
+        for reduction in self._reductions:
+            result = reduction.wait()
+            total = result if total is None else total.add_(result)
+        self._reductions = []
+        trained = self.expected
+        self._forget_expectations()
+        if total is None:
+            self.restore()
+            self._mark_window()
+            return
+        handle = self.handle
+        with torch.no_grad():
+            total = total.to(handle.precision.grad)
+            if total.device != handle.home:
+                total = total.to(handle.home)
+            elif handle.offload:
+                total = total.clone()  # the CPU stands in for a device: the same copy is made
+        taken, self._taken = self._taken or {}, None
+        if not handle.use_orig_params:
+            self._accumulate(handle.flat_param, total)
+            return
+        views = full_views(total, handle.layout) if handle.whole else [
+            total.narrow(0, span.start, span.numel)
+            for span in (handle.layout.span_in_shard(i, handle.rank) for i in range(len(handle.leaves)))
+        ]
+        for i, leaf in enumerate(handle.leaves):
+            old = taken.get(i)
+            if i not in trained or (leaf.numel() == 0 and handle.layout.params[i].numel != 0):
+                if old is not None:
+                    leaf.grad = old
+                continue
+            if old is None:
+                assign_grad(leaf, views[i])
+            else:
+                assign_grad(leaf, old)
+                self._accumulate(leaf, views[i])
+
+    @staticmethod
+    def _accumulate(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        if parameter.grad is None:
+            assign_grad(parameter, grad)
+        else:
+            with torch.no_grad():
+                parameter.grad.add_(grad)
+
+    def _forget_expectations(self) -> None:
+        self.expected = frozenset()
+        self.arrived = set()
+
+    def restore(self) -> None:
+        """Give the leaves back the `.grad` that was taken. Precondition: leaves show the shard."""
+        taken, self._taken = self._taken or {}, None
+        for i, grad in taken.items():
+            assign_grad(self.handle.leaves[i], grad)
+
+    def drop(self) -> bool:
+        """Forget a failed backward: what arrived, what is in flight, the window. True if a window was lost."""
+        lost = self.window_open
+        self._collected = []
+        self._collected_bytes = 0
+        for reduction in self._reductions:
+            reduction.wait()
+        self._reductions = []
+        self._close_window()
+        self._forget_expectations()
+        return lost
+
+    def _close_window(self) -> None:
+        if self._buffer is not None:
+            self._buffer.free()
+        self._buffer = None
+        self._slots = []
+        self._filled = set()
+        self._marks = []
+        self.window_open = False
+
+    # -- windows -----------------------------------------------------------------------------------------------------
+
+    def _mark_window(self) -> None:
+        """Show each leaf's share of the window as its `.grad`, so that `zero_grad` reaches what is kept unsharded.
+
+        [Note: marks] Under no_sync the gradients live in a buffer that no user sees. A parameter without `.grad` is given this
+        rank's slice of it; whoever sets that to None or zero drops the window at the next backward.
+        """
+        if self._buffer is None:
+            return
+        handle = self.handle
+        flat = self._buffer.tensor
+        own = flat.narrow(0, handle.rank * handle.layout.shard_numel, handle.layout.shard_numel)
+        if handle.use_orig_params:
+            pairs = []
+            views = full_views(flat, handle.layout) if handle.whole else None
+            for i, leaf in enumerate(handle.leaves):
+                if not leaf.requires_grad:
+                    continue
+                span = handle.layout.span_in_shard(i, handle.rank)
+                pairs.append((leaf, own.narrow(0, span.start, span.numel) if views is None else views[i]))
+        else:
+            pairs = [(handle.flat_param, own)]
+        self._marks = []
+        for parameter, share in pairs:
+            if parameter.grad is None:
+                mark = share.detach() if share.dtype == parameter.dtype and share.device == parameter.device else (
+                    share.to(device=parameter.device, dtype=parameter.dtype)
+                )
+                parameter.grad = mark
+            else:
+                mark = parameter.grad
+            self._marks.append((parameter, mark, mark._version))
+
+    def _check_marks(self) -> None:
+        """Drop the window if the user dropped its marks; take back the marks that we made."""
+        marks, self._marks = self._marks, []
+        if not marks or self._buffer is None:
+            return
+        own_storage = self._buffer.tensor.untyped_storage().data_ptr()
+        dropped = 0
+        for parameter, mark, version in marks:
+            grad = parameter.grad
+            if grad is not mark:
+                dropped += 1
+            elif mark._version != version and not mark.any():
+                dropped += 1
+            if grad is mark and (mark.untyped_storage().data_ptr() == own_storage or mark.dtype != self._buffer.tensor.dtype):
+                parameter.grad = None
+        if dropped == len(marks):
+            self._close_window()
+
+
+__all__ = ["COLLECT_BYTES", "SMALL_BYTES", "Gradients", "Reduction"]

@@ -1,0 +1,124 @@
+"""The only file that registers hooks and callbacks with autograd. It knows callbacks, not units.
+
+[Note: hooks] Hooks sit on tensors, not in identity Functions: an output of a custom Function may not be edited in place by
+the user, a tensor hook survives that. Callbacks hold their owner weakly where the thing they hang on outlives a step: a
+closure on a leaf is never freed, not even by the garbage collector.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from . import _torch
+
+
+class LeafOwner(Protocol):
+    """Who is told that a leaf's gradient has been accumulated."""
+
+    def leaf_ready(self, kind: int, index: int) -> None: ...
+
+
+class LeafHook:
+    """The post-accumulate hook of one leaf: tells its owner, held weakly."""
+
+    __slots__ = ("_index", "_kind", "_owner")
+
+    def __init__(self, owner: LeafOwner, kind: int, index: int) -> None:
+        self._owner = weakref.ref(owner)
+        self._kind = kind
+        self._index = index
+
+    def __call__(self, leaf: torch.Tensor) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.leaf_ready(self._kind, self._index)
+
+
+class Deferred:
+    """A user's post-accumulate hook, kept from running on the unsharded gradient and run on the sharded one instead."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: Callable[[torch.Tensor], None]) -> None:
+        self.hook = hook
+
+    def __call__(self, leaf: torch.Tensor) -> None:
+        return
+
+
+def watch_leaf(leaf: nn.Parameter, owner: LeafOwner, kind: int, index: int) -> Any:
+    """Call `owner.leaf_ready(kind, index)` whenever `leaf.grad` has been accumulated; returns a handle with `remove()`."""
+    return leaf.register_post_accumulate_grad_hook(LeafHook(owner, kind, index))
+
+
+def defer_user_hooks(leaf: nn.Parameter) -> None:
+    """Keep users' post-accumulate hooks of `leaf` for `run_user_hooks`; their own handles still remove them."""
+    hooks = _torch.accumulate_hooks(leaf)
+    if len(hooks) > 1:
+        for key, hook in hooks.items():
+            if not isinstance(hook, (LeafHook, Deferred)):
+                hooks[key] = Deferred(hook)
+
+
+def run_user_hooks(parameter: torch.Tensor) -> None:
+    """Run what `defer_user_hooks` kept, now that `parameter.grad` is the sharded gradient."""
+    hooks = _torch.accumulate_hooks(parameter)
+    if len(hooks) > 1:
+        for hook in tuple(hooks.values()):
+            if isinstance(hook, Deferred):
+                hook.hook(parameter)
+
+
+def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:
+    """Call `callback` before a gradient is accumulated into `leaf`."""
+
+    def told(grad: torch.Tensor) -> None:
+        callback()
+
+    return leaf.register_hook(told)
+
+
+def before_backward_of(tensors: Iterable[torch.Tensor], callback: Callable[[], None]) -> None:
+    """Call `callback` whenever a gradient with respect to one of `tensors` is about to flow on."""
+
+    def told(grad: torch.Tensor) -> None:
+        callback()
+
+    for tensor in tensors:
+        tensor.register_hook(told)
+
+
+def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> None:
+    """Call `callback` once per backward when the gradients of all `tensors` that it computes are there."""
+    torch.autograd.graph.register_multi_grad_hook(tuple(tensors), lambda grads: callback(), mode="all")
+
+
+class EndOfBackward:
+    """Told once how the running graph task ended.
+
+    [Note: failure] Autograd runs no callback after an exception, but it lets its callbacks go: an object that is destroyed
+    without having been called is the sign of a failed backward, and it comes before the exception reaches the user.
+    """
+
+    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._ended = ended
+        self._failed = failed
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._ended()
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._failed()
+
+
+def at_end_of_backward(ended: Callable[[], None], failed: Callable[[], None]) -> None:
+    """Call `ended` when the running graph task has ended, or `failed` when an exception ended it."""
+    _torch.at_end_of_backward(EndOfBackward(ended, failed))

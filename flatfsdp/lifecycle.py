@@ -1,0 +1,63 @@
+"""Two enums on two owners, and the transitions that are legal.
+
+[Note: lifecycle] *Where the data is* belongs to a flat parameter (`ShardState`); *when we are* belongs to a unit (`Phase`).
+Nothing is inferred from sizes or data pointers. A transition that the tables lack raises with the end of the trace.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import TypeVar
+
+from .errors import InternalError
+from .trace import Trace
+
+
+class ShardState(enum.Enum):
+    """Where a flat parameter's data is on this rank."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+class Phase(enum.Enum):
+    """When a unit is: between iterations, in its forward, between or in its backward, or summoned by the user."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    PRE_BACKWARD = "pre-backward"  # gathered for backward; its gradients are arriving
+    POST_BACKWARD = "post-backward"  # every expected gradient has arrived
+    SUMMONED = "summoned"
+
+
+SHARD_STEPS: Mapping[ShardState, frozenset[ShardState]] = {
+    ShardState.SHARDED: frozenset({ShardState.GATHERING}),
+    # A gather that nobody used is waited for and freed.
+    ShardState.GATHERING: frozenset({ShardState.UNSHARDED}),
+    ShardState.UNSHARDED: frozenset({ShardState.SHARDED}),
+}
+
+PHASE_STEPS: Mapping[Phase, frozenset[Phase]] = {
+    Phase.IDLE: frozenset({Phase.FORWARD, Phase.PRE_BACKWARD, Phase.SUMMONED}),
+    # A module may be entered again inside its own forward (recursion); a recomputation enters forward from a backward phase.
+    Phase.FORWARD: frozenset({Phase.FORWARD, Phase.IDLE, Phase.PRE_BACKWARD, Phase.POST_BACKWARD}),
+    Phase.PRE_BACKWARD: frozenset({Phase.PRE_BACKWARD, Phase.POST_BACKWARD, Phase.FORWARD, Phase.IDLE}),
+    # A late gradient (reentrant checkpoint, second use) opens the unit again.
+    Phase.POST_BACKWARD: frozenset({Phase.PRE_BACKWARD, Phase.FORWARD, Phase.POST_BACKWARD, Phase.IDLE}),
+    Phase.SUMMONED: frozenset({Phase.IDLE}),
+}
+
+S = TypeVar("S", ShardState, Phase)
+
+
+def step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str, trace: Trace | None) -> S:
+    """`target`, if the table allows it from `current`; else an `InternalError` with the end of the trace."""
+    if target in table[current]:
+        return target
+    story = "; ".join(map(str, trace.tail())) if trace is not None else "no trace yet"
+    raise InternalError(
+        f"unit {who!r} cannot go from {current.value} to {target.value} (allowed: "
+        f"{', '.join(sorted(s.value for s in table[current]))}). Last events: {story}"
+    )

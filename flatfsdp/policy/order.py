@@ -1,0 +1,136 @@
+"""The order of a backward's collectives, as a pure function of the order of the forward.
+
+[Note: backward order] Ranks may run different autograd graphs (a parameter unused here, a branch there), so the moment at which
+a unit's backward begins or its last gradient arrives is no common order. What ranks do share is the order of the forward.
+Hence: *gathers* of a backward are issued in the reverse of the order in which units finished their forward, and *reductions* in
+the reverse of the order in which units began it; each on a communicator of its own, so the two sequences need no common
+interleaving. A unit that is ready before its turn waits; at the end of the backward all that remain are flushed in order.
+In a model that is nested like a tree, ready means on turn, and nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+U = TypeVar("U", bound=Hashable)
+
+
+class ForwardRecord(Generic[U]):
+    """Which units ran in the forward passes that one backward may cover."""
+
+    def __init__(self) -> None:
+        self._entered: dict[U, int] = {}  # first entry; dict order = order of first entry
+        self._anchored: dict[U, None] = {}  # last anchoring; dict order = order of last anchoring
+        self.consumed = False  # a backward has begun: the next forward opens a new record
+
+    def enter(self, unit: U) -> None:
+        """`unit` began its forward."""
+        self._entered.setdefault(unit, len(self._entered))
+
+    def anchor(self, unit: U) -> None:
+        """`unit` finished its forward and its output can bring it a gradient."""
+        self._anchored.pop(unit, None)
+        self._anchored[unit] = None
+
+    def position(self, unit: U) -> int:
+        """The position at which `unit` was first entered; entering it now if it was not (a recomputation)."""
+        self.enter(unit)
+        return self._entered[unit]
+
+    @property
+    def entered(self) -> tuple[U, ...]:
+        """Units in the order in which they began."""
+        return tuple(self._entered)
+
+    @property
+    def anchored(self) -> tuple[U, ...]:
+        """Units that await a gradient, in the order in which they (last) finished."""
+        return tuple(self._anchored)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was anchored: no backward can follow."""
+        return not self._anchored
+
+
+class GatherPlan(Generic[U]):
+    """The gathers of one backward: hands out, for the unit that is needed now, all units whose turn comes first."""
+
+    def __init__(self, anchored: tuple[U, ...]) -> None:
+        self._sequence = tuple(reversed(anchored))
+        self._position = {unit: i for i, unit in enumerate(self._sequence)}
+        self._next = 0
+
+    def until(self, unit: U) -> tuple[U, ...]:
+        """The units to gather, in order, so that `unit` may be gathered; just `unit` where the plan is past it or lacks it."""
+        position = self._position.get(unit, -1)
+        if position < self._next:
+            return (unit,)
+        due = self._sequence[self._next : position + 1]
+        self._next = position + 1
+        return due
+
+    def ahead(self) -> U | None:
+        """The next unit of the plan, now handed out; None at its end."""
+        if self._next >= len(self._sequence):
+            return None
+        unit = self._sequence[self._next]
+        self._next += 1
+        return unit
+
+
+class ReducePlan(Generic[U]):
+    """The reductions of one backward: a unit goes when it is ready and none that was entered later is outstanding."""
+
+    def __init__(self, record: ForwardRecord[U]) -> None:
+        self._record = record
+        self._outstanding: dict[U, int] = {}
+        self._ready: set[U] = set()
+
+    def expect(self, unit: U) -> None:
+        """`unit` will have a reduction (again, if it had one)."""
+        self._outstanding.setdefault(unit, self._record.position(unit))
+
+    def ready(self, unit: U) -> None:
+        """All gradients that `unit` expects have arrived."""
+        self.expect(unit)
+        self._ready.add(unit)
+
+    def due(self) -> list[U]:
+        """The units whose turn has come, in order; each is handed out once."""
+        out = []
+        for unit, _ in sorted(self._outstanding.items(), key=lambda item: -item[1]):
+            if unit not in self._ready:
+                break
+            out.append(unit)
+        self._forget(out)
+        return out
+
+    def rest(self) -> list[U]:
+        """All outstanding units in order, ready or not: the flush at the end of a backward."""
+        out = [unit for unit, _ in sorted(self._outstanding.items(), key=lambda item: -item[1])]
+        self._forget(out)
+        return out
+
+    def _forget(self, units: list[U]) -> None:
+        for unit in units:
+            del self._outstanding[unit]
+            self._ready.discard(unit)
+
+
+class ForwardOrder(Generic[U]):
+    """The order of units in the last complete forward, from which the next forward prefetches."""
+
+    def __init__(self) -> None:
+        self._after: dict[U, U] = {}
+
+    def learn(self, sequence: list[U]) -> None:
+        """Remember `sequence` (with repetitions) of one forward."""
+        self._after = {}
+        for unit, following in zip(sequence, sequence[1:], strict=False):
+            self._after.setdefault(unit, following)
+
+    def after(self, unit: U) -> U | None:
+        """The unit that followed `unit`, None where unknown."""
+        return self._after.get(unit)

@@ -1,0 +1,387 @@
+"""What exists once for a tree of units: their order, the lanes, the running backward, and the recovery from failures.
+
+[Note: root] The root is the outermost wrapper of a model; it owns what its units must share. The *iteration root* is the unit
+whose forward is the outermost at the moment, usually the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from . import _torch, hooks
+from .agree import Agreement
+from .api import BackwardPrefetch
+from .comm import Group, Traffic, Transport, transport
+from .device import Device, Lane
+from .errors import UsageError, logger, warn
+from .flat_param import FlatParamHandle
+from .grads import Reduction
+from .lifecycle import Phase
+from .policy.order import ForwardOrder, ForwardRecord, GatherPlan, ReducePlan
+from .storage import FlatBuffer, Ledger
+from .trace import Trace
+from .unit import Unit
+
+
+@dataclass
+class Lanes:
+    """The orders of execution beside compute."""
+
+    unshard: Lane
+    reduce: Lane
+
+
+class Backward:
+    """What lives for one backward."""
+
+    def __init__(self, record: ForwardRecord[Unit], *, sync: bool) -> None:
+        self.gathers = GatherPlan(record.anchored)
+        self.reductions = ReducePlan(record)
+        self.sync = sync
+        self.double = False  # create_graph: the weights are needed again
+        self.fired = False  # a gradient of a leaf arrived (torch.autograd.grad brings none)
+        self.in_flight: list[Reduction] = []
+
+
+class Root:
+    """The shared state of one model's units.
+
+    Attributes:
+        unit: the outermost unit; units: all, children before parents as wrapped, the root last.
+        ledger, traffic, trace: bytes by kind, collectives by kind, events.
+        record: the forward passes that the next backward may cover.
+        sync: False inside `no_sync()`.
+    """
+
+    def __init__(self, unit: Unit, device: Device, *, limit_all_gathers: bool, check_values: str) -> None:
+        self.unit = unit
+        self.units: list[Unit] = [unit]
+        self.device = device
+        self.ledger = Ledger()
+        self.traffic = Traffic()
+        self.trace = Trace()
+        self.sync = True
+        self.ready = False
+        self.record: ForwardRecord[Unit] = ForwardRecord()
+        self.backward: Backward | None = None
+        self.lanes = Lanes(device.lane("unshard", high_priority=True), device.lane("reduce"))
+        self._limit = limit_all_gathers
+        self._depth = 0
+        self._sequence: list[Unit] = []
+        self._order: ForwardOrder[Unit] = ForwardOrder()
+        self._transports: dict[tuple[int, str], Transport] = {}
+        self._deferred: list[tuple[object, FlatBuffer]] = []
+        self._failed = False
+        self._whole_for_double = False
+        self.agreement = Agreement(check_values=check_values)
+
+    # -- construction and lazy init ----------------------------------------------------------------------------------
+
+    def adopt(self, nested: list[Unit]) -> None:
+        """Take the units of wrapped descendants into this tree, in front of the root's own."""
+        self.units = [*nested, self.unit]
+        for unit in nested:
+            unit.join(self)
+
+    def transport(self, group: Group, role: str) -> Transport:
+        """The transport over `group`; one per group and role."""
+        key = (id(group.process_group), role)
+        if key not in self._transports:
+            self._transports[key] = transport(group, self.device, traffic=self.traffic, ledger=self.ledger)
+        return self._transports[key]
+
+    def lazy_init(self) -> None:
+        """At the first forward: name and connect the units, and agree with the other ranks. Collective over all groups."""
+        if self.ready:
+            return
+        names = {id(module): name for name, module in self.unit.module.named_modules()}
+        for unit in self.units:
+            unit.name = names.get(id(unit.module), "")
+            for handle in unit.handles:
+                handle.name = unit.name
+            self.connect(unit)
+        self.agreement.compare(self)
+        self.ready = True
+        logger.debug("initialised %d units: %s", len(self.units), ", ".join(unit.label for unit in self.units))
+
+    def connect(self, unit: Unit) -> None:
+        """Give `unit` its transports."""
+        replicate = unit.groups.replicate
+        unit.gather = self.transport(unit.groups.shard, "gather")
+        unit.scatter = self.transport(unit.groups.scatter, "scatter")
+        unit.replicate = self.transport(replicate, "replicate") if replicate is not None else None
+
+    def in_full_precision(self, unit: Unit) -> bool:
+        """Whether `unit` computes in its master dtype now (evaluation, if asked for)."""
+        return unit.mixed_precision.full_precision_in_eval and not unit.module.training
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit) -> bool:
+        """A forward of `unit` begins; True if it is the outermost."""
+        if unit.phase is Phase.SUMMONED:
+            raise UsageError(
+                f"unit {unit.label}: forward inside summon_full_params() would train on parameters that are written back later; "
+                "leave the context first"
+            )
+        outermost = self._depth == 0
+        if outermost:
+            self._begin(unit)
+        self._depth += 1
+        return outermost
+
+    def _begin(self, unit: Unit) -> None:
+        if not self.ready:
+            if unit is not self.unit:
+                raise UsageError(
+                    f"the forward of a nested unit ({type(unit.module).__name__}) ran before the first forward of the root "
+                    f"({type(self.unit.module).__name__}) that it belongs to; call the outermost FullyShardedDataParallel module first"
+                )
+            self.lazy_init()
+        if _torch.in_backward():
+            return
+        self.settle_down()
+        for each in self.units:
+            each.write_back()
+        if torch.is_grad_enabled():
+            self.agreement.compare_values(self)
+            if self.record.consumed:
+                self.record = ForwardRecord()
+        self._sequence = []
+        self.lanes.unshard.follow_compute()  # the optimizer's writes to the shards come first
+
+    def leave(self, unit: Unit, *, failed: bool = False) -> None:
+        """A forward of `unit` has ended."""
+        self._depth -= 1
+        if self._depth or _torch.in_backward():
+            return
+        if failed:
+            self.abandon()
+            return
+        self._order.learn(self._sequence)
+        if not torch.is_grad_enabled() or self.record.empty:
+            for each in self.units:
+                if not each.needed_whole:
+                    each.rest()
+
+    def gather_for_forward(self, unit: Unit) -> None:
+        """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
+        recomputing = _torch.in_backward()
+        if not recomputing:
+            self._sequence.append(unit)
+            self.agreement.check_order(self, unit)
+            if torch.is_grad_enabled():
+                self.record.enter(unit)
+        for each in (*unit.owners, unit):
+            if recomputing and self.backward is not None:
+                self._gather_in_turn(each)
+            else:
+                each.launch_unshard()
+        if unit.forward_prefetch and not recomputing:
+            following = self._order.after(unit)
+            if following is not None:
+                following.launch_unshard()
+        for each in (*unit.owners, unit):
+            each.wait_unshard()
+
+    def abandon(self) -> None:
+        """A forward failed: everything returns to between iterations, as if it had not begun."""
+        self.record = ForwardRecord()
+        for unit in self.units:
+            unit.rest()
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """The first sign of a backward: plan it. Idempotent while it runs."""
+        if self.backward is not None:
+            self.backward.double = self.backward.double or torch.is_grad_enabled()
+            return
+        if not _torch.in_backward():
+            return
+        self.record.consumed = True
+        self.backward = Backward(self.record, sync=self.sync)
+        self.backward.double = torch.is_grad_enabled()
+        hooks.at_end_of_backward(self.end_backward, self.fail_backward)
+        for unit in self.record.entered:
+            for grads in unit.grads:
+                grads.take()
+        for unit in self.units:
+            if any(grads.window_open for grads in unit.grads):
+                self.backward.reductions.expect(unit)
+        for unit in self.record.anchored:
+            if any(leaf.requires_grad for handle in unit.handles for leaf in handle.leaves):
+                self.backward.reductions.expect(unit)
+
+    @property
+    def sync_now(self) -> bool:
+        """Whether the running backward reduces gradients."""
+        return self.backward.sync if self.backward is not None else self.sync
+
+    def _running(self) -> Backward:
+        assert self.backward is not None
+        return self.backward
+
+    def _gather_in_turn(self, unit: Unit) -> None:
+        for each in self._running().gathers.until(unit):
+            each.launch_unshard()
+
+    def gather_for_backward(self, unit: Unit) -> None:
+        """Unshard `unit` in the agreed order, and start on the next. Collective."""
+        for each in (*unit.owners, unit):
+            self._gather_in_turn(each)
+        if unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch()
+        for each in (*unit.owners, unit):
+            each.wait_unshard()
+
+    def _prefetch(self) -> None:
+        following = self._running().gathers.ahead()
+        if following is not None:
+            following.launch_unshard()
+
+    def released(self, unit: Unit) -> None:
+        """`unit` was resharded after its backward."""
+        if unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch()
+
+    def keeps_whole(self, unit: Unit) -> bool:
+        """Whether `unit` stays unsharded after its backward."""
+        backward = self._running()
+        return backward.double or not (backward.sync or unit.traits.reshard_without_sync)
+
+    def gradient_arrived(self) -> None:
+        """This backward computes gradients of parameters."""
+        self._running().fired = True
+
+    def expect_gradients(self, unit: Unit) -> None:
+        """`unit` takes part in the reductions of this backward."""
+        if any(grads.awaited for grads in unit.grads):
+            self._running().reductions.expect(unit)
+
+    def gradients_ready(self, unit: Unit) -> None:
+        """All gradients of `unit` are in their slots: reduce it if it is its turn. Collective."""
+        backward = self._running()
+        if backward.sync:
+            backward.reductions.ready(unit)
+            self._reduce(backward.reductions.due())
+
+    def _reduce(self, units: list[Unit]) -> None:
+        backward = self._running()
+        for unit in units:
+            # One reduction's input besides the one being filled: the previous makes way first.
+            for reduction in backward.in_flight:
+                reduction.release_input()
+            launched = unit.reduce()
+            backward.in_flight.extend(launched)
+
+    def end_backward(self) -> None:
+        """The graph task has ended: flush, and return to between iterations. Collective."""
+        backward = self.backward
+        if backward is None:
+            return
+        if backward.fired:
+            rest = backward.reductions.rest()
+            for unit in rest:
+                if not unit.armed:
+                    unit.arm()
+            if backward.sync:
+                backward.reductions.rest()
+                self._reduce(rest)
+                for reduction in backward.in_flight:
+                    reduction.release_input()
+            else:
+                for unit in rest:
+                    for grads in unit.grads:
+                        grads.keep()
+        self.backward = None
+        if backward.double:
+            self._whole_for_double = True
+            for unit in self.units:
+                unit.pause()
+            return
+        self._finish(keep_unsharded=not backward.sync)
+
+    def _finish(self, *, keep_unsharded: bool) -> None:
+        self._whole_for_double = False
+        for unit in self.units:
+            unit.rest(keep_whole=keep_unsharded and not unit.traits.reshard_without_sync)
+        for unit in self.units:
+            unit.settle()
+        self.trace.record("end", "", Phase.IDLE.value)
+        for unit in self.units:
+            unit.run_user_hooks()
+
+    def fail_backward(self) -> None:
+        """The graph task died: `.grad` is as before at once; the rest waits for the next forward (`settle_down`)."""
+        if self.backward is None:
+            return
+        self.backward = None
+        self._failed = True
+        lost = [unit.label for unit in self.units if unit.undo()]
+        if lost:
+            warn(
+                f"a backward failed inside an accumulation window: the unsharded gradients of earlier microbatches are dropped with it ({len(lost)} units, "
+                f"first {lost[0]}). Run the window again from its first microbatch"
+            )
+
+    def settle_down(self) -> None:
+        """Bring what a failed or a double backward left behind to rest."""
+        if self._failed:
+            self._failed = False
+            self.record = ForwardRecord()
+            for unit in self.units:
+                for grads in unit.grads:
+                    grads.drop()
+                unit.rest()
+        elif self._whole_for_double:
+            self._finish(keep_unsharded=False)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def free(self, handle: FlatParamHandle) -> None:
+        """Reshard `handle`; its memory may be reused once the caller's stream is done with it.
+
+        [Note: limiter] With the limit, the unshard lane waits for the stream before anything is allocated on it again: at most
+        the unit in use and the one gathered ahead hold memory. Without it the lane runs on and memory is given back when the
+        device is found to be past the point.
+        """
+        buffer = handle.reshard()
+        if buffer is None:
+            return
+        mark = self.device.mark()
+        if self._limit or not self.device.has_streams:
+            self.lanes.unshard.await_mark(mark)
+            with self.lanes.unshard.running():
+                buffer.free()
+        else:
+            self._deferred.append((mark, buffer))
+            self.collect()
+
+    def collect(self, needed: FlatBuffer | None = None) -> None:
+        """Give back deferred memory that the device is past; take `needed` out, ordered after its last use."""
+        waiting = []
+        for mark, buffer in self._deferred:
+            if buffer is needed:
+                self.lanes.unshard.await_mark(mark)
+            elif self.device.is_past(mark):
+                with self.lanes.unshard.running():
+                    buffer.free()
+            else:
+                waiting.append((mark, buffer))
+        self._deferred = waiting
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backwards inside the context are accumulated unsharded and not reduced."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+

@@ -1,0 +1,154 @@
+"""Flat buffers that are allocated and freed by resizing one storage, their version counters, and the ledger of live bytes.
+
+[Note: one storage] Autograd keeps views of an unsharded weight (`weight.t()`), so forward and backward of a unit must find it
+in the *same* storage object. A `FlatBuffer` therefore never changes its tensor; it gives the memory back by resizing the
+storage to zero and takes it again by resizing it up.
+
+[Note: versions] A freed storage must not be read through a saved view: on CPU that crashes the process, after a refill with
+other weights it yields a wrong gradient. So freeing bumps the version counters of the parameters that live there, and autograd
+refuses such a view in words. Filling the buffer with *unchanged* weights sets the counters back (else `retain_graph` and every
+backward would be refused); a changed weight keeps the bump, so a graph older than the optimizer's step is refused as in an
+unsharded model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from . import _torch
+from .errors import InternalError
+
+
+class Ledger:
+    """Exact live bytes by kind, and their peaks.
+
+    Kinds: `shard`, `unsharded`, `slots` (unsharded gradients), `exchange` (scratch of a reduction), `reduced` (gradient shards
+    before they become `.grad`), `summoned`.
+    """
+
+    def __init__(self) -> None:
+        self.live: dict[str, int] = defaultdict(int)
+        self._peaks: dict[str, int] = defaultdict(int)
+        self.peak_total = 0
+
+    def add(self, kind: str, count: int) -> None:
+        """`count` bytes of `kind` came to life."""
+        self.live[kind] += count
+        self._peaks[kind] = max(self._peaks[kind], self.live[kind])
+        self.peak_total = max(self.peak_total, self.total)
+
+    def remove(self, kind: str, count: int) -> None:
+        """`count` bytes of `kind` were freed."""
+        if count > self.live[kind]:
+            raise InternalError(f"ledger: {count} bytes of {kind!r} freed, only {self.live[kind]} are live")
+        self.live[kind] -= count
+
+    @property
+    def total(self) -> int:
+        """Live bytes of all kinds."""
+        return sum(self.live.values())
+
+    def peak(self, kind: str) -> int:
+        """The most bytes of `kind` alive at once since the last `reset_peaks`."""
+        return self._peaks[kind]
+
+    def reset_peaks(self) -> None:
+        """Start measuring peaks from what is alive now."""
+        self._peaks = defaultdict(int, self.live)
+        self.peak_total = self.total
+
+
+_poisoned = False
+
+
+@contextmanager
+def poison() -> Iterator[None]:
+    """Fill floating-point buffers with NaN when they are allocated and before they are freed: a double for tests."""
+    global _poisoned
+    before, _poisoned = _poisoned, True
+    try:
+        yield
+    finally:
+        _poisoned = before
+
+
+class FlatBuffer:
+    """A 1-D tensor whose memory comes and goes while the tensor object, its storage object and views of it stay.
+
+    Attributes:
+        tensor: shape (numel,); its contents are undefined after `allocate` and unreadable after `free`.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, ledger: Ledger, kind: str) -> None:
+        # Requested on the device and given back at once: a tensor of the right size whose storage is empty.
+        self.tensor = torch.empty(0, dtype=dtype, device=device)
+        self._numel = numel
+        self._bytes = numel * self.tensor.element_size()
+        self._ledger = ledger
+        self._kind = kind
+        self.allocated = False
+
+    def allocate(self) -> None:
+        """Take the memory; nothing happens if it is there."""
+        if self.allocated:
+            return
+        self.tensor.untyped_storage().resize_(self._bytes)
+        if self.tensor.numel() != self._numel:
+            self.tensor.set_(self.tensor.untyped_storage(), 0, (self._numel,))
+        self.allocated = True
+        self._ledger.add(self._kind, self._bytes)
+        if _poisoned and self.tensor.is_floating_point():
+            self.tensor.fill_(float("nan"))
+
+    def free(self) -> None:
+        """Give the memory back; nothing happens if it is gone. The caller sees to it that nobody reads it any more."""
+        if not self.allocated:
+            return
+        if _poisoned and self.tensor.is_floating_point():
+            self.tensor.fill_(float("nan"))
+        self.tensor.untyped_storage().resize_(0)
+        self.allocated = False
+        self._ledger.remove(self._kind, self._bytes)
+
+    def disown(self) -> torch.Tensor:
+        """Hand the memory to the caller for good; the next `allocate` takes new memory in a new tensor."""
+        given, self.tensor = self.tensor, torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
+        self.allocated = False
+        self._ledger.remove(self._kind, self._bytes)
+        return given
+
+    @property
+    def bytes(self) -> int:
+        """Bytes when allocated."""
+        return self._bytes
+
+
+class Versions:
+    """The version counters of the parameters that live in one buffer. [Note: versions]"""
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        self._leaves = leaves
+        self._filled: list[int] = []  # versions that saved tensors of this content carry
+        self._at_rest: list[int] = []  # versions right after the last bump
+
+    def on_free(self) -> None:
+        """The buffer is about to be unreadable: saved views of it must be refused."""
+        self._filled = [leaf._version for leaf in self._leaves]
+        torch.autograd.graph.increment_version(self._leaves)
+        self._at_rest = [leaf._version for leaf in self._leaves]
+
+    def on_fill(self, *, changed: bool) -> None:
+        """The buffer holds weights again; `changed` says that the shard was written to by other means than a leaf."""
+        if changed or not self._at_rest:
+            return
+        leaves, versions = [], []
+        for leaf, filled, rest in zip(self._leaves, self._filled, self._at_rest, strict=True):
+            if leaf._version == rest:
+                leaves.append(leaf)
+                versions.append(filled)
+        _torch.set_versions(leaves, versions)
+        self._at_rest = []

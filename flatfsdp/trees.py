@@ -1,0 +1,70 @@
+"""Maps over the tensors of nested arguments and outputs: tuples, named tuples, lists, mappings, dataclasses.
+
+A container in which nothing changed is handed back itself, so that identity survives where no tensor had to be touched.
+Anything else (a class of the user's that is no dataclass) is opaque: its tensors are not seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """`tree` with `change` applied to every tensor in it."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, (list, tuple)):
+        items = [map_tensors(change, item) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        if hasattr(tree, "_fields"):  # a named tuple takes its items one by one
+            return type(tree)(*items)
+        return type(tree)(items)
+    if isinstance(tree, Mapping):
+        entries = {key: map_tensors(change, value) for key, value in tree.items()}
+        if all(entries[key] is value for key, value in tree.items()):
+            return tree
+        changed: Any = copy.copy(tree)
+        for key, value in entries.items():
+            changed[key] = value
+        return changed
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        values = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
+        new_values = {name: map_tensors(change, value) for name, value in values.items()}
+        if all(new_values[name] is value for name, value in values.items()):
+            return tree
+        twin = copy.copy(tree)
+        for name, value in new_values.items():
+            object.__setattr__(twin, name, value)
+        return twin
+    return tree
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of `tree`, in order, repetitions included."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from tensors_in(getattr(tree, field.name, None))
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """`tree` with its floating-point tensors in `dtype`; differentiable."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, tree)
+
+
+def move(tree: Any, device: torch.device) -> Any:
+    """`tree` with its tensors on `device`."""
+    return map_tensors(lambda t: t if t.device == device else t.to(device, non_blocking=True), tree)

@@ -1,0 +1,450 @@
+"""One unit: a list of parameters with the module whose forward needs them, and what happens around that forward and its backward.
+
+[Note: unit] A unit's parameters live in one handle per kind, whose collectives are issued together. The unit decides *when* (it
+is told by its module's forward and by autograd); the root decides *in which order* among units.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import _torch, hooks
+from .api import BackwardPrefetch, MixedPrecision
+from .comm import GroupPlan, Transport
+from .errors import UsageError, warn_once
+from .flat_param import FlatParamHandle
+from .grads import Gradients, Reduction
+from .lifecycle import PHASE_STEPS, Phase, ShardState, step
+from .policy.strategy import Traits
+from .trees import cast_floating, map_tensors, move, tensors_in
+from .views import Exposure, Home, Shown, check_exposed
+
+if TYPE_CHECKING:
+    from .root import Root
+
+
+class Unit:
+    """One wrapped module with the parameters that no nested unit owns.
+
+    Attributes:
+        name: path from the root's module; "" for the root.
+        handles: one per kind of parameter, none if the unit owns no parameter.
+        homes: where modules of this unit hold the handles' leaves.
+        owners: units that own parameters which modules of this unit hold too (tied); unsharded whenever this one is.
+        phase: [Note: lifecycle].
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        handles: Sequence[FlatParamHandle],
+        homes: Sequence[Home],
+        *,
+        traits: Traits,
+        groups: GroupPlan,
+        mixed_precision: MixedPrecision,
+        backward_prefetch: BackwardPrefetch | None,
+        forward_prefetch: bool,
+        owners: Sequence[Unit] = (),
+        island: bool = False,
+    ) -> None:
+        self.name = ""
+        self.module = module
+        self.handles = list(handles)
+        self.homes = list(homes)
+        self.traits = traits
+        self.groups = groups
+        self.mixed_precision = mixed_precision
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self.owners = list(owners)
+        # A full-precision module (batch norm) in a low-precision model: inputs are widened, outputs narrowed again.
+        self.island = island
+        self._outer_dtype: torch.dtype | None = None
+        self.phase = Phase.IDLE
+        self.shown = [Shown(handle) for handle in self.handles]
+        self.grads = [Gradients(handle, shown) for handle, shown in zip(self.handles, self.shown, strict=True)]
+        self._root: weakref.ref[Root] | None = None
+        self.own_root: Root | None = None
+        self._watched: set[tuple[int, int]] = set()
+        self._inputs_awaited = 0
+        self._completed = False
+        self.needed_whole = False  # nothing tells when its backward is over: unsharded until the end of the backward
+        self.checksums: dict[str, int] | None = None  # of the values before sharding, while nothing has written to them
+        self.gather: Transport
+        self.scatter: Transport
+        self.replicate: Transport | None
+
+    # -- identity ----------------------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> Root:
+        """What exists once for the tree of units that this one belongs to."""
+        root = self._root() if self._root is not None else None
+        if root is None:
+            raise UsageError(f"unit {self.label}: the model that it was part of has been deleted")
+        return root
+
+    def join(self, root: Root) -> None:
+        """Belong to `root` from now on."""
+        self._root = weakref.ref(root)
+        if root is not self.own_root:
+            self.own_root = None
+        for handle in self.handles:
+            handle.move_to_ledger(root.ledger)
+
+    @property
+    def label(self) -> str:
+        """The unit's name for messages."""
+        return repr(self.name) if self.name else "<root>"
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Change the phase, by the table."""
+        self.phase = step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self.root.trace)
+
+    def note(self, kind: str) -> None:
+        """Record an event of this unit."""
+        self.root.trace.record(kind, self.name, self.phase.value)
+
+    # -- data --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether all data is sharded."""
+        return all(handle.state is ShardState.SHARDED for handle in self.handles)
+
+    def launch_unshard(self) -> None:
+        """Issue the all-gathers of whatever is sharded. Collective over the shard axis."""
+        launched = False
+        for handle in self.handles:
+            if handle.state is ShardState.SHARDED:
+                self.root.collect(handle.buffer)
+                dtype = handle.precision.master if self.root.in_full_precision(self) else None
+                handle.launch_unshard(self.gather, self.root.lanes.unshard, dtype=dtype)
+                launched = True
+        if launched:
+            self.note("gather")
+
+    def wait_unshard(self) -> None:
+        """Order the caller after the gathers and let the leaves show the whole."""
+        arrived = False
+        for handle in self.handles:
+            if handle.state is ShardState.GATHERING:
+                handle.wait_unshard()
+                arrived = True
+        if arrived:
+            self.note("gathered")
+        for shown in self.shown:
+            shown.show(Exposure.WHOLE)
+
+    def reshard(self, exposure: Exposure) -> None:
+        """Free the unsharded parameters; the leaves show `exposure` (the whole again where the shard is the whole)."""
+        freed = False
+        for handle, shown in zip(self.handles, self.shown, strict=True):
+            if handle.state is ShardState.GATHERING:
+                handle.wait_unshard()
+            if handle.state is ShardState.UNSHARDED:
+                if handle.owns_unsharded or exposure is Exposure.SHARD:
+                    shown.show(exposure)
+                    self.root.free(handle)
+                    freed = True
+            else:
+                shown.show(exposure)
+        if freed:
+            self.note("reshard")
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward with the parameters unsharded around it. Collective over the shard axis."""
+        root = self.root
+        outermost = root.enter(self)
+        phase = self.phase
+        try:
+            args, kwargs = self._before_forward(root, outermost, args, kwargs)
+            output = self._after_forward(root, self.module(*args, **kwargs))
+        except BaseException:
+            self.phase = phase
+            root.leave(self, failed=True)
+            raise
+        if _torch.in_backward():
+            self.phase = phase  # a recomputation returns to where its backward is
+        else:
+            self.enter_phase(Phase.IDLE)
+        root.leave(self)
+        return output
+
+    def _before_forward(
+        self, root: Root, outermost: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.enter_phase(Phase.FORWARD)
+        self._follow_requires_grad()
+        root.gather_for_forward(self)
+        self.note("forward")
+        if outermost:
+            args, kwargs = move((args, kwargs), root.device.device)
+        if self.island:
+            floating = [t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+            self._outer_dtype = floating[0] if floating else None
+            args, kwargs = cast_floating((args, kwargs), self.handles[0].shard.dtype if self.handles else torch.float32)
+        dtype = self._input_dtype(root)
+        if dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), dtype)
+        if torch.is_grad_enabled():
+            self._watch_leaves()
+            self._watch_inputs((args, kwargs))
+        return args, kwargs
+
+    def _input_dtype(self, root: Root) -> torch.dtype | None:
+        wanted = (
+            self.mixed_precision.cast_root_forward_inputs if self is root.unit else self.mixed_precision.cast_forward_inputs
+        )
+        return self.mixed_precision.param_dtype if wanted and not root.in_full_precision(self) else None
+
+    def _follow_requires_grad(self) -> None:
+        """With the flat parameter registered, its `requires_grad` is the one that users set."""
+        for handle in self.handles:
+            if not handle.use_orig_params and handle.trainable:
+                for leaf in handle.leaves:
+                    if leaf.requires_grad != handle.flat_param.requires_grad:
+                        leaf.requires_grad_(handle.flat_param.requires_grad)
+
+    def _watch_leaves(self) -> None:
+        for kind, handle in enumerate(self.handles):
+            for index, leaf in enumerate(handle.leaves):
+                if leaf.requires_grad and (kind, index) not in self._watched:
+                    self._watched.add((kind, index))
+                    hooks.watch_leaf(leaf, self, kind, index)
+
+    def _watch_inputs(self, inputs: Any) -> None:
+        """Frozen parameters bring no gradient that would tell when they are done with: the inputs' gradients tell."""
+        if all(leaf.requires_grad for handle in self.handles for leaf in handle.leaves):
+            return
+        awaited = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        if awaited:
+            self._inputs_awaited += 1
+            me = weakref.ref(self)
+
+            def arrived() -> None:
+                unit = me()
+                if unit is not None:
+                    unit.inputs_ready()
+
+            hooks.after_backward_to(awaited, arrived)
+
+    def _after_forward(self, root: Root, output: Any) -> Any:
+        recomputing = _torch.in_backward()
+        output = self._own_output(output)
+        if self.island and self._outer_dtype is not None:
+            output = cast_floating(output, self._outer_dtype)
+        keep = recomputing or self is root.unit or not self.traits.reshard_after_forward
+        if torch.is_grad_enabled():
+            anchors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            if anchors:
+                if not recomputing:
+                    root.record.anchor(self)
+                me = weakref.ref(self)
+
+                def reached() -> None:
+                    unit = me()
+                    if unit is not None:
+                        unit.before_backward()
+
+                hooks.before_backward_of(anchors, reached)
+            elif not recomputing and any(leaf.requires_grad for handle in self.handles for leaf in handle.leaves):
+                self._stay_whole()
+                keep = True
+        if not keep:
+            self.reshard(Exposure.NOTHING)
+        for owner in self.owners:
+            if not recomputing and owner.phase is not Phase.FORWARD and owner is not owner.root.unit:
+                if owner.traits.reshard_after_forward and not owner.needed_whole:
+                    owner.reshard(Exposure.NOTHING)
+        return output
+
+    def _own_output(self, output: Any) -> Any:
+        """Outputs that are views of unsharded parameters become copies: their memory is about to be freed."""
+        lent = {
+            handle.unsharded.untyped_storage().data_ptr()
+            for unit in (self, *self.owners)
+            for handle in unit.handles
+            if handle.state is ShardState.UNSHARDED and handle.owns_unsharded
+        }
+        lent.discard(0)
+        if not lent:
+            return output
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if _storage_pointer(tensor) in lent else tensor
+
+        return map_tensors(own, output)
+
+    def _stay_whole(self) -> None:
+        warn_once(
+            ("unanchored", self.name, id(self)),
+            f"unit {self.label} has trainable parameters, but its forward returned no tensor that requires a gradient (or returned them inside an "
+            "object that flatfsdp cannot look into). It stays unsharded until the end of backward. Return tensors in tuples, lists, "
+            "dicts or dataclasses, or call it under torch.no_grad() if it needs no gradient",
+        )
+        self.needed_whole = True
+        me = weakref.ref(self)
+
+        def reached() -> None:
+            unit = me()
+            if unit is not None and unit.phase is Phase.IDLE:
+                unit.before_backward()
+
+        for kind, handle in enumerate(self.handles):
+            for index, leaf in enumerate(handle.leaves):
+                if leaf.requires_grad and (kind, -1 - index) not in self._watched:
+                    self._watched.add((kind, -1 - index))
+                    hooks.before_leaf(leaf, reached)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def before_backward(self) -> None:
+        """A gradient is about to flow into this unit: unshard it and await its gradients. Collective over the shard axis."""
+        root = self.root
+        root.begin_backward()
+        if self.phase is Phase.PRE_BACKWARD and not any(h.state is ShardState.SHARDED for h in self.handles):
+            return
+        for handle in self.handles:
+            check_exposed(handle, self.name)
+        root.gather_for_backward(self)
+        if not self._completed:
+            self.arm()
+        self.enter_phase(Phase.PRE_BACKWARD)
+        self.note("backward")
+
+    def arm(self) -> None:
+        """Await the gradients of all leaves that require one."""
+        root = self.root
+        for handle, grads in zip(self.handles, self.grads, strict=True):
+            expected = frozenset(i for i, leaf in enumerate(handle.leaves) if leaf.requires_grad)
+            grads.arm(expected, world=self.groups.world, sync=root.sync_now)
+            for i in expected:
+                hooks.defer_user_hooks(handle.leaves[i])
+        root.expect_gradients(self)
+
+    @property
+    def armed(self) -> bool:
+        """Whether gradients are awaited (or all have come) in the running backward."""
+        return self.phase is Phase.PRE_BACKWARD or self._completed
+
+    def leaf_ready(self, kind: int, index: int) -> None:
+        """Autograd accumulated the gradient of a leaf: move it to its slot; all in: reduce and reshard."""
+        root = self.root
+        root.begin_backward()
+        if not self.armed:
+            self.arm()
+            self.enter_phase(Phase.PRE_BACKWARD)
+        leaf = self.handles[kind].leaves[index]
+        grad = leaf.grad
+        leaf.grad = None
+        if grad is None:
+            return
+        root.gradient_arrived()
+        self.grads[kind].arrive(index, grad.detach())
+        if self._completed:
+            root.expect_gradients(self)  # a late one: a second reduction, at the end of the backward
+        elif all(grads.complete for grads in self.grads):
+            self._completed = True
+            self.enter_phase(Phase.POST_BACKWARD)
+            self.note("grads")
+            root.gradients_ready(self)
+            self._release()
+
+    def inputs_ready(self) -> None:
+        """The gradients of the inputs of one forward are there."""
+        self._inputs_awaited = max(0, self._inputs_awaited - 1)
+        if self._completed or not any(grads.expected for grads in self.grads):
+            self._release()
+
+    def _release(self) -> None:
+        """Reshard if nothing in this backward can still read the parameters."""
+        root = self.root
+        if self._inputs_awaited or self.needed_whole or root.keeps_whole(self):
+            return
+        if self._completed or not any(grads.expected for grads in self.grads):
+            self.reshard(Exposure.NOTHING)
+            root.released(self)
+
+    def reduce(self) -> list[Reduction]:
+        """Issue the reductions of all kinds that take part. Collective over the shard axis."""
+        lane = self.root.lanes.reduce
+        self.note("reduce")
+        return [grads.launch(self.scatter, self.replicate, lane) for grads in self.grads if grads.awaited]
+
+    # -- the end of an iteration -------------------------------------------------------------------------------------
+
+    def rest(self, *, keep_whole: bool = False) -> None:
+        """Return to between iterations: leaves show the shard; unsharded memory is freed unless it is to be kept."""
+        if keep_whole:
+            for handle, shown in zip(self.handles, self.shown, strict=True):
+                if handle.state is ShardState.GATHERING:
+                    handle.wait_unshard()
+                shown.show(Exposure.SHARD)
+        else:
+            self.reshard(Exposure.SHARD)
+        self.phase = Phase.IDLE
+        self.needed_whole = False
+        self._completed = False
+        self._inputs_awaited = 0
+
+    def pause(self) -> None:
+        """A backward that will be differentiated again has ended: parameters stay whole, gradients stay in flight."""
+        self.phase = Phase.IDLE
+        self._completed = False
+        self._inputs_awaited = 0
+
+    def settle(self) -> None:
+        """Make the reduced gradients `.grad`."""
+        for grads in self.grads:
+            grads.settle()
+
+    def run_user_hooks(self) -> None:
+        """Run users' post-accumulate hooks on the sharded gradients."""
+        for handle in self.handles:
+            if handle.use_orig_params:
+                for leaf in handle.leaves:
+                    if leaf.grad is not None:
+                        hooks.run_user_hooks(leaf)
+            elif handle.flat_param.grad is not None:
+                hooks.run_user_hooks(handle.flat_param)
+
+    def undo(self) -> bool:
+        """After a failed backward, at once: leaves show the shard, `.grad` is what it was. True if a window was lost.
+
+        Runs where an exception is being raised: no waiting, no communication.
+        """
+        for shown in self.shown:
+            shown.show(Exposure.SHARD)
+        for grads in self.grads:
+            grads.restore()
+        return any(grads.window_open for grads in self.grads)
+
+    def is_between(self) -> bool:
+        """Whether the leaves show the shard, as between iterations."""
+        return all(shown.exposure is Exposure.SHARD for shown in self.shown)
+
+    def write_back(self) -> None:
+        """Take over what the user put in the leaves' place; free a kept buffer that is out of date."""
+        for handle, shown in zip(self.handles, self.shown, strict=True):
+            if shown.exposure is Exposure.SHARD:
+                wrote = shown.write_back(self.homes)
+                if handle.state is ShardState.UNSHARDED and handle.owns_unsharded and (wrote or handle.is_stale):
+                    self.root.free(handle)
+            else:
+                check_exposed(handle, self.name)
+
+
+def _storage_pointer(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse and wrapper tensors have no storage of their own
+        return -1

@@ -1,0 +1,196 @@
+"""What the user's parameters show, and where modules hold them. The only file that assigns a parameter's `.data`.
+
+[Note: exposure] A handle's leaves show one of three things, together: their place in the *shard* (at rest), the *whole* (N-D
+views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded and the backward, where a shard
+of one element would broadcast unnoticed).
+
+[Note: homes] A home is a (module, attribute) under which a parameter is registered. Tied parameters have several, perhaps in
+modules of other units. With `use_orig_params=False` the homes inside a unit give up the registration (the flat parameter has
+it) and hold the leaf as a plain attribute.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .errors import UsageError
+from .flat_param import FlatParamHandle, dense
+from .lifecycle import ShardState
+
+
+class Exposure(enum.Enum):
+    """What the leaves of a handle show."""
+
+    SHARD = "shard"
+    WHOLE = "whole"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True)
+class Home:
+    """A place where a module holds a parameter: `module.attribute`, `path` from the unit's module."""
+
+    module: nn.Module
+    attribute: str
+    path: str
+    leaf: nn.Parameter
+
+    def register(self) -> None:
+        """Let the module list the leaf among its parameters."""
+        self.module.__dict__.pop(self.attribute, None)
+        self.module._parameters[self.attribute] = self.leaf
+
+    def unregister(self) -> None:
+        """Keep the leaf as a plain attribute that `parameters()` does not list."""
+        self.module._parameters.pop(self.attribute, None)
+        self.module.__dict__[self.attribute] = self.leaf
+
+
+class Shown:
+    """What one handle's leaves show, and what the user did to them meanwhile."""
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self.handle = handle
+        self.exposure = Exposure.WHOLE
+        self.show(Exposure.SHARD)
+
+    def show(self, exposure: Exposure) -> None:
+        """Let every leaf show `exposure`."""
+        if exposure is self.exposure:
+            return
+        handle = self.handle
+        if exposure is Exposure.NOTHING:
+            for leaf in handle.leaves:
+                leaf.data = handle.nothing
+        else:
+            views = handle.sharded_views if exposure is Exposure.SHARD else handle.unsharded_views
+            for leaf, view in zip(handle.leaves, views, strict=True):
+                leaf.data = view
+        self.exposure = exposure
+
+    def lend(self, views: list[torch.Tensor]) -> None:
+        """Let the leaves show `views`, which belong to nobody here, until `give_back`."""
+        for leaf, view in zip(self.handle.leaves, views, strict=True):
+            leaf.data = view
+        self.exposure = Exposure.WHOLE
+
+    def give_back(self) -> None:
+        """End of `lend`: the leaves show the shard."""
+        self.show(Exposure.SHARD)
+
+    def show_again(self) -> None:
+        """Point the leaves at the views anew (the shard moved)."""
+        exposure, self.exposure = self.exposure, Exposure.NOTHING
+        if exposure is Exposure.NOTHING:
+            self.exposure = Exposure.SHARD
+        self.show(exposure)
+
+    def write_back(self, homes: Iterable[Home]) -> bool:
+        """Copy into the shard what the user put in a leaf's place at rest; True if there was anything.
+
+        Noticed are a replaced `.data`, a parameter registered in a home instead of the leaf, and a flat parameter whose
+        `.data` was replaced. Raises UsageError where shape or dtype does not fit. Precondition: the leaves show the shard.
+        """
+        handle = self.handle
+        found = self._adopt_flat()
+        for home in homes:
+            registered = home.module._parameters.get(home.attribute)
+            if registered is not None and registered is not home.leaf:
+                index = next((i for i, leaf in enumerate(handle.leaves) if leaf is home.leaf), None)
+                if index is None:
+                    continue
+                self._store(index, registered.detach(), f"the parameter now registered as {home.path!r}")
+                home.register() if handle.use_orig_params else home.unregister()
+                found = True
+        replaced = [
+            i
+            for i, (leaf, view) in enumerate(zip(handle.leaves, handle.sharded_views, strict=True))
+            if leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
+        ]
+        if replaced:
+            found = True
+            dtypes = {leaf.dtype for leaf in handle.leaves}
+            if len(replaced) == len(handle.leaves) and len(dtypes) == 1 and dtypes != {handle.shard.dtype}:
+                raise UsageError(
+                    f"the parameters of unit {handle.name or '<root>'!r} changed from {handle.shard.dtype} to {dtypes.pop()} one by one "
+                    "after wrapping; call .to()/.half()/.double() on the FullyShardedDataParallel module itself, or before wrapping"
+                )
+            for i in replaced:
+                self._store(i, handle.leaves[i].detach(), f"the .data of {handle.layout.params[i].name!r}")
+                handle.leaves[i].data = handle.sharded_views[i]
+        return found
+
+    def _adopt_flat(self) -> bool:
+        handle = self.handle
+        flat = handle.flat_param
+        if flat.data_ptr() == handle.shard.data_ptr() and flat.dtype == handle.shard.dtype:
+            return False
+        if flat.shape != handle.shard.shape or flat.dtype != handle.shard.dtype:
+            raise UsageError(
+                f"the flat parameter of unit {handle.name or '<root>'!r} was given data of shape {tuple(flat.shape)} and {flat.dtype}; expected "
+                f"{tuple(handle.shard.shape)} and {handle.shard.dtype}. To change the dtype, call .to() on the wrapped model"
+            )
+        with torch.no_grad():
+            handle.shard.copy_(flat.detach())
+        flat.data = handle.shard
+        return True
+
+    def _store(self, index: int, value: torch.Tensor, what: str) -> None:
+        handle = self.handle
+        view = handle.sharded_views[index]
+        spec = handle.layout.params[index]
+        if value.dtype != view.dtype:
+            raise UsageError(f"{what} has dtype {value.dtype}; expected the shard's {view.dtype}")
+        with torch.no_grad():
+            if value.shape == view.shape:
+                view.copy_(value)
+            elif tuple(value.shape) == spec.shape:
+                for owned in handle.layout.owned(handle.rank):
+                    if owned.index == index:
+                        whole = value if spec.stride is None else value.as_strided(spec.shape, spec.stride)
+                        handle.shard[owned.in_shard.slice].copy_(dense(whole.contiguous() if spec.stride is None else whole)[owned.in_param.slice])
+            else:
+                raise UsageError(
+                    f"{what} was replaced by a tensor of shape {tuple(value.shape)}; expected this rank's shard of it, {tuple(view.shape)}, or the "
+                    f"whole parameter, {spec.shape}. Inside summon_full_params() parameters have their whole shape"
+                )
+
+
+def take_grads(leaves: list[nn.Parameter]) -> dict[int, torch.Tensor]:
+    """Take the `.grad` of each leaf away, so that a backward finds none; by index."""
+    taken = {}
+    for i, leaf in enumerate(leaves):
+        grad = leaf.grad
+        if grad is not None:
+            taken[i] = grad
+            leaf.grad = None
+    return taken
+
+
+def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    """`parameter.grad = grad`, also where low-precision gradients are kept for a master of another dtype."""
+    if grad.dtype != parameter.dtype:
+        parameter.grad_dtype = grad.dtype
+    parameter.grad = grad
+
+
+def check_exposed(handle: FlatParamHandle, name: str) -> None:
+    """Refuse a change of parameters between forward and backward while they are kept unsharded."""
+    if handle.state is ShardState.UNSHARDED and handle.owns_unsharded and handle.was_edited:
+        changed = [
+            spec.name
+            for spec, leaf, seen in zip(handle.layout.params, handle.leaves, handle._filled_versions, strict=True)
+            if leaf._version != seen
+        ]
+        raise UsageError(
+            f"unit {name or '<root>'!r}: parameters were written to between forward and backward: {', '.join(changed)}. The unsharded copy that "
+            "backward needs is gone or would be lost; write to parameters before the forward or after the backward"
+        )
+
+
+
