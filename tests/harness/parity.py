@@ -1,0 +1,346 @@
+"""Training under an engine and under an oracle, compared at every step: losses, gradients, parameters.
+
+    parity.check(2, Recipe("mlp", steps=3), sharding_strategy="SHARD_GRAD_OP", use_orig_params=True)
+
+trains on two ranks of the pool under flatfsdp and, in this process, under the sequential reference, and fails with the
+list of what differs. An oracle's run is kept: a recipe says nothing about the engine, so all of them share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.harness import pool, reference
+from tests.harness.plain_fsdp import PlainFSDP
+from tests.harness.reference import Recipe, Story, Tensors
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+class Engine(Protocol):
+    """What can train a recipe. Engines travel to the workers by pickle."""
+
+    def wrap(self, model: nn.Module, recipe: Recipe, options: dict[str, Any]) -> nn.Module:
+        """The model that is trained instead of ``model``, which may be consumed."""
+
+    def parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        """What the optimizer steps on."""
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Backwards inside only accumulate."""
+
+    def clip(self, model: nn.Module, bound: float) -> None:
+        """Clip the norm of all gradients."""
+
+    def gradients(self, model: nn.Module) -> Tensors | None:
+        """The full gradient of every trainable parameter by its plain name; None where the engine cannot tell."""
+
+    def tensors(self, model: nn.Module) -> tuple[Tensors, Tensors]:
+        """The full parameters, and this rank's buffers, by their plain names."""
+
+
+@dataclass(frozen=True)
+class FSDP:
+    """``FullyShardedDataParallel`` of a package: ours, or torch's FSDP1, which has the same interface.
+
+    Options are its arguments, and ``mesh``: the shape of a device mesh to make. Strategies may be given by name.
+    """
+
+    package: str = "flatfsdp"
+
+    def wrap(self, model: nn.Module, recipe: Recipe, options: dict[str, Any]) -> nn.Module:
+        package, policies = import_module(self.package), import_module(f"{self.package}.wrap")
+        arguments = dict(options)
+        if isinstance(strategy := arguments.get("sharding_strategy"), str):
+            arguments["sharding_strategy"] = package.ShardingStrategy[strategy]
+        if "cpu_offload" in arguments:
+            arguments["cpu_offload"] = package.CPUOffload(offload_params=arguments["cpu_offload"])
+        if "mesh" in arguments:
+            arguments["device_mesh"] = dist.init_device_mesh("cpu", arguments.pop("mesh"))
+        if recipe.nested:
+            arguments["auto_wrap_policy"] = policies.ModuleWrapPolicy(recipe.model.units)
+        if recipe.mixed:
+            dtypes = {"param_dtype": recipe.compute, "reduce_dtype": recipe.reduce, "buffer_dtype": recipe.buffers}
+            if recipe.accumulated is not None:
+                dtypes["accumulate_dtype"] = recipe.accumulated
+            arguments["mixed_precision"] = package.MixedPrecision(**dtypes)
+        if self.package != "flatfsdp":
+            arguments.setdefault("device_id", torch.device("cpu"))  # FSDP1 looks for an accelerator otherwise
+        wrapped: nn.Module = package.FullyShardedDataParallel(model, **arguments)
+        return wrapped
+
+    def parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        return list(model.parameters())
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = model.no_sync()
+        return context
+
+    def clip(self, model: Any, bound: float) -> None:
+        model.clip_grad_norm_(bound)
+
+    def gradients(self, model: Any) -> Tensors | None:
+        if self.package != "flatfsdp" and not model._use_orig_params:
+            return None
+        with type(model).summon_full_params(model, with_grads=True, writeback=False):
+            return _gradients(model)
+
+    def tensors(self, model: Any) -> tuple[Tensors, Tensors]:
+        with type(model).summon_full_params(model, writeback=False):
+            return _tensors(model)
+
+
+class Unsharded:
+    """What DDP and the plain FSDP have in common."""
+
+    def parameters(self, model: Any) -> list[nn.Parameter]:
+        return list(model.parameters())
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = model.no_sync()
+        return context
+
+    def clip(self, model: nn.Module, bound: float) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), bound)
+
+    def gradients(self, model: nn.Module) -> Tensors | None:
+        return _gradients(model)
+
+    def tensors(self, model: nn.Module) -> tuple[Tensors, Tensors]:
+        return _tensors(model)
+
+
+class DDP(Unsharded):
+    """torch's DistributedDataParallel."""
+
+    def wrap(self, model: nn.Module, recipe: Recipe, options: dict[str, Any]) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model, **options)
+
+
+class Plain(Unsharded):
+    """`PlainFSDP`: one microbatch, one dtype, no clipping."""
+
+    def wrap(self, model: nn.Module, recipe: Recipe, options: dict[str, Any]) -> nn.Module:
+        return PlainFSDP(model, recipe.model.units if recipe.nested else (), **options)
+
+    def parameters(self, model: Any) -> list[nn.Parameter]:
+        shards: list[nn.Parameter] = model.shards
+        return shards
+
+    def gradients(self, model: nn.Module) -> Tensors | None:
+        return None  # they exist as shards only
+
+    def tensors(self, model: Any) -> tuple[Tensors, Tensors]:
+        both: tuple[Tensors, Tensors] = model.whole(_tensors)
+        return both
+
+
+_PREFIXES = ("_fsdp_wrapped_module.", "module.")  # what wrappers put into names
+
+
+def _plain(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _gradients(model: nn.Module) -> Tensors:
+    return {
+        _plain(name): torch.zeros_like(param) if param.grad is None else param.grad.detach().clone()
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
+
+
+def _tensors(model: nn.Module) -> tuple[Tensors, Tensors]:
+    parameters = {_plain(name): param.detach().clone() for name, param in model.named_parameters()}
+    return parameters, {_plain(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def train(
+    rank: int,
+    world: int,
+    recipe: Recipe,
+    engine: Engine,
+    options: dict[str, Any],
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> tuple[Story, str]:
+    """A job for the pool: train by the recipe. This rank's story, and a fingerprint of its gradients and parameters.
+
+    Only rank 0's story holds tensors besides the losses: the others' are the same, which their fingerprints tell.
+    """
+    with context():
+        case, story = recipe.model, Story()
+        model = engine.wrap(case.build(), recipe, options)
+        optimizer = recipe.optimize(engine.parameters(model))
+        for step in range(recipe.steps):
+            optimizer.zero_grad()
+            story.losses.append([])
+            for micro in range(recipe.micro):
+                last = micro == recipe.micro - 1
+                with nullcontext() if last or recipe.accumulate == "communicate" else engine.no_sync(model):
+                    loss = case.loss(model, case.batch(rank, step, micro))
+                    loss.backward()
+                story.losses[-1].append([loss.detach()])
+            if recipe.clip is not None:
+                engine.clip(model, recipe.clip)
+            gradients = engine.gradients(model)
+            if gradients is not None:
+                story.gradients.append(gradients)
+            optimizer.step()
+        story.parameters, story.buffers = engine.tensors(model)
+    fingerprint = _fingerprint([*story.gradients, story.parameters])
+    return (story if rank == 0 else Story(losses=story.losses)), fingerprint
+
+
+def _fingerprint(groups: list[Tensors]) -> str:
+    digest = hashlib.sha256()
+    for group in groups:
+        for name, tensor in group.items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# --- comparison -------------------------------------------------------------------------------------------------------
+
+Mode = Literal["bit", "close"]
+
+
+def check(
+    world: int,
+    recipe: Recipe,
+    *,
+    engine: Engine | None = None,
+    oracle: Literal["sequential", "concatenated"] = "sequential",
+    mode: Mode = "bit",
+    bound: float = 1e-5,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    timeout: float = 60.0,
+    **options: Any,
+) -> Story:
+    """Train ``recipe`` on ``world`` ranks of the pool and compare with the oracle; the engine's story with all losses.
+
+    Args:
+        engine: default: flatfsdp.
+        oracle: "sequential" (the ranks' batches one after the other) or "concatenated" (all at once).
+        mode: "bit" (every tensor equal in every bit) or "close" (the norm of a difference is at most ``bound`` times
+            the norm of the oracle's tensor).
+        context: entered by every rank around the training; a function at the top of a module.
+        options: for the engine.
+
+    Raises:
+        AssertionError: with a line for each tensor that differs, the first step first.
+        JobFailed: a rank failed.
+    """
+    engine = FSDP() if engine is None else engine
+    results = pool.run(world, train, recipe, engine, options, context, timeout=timeout)
+    story = _joined([story for story, _ in results])
+    differences = [
+        f"rank {rank} ended with other gradients or parameters than rank 0"
+        for rank, (_, fingerprint) in enumerate(results)
+        if fingerprint != results[0][1]
+    ]
+    differences += compare(story, oracle_story(recipe, world, oracle), mode=mode, bound=bound)
+    what = f"{engine!r} {options} on {world} ranks, against the {oracle} reference, {recipe}"
+    assert not differences, "\n".join([what, *differences[:20]])
+    return story
+
+
+@lru_cache(maxsize=256)
+def oracle_story(recipe: Recipe, world: int, oracle: str = "sequential") -> Story:
+    """The oracle's training, computed once in this process."""
+    if oracle == "concatenated":
+        assert recipe.model.concatenable, f"the ranks' losses of {recipe.case!r} do not add up to that of one batch"
+        return reference.concatenated(recipe, world)
+    return reference.sequential(recipe, world)
+
+
+def _joined(stories: list[Story]) -> Story:
+    """Rank 0's story with the losses of all."""
+    joined = stories[0]
+    for other in stories[1:]:
+        for step, other_step in zip(joined.losses, other.losses, strict=True):
+            for micro, other_micro in zip(step, other_step, strict=True):
+                micro += other_micro
+    return joined
+
+
+def compare(story: Story, oracle: Story, *, mode: Mode, bound: float = 1e-5) -> list[str]:
+    """A line for each tensor in which the stories differ. Gradients are compared where ``story`` has any."""
+    lines: list[str] = []
+    same = _equal if mode == "bit" else _close(bound)
+    for step, (found_step, expected_step) in enumerate(zip(story.losses, oracle.losses, strict=True)):
+        for micro, (found_losses, expected_losses) in enumerate(zip(found_step, expected_step, strict=True)):
+            found, expected = torch.stack(found_losses), torch.stack(expected_losses)
+            if found.numel() != expected.numel():  # the oracle saw all ranks' batches as one
+                found = found.mean(0, keepdim=True)
+            lines += same(f"step {step}, microbatch {micro}: the ranks' losses", found, expected)
+    for step, gradients in enumerate(story.gradients):
+        lines += _compared(f"step {step}: gradient of", gradients, oracle.gradients[step], same)
+    lines += _compared("at the end: parameter", story.parameters, oracle.parameters, same)
+    if oracle.buffers:
+        lines += _compared("at the end: rank 0's buffer", story.buffers, oracle.buffers, same)
+    return lines
+
+
+_Same = Callable[[str, Tensor, Tensor], Iterator[str]]
+
+
+def _compared(what: str, found: Tensors, expected: Tensors, same: _Same) -> Iterator[str]:
+    if found.keys() != expected.keys():
+        yield f"{what}: found the names {sorted(found)}, expected {sorted(expected)}"
+    for name in found.keys() & expected.keys():
+        yield from same(f"{what} {name}", found[name], expected[name])
+
+
+def _equal(what: str, found: Tensor, expected: Tensor) -> Iterator[str]:
+    yield from _alike(what, found, expected)
+    if found.shape == expected.shape and found.dtype == expected.dtype and not torch.equal(found, expected):
+        yield f"{what}: {_apart(found, expected)}"
+
+
+def _close(bound: float) -> _Same:
+    def close(what: str, found: Tensor, expected: Tensor) -> Iterator[str]:
+        yield from _alike(what, found, expected)
+        if found.shape == expected.shape:
+            difference, size = (found.double() - expected.double()).norm(), expected.double().norm()
+            if not difference <= bound * size:  # so that NaN is a difference
+                yield f"{what}: {_apart(found, expected)}, more than {bound:g} of its norm {size:.3g}"
+
+    return close
+
+
+def _alike(what: str, found: Tensor, expected: Tensor) -> Iterator[str]:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        found_as, expected_as = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (found, expected))
+        yield f"{what}: found {found_as}, expected {expected_as}"
+
+
+def _apart(found: Tensor, expected: Tensor) -> str:
+    difference = found.double() - expected.double()
+    count = int((found != expected).sum())
+    return f"{count} of {found.numel()} elements differ, by a norm of {difference.norm():.3g}"
+
+
+@contextmanager
+def deprecations_allowed() -> Iterator[None]:
+    """A ``context`` for engines that use what torch deprecates: FSDP1 itself does."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield

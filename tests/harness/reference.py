@@ -1,0 +1,227 @@
+"""The oracles: one process without any engine, slow and obvious.
+
+`sequential` runs the ranks' batches one after the other and combines their gradients as the engine promises to: cast,
+add in rank order, scale. What an engine computes must equal it bit for bit wherever its exchange adds in that order.
+`concatenated` is plain training on all ranks' batches at once, which must agree within rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.harness.models import CASES, Batch, Case
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained: what both the engine and its reference are told.
+
+    Attributes:
+        case: a name in `models.CASES`.
+        steps: optimizer steps.
+        micro: microbatches per step.
+        accumulate: with several microbatches, "no_sync" (gradients add up unsharded and are reduced once) or
+            "communicate" (every microbatch is reduced and the sharded results add up).
+        optimizer: "sgd" (with momentum) or "adamw".
+        compute, reduce, accumulated, buffers: dtypes of `MixedPrecision`; None as they are there.
+        nested: the case's units are wrapped, and so are batch norms, in full precision, where a dtype is given; else
+            the whole model is one unit.
+        replicas: replica groups of a hybrid strategy. Each of them adds up its own ranks first.
+        clip: the bound for the norm of all gradients; None does not clip.
+    """
+
+    case: str = "mlp"
+    steps: int = 3
+    micro: int = 1
+    accumulate: str = "no_sync"
+    optimizer: str = "sgd"
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    accumulated: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    nested: bool = True
+    replicas: int = 1
+    clip: float | None = None
+
+    @property
+    def mixed(self) -> bool:
+        """Whether any dtype is given."""
+        return bool(self.compute or self.reduce or self.accumulated or self.buffers)
+
+    @property
+    def model(self) -> Case:
+        """The case by its name."""
+        return CASES[self.case]
+
+    def optimize(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """A new optimizer."""
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(parameters, lr=1e-2)
+        return torch.optim.SGD(parameters, lr=5e-2, momentum=0.9)
+
+
+@dataclass
+class Story:
+    """What a training run was: ``losses[step][micro][rank]``, the full gradients of each step, and how it ended."""
+
+    losses: list[list[list[Tensor]]] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)
+    parameters: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)  # rank 0's
+
+
+def sequential(recipe: Recipe, world: int) -> Story:
+    """Train on ``world`` ranks' batches, one rank after the other, on a full copy each.
+
+    Gradients are cast to the reduce dtype, added in rank order (within a replica group, then over the groups), scaled
+    by 1 / ``world`` and cast to the parameter's dtype. A gradient that a rank lacks counts as zero. fp16 is divided
+    before the sum by the next power of two, and the rest is made up afterwards.
+    """
+    with _one_thread():
+        case, story = recipe.model, Story()
+        master = case.build()
+        ranks = [_Rank(master, recipe, world) for _ in range(world)]
+        optimizer = recipe.optimize(master.parameters())
+        trained = {name: param for name, param in master.named_parameters() if param.requires_grad}
+        for step in range(recipe.steps):
+            optimizer.zero_grad()
+            story.losses.append([])
+            for micro in range(recipe.micro):
+                story.losses[-1].append([rank.run(master, case.batch(i, step, micro)) for i, rank in enumerate(ranks)])
+                if recipe.accumulate == "communicate" or micro == recipe.micro - 1:
+                    averaged = _average([rank.release() for rank in ranks], recipe)
+                    for name, param in trained.items():
+                        grad = averaged[name].to(param.dtype)
+                        param.grad = grad if param.grad is None else param.grad + grad
+            _finish_step(master, optimizer, recipe, story)
+        story.parameters = {name: param.detach() for name, param in master.named_parameters()}
+        story.buffers = {name: buffer.detach() for name, buffer in ranks[0].model.named_buffers()}
+        return story
+
+
+def concatenated(recipe: Recipe, world: int) -> Story:
+    """Train one model on the ranks' batches put together: no cast, no rank. ``losses`` has one rank."""
+    with _one_thread():
+        case, story = recipe.model, Story()
+        model = case.build()
+        optimizer = recipe.optimize(model.parameters())
+        for step in range(recipe.steps):
+            optimizer.zero_grad()
+            story.losses.append([])
+            for micro in range(recipe.micro):
+                batches: list[Batch] = [case.batch(rank, step, micro) for rank in range(world)]
+                loss = case.loss(model, tuple(torch.cat(parts) for parts in zip(*batches, strict=True)))
+                loss.backward()
+                story.losses[-1].append([loss.detach()])
+            _finish_step(model, optimizer, recipe, story)
+        story.parameters = {name: param.detach() for name, param in model.named_parameters()}
+        return story
+
+
+def _finish_step(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, story: Story) -> None:
+    if recipe.clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+    trained = ((name, param) for name, param in model.named_parameters() if param.requires_grad)
+    story.gradients.append({name: _grad(param).clone() for name, param in trained})
+    optimizer.step()
+
+
+def _grad(param: Tensor) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+class _Rank:
+    """What one rank has of its own: buffers, a copy of the model in the dtypes of computation, unreduced gradients."""
+
+    def __init__(self, master: nn.Module, recipe: Recipe, world: int) -> None:
+        self.model = copy.deepcopy(master)
+        self.case = recipe.model
+        # Batch norms in units of their own: full precision, fed and answering in kind.
+        norms = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        full = norms if recipe.nested and recipe.mixed else []
+        kept = {id(param) for module in full for param in module.parameters()}
+        self.reduce_dtypes: dict[str, torch.dtype] = {}
+        self.window_dtypes: dict[str, torch.dtype] = {}
+        for name, param in self.model.named_parameters():
+            lower = param.is_floating_point() and id(param) not in kept
+            if lower and recipe.compute is not None:
+                param.data = param.data.to(recipe.compute)
+            self.reduce_dtypes[name] = recipe.reduce if lower and recipe.reduce else param.dtype
+            accumulates = recipe.micro > 1 and recipe.accumulate == "no_sync"
+            self.window_dtypes[name] = (
+                recipe.accumulated if lower and accumulates and recipe.accumulated else self.reduce_dtypes[name]
+            )
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if recipe.buffers is not None and module not in full and buffer.is_floating_point():
+                    setattr(module, name, buffer.to(recipe.buffers))
+        if recipe.compute is not None:
+            self.model.register_forward_pre_hook(lambda _, inputs: _cast(inputs, recipe.compute))
+            for module in full:
+                module.register_forward_pre_hook(lambda _, inputs: _cast(inputs, torch.float32))
+                module.register_forward_hook(lambda _, inputs, output: output.to(recipe.compute))
+        # fp16 overflows in sums of healthy gradients: it is divided before, exactly, and the rest is made up after.
+        self.divisors = {
+            name: 2 ** (world - 1).bit_length() if dtype == torch.float16 else 1
+            for name, dtype in self.reduce_dtypes.items()
+        }
+        self.window: Tensors = {}
+
+    def run(self, master: nn.Module, batch: Batch) -> Tensor:
+        """One forward and backward on the weights of ``master``; the loss. Gradients are added to the window."""
+        with torch.no_grad():
+            for param, source in zip(self.model.parameters(), master.parameters(), strict=True):
+                param.copy_(source)
+        loss = self.case.loss(self.model, batch)
+        loss.backward()
+        for name, param in self.model.named_parameters():
+            if param.requires_grad:
+                grad = _grad(param) / self.divisors[name]
+                if name in self.window:
+                    self.window[name].add_(grad)
+                else:
+                    self.window[name] = grad.to(self.window_dtypes[name])
+                param.grad = None
+        return loss.detach()
+
+    def release(self) -> Tensors:
+        """The window's gradients in the reduce dtype; the next window is empty."""
+        window, self.window = self.window, {}
+        return {name: grad.to(self.reduce_dtypes[name]) for name, grad in window.items()}
+
+
+def _average(of_ranks: list[Tensors], recipe: Recipe) -> Tensors:
+    """Every rank's gradients to one, in the reduce dtype."""
+    world = len(of_ranks)
+    per_group = world // recipe.replicas
+    averaged = {}
+    for name in of_ranks[0]:
+        grads = [grads[name] for grads in of_ranks]
+        groups = [reduce(torch.add, grads[start : start + per_group]) for start in range(0, world, per_group)]
+        divided = 2 ** (world - 1).bit_length() if grads[0].dtype == torch.float16 else 1
+        averaged[name] = reduce(torch.add, groups) * (divided / world)
+    return averaged
+
+
+def _cast(inputs: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[Any, ...]:
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
+
+
+class _one_thread:
+    """Sums of one thread, as in the workers: with more threads a product is split, and rounds, elsewhere."""
+
+    def __enter__(self) -> None:
+        self.before = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.set_num_threads(self.before)

@@ -1,0 +1,142 @@
+"""The oracles against each other, against DDP, FSDP1 and the plain FSDP: what the engine's parity tests stand on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.harness import parity
+from tests.harness.models import CASES
+from tests.harness.reference import Recipe, concatenated, sequential
+
+FSDP1 = parity.FSDP("torch.distributed.fsdp")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+CONCATENABLE = [name for name, case in CASES.items() if case.concatenable]
+# FSDP1 flattens only parameters of one dtype that have a dimension.
+FLATTENABLE = [name for name in CASES if name not in ("dtypes", "nested")]
+ONE_DTYPE_ALL_USED = ["mlp", "transformer", "tied", "nested"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cases_are_deterministic_and_differ_by_rank(case: str) -> None:
+    first, second = sequential(Recipe(case, steps=2), 2), sequential(Recipe(case, steps=2), 2)
+    assert not parity.compare(first, second, mode="bit")
+    losses = torch.stack([rank for step in first.losses for micro in step for rank in micro])
+    assert losses.unique().numel() == 4
+    assert all(gradient.isfinite().all() for gradients in first.gradients for gradient in gradients.values())
+    assert any(gradient.any() for gradient in first.gradients[0].values())
+
+
+@pytest.mark.parametrize("case", CONCATENABLE)
+def test_ranks_in_sequence_agree_with_one_batch(case: str) -> None:
+    recipe = Recipe(case, micro=2)
+    found = sequential(recipe, 3)
+    differences = parity.compare(found, concatenated(recipe, 3), mode="close", bound=5e-3 if case == "dtypes" else 1e-5)
+    assert not differences
+
+
+def test_one_rank_is_plain_training() -> None:
+    for case in CASES:
+        recipe = Recipe(case, micro=2)
+        one, plain = sequential(recipe, 1), concatenated(recipe, 1)
+        plain.buffers = one.buffers
+        assert not parity.compare(one, plain, mode="bit")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("conv", compute=BF16),
+        Recipe("mlp", reduce=FP16),
+        Recipe("mlp", reduce=BF16),
+        Recipe("mlp", compute=BF16, reduce=FP32, micro=2),
+        Recipe("conv", buffers=BF16, nested=False),
+    ],
+)
+def test_every_dtype_of_a_recipe_shows_in_the_numbers(recipe: Recipe) -> None:
+    exact = dataclasses.replace(recipe, compute=None, reduce=None, buffers=None)
+    found, expected = sequential(recipe, 2), sequential(exact, 2)
+    assert parity.compare(found, expected, mode="bit")
+    found.buffers = expected.buffers  # those keep the dtype of the buffers
+    assert not parity.compare(found, expected, mode="close", bound=0.1)
+
+
+def test_accumulating_wider_is_seen() -> None:
+    recipe = Recipe("mlp", compute=BF16, micro=4)
+    wide = dataclasses.replace(recipe, accumulated=FP32)
+    assert parity.compare(sequential(recipe, 2), sequential(wide, 2), mode="bit")
+
+
+def test_fp16_sums_do_not_overflow_where_their_average_does_not() -> None:
+    world = 64
+    recipe = Recipe("mlp", steps=1, reduce=FP16)
+    story = sequential(recipe, world)
+    exact = sequential(dataclasses.replace(recipe, reduce=None), world)
+    assert not parity.compare(story, exact, mode="close", bound=1e-2)
+
+
+def test_replica_groups_add_up_first() -> None:
+    flat, hybrid = sequential(Recipe("mlp"), 4), sequential(Recipe("mlp", replicas=2), 4)
+    assert parity.compare(flat, hybrid, mode="bit")
+    assert not parity.compare(flat, hybrid, mode="close", bound=1e-5)
+
+
+def test_comparison_names_what_differs() -> None:
+    story, other = sequential(Recipe("mlp", steps=1), 2), sequential(Recipe("mlp", steps=1), 2)
+    name = "3.bias"
+    other.gradients[0][name][1] = torch.nan
+    other.parameters[name] = other.parameters[name].double()
+    expected = [
+        "step 0: gradient of 3.bias: 1 of 3 elements differ, by a norm of nan",
+        "at the end: parameter 3.bias: found torch.float64 (3,), expected torch.float32 (3,)",
+    ]
+    assert parity.compare(other, story, mode="bit") == expected
+    found = parity.compare(other, story, mode="close")
+    assert len(found) == 2
+    assert found[0].startswith("step 0: gradient of 3.bias: 1 of 3 elements differ, by a norm of nan, more than 1e-05")
+    del other.parameters[name]
+    assert "at the end: parameter: found the names" in parity.compare(other, story, mode="bit")[1]
+
+
+@pytest.mark.parametrize("case", FLATTENABLE)
+def test_ddp_on_two_ranks_is_the_sequence(case: str) -> None:
+    options = {"find_unused_parameters": True} if case == "unused" else {}
+    parity.check(2, Recipe(case), engine=parity.DDP(), **options)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("case", ONE_DTYPE_ALL_USED)
+def test_plain_fsdp_is_the_sequence(case: str, world: int) -> None:
+    parity.check(world, Recipe(case), engine=parity.Plain())
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("case", FLATTENABLE)
+def test_fsdp1_on_two_ranks_is_the_sequence(case: str, use_orig_params: bool) -> None:
+    if case == "frozen" and not use_orig_params:
+        pytest.skip("FSDP1 flattens trainable and frozen parameters together only with use_orig_params=True")
+    parity.check(2, Recipe(case), engine=FSDP1, context=parity.deprecations_allowed, use_orig_params=use_orig_params)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("mlp", compute=BF16),
+        Recipe("mlp", compute=BF16, reduce=FP32, optimizer="adamw"),
+        Recipe("conv", compute=BF16, reduce=FP32),
+        Recipe("transformer", micro=2),
+        Recipe("transformer", micro=2, accumulate="communicate"),
+    ],
+)
+def test_fsdp1_with_a_recipe_is_the_sequence(recipe: Recipe) -> None:
+    parity.check(2, recipe, engine=FSDP1, context=parity.deprecations_allowed, use_orig_params=True)
+
+
+def test_fsdp1_agrees_with_one_batch() -> None:
+    options = {"use_orig_params": True, "context": parity.deprecations_allowed, "mode": "close"}
+    parity.check(2, Recipe("transformer", clip=0.5), engine=FSDP1, oracle="concatenated", **options)
+    mesh = {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
+    parity.check(4, Recipe("mlp", replicas=2), engine=FSDP1, **options, **mesh)
