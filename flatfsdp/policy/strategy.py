@@ -15,6 +15,7 @@ from ..api import ShardingStrategy
 class Traits:
     """The strategy's answers: which axes it has and when the unsharded parameters are freed."""
 
+    strategy: ShardingStrategy
     shards: bool
     replicates: bool
     reshard_after_forward: bool
@@ -23,11 +24,14 @@ class Traits:
 
 
 _TRAITS = {
-    ShardingStrategy.FULL_SHARD: Traits(True, False, True, True),
-    ShardingStrategy.SHARD_GRAD_OP: Traits(True, False, False, False),
-    ShardingStrategy.NO_SHARD: Traits(False, True, False, False),
-    ShardingStrategy.HYBRID_SHARD: Traits(True, True, True, True),
-    ShardingStrategy._HYBRID_SHARD_ZERO2: Traits(True, True, False, False),
+    each.strategy: each
+    for each in (
+        Traits(ShardingStrategy.FULL_SHARD, True, False, True, True),
+        Traits(ShardingStrategy.SHARD_GRAD_OP, True, False, False, False),
+        Traits(ShardingStrategy.NO_SHARD, False, True, False, False),
+        Traits(ShardingStrategy.HYBRID_SHARD, True, True, True, True),
+        Traits(ShardingStrategy._HYBRID_SHARD_ZERO2, True, True, False, False),
+    )
 }
 
 
