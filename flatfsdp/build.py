@@ -343,6 +343,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         mixed_precision=config.mixed_precision,
         backward_prefetch=config.backward_prefetch,
         forward_prefetch=config.forward_prefetch,
+        modules=[each for _, each in modules],
         owners=list(owners.values()),
         island=island,
     )

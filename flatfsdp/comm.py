@@ -329,3 +329,19 @@ class GroupPlan:
     def world(self) -> int:
         """Ranks whose gradients are averaged."""
         return self.shard.size * (self.replicate.size if self.replicate is not None else 1)
+
+
+def agree_on_maximum(flags: dict[torch.device, torch.Tensor], process_group: Any) -> dict[torch.device, torch.Tensor]:
+    """The maximum over `process_group` (None: the default group) of scalars that this rank holds per device. Collective.
+
+    All scalars travel as one, on the device that the group's backend serves, and each device gets the answer.
+    """
+    if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+        return flags
+    config = str(dist.get_backend_config(process_group))
+    home = next((device for device in flags if device.type in config), torch.device("cpu"))
+    worst = torch.stack([flag.detach().to(home, torch.float32).reshape(()) for flag in flags.values()]).amax()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=process_group)
+    for flag in flags.values():
+        flag.copy_(worst)
+    return flags

@@ -15,6 +15,7 @@ from torch import nn
 
 from . import _torch, hooks
 from .api import BackwardPrefetch, MixedPrecision
+from .buffers import cast_buffers
 from .comm import GroupPlan, Transport
 from .errors import UsageError, warn_once
 from .flat_param import FlatParamHandle
@@ -35,6 +36,7 @@ class Unit:
         name: path from the root's module; "" for the root.
         handles: one per kind of parameter, none if the unit owns no parameter.
         homes: where modules of this unit hold the handles' leaves.
+        modules: the modules of this unit, whose buffers it computes with.
         owners: units that own parameters which modules of this unit hold too (tied); unsharded whenever this one is.
         phase: [Note: lifecycle].
     """
@@ -50,6 +52,7 @@ class Unit:
         mixed_precision: MixedPrecision,
         backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
+        modules: Sequence[nn.Module] = (),
         owners: Sequence[Unit] = (),
         island: bool = False,
     ) -> None:
@@ -62,6 +65,7 @@ class Unit:
         self.mixed_precision = mixed_precision
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
+        self.modules = list(modules)
         self.owners = list(owners)
         # A full-precision module (batch norm) in a low-precision model: inputs are widened, outputs narrowed again.
         self.island = island
@@ -167,7 +171,10 @@ class Unit:
         phase = self.phase
         try:
             args, kwargs = self._before_forward(root, outermost, args, kwargs)
-            output = self._after_forward(root, self.module(*args, **kwargs))
+            dtype = None if root.in_full_precision(self) else self.mixed_precision.buffer_dtype
+            with cast_buffers(self.modules, dtype):
+                output = self.module(*args, **kwargs)
+            output = self._after_forward(root, output)
         except BaseException:
             self.phase = phase
             root.leave(self, failed=True)
