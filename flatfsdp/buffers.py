@@ -1,0 +1,41 @@
+"""Buffers in the buffer dtype while their unit's forward runs, in their own dtype and with their own values at all other times.
+
+FSDP1 casts buffers once and for all, and what precision they had is gone. Here a forward sees copies; what it writes into one is
+carried over to the original afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def cast_buffers(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
+    """The floating-point buffers registered in `modules` themselves (not in their children) in `dtype` inside the context."""
+    if dtype is None:
+        yield
+        return
+    swapped = []
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                copy = buffer.detach().to(dtype)
+                module._buffers[name] = copy
+                swapped.append((module, name, buffer, copy, copy._version))
+    try:
+        yield
+    finally:
+        for module, name, original, copy, version in swapped:
+            now = module._buffers.get(name)
+            if now is None:
+                continue
+            module._buffers[name] = original
+            if now is not copy:  # the forward registered another tensor in its place
+                module._buffers[name] = now.to(original.dtype)
+            elif copy._version != version:
+                with torch.no_grad():
+                    original.copy_(copy)

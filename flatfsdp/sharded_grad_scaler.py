@@ -1,0 +1,56 @@
+"""A gradient scaler whose ranks agree: an overflow on one rank skips the step on all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+
+from .comm import agree_on_maximum
+
+
+class ShardedGradScaler(GradScaler):
+    """`torch.amp.GradScaler` for sharded gradients; arguments as there, on CPU (`device="cpu"`) too.
+
+    Each rank sees only its shards, so that an infinity shows on one rank alone. `unscale_` (and with it `step`) therefore takes
+    the maximum of found-inf over `process_group`: collective, one scalar. The group must cover all ranks that hold the model
+    (the default group does).
+
+    Example:
+        >>> import torch
+        >>> scaler = ShardedGradScaler("cpu", init_scale=1024.0, enabled=True)
+        >>> float(scaler.scale(torch.ones(())))
+        1024.0
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        # fp16 gradients are legal here: keep_low_precision_grads leaves them to the optimizer on purpose.
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        # A rank may hold no gradient at all (its shard is padding): it takes part with "nothing found".
+        return agree_on_maximum(found or {found_inf.device: found_inf}, self.process_group)
+
+
+__all__ = ["ShardedGradScaler"]
