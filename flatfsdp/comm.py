@@ -299,9 +299,12 @@ class Late(Base):
 
     @staticmethod
     def _deliver(output: torch.Tensor, hidden: torch.Tensor, inner: Pending, *keep: torch.Tensor) -> Pending:
+        def arrive() -> None:
+            output.copy_(hidden)
+
         if output.is_floating_point():
             output.fill_(float("nan"))
-        return Pending(work=inner, keep=(output, hidden, *keep), finish=lambda: output.copy_(hidden) and None)
+        return Pending(work=inner, keep=(output, hidden, *keep), finish=arrive)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
