@@ -96,7 +96,9 @@ def own_arguments(module: nn.Module) -> bool | dict[str, object]:
         return {}
     if isinstance(module, nn.Linear):
         return {"forward_prefetch": True, "mixed_precision": None} if is_wide(module) else True
-    return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d))
+    if isinstance(module, nn.BatchNorm2d):
+        return {"limit_all_gathers": False}
+    return isinstance(module, nn.BatchNorm1d)
 
 
 def odd_numels(module: nn.Module, recurse: bool, nonwrapped_numel: int, offset: int = 0) -> bool:
@@ -280,6 +282,9 @@ def test_modules_in_full_precision_are_told_with_the_way_out():
         "its own. To compute them in the param dtype, within the units around them, pass MixedPrecision(..., "
         "_module_classes_to_ignore=())."
     ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the root's class is the user's own choice
+        assert plan_wrapping(nn.BatchNorm2d(4), ModuleWrapPolicy(nn.BatchNorm2d), kwargs=kwargs) == ()
     kwargs["mixed_precision"] = MixedPrecision(**HALF, _module_classes_to_ignore=())
     assert [planned.path for planned in plan_wrapping(root, ModuleWrapPolicy(nn.Conv2d), kwargs=kwargs)] == ["0", "3"]
 
@@ -311,6 +316,26 @@ def test_a_shared_module_gets_one_wrapper_in_all_its_places(policy):
     assert root.first is root.again is root.deeper[1] is plan[0].module
 
 
+def test_a_policy_function_decides_on_a_shared_module_once():
+    root, asked = Shared(), []
+
+    def ask(module, recurse, nonwrapped_numel):
+        asked.append((module, recurse, nonwrapped_numel))
+        return recurse or module is root.first
+
+    plan_wrapping(root, ask, kwargs={})
+    assert asked == [
+        (root, True, 12),
+        (root.first, True, 12),
+        (root.first, False, 12),
+        (root.deeper, True, 12),
+        (root.deeper[0], True, 0),
+        (root.deeper[0], False, 0),
+        (root.deeper, False, 0),
+    ]
+
+
+@pytest.mark.filterwarnings("error::flatfsdp.errors.FlatFSDPWarning")
 def test_modules_wrapped_by_hand_are_left_alone_and_not_counted():
     class Managed(Recorder):
         _is_fsdp_managed_module = True
