@@ -114,7 +114,12 @@ class MixedPrecision:
                 refuse_type(f"MixedPrecision.{name}", dtype, "a floating-point torch.dtype, or None")
             if dtype is not None and not dtype.is_floating_point:
                 refuse_value(f"MixedPrecision.{name}", dtype, "a floating-point torch.dtype, or None")
-        for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs", "full_precision_in_eval"):
+        for name in (
+            "keep_low_precision_grads",
+            "cast_forward_inputs",
+            "cast_root_forward_inputs",
+            "full_precision_in_eval",
+        ):
             check_bool(f"MixedPrecision.{name}", getattr(self, name))
         ignored = "MixedPrecision._module_classes_to_ignore"
         object.__setattr__(

@@ -32,7 +32,7 @@ def test_enums_have_torchs_names_and_values(ours, torchs):
 @pytest.mark.parametrize(
     ("ours", "torchs", "only_ours"),
     [
-        (MixedPrecision, torch_fsdp.MixedPrecision, [("accumulate_dtype", None)]),
+        (MixedPrecision, torch_fsdp.MixedPrecision, [("accumulate_dtype", None), ("full_precision_in_eval", False)]),
         (CPUOffload, torch_fsdp.CPUOffload, [("pin_memory", True)]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
