@@ -1,0 +1,232 @@
+"""What a model looks like under FSDP, for people (`summary`) and for programs (`stats`). Nothing here communicates."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .comm import Group
+from .errors import UsageError
+from .flat_param import FlatParamHandle
+from .root import Root
+from .unit import Unit
+
+
+def summary(model: nn.Module) -> str:
+    """The units of `model` as a table, with their parameters, bytes, padding and group plan.
+
+    One row a unit, in the order of `model.named_modules()`:
+
+    - *parameters*: elements that the unit owns, over all ranks; a tied parameter counts in the unit that owns it.
+    - *bytes/rank*: what each rank keeps of them between iterations, padding included.
+    - *padding*: elements that fill the unit's flat parameters up, over all ranks of the shard group.
+    - *ranks*: shards x replicas; the lines below the table spell the groups out for this rank.
+    - *kinds*: the dtypes of its flat parameters, `frozen` where nothing was trainable at construction, and what they
+      are cast to in computation.
+
+    Raises:
+        UsageError: no module in `model` is wrapped.
+    """
+    units = _units(model)
+    rows = [("unit", "module", "parameters", "bytes/rank", "padding", "strategy", "ranks", "kinds")]
+    total, held, filling = 0, 0, 0
+    for name, unit in units:
+        numel = sum(spec.numel for handle in unit.handles for spec in handle.layout.params)
+        size = sum(handle.shard.numel() * handle.shard.element_size() for handle in unit.handles)
+        padding = sum(handle.layout.padded_numel for handle in unit.handles) - numel
+        total, held, filling = total + numel, held + size, filling + padding
+        kinds = ", ".join(_kind(handle) for handle in unit.handles) or "none of its own"
+        rows.append(
+            (
+                name or "<root>",
+                type(unit.module).__name__,
+                f"{numel:,}",
+                f"{size:,}",
+                f"{padding:,}",
+                unit.traits.strategy.name,
+                _extent(unit),
+                kinds,
+            )
+        )
+    rows.append((f"{len(units)} units", "", f"{total:,}", f"{held:,}", f"{filling:,}", "", "", ""))
+    lines = _aligned(rows, right=(2, 3, 4))
+    lines += dict.fromkeys(f"ranks {_extent(unit)}: {_groups(unit)}" for _, unit in units)
+    owned = {id(each) for _, unit in units for h in unit.handles for each in (*h.leaves, h.flat_param)}
+    left = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in owned)
+    if left:
+        lines.append(f"not sharded: {left:,} parameters that no unit owns (ignored, or outside of every wrapper)")
+    return "\n".join(lines)
+
+
+def stats(model: nn.Module) -> Stats:
+    """Live figures of `model` on this rank: bytes by kind, and the collectives since the last `reset()`.
+
+    Raises:
+        UsageError: no module in `model` is wrapped, or `model` is only a part of a larger wrapped model.
+
+    Example (one process, without a launcher)::
+
+        >>> import torch, flatfsdp
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(3, 5))
+        >>> flatfsdp.stats(model)
+        Stats(units=1, bytes_params=80, bytes_grads=0, bytes_unsharded=0, bytes_unsharded_peak=0, comm={})
+        >>> torch.distributed.destroy_process_group()
+    """
+    return Stats(model)
+
+
+class Stats:
+    """Figures of one model on this rank, read anew at each access; made by `stats(model)`.
+
+    Does not keep the model alive: once that is deleted, every figure raises `UsageError`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._roots()
+
+    @property
+    def units(self) -> int:
+        """How many units there are."""
+        return len(self._units())
+
+    @property
+    def bytes_params(self) -> int:
+        """Bytes of this rank's shards, padding included."""
+        return sum(root.ledger.live["shard"] for root in self._roots())
+
+    @property
+    def bytes_grads(self) -> int:
+        """Bytes of the `.grad` of all parameters that units own; 0 after `zero_grad(set_to_none=True)`."""
+        grads = [parameter.grad for unit in self._units() for h in unit.handles for parameter in _steppable(h)]
+        return sum(grad.numel() * grad.element_size() for grad in grads if grad is not None)
+
+    @property
+    def bytes_unsharded(self) -> int:
+        """Bytes of unsharded parameters alive now, besides the shards."""
+        return sum(root.ledger.live["unsharded"] for root in self._roots())
+
+    @property
+    def bytes_unsharded_peak(self) -> int:
+        """The most of `bytes_unsharded` at one time since the last `reset()`."""
+        return sum(root.ledger.peak("unsharded") for root in self._roots())
+
+    @property
+    def comm(self) -> dict[str, tuple[int, int]]:
+        """Kind of collective to (how many, bytes) of this rank since the last `reset()`.
+
+        Kinds: `all_gather` (of parameters), `reduce_scatter` and `all_reduce` (of gradients), `broadcast`, and `scalar`
+        for norms and agreements. Bytes are those of the unsharded side: an all-gather's output, a reduction's input.
+        """
+        found: dict[str, tuple[int, int]] = {}
+        for root in self._roots():
+            for kind, count in root.traffic.counts.items():
+                calls, size = found.get(kind, (0, 0))
+                found[kind] = (calls + count, size + root.traffic.bytes[kind])
+        return found
+
+    def reset(self) -> None:
+        """Start counting collectives, and measuring peaks, from now."""
+        for root in self._roots():
+            root.traffic.reset()
+            root.ledger.reset_peaks()
+
+    def __repr__(self) -> str:
+        names = ("units", "bytes_params", "bytes_grads", "bytes_unsharded", "bytes_unsharded_peak", "comm")
+        return f"Stats({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+
+    def _units(self) -> list[Unit]:
+        model = self._model()
+        if model is None:
+            raise UsageError("these stats belong to a model that has been deleted; call flatfsdp.stats() on another")
+        return [unit for _, unit in _units(model)]
+
+    def _roots(self) -> list[Root]:
+        units = self._units()
+        roots = {id(unit.root): unit.root for unit in units}
+        for root in roots.values():
+            if root.unit not in units:
+                part, whole = type(units[0].module).__name__, type(root.unit.module).__name__
+                raise UsageError(
+                    f"stats() of {part}, which is a part of the wrapped {whole}: bytes and collectives are counted for "
+                    "whole models. Pass the outermost module"
+                )
+        return list(roots.values())
+
+
+def group_line(unit: Unit) -> str:
+    """The strategy and the groups of `unit` in one short line, for `repr`."""
+    return f"{unit.traits.strategy.name}: {_groups(unit)}"
+
+
+def _units(model: nn.Module) -> list[tuple[str, Unit]]:
+    """The units in `model` with the paths of their modules, in the order of `named_modules`."""
+    modules = model.named_modules()
+    found = [(name, unit) for name, each in modules if isinstance(unit := each.__dict__.get("_unit"), Unit)]
+    if not found:
+        raise UsageError(
+            f"no module in {type(model).__name__} is wrapped by FullyShardedDataParallel. Wrap the model first, and "
+            "pass the wrapper"
+        )
+    return found
+
+
+def _steppable(handle: FlatParamHandle) -> list[nn.Parameter]:
+    """The parameters that an optimizer sees of `handle`."""
+    return handle.leaves if handle.use_orig_params else [handle.flat_param]
+
+
+def _kind(handle: FlatParamHandle) -> str:
+    """E.g. "float32 frozen as bfloat16": dtype at rest, trainability, dtype in computation."""
+    precision = handle.precision
+    frozen = "" if handle.trainable else " frozen"
+    cast = f" as {_dtype(precision.compute)}" if precision.casts else ""
+    return f"{_dtype(precision.master)}{frozen}{cast}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _extent(unit: Unit) -> str:
+    replicate = unit.groups.replicate
+    return f"{unit.groups.shard.size} x {replicate.size if replicate is not None else 1}"
+
+
+def _groups(unit: Unit) -> str:
+    """E.g. "2 shards on ranks 0-1, 2 replicas on ranks 0, 2", with the axes that there are."""
+    axes = []
+    if unit.groups.shard.size > 1 or unit.groups.replicate is None:
+        axes.append(f"{_counted(unit.groups.shard, 'shard')} on {_ranks(unit.groups.shard)}")
+    if unit.groups.replicate is not None:
+        axes.append(f"{_counted(unit.groups.replicate, 'replica')} on {_ranks(unit.groups.replicate)}")
+    return ", ".join(axes)
+
+
+def _counted(group: Group, noun: str) -> str:
+    return f"{group.size} {noun}{'' if group.size == 1 else 's'}"
+
+
+def _ranks(group: Group) -> str:
+    """Global ranks, briefly: "ranks 0-7", "ranks 0, 8, .. 56", "rank 3"."""
+    ranks = group.ranks
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    if len(ranks) > 4:
+        return f"ranks {ranks[0]}, {ranks[1]}, .. {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> list[str]:
+    """`rows` as lines of columns, those of `right` flush right."""
+    columns = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.rjust(width) if number in right else cell.ljust(width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
