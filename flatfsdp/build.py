@@ -24,9 +24,8 @@ from .device import Device
 from .errors import ConfigValueError, UsageError, set_rank, warn
 from .flat_param import FlatParamHandle
 from .full_params import unwrap
-from .policy.precision import resolve
 from .policy.strategy import traits
-from .root import Root
+from .root import Root, RootSettings
 from .storage import Ledger
 from .unit import Unit
 from .views import Home
@@ -77,16 +76,21 @@ def resolve_groups(config: Config) -> Config:
 
 def plan_groups(config: Config, device: torch.device) -> GroupPlan:
     """The axes for `config` (its groups resolved). Makes, once per group, the communicator for reductions."""
-    if config.sharding_strategy in HYBRIDS:
-        shard_group, replicate_group = config.process_group
-        replicate = _axis(replicate_group, device)
-        shard = _axis(shard_group, device)
-        return GroupPlan(shard, _axis(_for_reductions(shard_group), device), replicate if replicate.size > 1 else None)
-    group = config.process_group
-    if config.sharding_strategy is ShardingStrategy.NO_SHARD:
-        replicate = _axis(_for_reductions(group), device)
-        return GroupPlan(Group.alone(), Group.alone(), replicate if replicate.size > 1 else None)
-    return GroupPlan(_axis(group, device), _axis(_for_reductions(group), device), None)
+    return _plan(config.sharding_strategy, config.process_group, device)
+
+
+def _plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> GroupPlan:
+    alone = Group.alone()
+    if strategy in HYBRIDS:
+        shard_group, replicate_group = given
+        across = _axis(replicate_group, device)
+        axes = _axis(shard_group, device), _axis(_for_reductions(shard_group), device), across
+    elif strategy is ShardingStrategy.NO_SHARD:
+        axes = alone, alone, _axis(_for_reductions(given), device)
+    else:
+        axes = _axis(given, device), _axis(_for_reductions(given), device), alone
+    shard, scatter, replicate = axes
+    return GroupPlan(shard, scatter, replicate if replicate.size > 1 else None, strategy, given, device)
 
 
 def _axis(process_group: Any, device: torch.device) -> Group:
@@ -97,7 +101,7 @@ def _for_reductions(process_group: Any) -> Any:
     if dist.get_world_size(process_group) == 1:
         return process_group
     made = _reduction_groups.get(process_group)
-    if made is None:
+    if made is None or not _exists(made):
         ranks = dist.get_process_group_ranks(process_group)
         # Only members take part: models on different halves of the world are wrapped independently.
         made = dist.new_group(ranks, use_local_synchronization=True, group_desc="flatfsdp reductions")
@@ -105,10 +109,18 @@ def _for_reductions(process_group: Any) -> Any:
     return made
 
 
+def _exists(process_group: Any) -> bool:
+    """Whether nobody has destroyed `process_group` since it was made."""
+    try:
+        return bool(dist.get_process_group_ranks(process_group))
+    except KeyError:
+        return False
+
+
 def _groups_of_nodes() -> tuple[Any, Any]:
     world = dist.group.WORLD
     found = _node_groups.get(world)
-    if found is None:
+    if found is None or not all(map(_exists, found)):
         size, rank = dist.get_world_size(), dist.get_rank()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (
             torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -161,16 +173,18 @@ def units_in(module: nn.Module) -> list[Unit]:
     """The units of wrapped modules inside `module`, children before parents."""
     found: list[Unit] = []
 
-    def visit(current: nn.Module, seen: set[int]) -> None:
+    seen: set[int] = {id(module)}
+
+    def visit(current: nn.Module) -> None:
         for child in current._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                visit(child, seen)
+                visit(child)
         unit = current.__dict__.get("_unit")
         if isinstance(unit, Unit):
             found.append(unit)
 
-    visit(module, set())
+    visit(module)
     return found
 
 
@@ -320,19 +334,19 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         kinds.setdefault((leaf.dtype, leaf.requires_grad), []).append((leaf, path))
     ledger = Ledger()
     handles = [
-        FlatParamHandle(
+        FlatParamHandle.flatten(
             [leaf for leaf, _ in members],
             [path for _, path in members],
             world=groups.shard.size,
             rank=groups.shard.rank,
-            precision=resolve(config.mixed_precision, dtype),
+            mixed_precision=config.mixed_precision,
             device=device,
             offload=config.cpu_offload.offload_params,
             pin_memory=config.cpu_offload.pin_memory,
             use_orig_params=config.use_orig_params,
             ledger=ledger,
         )
-        for (dtype, _), members in kinds.items()
+        for members in kinds.values()
     ]
     unit = Unit(
         module,
@@ -341,6 +355,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         traits=traits(config.sharding_strategy),
         groups=groups,
         mixed_precision=config.mixed_precision,
+        cpu_offload=config.cpu_offload,
         backward_prefetch=config.backward_prefetch,
         forward_prefetch=config.forward_prefetch,
         modules=[each for _, each in modules],
@@ -351,13 +366,19 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     if not config.use_orig_params:
         for home in homes:
             home.unregister()
-    root = Root(unit, seam, limit_all_gathers=config.limit_all_gathers, check_values=config.check_values)
-    root.ledger = ledger
+    settings = RootSettings(device, config.limit_all_gathers, config.check_values)
+    new_root(unit, device, ledger, settings, nested)
+    return unit
+
+
+def new_root(unit: Unit, device: torch.device, ledger: Ledger, settings: RootSettings, nested: list[Unit]) -> Root:
+    """A root over `unit`, whose handles count in `ledger`, and the units nested in it."""
+    root = Root(unit, Device(device), ledger=ledger, settings=settings)
     unit.own_root = root
     unit.join(root)
     root.adopt(nested)
     _own(unit)
-    return unit
+    return root
 
 
 # Which unit owns a parameter, by identity; entries die with their unit.
@@ -495,3 +516,54 @@ def no_sync(unit: Unit) -> Iterator[None]:
     """Accumulate without communication; only on the root."""
     with root_of(unit, "no_sync()").no_sync():
         yield
+
+
+# -- groups by their ranks, for pickles ------------------------------------------------------------------------------------
+
+_groups_by_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def plan_over(strategy: ShardingStrategy, ranks: tuple[Any, ...], device: torch.device) -> GroupPlan:
+    """The axes of `strategy` over these global ranks, in groups found or made for them. Collective where a group is made."""
+    if strategy in HYBRIDS:
+        return _plan(strategy, tuple(_group_over(each) for each in ranks), device)
+    return _plan(strategy, _group_over(ranks), device)
+
+
+def _group_over(ranks: tuple[int, ...]) -> Any:
+    require_process_group()
+    if ranks == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD
+    if dist.get_rank() not in ranks:
+        raise UsageError(f"this model was pickled on a rank of the group {ranks}; rank {dist.get_rank()} is not one of them")
+    known = _groups_by_ranks.setdefault(dist.group.WORLD, {})
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return known[ranks]
+
+
+# -- changes of the whole module -------------------------------------------------------------------------------------------
+
+
+def apply_to_tensors(wrapper: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], rest: Callable[[], Any]) -> None:
+    """`change` (a cast or a move) the shards of `wrapper`'s own unit; `rest()` changes everything else in the wrapper."""
+    unit: Unit = wrapper.__dict__["_unit"]
+    if not unit.is_between():
+        raise UsageError(
+            f"unit {unit.label}: .to(), .half() and their like change parameters between iterations only; a forward here still awaits its backward"
+        )
+    flat = {name: wrapper._parameters.pop(name) for name in list(wrapper._parameters) if name.startswith("_flat_param")}
+    for home in unit.homes:
+        home.unregister()
+    try:
+        rest()
+    finally:
+        for home in unit.homes:
+            if any(handle.use_orig_params for handle in unit.handles):
+                home.register()
+        wrapper._parameters.update(flat)
+    with torch.no_grad():
+        for handle, shown in zip(unit.handles, unit.shown, strict=True):
+            changed = change(handle.shard)
+            if changed is not handle.shard:
+                shown.replace_shard(changed.detach())

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .api import ShardingStrategy
 from .device import DONE, Device, Lane, Pending
 from .storage import Ledger
 
@@ -53,18 +54,20 @@ class Group:
 
     Attributes:
         process_group: None for an axis of size 1 that needs no communication.
+        ranks: global ranks of the members in group order; known when the process group has been destroyed, too.
+        rank: this rank's place among them.
         backend: the name of the backend that serves this device type.
     """
 
     process_group: Any
+    ranks: tuple[int, ...]
     rank: int
-    size: int
     backend: str
 
     @staticmethod
     def alone() -> Group:
         """The axis of size 1."""
-        return Group(None, 0, 1, "alone")
+        return Group(None, (dist.get_rank() if dist.is_initialized() else 0,), 0, "alone")
 
     @staticmethod
     def of(process_group: Any, device: torch.device) -> Group:
@@ -73,18 +76,13 @@ class Group:
         # "cpu:gloo,cuda:nccl" or "gloo"
         by_type = dict(part.split(":") for part in str(backends).split(",") if ":" in part)
         backend = by_type.get(device.type, str(backends))
-        return Group(process_group, dist.get_rank(process_group), dist.get_world_size(process_group), backend)
-
-    def global_rank(self, rank: int) -> int:
-        """The rank in the default group of this group's `rank`."""
-        return rank if self.process_group is None else dist.get_global_rank(self.process_group, rank)
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+        return Group(process_group, ranks, dist.get_rank(process_group), backend)
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the members in group order."""
-        return (dist.get_rank() if dist.is_initialized() else 0,) if self.process_group is None else tuple(
-            dist.get_process_group_ranks(self.process_group)
-        )
+    def size(self) -> int:
+        """Ranks on the axis."""
+        return len(self.ranks)
 
 
 class Base:
@@ -120,7 +118,7 @@ class Base:
         """Overwrite `tensor` with that of group rank `source`, blocking. Collective."""
         self.traffic.log("broadcast", tensor.numel() * tensor.element_size())
         if tensor.numel():
-            dist.broadcast(tensor, self.group.global_rank(source), group=self.group.process_group)
+            dist.broadcast(tensor, self.group.ranks[source], group=self.group.process_group)
 
     def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
         """Sum (or maximum) of `tensor` over ranks in place, blocking; for scalars such as norms. Collective."""
@@ -322,11 +320,27 @@ class GroupPlan:
         shard: ranks that hold the pieces of one copy; parameters are gathered over it.
         scatter: the same ranks on a communicator of its own, for reductions ([Note: backward order]).
         replicate: ranks that hold the same piece of different copies; None where there is one copy.
+        strategy: what the axes were made for.
+        given: the process group the user knows, or the pair (shard group, replicate group).
+        device: where the tensors that travel are.
     """
 
     shard: Group
     scatter: Group
     replicate: Group | None
+    strategy: ShardingStrategy
+    given: Any
+    device: torch.device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupPlan:
+        return self  # copies of a model communicate over the same groups
+
+    @property
+    def given_ranks(self) -> tuple[Any, ...]:
+        """The global ranks of `given`; a pair of such tuples for a pair."""
+        if isinstance(self.given, tuple):
+            return tuple(tuple(dist.get_process_group_ranks(group)) for group in self.given)
+        return tuple(dist.get_process_group_ranks(self.given))
 
     @property
     def world(self) -> int:

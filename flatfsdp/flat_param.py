@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .api import MixedPrecision
 from .comm import Transport
 from .device import Lane, Pending, pin
 from .errors import InternalError, UsageError
 from .layout import FlatLayout, ParamSpec
 from .lifecycle import SHARD_STEPS, ShardState, step
-from .policy.precision import Precision
+from .policy.precision import resolve
 from .storage import FlatBuffer, Ledger, Versions
 
 
@@ -115,61 +116,94 @@ class FlatParamHandle:
     def __init__(
         self,
         leaves: Sequence[nn.Parameter],
-        names: Sequence[str],
+        layout: FlatLayout,
+        shard: torch.Tensor,
         *,
-        world: int,
         rank: int,
-        precision: Precision,
+        mixed_precision: MixedPrecision,
         device: torch.device,
         offload: bool,
         pin_memory: bool,
         use_orig_params: bool,
+        trainable: bool,
         ledger: Ledger,
     ) -> None:
-        """Flatten `leaves` and keep this rank's shard; the leaves show views of it from now on. No communication."""
+        """Take `shard` as this rank's piece of `leaves` laid out by `layout`; use `flatten` to make one from whole parameters."""
         self.name = ""
         self.leaves = list(leaves)
+        self.layout = layout
         self.rank = rank
-        self.precision = precision
+        self.mixed_precision = mixed_precision
+        self.precision = resolve(mixed_precision, shard.dtype)
         self.device = device
         self.offload = offload
+        self.pin_memory = pin_memory
         self.use_orig_params = use_orig_params
+        self.trainable = trainable
         self.ledger = ledger
         self.state = ShardState.SHARDED
-        self.trainable = any(leaf.requires_grad for leaf in leaves)
-        self.home = torch.device("cpu") if offload else device
-        for leaf in self.leaves:
-            if not _is_dense(leaf):
-                leaf.data = leaf.data.contiguous()
-        align = max(1, 16 // _itemsize(precision.compute)) if use_orig_params else 1
-        self.layout = FlatLayout.pack(
-            [spec_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)],
-            world=world,
-            align=align,
-            pad_total=use_orig_params,
-        )
-        shard = torch.zeros(self.layout.shard_numel, dtype=precision.master, device=self.home)
-        if offload and pin_memory:
-            shard = pin(shard)
-        self._pin_memory = offload and pin_memory
-        for owned in self.layout.owned(rank):
-            source = dense(self.leaves[owned.index].detach())[owned.in_param.slice]
-            shard[owned.in_shard.slice].copy_(source)
         ledger.add("shard", shard.numel() * shard.element_size())
         self._unsharded: dict[torch.dtype, Unsharded] = {}
         self._active: Unsharded | None = None
         self._pending: Pending | None = None
         self._versions = Versions(self.leaves)
-        self._adopt(shard)
-
-    # -- the shard ---------------------------------------------------------------------------------------------------
-
-    def _adopt(self, shard: torch.Tensor) -> None:
-        """Make `shard` this rank's shard and rebuild all that points into it."""
         self.shard = shard
-        self.flat_param = FlatParameter(shard, requires_grad=self.trainable)
+        self.home = shard.device
+        self.flat_param = FlatParameter(shard, requires_grad=trainable)
         self.flat_param._handle_ref = weakref.ref(self)
         self.refresh_views()
+
+    @classmethod
+    def flatten(
+        cls,
+        leaves: Sequence[nn.Parameter],
+        names: Sequence[str],
+        *,
+        world: int,
+        rank: int,
+        mixed_precision: MixedPrecision,
+        device: torch.device,
+        offload: bool,
+        pin_memory: bool,
+        use_orig_params: bool,
+        ledger: Ledger,
+    ) -> FlatParamHandle:
+        """Lay whole `leaves` (one dtype) out and copy this rank's shard from them. No communication.
+
+        The shard lives on `device`, or on the CPU with `offload`. The leaves still show their own memory.
+        """
+        for leaf in leaves:
+            if not _is_dense(leaf):
+                leaf.data = leaf.data.contiguous()
+        master = leaves[0].dtype
+        compute = resolve(mixed_precision, master).compute
+        layout = FlatLayout.pack(
+            [spec_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)],
+            world=world,
+            align=max(1, 16 // compute.itemsize) if use_orig_params else 1,
+            pad_total=use_orig_params,
+        )
+        home = torch.device("cpu") if offload else device
+        shard = torch.zeros(layout.shard_numel, dtype=master, device=home)
+        if offload and pin_memory:
+            shard = pin(shard)
+        for owned in layout.owned(rank):
+            shard[owned.in_shard.slice].copy_(dense(leaves[owned.index].detach())[owned.in_param.slice])
+        return cls(
+            leaves,
+            layout,
+            shard,
+            rank=rank,
+            mixed_precision=mixed_precision,
+            device=device,
+            offload=offload,
+            pin_memory=pin_memory,
+            use_orig_params=use_orig_params,
+            trainable=any(leaf.requires_grad for leaf in leaves),
+            ledger=ledger,
+        )
+
+    # -- the shard ---------------------------------------------------------------------------------------------------
 
     def refresh_views(self) -> None:
         """Rebuild the views of the shard (it moved or changed its dtype)."""
@@ -183,21 +217,28 @@ class FlatParamHandle:
         self._shard_version = self._writes
         self._filled_versions: list[int] = []
 
-    def replace_shard(self, shard: torch.Tensor, precision: Precision) -> None:
+    def replace_shard(self, shard: torch.Tensor) -> None:
         """Take `shard` (same number of elements, maybe another dtype or device) as the new shard; only while sharded."""
         if self.state is not ShardState.SHARDED or shard.shape != self.shard.shape:
-            raise InternalError(f"{self.name}: a shard of shape {tuple(shard.shape)} replaces {tuple(self.shard.shape)} while {self.state}")
+            raise InternalError(
+                f"{self.name}: a shard of shape {tuple(shard.shape)} replaces {tuple(self.shard.shape)} while {self.state.value}"
+            )
         self.ledger.remove("shard", self.shard.numel() * self.shard.element_size())
         self.ledger.add("shard", shard.numel() * shard.element_size())
-        self.precision = precision
+        self.precision = resolve(self.mixed_precision, shard.dtype)
         self.home = shard.device
         if not self.offload:
             self.device = shard.device
-        if self._pin_memory:
+        elif self.pin_memory:
             shard = pin(shard)
         self.shard = shard
         self.flat_param.data = shard
         self.refresh_views()
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """FSDP1's name for the master dtype."""
+        return self.precision.master
 
     @property
     def whole(self) -> bool:
@@ -311,10 +352,6 @@ class FlatParamHandle:
         if self._active is None:
             raise InternalError(f"{self.name}: the unsharded parameter was asked for while {self.state.value}")
         return self._active
-
-
-def _itemsize(dtype: torch.dtype) -> int:
-    return torch.empty(0, dtype=dtype).element_size()
 
 
 def _is_dense(leaf: torch.Tensor) -> bool:

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import build
+from . import build, copying
 from .api import BackwardPrefetch, Config, CPUOffload, MixedPrecision, ShardingStrategy
 from .arguments import check_arguments
 from .clip import clip_grad_norm
+from .fsdp1_names import FSDP1Names, wrapped_inside
 from .full_params import summon
+from .summary import group_line
 from .unit import Unit
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(FSDP1Names, nn.Module):
     """Shard a module's parameters, gradients and optimizer state over ranks."""
-
-    _is_fsdp_managed_module = True
 
     def __init__(
         self,
@@ -89,6 +89,10 @@ class FullyShardedDataParallel(nn.Module):
         """The wrapped module."""
         return self._fsdp_wrapped_module
 
+    def extra_repr(self) -> str:
+        """The sharding strategy and the groups of this unit, in one line."""
+        return group_line(self._unit)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -111,6 +115,36 @@ class FullyShardedDataParallel(nn.Module):
                 memo.add(self)
             yield prefix, self
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
+        build.apply_to_tensors(self, fn, lambda: super(FullyShardedDataParallel, self)._apply(fn, recurse))
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copying.deep_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return copying.reduce(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copying.restore(self, state)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call `fn` on every module inside, parameters whole and written back; as `nn.Module.apply`. Collective."""
+        with self.summon_full_params(self, recurse=False):
+            super().apply(fn)
+        return self
+
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost wrapper of its model. Collective before the first forward."""
+        self._lazy_init()
+        return bool(self._is_root)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
+        """The wrappers in `module`, itself included; with `root_only` the outermost of each tree."""
+        found = list(wrapped_inside(module))
+        return [each for each in found if each._unit.root.unit is each._unit] if root_only else found
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients inside the context without communication."""

@@ -35,6 +35,15 @@ class Lanes:
     reduce: Lane
 
 
+@dataclass(frozen=True)
+class RootSettings:
+    """The outermost wrapper's arguments that concern the whole tree."""
+
+    device: torch.device
+    limit_all_gathers: bool
+    check_values: str
+
+
 class Backward:
     """What lives for one backward."""
 
@@ -57,11 +66,12 @@ class Root:
         sync: False inside `no_sync()`.
     """
 
-    def __init__(self, unit: Unit, device: Device, *, limit_all_gathers: bool, check_values: str) -> None:
+    def __init__(self, unit: Unit, device: Device, *, ledger: Ledger, settings: RootSettings) -> None:
         self.unit = unit
         self.units: list[Unit] = [unit]
         self.device = device
-        self.ledger = Ledger()
+        self.settings = settings
+        self.ledger = ledger
         self.traffic = Traffic()
         self.trace = Trace()
         self.sync = True
@@ -69,7 +79,7 @@ class Root:
         self.record: ForwardRecord[Unit] = ForwardRecord()
         self.backward: Backward | None = None
         self.lanes = Lanes(device.lane("unshard", high_priority=True), device.lane("reduce"))
-        self._limit = limit_all_gathers
+        self._limit = settings.limit_all_gathers
         self._depth = 0
         self._sequence: list[Unit] = []
         self._order: ForwardOrder[Unit] = ForwardOrder()
@@ -77,7 +87,7 @@ class Root:
         self._deferred: list[tuple[object, FlatBuffer]] = []
         self._failed = False
         self._whole_for_double = False
-        self.agreement = Agreement(check_values=check_values)
+        self.agreement = Agreement(check_values=settings.check_values)
 
     # -- construction and lazy init ----------------------------------------------------------------------------------
 

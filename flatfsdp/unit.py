@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import _torch, hooks
-from .api import BackwardPrefetch, MixedPrecision
+from .api import BackwardPrefetch, CPUOffload, MixedPrecision
 from .buffers import cast_buffers
 from .comm import GroupPlan, Transport
 from .errors import UsageError, warn_once
@@ -50,6 +50,7 @@ class Unit:
         traits: Traits,
         groups: GroupPlan,
         mixed_precision: MixedPrecision,
+        cpu_offload: CPUOffload,
         backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
         modules: Sequence[nn.Module] = (),
@@ -63,6 +64,7 @@ class Unit:
         self.traits = traits
         self.groups = groups
         self.mixed_precision = mixed_precision
+        self.cpu_offload = cpu_offload
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
         self.modules = list(modules)

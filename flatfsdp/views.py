@@ -84,11 +84,25 @@ class Shown:
         self.show(Exposure.SHARD)
 
     def show_again(self) -> None:
-        """Point the leaves at the views anew (the shard moved)."""
-        exposure, self.exposure = self.exposure, Exposure.NOTHING
-        if exposure is Exposure.NOTHING:
-            self.exposure = Exposure.SHARD
-        self.show(exposure)
+        """Point the leaves at the shard anew (it moved)."""
+        self.exposure = Exposure.NOTHING
+        self.show(Exposure.SHARD)
+
+    def replace_shard(self, shard: torch.Tensor) -> None:
+        """Make `shard` (another dtype or device) the shard; gradients follow.
+
+        Precondition: the leaves show the shard.
+        """
+        handle = self.handle
+        holders = handle.leaves if handle.use_orig_params else [handle.flat_param]
+        grads = [holder.grad for holder in holders]
+        for holder in holders:
+            holder.grad = None
+        handle.replace_shard(shard)
+        self.show_again()
+        for holder, grad in zip(holders, grads, strict=True):
+            if grad is not None:
+                holder.grad = grad.to(device=shard.device, dtype=shard.dtype)
 
     def write_back(self, homes: Iterable[Home]) -> bool:
         """Copy into the shard what the user put in a leaf's place at rest; True if there was anything.
@@ -130,11 +144,14 @@ class Shown:
         flat = handle.flat_param
         if flat.data_ptr() == handle.shard.data_ptr() and flat.dtype == handle.shard.dtype:
             return False
-        if flat.shape != handle.shard.shape or flat.dtype != handle.shard.dtype:
+        if flat.shape != handle.shard.shape:
             raise UsageError(
-                f"the flat parameter of unit {handle.name or '<root>'!r} was given data of shape {tuple(flat.shape)} and {flat.dtype}; expected "
-                f"{tuple(handle.shard.shape)} and {handle.shard.dtype}. To change the dtype, call .to() on the wrapped model"
+                f"the flat parameter of unit {handle.name or '<root>'!r} was given data of shape {tuple(flat.shape)}; expected this rank's shard, "
+                f"{tuple(handle.shard.shape)}"
             )
+        if flat.dtype != handle.shard.dtype:
+            self.replace_shard(flat.detach())
+            return True
         with torch.no_grad():
             handle.shard.copy_(flat.detach())
         flat.data = handle.shard

@@ -1,0 +1,149 @@
+"""Copies and pickles of wrapped models, between steps.
+
+[Note: blueprint] A unit is rebuilt from plain data: its leaves and shards, layouts and settings, and the ranks of its axes. A
+copy shares the process groups; a pickle names their ranks and finds or makes groups over them when it is loaded, with the same
+world and on the same rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import io
+from typing import Any
+
+import torch
+from torch import nn
+
+from .build import new_root, plan_over, register_flat_params, units_in
+from .comm import GroupPlan
+from .errors import UsageError
+from .flat_param import FlatParamHandle
+from .lifecycle import Phase
+from .storage import Ledger
+from .unit import Unit
+from .views import Exposure, Home
+
+_SETTINGS = ("traits", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch", "island")
+_HANDLE_SETTINGS = ("layout", "rank", "mixed_precision", "device", "offload", "pin_memory", "use_orig_params", "trainable")
+
+# Inside the pickling of an outer wrapper, nested ones are written in place, so that ties across them survive.
+_inside = False
+
+
+def state_of(wrapper: nn.Module) -> dict[str, Any]:
+    """What `restore` needs to build `wrapper` again."""
+    unit: Unit = wrapper.__dict__["_unit"]
+    attributes = {key: value for key, value in wrapper.__dict__.items() if key != "_unit"}
+    attributes["_parameters"] = {k: v for k, v in wrapper._parameters.items() if not k.startswith("_flat_param")}
+    return {
+        "attributes": attributes,
+        "unit": {
+            "handles": [
+                {
+                    "leaves": handle.leaves,
+                    "shard": handle.shard.detach(),
+                    **{name: getattr(handle, name) for name in _HANDLE_SETTINGS},
+                }
+                for handle in unit.handles
+            ],
+            "homes": [(home.module, home.attribute, home.path, home.leaf) for home in unit.homes],
+            "modules": unit.modules,
+            "tied": [owner.module for owner in unit.owners],
+            "groups": unit.groups,
+            "root": unit.root.settings,
+            **{name: getattr(unit, name) for name in _SETTINGS},
+        },
+    }
+
+
+def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
+    """Make `wrapper`, a blank instance, what `state` says."""
+    wrapper.__dict__.update(state["attributes"])
+    plan = state["unit"]
+    ledger = Ledger()
+    handles = []
+    for entry in plan["handles"]:
+        settings = {name: entry[name] for name in _HANDLE_SETTINGS if name != "layout"}
+        handles.append(FlatParamHandle(entry["leaves"], entry["layout"], entry["shard"], ledger=ledger, **settings))
+        expected = plan["groups"].shard.rank
+        if entry["rank"] != expected:
+            raise UsageError(
+                f"this model was pickled on rank {entry['rank']} of its shard group and is loaded on rank {expected}; load each rank's own pickle"
+            )
+    unit = Unit(
+        wrapper._modules["_fsdp_wrapped_module"],  # type: ignore[arg-type]
+        handles,
+        [Home(module, attribute, path, leaf) for module, attribute, path, leaf in plan["homes"]],
+        groups=plan["groups"],
+        modules=plan["modules"],
+        **{name: plan[name] for name in _SETTINGS},
+    )
+    wrapper.__dict__["_unit"] = unit
+    nested = units_in(unit.module)
+    new_root(unit, handles[0].device if handles else plan["root"].device, ledger, plan["root"], nested)
+    unit.__dict__["_tied_modules"] = plan["tied"]
+    for each in [*nested, unit]:
+        each.owners = [other for other in nested for module in each.__dict__.get("_tied_modules", ()) if other.module is module]
+    register_flat_params(wrapper, unit)
+
+
+def _check_idle(wrapper: nn.Module) -> list[Unit]:
+    units = units_in(wrapper)
+    for unit in units:
+        if unit.phase is not Phase.IDLE or not unit.is_between():
+            raise UsageError(
+                f"a wrapped model can be copied or pickled between steps only; unit {unit.label} is in {unit.phase.value}, with a graph that "
+                "awaits its backward. Run or drop the backward first (a forward under no_grad ends the iteration)"
+            )
+    return units
+
+
+def deep_copy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy` of a wrapper: parameters, buffers and settings are copied, process groups shared."""
+    _check_idle(wrapper)
+    twin: nn.Module = type(wrapper).__new__(type(wrapper))
+    memo[id(wrapper)] = twin
+    restore(twin, copy.deepcopy(state_of(wrapper), memo))
+    for old, new in zip(wrapper.__dict__["_unit"].handles, twin.__dict__["_unit"].handles, strict=True):
+        memo[id(old.flat_param)] = new.flat_param  # an optimizer copied with the model follows it
+    return twin
+
+
+def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
+    """What pickle writes for `wrapper`: every shard once, and no view of it."""
+    global _inside
+    if _inside:
+        return _blank, (type(wrapper),), state_of(wrapper)
+    units = _check_idle(wrapper)
+    buffer = io.BytesIO()
+    for unit in units:
+        for shown in unit.shown:
+            shown.show(Exposure.NOTHING)
+    _inside = True
+    try:
+        torch.save((type(wrapper), state_of(wrapper)), buffer)
+    finally:
+        _inside = False
+        for unit in units:
+            for shown in unit.shown:
+                shown.show(Exposure.SHARD)
+    return _load, (buffer.getvalue(),)
+
+
+def _blank(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
+
+
+def _load(data: bytes) -> nn.Module:
+    cls, state = torch.load(io.BytesIO(data), weights_only=False)
+    wrapper = _blank(cls)
+    restore(wrapper, state)
+    return wrapper
+
+
+def _reduce_groups(groups: GroupPlan) -> tuple[Any, ...]:
+    return plan_over, (groups.strategy, groups.given_ranks, groups.device)
+
+
+copyreg.pickle(GroupPlan, _reduce_groups)  # type: ignore[arg-type]
