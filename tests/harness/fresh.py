@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from tests.harness.processes import STARTUP_TIMEOUT, Ranks, dumps
 
+LEAVE_TIMEOUT = 30.0  # seconds that a rank may take from its answer to the end of its process
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -53,8 +55,9 @@ def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 60.0
         deadline = time.monotonic() + timeout
         # Answers are read as they come: a rank cannot end before a large one has left its pipe.
         answers = [_read(pipe, deadline) for pipe in ranks.pipes]
-        for process in ranks.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        for process, answer in zip(ranks.processes, answers, strict=True):
+            # One that has answered only has to leave, and how long that takes is not what anybody tests.
+            process.join(LEAVE_TIMEOUT if answer is not None else max(0.0, deadline - time.monotonic()))
         stacks = ranks.stacks([rank for rank in range(world) if ranks.processes[rank].is_alive()])
         return [
             Outcome(
@@ -63,20 +66,21 @@ def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 60.0
                 error=stacks.get(rank, error),
                 output=ranks.output(rank),
             )
-            for rank, (result, error) in enumerate(answers)
+            for rank, (result, error) in enumerate(answer or (None, None) for answer in answers)
         ]
     finally:
         ranks.kill()
 
 
-def _read(pipe: Connection, deadline: float) -> tuple[Any, str | None]:
+def _read(pipe: Connection, deadline: float) -> tuple[Any, str | None] | None:
+    """(result, error) of a rank; None when it ended without an answer or has not come to one."""
     try:
         if pipe.poll(max(0.0, deadline - time.monotonic())):
             answer: tuple[Any, str | None] = pickle.loads(pipe.recv_bytes())
             return answer
-    except EOFError:  # it ended without an answer
+    except EOFError:
         pass
-    return None, None
+    return None
 
 
 def _serve(rank: int, world: int, pipe: Connection) -> None:

@@ -1,7 +1,9 @@
 """Jobs in a running pool of gloo workers: the cheap way (milliseconds) to run a function on 2, 3 or 4 ranks.
 
 `run` starts the pool of a world size at its first use and keeps it for the whole test run. A pool whose job failed,
-died or hung is killed, because nobody knows what its ranks still wait for; the next job gets a fresh one.
+died or hung is killed, because nobody knows what its ranks still wait for; the next job gets a fresh one. So does the
+job after one that left more than `MANY_GROUPS` process groups behind: each holds threads and sockets, and no one can tell
+which of them the engine keeps for its next model.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch.distributed as dist
 
 from tests.harness.processes import STARTUP_TIMEOUT, Ranks, dumps
 
+MANY_GROUPS = 64
 GRACE = 3.0  # seconds that the other ranks get to answer once one of them has failed
 
 
@@ -42,14 +45,14 @@ class JobFailed(Exception):
 class _Answer:
     result: Any
     error: str | None
+    groups: int  # process groups that exist in the worker
 
 
 def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
     """``fn(rank, world, *args, **kwargs)`` on every rank of a pool; what each returned, in rank order.
 
     ``fn`` is a function at the top of a module. In it the default process group is a gloo group of ``world`` ranks,
-    torch uses one thread and is seeded alike on all ranks, and torch's deprecation warnings are errors. Process groups
-    that it makes are destroyed when it ends.
+    torch uses one thread and is seeded alike on all ranks, and torch's deprecation warnings are errors.
 
     Raises:
         JobFailed: a rank raised, died, or did not answer within ``timeout`` seconds.
@@ -58,10 +61,13 @@ def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 60.0
     if pool is None:
         pool = _pools[world] = _Pool(world)
     try:
-        return pool.run(fn, args, kwargs, timeout)
+        results = pool.run(fn, args, kwargs, timeout)
     except BaseException:
         discard(world)
         raise
+    if pool.groups > MANY_GROUPS:
+        discard(world)
+    return results
 
 
 def discard(world: int) -> None:
@@ -80,6 +86,7 @@ def discard_all() -> None:
 class _Pool:
     def __init__(self, world: int) -> None:
         self.ranks = Ranks(world, _serve)
+        self.groups = 1
         try:
             self._collect(STARTUP_TIMEOUT, "starting the pool")
         except BaseException:
@@ -116,6 +123,7 @@ class _Pool:
         errors = {rank: answer.error for rank, answer in answers.items() if answer.error is not None}
         if errors or len(answers) < self.ranks.world:
             raise JobFailed(self._story(what, errors, dead, answers, limit), errors)
+        self.groups = max(answer.groups for answer in answers.values())
         return [answers[rank].result for rank in range(self.ranks.world)]
 
     def _story(
@@ -147,7 +155,7 @@ def _serve(rank: int, world: int, pipe: Connection) -> None:
     """The life of a worker: join the group, then answer one job after the other until the parent is gone."""
     # Longer than any job may take: a job that hangs is reported with stacks by the parent, not by gloo.
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-    pipe.send_bytes(dumps(_Answer(None, None)))
+    pipe.send_bytes(dumps(_Answer(None, None, _count_groups())))
     with contextlib.suppress(EOFError):
         while True:
             job = pipe.recv_bytes()
@@ -158,9 +166,9 @@ def _answer(rank: int, world: int, job: bytes) -> bytes:
     try:
         with _job_settings():
             fn, args, kwargs = pickle.loads(job)
-            return dumps(_Answer(fn(rank, world, *args, **kwargs), None))
+            return dumps(_Answer(fn(rank, world, *args, **kwargs), None, _count_groups()))
     except Exception:
-        return dumps(_Answer(None, traceback.format_exc()))
+        return dumps(_Answer(None, traceback.format_exc(), _count_groups()))
 
 
 @contextlib.contextmanager
@@ -177,12 +185,7 @@ def _job_settings() -> Iterator[None]:
             torch.set_num_threads(1)
             torch.set_grad_enabled(True)
             torch.set_default_dtype(torch.float32)
-            _destroy_groups()
 
 
-def _destroy_groups() -> None:
-    """Destroy every process group but the default one: each holds threads and sockets."""
-    world = dist.group.WORLD
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not world:
-            dist.destroy_process_group(group)
+def _count_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)

@@ -16,7 +16,7 @@ from tests.conftest import Run
 from tests.harness import fresh
 from tests.harness.fake import fake_world
 from tests.harness.memory import Recording, Usage, peak_bytes
-from tests.harness.pool import JobFailed
+from tests.harness.pool import MANY_GROUPS, JobFailed
 
 
 def identify(rank: int, world: int, *words: str, **more: int) -> tuple[object, ...]:
@@ -38,15 +38,16 @@ def views(rank: int, world: int) -> dict[str, torch.Tensor]:
 
 def settings(rank: int, world: int) -> tuple[object, ...]:
     """What a job finds; then it leaves everything otherwise."""
-    found = random.random(), torch.rand(()).item(), torch.get_num_threads(), torch.is_grad_enabled(), _groups()
-    dist.new_group([0])
+    found = random.random(), torch.rand(()).item(), torch.get_num_threads(), torch.is_grad_enabled()
     torch.set_num_threads(2)
     torch.set_grad_enabled(False)
     return found
 
 
-def _groups() -> int:
-    return len(dist.distributed_c10d._world.pg_map)
+def make_groups(rank: int, world: int, count: int) -> int:
+    for _ in range(count):
+        dist.new_group([0])
+    return os.getpid()
 
 
 def warned(rank: int, world: int) -> list[type[Warning]]:
@@ -116,7 +117,14 @@ def test_a_job_leaves_no_traces(pool2: Run) -> None:
     first, second = pool2(settings), pool2(settings)
     assert first == second
     assert first[0] == first[1]
-    assert first[0][2:] == (1, True, 1)
+    assert first[0][2:] == (1, True)
+
+
+def test_a_pool_full_of_groups_is_replaced(pool2: Run) -> None:
+    few = pool2(make_groups, 2)
+    many = pool2(make_groups, MANY_GROUPS)
+    assert few == many
+    assert set(many).isdisjoint(pool2(make_groups, 0))
 
 
 def test_deprecations_of_torch_are_errors_in_a_job(pool2: Run) -> None:

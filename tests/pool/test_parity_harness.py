@@ -53,7 +53,7 @@ def test_one_rank_is_plain_training() -> None:
         Recipe("mlp", reduce=FP16),
         Recipe("mlp", reduce=BF16),
         Recipe("mlp", compute=BF16, reduce=FP32, micro=2),
-        Recipe("conv", buffers=BF16, nested=False),
+        Recipe("conv", compute=BF16, buffers=BF16, nested=False),
     ],
 )
 def test_every_dtype_of_a_recipe_shows_in_the_numbers(recipe: Recipe) -> None:
@@ -61,7 +61,7 @@ def test_every_dtype_of_a_recipe_shows_in_the_numbers(recipe: Recipe) -> None:
     found, expected = sequential(recipe, 2), sequential(exact, 2)
     assert parity.compare(found, expected, mode="bit")
     found.buffers = expected.buffers  # those keep the dtype of the buffers
-    assert not parity.compare(found, expected, mode="close", bound=0.1)
+    assert not parity.compare(found, expected, mode="close", bound=0.25)
 
 
 def test_accumulating_wider_is_seen() -> None:
