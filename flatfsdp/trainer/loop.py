@@ -40,6 +40,8 @@ def job(world: World, options: Options) -> None:
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
     )
 
+    if world.rank == 0 and not options.quiet:
+        print(f"{flatfsdp.summary(model)}\n", flush=True)
     with Progress(shown=world.rank == 0 and not options.quiet) as progress:
         fitted = fit(model, optimizer, corpus, world=world, options=options, progress=progress)
     validation = evaluate(model, corpus, world=world, batch=options.batch)
@@ -52,7 +54,7 @@ def job(world: World, options: Options) -> None:
             data=f"{corpus.train.numel():,} bytes to train on, {corpus.valid.numel():,} held out",
             ranks=f"{world.size} on {world.device.type}, {options.strategy}, {options.precision}",
             parameters=parameters,
-            units=len(FullyShardedDataParallel.fsdp_modules(model)),
+            units=flatfsdp.stats(model).units,
             footprint=fitted.footprint,
             communication=fitted.communication,
             steps=len(fitted.losses),

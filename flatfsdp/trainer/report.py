@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from flatfsdp import Stats
+
 PLAIN_LINES = 20  # progress lines of a run whose output is not a terminal
 
 
@@ -32,7 +34,7 @@ class Footprint:
     in_flight: int = 0
 
     @classmethod
-    def measure(cls, stats: Any, optimizer: torch.optim.Optimizer) -> Footprint:
+    def measure(cls, stats: Stats, optimizer: torch.optim.Optimizer) -> Footprint:
         """Read `flatfsdp.stats` and the optimizer's tensors; call it while the gradients of a step are there."""
         tensors = (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
         return cls(
@@ -111,7 +113,8 @@ class Summary:
     def render(self) -> str:
         """The summary as lines of text, one fact a line."""
         sent = ", ".join(
-            f"{kind} {human(size)} in {calls:g} calls" for kind, (calls, size) in sorted(self.communication.items())
+            f"{kind} {human(size)} in {calls:g} call{'' if calls == 1 else 's'}"
+            for kind, (calls, size) in sorted(self.communication.items())
         )
         rows = {
             "data": self.data,
