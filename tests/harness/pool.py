@@ -2,8 +2,8 @@
 
 `run` starts the pool of a world size at its first use and keeps it for the whole test run. A pool whose job failed,
 died or hung is killed, because nobody knows what its ranks still wait for; the next job gets a fresh one. So does the
-job after one that left more than `MANY_GROUPS` process groups behind: each holds threads and sockets, and no one can tell
-which of them the engine keeps for its next model.
+job after one that left more than `MANY_GROUPS` process groups behind: each holds threads and sockets, and no one can
+tell which of them the engine keeps for its next model.
 """
 
 from __future__ import annotations

@@ -1,0 +1,238 @@
+"""The architecture as a table, and the package's import lines against it.
+
+A file imports from lower layers, from earlier rows of its own layer and from its own row, never upwards and never in a
+circle. Imports for annotations only (under ``TYPE_CHECKING``) are free. Whoever adds a file adds it here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "flatfsdp"
+
+ROWS: tuple[tuple[int, str], ...] = (
+    (0, "_torch"),
+    (0, "errors"),
+    (0, "api"),
+    (0, "arguments"),
+    (0, "trace"),
+    (1, "layout"),
+    (1, "policy"),
+    (1, "lifecycle"),
+    (2, "device"),
+    (2, "storage"),
+    (2, "comm"),
+    (2, "agree"),
+    (3, "flat_param"),
+    (3, "views"),
+    (3, "grads"),
+    (4, "trees buffers hooks unit root"),
+    (5, "consolidate state_dict optim_state checkpoint full_params clip"),
+    (5, "summary fsdp1_names"),
+    (6, "wrap"),
+    (6, "build"),
+    (6, "copying"),
+    (7, "fully_sharded_data_parallel sharded_grad_scaler __init__"),
+    (7, "interop as_torch"),
+    (8, "trainer train env examples"),
+)
+ROW_OF = {name: row for row, (_, names) in enumerate(ROWS) for name in names.split()}
+PROGRAMS = frozenset(ROWS[-1][1].split())  # what a user could have written: public names only
+PUBLIC_MODULES = frozenset({"flatfsdp", "flatfsdp.wrap", "flatfsdp.errors"})
+
+# The seams: what stands in one place, and where.
+DISTRIBUTED = PROGRAMS | {"comm", "agree", "build", "checkpoint", "interop", "as_torch"}
+ACCELERATOR = frozenset({"device"})
+PRIVATE_TORCH = frozenset({"_torch"})
+AUTOGRAD_HOOKS = frozenset({"hooks", "_torch"})
+TORCH_FSDP = frozenset({"interop", "as_torch"})
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: ``from module import name``, or ``import module`` (name '')."""
+
+    module: str
+    name: str
+    line: int
+    alias: str
+    typing_only: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the package. ``unit`` is its name in the table: the file's, or that of the folder it lies in."""
+
+    path: Path
+    tree: ast.Module
+
+    @property
+    def unit(self) -> str:
+        parts = self.path.relative_to(PACKAGE).parts
+        return parts[0].removesuffix(".py")
+
+    def at(self, line: int) -> str:
+        """A place in the file, for messages."""
+        return f"flatfsdp/{self.path.relative_to(PACKAGE)}:{line}"
+
+    def imports(self) -> Iterator[Import]:
+        """Every import, with relative modules spelt out."""
+        typing_only = {
+            id(inner)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+            for statement in node.body
+            for inner in ast.walk(statement)
+        }
+        package = ["flatfsdp", *self.path.relative_to(PACKAGE).parts[:-1]]
+        for node in ast.walk(self.tree):
+            free = id(node) in typing_only
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    bound = alias.asname or alias.name.partition(".")[0]
+                    yield Import(alias.name, "", node.lineno, bound, free)
+            elif isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else []
+                module = ".".join([*base, *([node.module] if node.module else [])])
+                for alias in node.names:
+                    yield Import(module, alias.name, node.lineno, alias.asname or alias.name, free)
+
+    def mentions(self) -> Iterator[tuple[str, int]]:
+        """Every name of torch's that the file imports or reaches from an import, spelt from torch on, with its line."""
+        roots = {}
+        for each in self.imports():
+            if each.module.partition(".")[0] == "torch":
+                whole = f"{each.module}.{each.name}" if each.name else each.module
+                roots[each.alias] = "torch" if each.alias == "torch" else whole
+                yield whole, each.line
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute):
+                first, _, rest = ast.unparse(node).partition(".")
+                if first in roots and re.fullmatch(r"[\w.]+", rest):
+                    yield f"{roots[first]}.{rest}", node.lineno
+
+
+@lru_cache
+def sources() -> tuple[Source, ...]:
+    return tuple(Source(path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py")))
+
+
+def own_imports(source: Source) -> Iterator[tuple[str, int]]:
+    """The units of the table that a file imports when it runs, with the line."""
+    for each in source.imports():
+        if each.typing_only or each.module.partition(".")[0] != "flatfsdp":
+            continue
+        inside = each.module.split(".")[1:]
+        # "from flatfsdp import x": x is a file of that name, else something that __init__ offers.
+        unit = inside[0] if inside else each.name if each.name in ROW_OF else "__init__"
+        if unit != source.unit:
+            yield unit, each.line
+
+
+def private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def test_every_file_has_a_row() -> None:
+    without = sorted({source.unit for source in sources()} - ROW_OF.keys())
+    assert not without, f"say in ROWS which layer these belong to: {without}"
+
+
+def test_imports_run_downwards() -> None:
+    upwards = [
+        f"{source.at(line)} (layer {ROWS[ROW_OF[source.unit]][0]}) imports {unit} (layer {ROWS[ROW_OF[unit]][0]})"
+        for source in sources()
+        for unit, line in own_imports(source)
+        if ROW_OF[unit] > ROW_OF[source.unit]
+    ]
+    assert not upwards, "\n".join(upwards)
+
+
+def test_imports_run_in_no_circle() -> None:
+    needs: dict[str, set[str]] = {source.unit: set() for source in sources()}
+    for source in sources():
+        needs[source.unit] |= {unit for unit, _ in own_imports(source)}
+    while ready := [unit for unit, needed in needs.items() if not needed & needs.keys()]:
+        for unit in ready:
+            del needs[unit]
+    assert not needs, f"these import each other in a circle: {needs}"
+
+
+def test_programs_use_public_names_only() -> None:
+    found = [
+        f"{source.at(each.line)} imports {each.name or '(all)'} from {each.module}"
+        for source in sources()
+        if source.unit in PROGRAMS
+        for each in source.imports()
+        if each.module.partition(".")[0] == "flatfsdp"
+        and each.module.split(".")[1:2] != [source.unit]
+        and not (PROGRAMS & set(each.module.split(".")[1:2]))
+        and (each.module not in PUBLIC_MODULES or private(each.name))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("names", "allowed"),
+    [
+        pytest.param(r"torch\.distributed\b", DISTRIBUTED, id="torch.distributed"),
+        pytest.param(
+            r"torch\.distributed\.(fsdp|_composable|algorithms\._checkpoint)\b", TORCH_FSDP, id="torch's FSDP"
+        ),
+        pytest.param(r"torch\.(cuda|accelerator|xpu|mps|mtia)\b", ACCELERATOR | PROGRAMS, id="accelerators"),
+        pytest.param(r"torch\b.*\._(?!_)", PRIVATE_TORCH, id="private names"),
+    ],
+)
+def test_seams_of_torch(names: str, allowed: frozenset[str]) -> None:
+    found = [
+        f"{source.at(line)}: {name}"
+        for source in sources()
+        if source.unit not in allowed
+        for name, line in sorted(set(source.mentions()), key=lambda mention: mention[1])
+        if re.match(names, name)
+    ]
+    assert not found, f"these belong into {', '.join(sorted(allowed))}:\n" + "\n".join(found)
+
+
+def test_only_hooks_registers_with_autograd() -> None:
+    registering = re.compile(r"register\w*hook|queue_callback|register_multi_grad_hook")
+    found = [
+        f"{source.at(node.lineno)}: {node.attr}"
+        for source in sources()
+        if source.unit not in AUTOGRAD_HOOKS | PROGRAMS
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute)
+        and registering.fullmatch(node.attr)
+        # hooks.py offers functions of such names to the others
+        and not (isinstance(node.value, ast.Name) and node.value.id == "hooks")
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "module", "name"),
+    [
+        ("from . import layout", "root", "flatfsdp", "layout"),
+        ("from ..api import Config", "policy/order", "flatfsdp.api", "Config"),
+        ("import torch.nn.functional as F", "root", "torch.nn.functional", ""),
+    ],
+)
+def test_the_reader_understands_imports(text: str, unit: str, module: str, name: str) -> None:
+    (found,) = Source(PACKAGE / f"{unit}.py", ast.parse(text)).imports()
+    assert (found.module, found.name) == (module, name)
+
+
+def test_the_reader_sees_through_aliases() -> None:
+    text = (
+        "import torch, torch.distributed as dist\nfrom torch import nn, _C\ndist._x\nnn.a._b\ntorch.cuda.c()\nlocal.d"
+    )
+    found = {name for name, _ in Source(PACKAGE / "root.py", ast.parse(text)).mentions()}
+    assert {"torch.distributed._x", "torch.nn.a._b", "torch.cuda.c", "torch._C"} <= found
+    assert not any("local" in name for name in found)
