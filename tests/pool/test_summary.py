@@ -1,0 +1,230 @@
+"""What `summary`, `stats` and `repr` say of a model is what the engine holds and sends."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, stats, summary
+from flatfsdp.errors import UsageError
+from tests.conftest import Run
+
+F32 = 4  # bytes
+
+
+class Tower(nn.Module):
+    """Two blocks of 20 and 24 elements, and 5 of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4).double()
+        self.second.extra = nn.Parameter(torch.ones(4))
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x * self.scale[:4]).double()).sum()
+
+
+def wrapped(**options: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(Tower(), auto_wrap_policy={nn.Linear}, **options)
+
+
+# --- summary and repr -------------------------------------------------------------------------------------------------
+
+
+def summarise(rank: int, world: int) -> str:
+    return summary(wrapped())
+
+
+def test_a_table_of_the_units_equal_on_every_rank(pool2: Run) -> None:
+    first, second = pool2(summarise)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """\
+unit     module  parameters  bytes/rank  padding  strategy    ranks  kinds
+<root>   Tower            5          12        1  FULL_SHARD  2 x 1  float32
+first    Linear          20          40        0  FULL_SHARD  2 x 1  float32
+second   Linear          24          88        0  FULL_SHARD  2 x 1  float64, float32
+3 units                  49         140        1
+ranks 2 x 1: 2 shards on ranks 0-1""",
+    )
+
+
+def summarise_hybrid(rank: int, world: int) -> tuple[str, str]:
+    tower = Tower()
+    tower.first.requires_grad_(False)
+    head = nn.Linear(1, 7)
+    model = FullyShardedDataParallel(
+        nn.Sequential(tower, head),
+        auto_wrap_policy={nn.Linear},
+        device_mesh=init_device_mesh("cpu", (world // 2, 2)),
+        sharding_strategy="HYBRID_SHARD",
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        ignored_modules=[head],
+        use_orig_params=True,
+    )
+    return summary(model), repr(model)
+
+
+def test_the_table_shows_groups_frozen_kinds_casts_and_what_is_left_out(pool4: Run) -> None:
+    tables, texts = zip(*pool4(summarise_hybrid), strict=True)
+    assert_expected_inline(
+        tables[3],
+        """\
+unit      module      parameters  bytes/rank  padding  strategy      ranks  kinds
+<root>    Sequential           5          12        1  HYBRID_SHARD  2 x 2  float32 as bfloat16
+0.first   Linear              20          40        0  HYBRID_SHARD  2 x 2  float32 frozen as bfloat16
+0.second  Linear              24          88        0  HYBRID_SHARD  2 x 2  float64 as bfloat16, float32 as bfloat16
+3 units                       49         140        1
+ranks 2 x 2: 2 shards on ranks 2-3, 2 replicas on ranks 1, 3
+not sharded: 14 parameters that no unit owns (ignored, or outside of every wrapper)""",
+    )
+    # Ranks differ in nothing but the groups that they are in.
+    assert [table.splitlines()[:5] for table in tables] == [tables[0].splitlines()[:5]] * 4
+    assert_expected_inline(
+        texts[0],
+        """\
+FullyShardedDataParallel(
+  HYBRID_SHARD: 2 shards on ranks 0-1, 2 replicas on ranks 0, 2
+  (_fsdp_wrapped_module): Sequential(
+    (0): Tower(
+      (first): FullyShardedDataParallel(
+        HYBRID_SHARD: 2 shards on ranks 0-1, 2 replicas on ranks 0, 2
+        (_fsdp_wrapped_module): Linear(in_features=4, out_features=4, bias=True)
+      )
+      (second): FullyShardedDataParallel(
+        HYBRID_SHARD: 2 shards on ranks 0-1, 2 replicas on ranks 0, 2
+        (_fsdp_wrapped_module): Linear(in_features=4, out_features=4, bias=True)
+      )
+    )
+    (1): Linear(in_features=1, out_features=7, bias=True)
+  )
+)""",
+    )
+
+
+def summarise_replicas(rank: int, world: int) -> tuple[str, str]:
+    text = repr(FullyShardedDataParallel(nn.Linear(1, 1), sharding_strategy="NO_SHARD"))
+    group = dist.new_group([0, 2]) if world == 3 else None
+    other = FullyShardedDataParallel(nn.Linear(1, 1), process_group=group) if rank != 1 else None
+    return text.splitlines()[1].strip(), repr(other).splitlines()[1].strip() if other is not None else ""
+
+
+def test_repr_names_the_ranks_in_one_line(pool3: Run) -> None:
+    texts = pool3(summarise_replicas)
+    assert texts[0] == ("NO_SHARD: 3 replicas on ranks 0-2", "FULL_SHARD: 2 shards on ranks 0, 2")
+    assert texts[2] == texts[0]
+
+
+def test_a_model_that_is_not_wrapped_is_refused() -> None:
+    message = (
+        "no module in Linear is wrapped by FullyShardedDataParallel. Wrap the model first, and pass the wrapper"
+    )
+    for look in (summary, stats):
+        with pytest.raises(UsageError) as refusal:
+            look(nn.Linear(1, 1))
+        assert str(refusal.value) == message
+
+
+# --- stats ------------------------------------------------------------------------------------------------------------
+
+
+def step_by_step(rank: int, world: int, use_orig_params: bool) -> dict[str, Any]:
+    model = wrapped(use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    figures = stats(model)
+    seen: dict[str, Any] = {"units": figures.units, "wrapped": (figures.bytes_params, figures.bytes_grads)}
+    model(torch.ones(2, 4)).backward()
+    optimizer.zero_grad()
+    figures.reset()
+    seen["reset"] = (figures.comm, figures.bytes_unsharded, figures.bytes_unsharded_peak)
+    inside: list[int] = []
+    model.second.module.register_forward_hook(lambda *_: inside.append(figures.bytes_unsharded))
+    loss = model(torch.ones(2, 4))
+    seen["forward"] = (inside, figures.bytes_unsharded)
+    loss.backward()
+    seen["backward"] = (figures.bytes_unsharded, figures.bytes_unsharded_peak, figures.bytes_grads)
+    seen["grads"] = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
+    seen["comm"] = figures.comm
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    seen["zeroed"] = figures.bytes_grads
+    return seen
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_the_figures_of_a_step(pool2: Run, use_orig_params: bool) -> None:
+    seen = pool2(step_by_step, use_orig_params)[0]
+    # Per unit and kind: root scale, first, second's doubles, second's float. With original parameters each starts on
+    # 16 bytes, and all sizes are even.
+    root, first, doubles, floats = (6 * 4, 20 * 4, 20 * 8, 4 * 4)
+    second = doubles + floats
+    everything = root + first + second
+    assert seen["units"] == 3
+    assert seen["wrapped"] == (everything // 2, 0)
+    assert seen["reset"] == ({}, 0, 0)
+    # The root stays unsharded from its forward on; `first` was freed before `second` was gathered.
+    assert seen["forward"] == ([root + second], root)
+    # Gathered ahead, both blocks are there at once; so is the root, whose gradient comes last.
+    assert seen["backward"][:2] == (0, root + first + second)
+    assert seen["backward"][2] == seen["grads"] > 0
+    # Root, first and the two kinds of second; again for backward all but the root.
+    assert seen["comm"] == {
+        "all_gather": (4 + 3, everything + first + second),
+        "reduce_scatter": (4, everything),
+    }
+    assert seen["zeroed"] == 0
+
+
+def look_after_deletion(rank: int, world: int) -> str:
+    gc.disable()
+    try:
+        model = wrapped()
+        figures = stats(model)
+        del model
+        return refusal_of(lambda: figures.units)
+    finally:
+        gc.enable()
+
+
+def look_at_a_part(rank: int, world: int) -> str:
+    model = wrapped()
+    return refusal_of(lambda: stats(model.first))
+
+
+def refusal_of(look: Callable[[], Any]) -> str:
+    with pytest.raises(UsageError) as refusal:
+        look()
+    return str(refusal.value)
+
+
+def test_stats_keep_no_model_alive_and_want_a_whole_one(pool2: Run) -> None:
+    assert pool2(look_after_deletion)[0] == (
+        "these stats belong to a model that has been deleted; call flatfsdp.stats() on another"
+    )
+    assert pool2(look_at_a_part)[0] == (
+        "stats() of Linear, which is a part of the wrapped Tower: bytes and collectives are counted for whole models. "
+        "Pass the outermost module"
+    )
+
+
+def show_stats(rank: int, world: int) -> str:
+    halves = nn.ModuleList(FullyShardedDataParallel(nn.Linear(3, 5)) for _ in range(2))
+    return repr(flatfsdp.stats(halves))
+
+
+def test_several_models_in_one_container_are_added_up(pool2: Run) -> None:
+    assert pool2(show_stats)[0] == (
+        "Stats(units=2, bytes_params=80, bytes_grads=0, bytes_unsharded=0, bytes_unsharded_peak=0, comm={})"
+    )
