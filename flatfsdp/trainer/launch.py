@@ -90,6 +90,9 @@ def run(job: Job, plan: Plan, options: Options) -> None:
 
 
 def _spawned(rank: int, port: int, job: Job, plan: Plan, options: Options) -> None:
+    ranks = str(plan.ranks)
+    # What torchrun would have set: hybrid strategies read which ranks share a node, logs read the rank.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
     if plan.device_type == "cpu":
         torch.set_num_threads(max(1, _cores() // plan.ranks))
     _run_rank(rank, rank, dist.TCPStore("127.0.0.1", port, is_master=False), job, plan, options)
