@@ -21,10 +21,12 @@ from .api import Config, ShardingStrategy
 from .arguments import check_arguments
 from .comm import Group, GroupPlan, Traffic, transport
 from .device import Device
-from .errors import ConfigValueError, UsageError, set_rank, warn
+from .errors import ConfigValueError, UsageError, set_rank
 from .flat_param import FlatParamHandle
 from .full_params import unwrap
 from .policy.strategy import traits
+from .optimizers import guard_optimizers
+from .registry import disown, own, owners, roots
 from .root import Root, RootSettings
 from .storage import Ledger
 from .unit import Unit
@@ -197,8 +199,6 @@ def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[n
                 f"ignored_modules: {type(ignored).__name__} is already wrapped by FullyShardedDataParallel; give the modules to ignore unwrapped"
             )
         modules.update(ignored.modules())
-    if module in modules:
-        warn("ignored_modules contains the module that is being wrapped: nothing of it will be sharded")
     params = set(config.ignored_params)
     for each in modules:
         params.update(p for p in each._parameters.values() if p is not None)
@@ -305,9 +305,9 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     seam = Device(device)
     modules = _modules_of(module, ignored_modules)
     materialise(modules, device, config.param_init_fn, ignored_params)
-    owned_elsewhere = _owners()
+    owned_elsewhere = owners()
     homes: list[Home] = []
-    owners: dict[int, Unit] = {}
+    tied: dict[int, Unit] = {}
     leaves: dict[int, tuple[nn.Parameter, str]] = {}
     for holder, attribute, path in homes_of(module, ignored_modules):
         leaf = holder._parameters[attribute]
@@ -317,7 +317,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         owner = owned_elsewhere.get(id(leaf))
         if owner is not None:
             _check_tie(owner, module, path, config)
-            owners[id(owner)] = owner
+            tied[id(owner)] = owner
             continue
         if getattr(leaf, "_fsdp_flattened", False):
             raise UsageError(
@@ -359,7 +359,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         backward_prefetch=config.backward_prefetch,
         forward_prefetch=config.forward_prefetch,
         modules=[each for _, each in modules],
-        owners=list(owners.values()),
+        owners=list(tied.values()),
         island=island,
     )
     unit.checksums = sums
@@ -377,36 +377,10 @@ def new_root(unit: Unit, device: torch.device, ledger: Ledger, settings: RootSet
     unit.own_root = root
     unit.join(root)
     root.adopt(nested)
-    _own(unit)
+    own(unit)
+    roots.add(root)
+    guard_optimizers()
     return root
-
-
-# Which unit owns a parameter, by identity; entries die with their unit.
-_owned: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Unit]]] = {}
-
-
-def _owners() -> dict[int, Unit]:
-    alive: dict[int, Unit] = {}
-    for key, (leaf_ref, unit_ref) in list(_owned.items()):
-        leaf, unit = leaf_ref(), unit_ref()
-        if leaf is None or unit is None:
-            del _owned[key]
-        else:
-            alive[key] = unit
-    return alive
-
-
-def _own(unit: Unit) -> None:
-    for handle in unit.handles:
-        for leaf in handle.leaves:
-            _owned[id(leaf)] = (weakref.ref(leaf), weakref.ref(unit))
-
-
-def disown(unit: Unit) -> None:
-    """Forget that `unit` owns its parameters (it is being taken apart)."""
-    for handle in unit.handles:
-        for leaf in handle.leaves:
-            _owned.pop(id(leaf), None)
 
 
 def _check_tie(owner: Unit, module: nn.Module, path: str, config: Config) -> None:
@@ -464,11 +438,21 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
     islands = {id(planned.module) for planned in plan if planned.in_full_precision}
 
     def wrap(child: nn.Module, **overrides: Any) -> nn.Module:
-        checked = resolve_groups(check_arguments(child, **overrides))
-        own = checked.replace(ignored_modules=tuple(ignored_modules), ignored_params=tuple(ignored_params))
-        return make(child, own, island=id(child) in islands)
+        changed = {name for name, value in overrides.items() if value is not kwargs.get(name)}
+        if {"ignored_modules", "ignored_states"} & changed:
+            raise ConfigValueError(
+                "auto_wrap_policy: it gives a unit ignored_modules or ignored_states of its own; give them to the outermost wrapper, which "
+                "passes them to all units"
+            )
+        checked = resolve_groups(check_arguments(child, **overrides)) if changed else nested
+        own_config = checked.replace(ignored_modules=tuple(ignored_modules), ignored_params=tuple(ignored_params))
+        return make(child, own_config, island=id(child) in islands)
 
-    return apply_plan(plan, wrap, unmake=lambda wrapper: unwrap(wrapper.__dict__["_unit"]))
+    def unmake(wrapper: nn.Module) -> None:
+        disown(wrapper.__dict__["_unit"])
+        unwrap(wrapper.__dict__["_unit"])
+
+    return apply_plan(plan, wrap, unmake=unmake)
 
 
 def register_flat_params(wrapper: nn.Module, unit: Unit) -> None:

@@ -153,6 +153,17 @@ class _Summoned:
                 handle.flat_param.grad[owned.in_shard.slice].copy_(piece)
 
 
+def require_summoned(unit: Unit, what: str) -> None:
+    """Refuse `what` where the unit's parameters are not whole."""
+    if unit.phase is not Phase.SUMMONED and unit.handles:
+        raise UsageError(
+            f"{what} outside summon_full_params(): unit {unit.label} shows only this rank's shards. Use\n"
+            "    with FullyShardedDataParallel.summon_full_params(model):\n"
+            "        state = {name: value.clone() for name, value in model.state_dict().items()}\n"
+            "on every rank (add rank0_only=True, offload_to_cpu=True, writeback=False to keep the copy on one rank)"
+        )
+
+
 def _is_first(unit: Unit) -> bool:
     replicate = unit.groups.replicate
     return unit.groups.shard.rank == 0 and (replicate is None or replicate.rank == 0)

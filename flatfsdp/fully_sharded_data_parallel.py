@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import build, copying
+from . import build, copying, full_params
 from .api import BackwardPrefetch, Config, CPUOffload, MixedPrecision, ShardingStrategy
 from .arguments import check_arguments
 from .clip import clip_grad_norm
 from .fsdp1_names import FSDP1Names, wrapped_inside
-from .full_params import summon
 from .summary import group_line
 from .unit import Unit
 
@@ -129,6 +128,16 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         copying.restore(self, state)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The whole state under plain names, inside `summon_full_params()`; refused elsewhere, where it would hold shards."""
+        full_params.require_summoned(self._unit, "state_dict()")
+        return self.module.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        full_params.require_summoned(self._unit, "load_state_dict()")
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[f"{prefix}_fsdp_wrapped_module.{key[len(prefix) :]}"] = state_dict.pop(key)
+
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call `fn` on every module inside, parameters whole and written back; as `nn.Module.apply`. Collective."""
         with self.summon_full_params(self, recurse=False):
@@ -162,7 +171,7 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
     ) -> Iterator[None]:
         """Whole parameters inside the context. Collective."""
         units = build.units_in(module) if recurse else build.units_at(module)
-        with build.flat_params_hidden(module), summon(
+        with build.flat_params_hidden(module), full_params.summon(
             units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
         ):
             yield

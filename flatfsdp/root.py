@@ -351,6 +351,17 @@ class Root:
         elif self._whole_for_double:
             self._finish(keep_unsharded=False)
 
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether a forward awaits its backward, or a double backward was left as it was."""
+        return self._whole_for_double or not (self.record.consumed or self.record.empty)
+
+    def rest_for_step(self) -> None:
+        """An optimizer is about to step: parameters show their shards. A backward that still comes gathers again."""
+        self.settle_down()
+        for unit in self.units:
+            unit.rest()
+
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def free(self, handle: FlatParamHandle) -> None:
