@@ -15,13 +15,11 @@ from flatfsdp import Stats
 PLAIN_LINES = 20  # progress lines of a run whose output is not a terminal
 
 
-def human(size: float) -> str:
-    """`size` bytes with the binary unit that leaves a short number: "1.6 MiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+def human(*sizes: float) -> str:
+    """Bytes with the binary unit that suits the largest: "1.6 MiB" or, of several, "0.8, 1.6 MiB"."""
+    power = min(max(int(max(sizes)).bit_length() - 1, 0) // 10, 3)
+    numbers = (f"{size / 1024**power:.{1 if power else 0}f}" for size in sizes)
+    return f"{', '.join(numbers)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 @dataclass(frozen=True)
@@ -45,10 +43,9 @@ class Footprint:
         )
 
     def __str__(self) -> str:
-        return (
-            f"params {human(self.parameters)}, grads {human(self.gradients)}, "
-            f"optim {human(self.optimizer)}, unsharded {human(self.in_flight)}"
-        )
+        sizes = human(self.parameters, self.gradients, self.optimizer, self.in_flight).split(", ")
+        names = ("params", "grads", "optim", "unsharded")
+        return ", ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
 
 
 class Progress:
@@ -89,7 +86,7 @@ def _tqdm_bar() -> Any:
         from tqdm import tqdm
     except ImportError:
         return None
-    return tqdm(total=1.0, dynamic_ncols=True, bar_format="{percentage:3.0f}% {bar:10} {remaining} left{postfix}")
+    return tqdm(total=1.0, dynamic_ncols=True, bar_format="{percentage:3.0f}% {bar:8} {remaining}{postfix}")
 
 
 @dataclass(frozen=True)

@@ -223,13 +223,9 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 
 def test_bytes_for_people() -> None:
-    assert [report.human(size) for size in (0, 1023, 1024, 1.5 * 2**20, 2.0**31)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.5 MiB",
-        "2.0 GiB",
-    ]
+    shown = [report.human(size) for size in (0, 1023, 1024, 1.5 * 2**20, 2.0**31, 2.0**40)]
+    assert shown == ["0 B", "1023 B", "1.0 KiB", "1.5 MiB", "2.0 GiB", "1024.0 GiB"]
+    assert report.human(0.5 * 2**20, 0, 2 * 2**20) == "0.5, 0.0, 2.0 MiB"
 
 
 def test_progress_without_a_terminal_is_some_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,8 +236,7 @@ def test_progress_without_a_terminal_is_some_lines(capsys: pytest.CaptureFixture
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == report.PLAIN_LINES + 1
     assert lines[-1] == (
-        "100% step 1000: loss 2.000, 12,346 tokens/s; "
-        "per rank params 1.0 KiB, grads 2.0 KiB, optim 4.0 KiB, unsharded 512 B"
+        "100% step 1000: loss 2.000, 12,346 tokens/s; per rank params 1.0, grads 2.0, optim 4.0, unsharded 0.5 KiB"
     )
     with report.Progress(shown=False) as progress:
         progress.show(1, 1.0, 2.0, 1.0, footprint)
@@ -270,7 +265,7 @@ def test_the_summary() -> None:
         "  ranks       2 on cpu, full_shard, fp32\n"
         "  parameters  1,000 in total, 2.0 KiB of them per rank\n"
         "  units       3\n"
-        "  per rank    params 2.0 KiB, grads 2.0 KiB, optim 3.9 KiB, unsharded 1000 B\n"
+        "  per rank    params 2.0, grads 2.0, optim 3.9, unsharded 1.0 KiB\n"
         "  per step    all_gather 2.0 KiB in 5 calls, reduce_scatter 4.0 KiB in 3 calls\n"
         "  speed       10 steps in 2.0 s, 500 tokens/s\n"
         "  loss        5.500 -> 2.000 nats/byte\n"
