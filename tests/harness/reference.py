@@ -76,7 +76,7 @@ class Story:
     losses: list[list[list[Tensor]]] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
     parameters: Tensors = field(default_factory=dict)
-    buffers: Tensors = field(default_factory=dict)  # rank 0's
+    buffers: Tensors = field(default_factory=dict)  # rank 0's, in the dtypes that the model was built with
 
 
 def sequential(recipe: Recipe, world: int) -> Story:
@@ -104,7 +104,7 @@ def sequential(recipe: Recipe, world: int) -> Story:
                         param.grad = grad if param.grad is None else param.grad + grad
             _finish_step(master, optimizer, recipe, story)
         story.parameters = {name: param.detach() for name, param in master.named_parameters()}
-        story.buffers = {name: buffer.detach() for name, buffer in ranks[0].model.named_buffers()}
+        story.buffers = ranks[0].buffers
         return story
 
 
@@ -160,6 +160,8 @@ class _Rank:
             self.window_dtypes[name] = (
                 recipe.accumulated if lower and accumulates and recipe.accumulated else self.reduce_dtypes[name]
             )
+        # Computation may see buffers in a lower dtype, but only what it writes into them loses precision.
+        self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if recipe.buffers is not None and module not in full and buffer.is_floating_point():
@@ -181,7 +183,12 @@ class _Rank:
         with torch.no_grad():
             for param, source in zip(self.model.parameters(), master.parameters(), strict=True):
                 param.copy_(source)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(self.buffers[name])
         loss = self.case.loss(self.model, batch)
+        for name, buffer in self.model.named_buffers():
+            if not torch.equal(buffer, self.buffers[name].to(buffer.dtype)):
+                self.buffers[name].copy_(buffer)
         loss.backward()
         for name, param in self.model.named_parameters():
             if param.requires_grad:
