@@ -86,7 +86,13 @@ def run(job: Job, plan: Plan, options: Options) -> None:
         return
     # The parent keeps the store: its port is taken before any rank starts, so none can be lost to another program.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_spawned, args=(store.port, job, plan, options), nprocs=plan.ranks)
+    ranks = mp.spawn(_spawned, args=(store.port, job, plan, options), nprocs=plan.ranks, join=False)
+    try:
+        while not ranks.join():
+            pass
+    finally:
+        for process in ranks.processes:  # after an interrupt that reached only this process they would train on
+            process.terminate()
 
 
 def _spawned(rank: int, port: int, job: Job, plan: Plan, options: Options) -> None:
