@@ -1,8 +1,8 @@
 """The only file that registers hooks and callbacks with autograd. It knows callbacks, not units.
 
-[Note: hooks] Hooks sit on tensors, not in identity Functions: an output of a custom Function may not be edited in place by
-the user, a tensor hook survives that. Callbacks hold their owner weakly where the thing they hang on outlives a step: a
-closure on a leaf is never freed, not even by the garbage collector.
+[Note: hooks] Hooks sit on tensors, not in identity Functions: an output of a custom Function may not be edited in place
+by the user, a tensor hook survives that. Callbacks hold their owner weakly where the thing they hang on outlives a
+step: a closure on a leaf is never freed, not even by the garbage collector.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Deferred:
 
 
 def watch_leaf(leaf: nn.Parameter, owner: LeafOwner, kind: int, index: int) -> Any:
-    """Call `owner.leaf_ready(kind, index)` whenever `leaf.grad` has been accumulated; returns a handle with `remove()`."""
+    """Call `owner.leaf_ready(kind, index)` whenever `leaf.grad` has been accumulated; returns a handle with
+    `remove()`."""
     return leaf.register_post_accumulate_grad_hook(LeafHook(owner, kind, index))
 
 
@@ -94,15 +95,34 @@ def before_backward_of(tensors: Iterable[torch.Tensor], callback: Callable[[], N
 
 
 def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> None:
-    """Call `callback` once per backward when the gradients of all `tensors` that it computes are there."""
-    torch.autograd.graph.register_multi_grad_hook(tuple(tensors), lambda grads: callback(), mode="all")
+    """Call `callback` once per backward when the gradients of all `tensors` that it computes are there.
+
+    Leaves among other tensors are not waited for, and leaves alone only if all of their gradients are computed: nothing tells
+    whether an `autograd.grad` will reach a leaf.
+    """
+    inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
+    if inner:
+        torch.autograd.graph.register_multi_grad_hook(inner, lambda grads: callback(), mode="all")
+        return
+    arrived: dict[int, int] = {}
+
+    def told(grad: torch.Tensor) -> None:
+        task = _torch.graph_task()
+        arrived[task] = arrived.get(task, 0) + 1
+        if arrived[task] == len(tensors):
+            del arrived[task]
+            callback()
+
+    for tensor in tensors:
+        tensor.register_hook(told)
 
 
 class EndOfBackward:
     """Told once how the running graph task ended.
 
-    [Note: failure] Autograd runs no callback after an exception, but it lets its callbacks go: an object that is destroyed
-    without having been called is the sign of a failed backward, and it comes before the exception reaches the user.
+    [Note: failure] Autograd runs no callback after an exception, but it lets its callbacks go: an object that is
+    destroyed without having been called is the sign of a failed backward, and it comes before the exception reaches the
+    user.
     """
 
     def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:

@@ -1,11 +1,12 @@
 """What exists once for a tree of units: their order, the lanes, the running backward, and the recovery from failures.
 
-[Note: root] The root is the outermost wrapper of a model; it owns what its units must share. The *iteration root* is the unit
-whose forward is the outermost at the moment, usually the same.
+[Note: root] The root is the outermost wrapper of a model; it owns what its units must share. The *iteration root* is
+the unit whose forward is the outermost at the moment, usually the same.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class Root:
         self._limit = settings.limit_all_gathers
         self._depth = 0
         self._sequence: list[Unit] = []
+        self._readers: dict[int, tuple[weakref.ref[torch.Tensor], Unit]] = {}  # by id of the tensor
         self._order: ForwardOrder[Unit] = ForwardOrder()
         self._transports: dict[tuple[int, str], Transport] = {}
         self._deferred: list[tuple[object, FlatBuffer]] = []
@@ -105,7 +107,8 @@ class Root:
         return self._transports[key]
 
     def lazy_init(self) -> None:
-        """At the first forward: name and connect the units, and agree with the other ranks. Collective over all groups."""
+        """At the first forward: name and connect the units, and agree with the other ranks. Collective over all
+        groups."""
         if self.ready:
             return
         names = {id(module): name for name, module in self.unit.module.named_modules()}
@@ -135,7 +138,8 @@ class Root:
         """A forward of `unit` begins; True if it is the outermost."""
         if unit.phase is Phase.SUMMONED:
             raise UsageError(
-                f"unit {unit.label}: forward inside summon_full_params() would train on parameters that are written back later; "
+                f"unit {unit.label}: forward inside summon_full_params() would train on parameters that are written "
+                "back later; "
                 "leave the context first"
             )
         outermost = self._depth == 0
@@ -148,8 +152,10 @@ class Root:
         if not self.ready:
             if unit is not self.unit:
                 raise UsageError(
-                    f"the forward of a nested unit ({type(unit.module).__name__}) ran before the first forward of the root "
-                    f"({type(self.unit.module).__name__}) that it belongs to; call the outermost FullyShardedDataParallel module first"
+                    f"the forward of a nested unit ({type(unit.module).__name__}) ran before the first forward of the "
+                    "root "
+                    f"({type(self.unit.module).__name__}) that it belongs to; call the outermost "
+                    "FullyShardedDataParallel module first"
                 )
             self.lazy_init()
         if _torch.in_backward():
@@ -162,6 +168,7 @@ class Root:
             if self.record.consumed:
                 self.record = ForwardRecord()
         self._sequence = []
+        self._readers.clear()
         self.lanes.unshard.follow_compute()  # the optimizer's writes to the shards come first
 
     def leave(self, unit: Unit, *, failed: bool = False) -> None:
@@ -197,6 +204,13 @@ class Root:
                 following.launch_unshard()
         for each in (*unit.owners, unit):
             each.wait_unshard()
+
+    def first_reader(self, tensor: torch.Tensor, unit: Unit) -> bool:
+        """Whether no other unit was given `tensor` as an input before `unit`, those that it runs inside of aside."""
+        known = self._readers.get(id(tensor))
+        if known is None or known[0]() is not tensor or known[1].phase is Phase.FORWARD:
+            known = self._readers[id(tensor)] = weakref.ref(tensor), unit
+        return known[1] is unit
 
     def abandon(self) -> None:
         """A forward failed: everything returns to between iterations, as if it had not begun."""
@@ -335,7 +349,8 @@ class Root:
         lost = [unit.label for unit in self.units if unit.undo()]
         if lost:
             warn(
-                f"a backward failed inside an accumulation window: the unsharded gradients of earlier microbatches are dropped with it ({len(lost)} units, "
+                "a backward failed inside an accumulation window: the unsharded gradients of earlier microbatches are "
+                f"dropped with it ({len(lost)} units, "
                 f"first {lost[0]}). Run the window again from its first microbatch"
             )
 
@@ -367,9 +382,9 @@ class Root:
     def free(self, handle: FlatParamHandle) -> None:
         """Reshard `handle`; its memory may be reused once the caller's stream is done with it.
 
-        [Note: limiter] With the limit, the unshard lane waits for the stream before anything is allocated on it again: at most
-        the unit in use and the one gathered ahead hold memory. Without it the lane runs on and memory is given back when the
-        device is found to be past the point.
+        [Note: limiter] With the limit, the unshard lane waits for the stream before anything is allocated on it again:
+        at most the unit in use and the one gathered ahead hold memory. Without it the lane runs on and memory is given
+        back when the device is found to be past the point.
         """
         buffer = handle.reshard()
         if buffer is None:
@@ -404,5 +419,3 @@ class Root:
             yield
         finally:
             self.sync = before
-
-

@@ -1,7 +1,8 @@
-"""One unit: a list of parameters with the module whose forward needs them, and what happens around that forward and its backward.
+"""One unit: a list of parameters with the module whose forward needs them, and what happens around that forward and its
+backward.
 
-[Note: unit] A unit's parameters live in one handle per kind, whose collectives are issued together. The unit decides *when* (it
-is told by its module's forward and by autograd); the root decides *in which order* among units.
+[Note: unit] A unit's parameters live in one handle per kind, whose collectives are issued together. The unit decides
+*when* (it is told by its module's forward and by autograd); the root decides *in which order* among units.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ from .views import Exposure, Home, Shown, check_exposed
 
 if TYPE_CHECKING:
     from .root import Root
+
+
+class Call:
+    """One forward of a unit: a name for what its backward still has to do."""
+
+    __slots__ = ()
 
 
 class Unit:
@@ -78,7 +85,9 @@ class Unit:
         self._root: weakref.ref[Root] | None = None
         self.own_root: Root | None = None
         self._watched: set[tuple[int, int]] = set()
-        self._inputs_awaited = 0
+        # Calls whose backward has begun and has not reached their inputs: something in it may still read the
+        # parameters.
+        self._open_calls: set[Call] = set()
         self._completed = False
         self.needed_whole = False  # nothing tells when its backward is over: unsharded until the end of the backward
         self.checksums: dict[str, int] | None = None  # of the values before sharding, while nothing has written to them
@@ -172,11 +181,11 @@ class Unit:
         outermost = root.enter(self)
         phase = self.phase
         try:
-            args, kwargs = self._before_forward(root, outermost, args, kwargs)
+            call, args, kwargs = self._before_forward(root, outermost, args, kwargs)
             dtype = None if root.in_full_precision(self) else self.mixed_precision.buffer_dtype
             with cast_buffers(self.modules, dtype):
                 output = self.module(*args, **kwargs)
-            output = self._after_forward(root, output)
+            output = self._after_forward(root, call, output)
         except BaseException:
             self.phase = phase
             root.leave(self, failed=True)
@@ -190,7 +199,7 @@ class Unit:
 
     def _before_forward(
         self, root: Root, outermost: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[Call | None, tuple[Any, ...], dict[str, Any]]:
         self.enter_phase(Phase.FORWARD)
         self._follow_requires_grad()
         root.gather_for_forward(self)
@@ -204,14 +213,16 @@ class Unit:
         dtype = self._input_dtype(root)
         if dtype is not None:
             args, kwargs = cast_floating((args, kwargs), dtype)
-        if torch.is_grad_enabled():
-            self._watch_leaves()
-            self._watch_inputs((args, kwargs))
-        return args, kwargs
+        if not torch.is_grad_enabled():
+            return None, args, kwargs
+        self._watch_leaves()
+        return self._watch_inputs(root, (args, kwargs)), args, kwargs
 
     def _input_dtype(self, root: Root) -> torch.dtype | None:
         wanted = (
-            self.mixed_precision.cast_root_forward_inputs if self is root.unit else self.mixed_precision.cast_forward_inputs
+            self.mixed_precision.cast_root_forward_inputs
+            if self is root.unit
+            else self.mixed_precision.cast_forward_inputs
         )
         return self.mixed_precision.param_dtype if wanted and not root.in_full_precision(self) else None
 
@@ -230,23 +241,31 @@ class Unit:
                     self._watched.add((kind, index))
                     hooks.watch_leaf(leaf, self, kind, index)
 
-    def _watch_inputs(self, inputs: Any) -> None:
-        """Frozen parameters bring no gradient that would tell when they are done with: the inputs' gradients tell."""
-        if all(leaf.requires_grad for handle in self.handles for leaf in handle.leaves):
-            return
-        awaited = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        if awaited:
-            self._inputs_awaited += 1
-            me = weakref.ref(self)
+    def _watch_inputs(self, root: Root, inputs: Any) -> Call | None:
+        """Let the inputs' gradients tell when this call's backward is over.
 
-            def arrived() -> None:
-                unit = me()
-                if unit is not None:
-                    unit.inputs_ready()
+        The parameters' own gradients do not: frozen ones have none, and a detached use, or a segment recomputed inside
+        the module, reads a parameter after its gradient has arrived. The gradient of an input that an earlier call of
+        another unit read too is there only after that one's backward; it is awaited only where nothing else tells.
+        """
+        inputs = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        awaited = [tensor for tensor in inputs if root.first_reader(tensor, self)]
+        if not awaited and not all(leaf.requires_grad for handle in self.handles for leaf in handle.leaves):
+            awaited = inputs
+        if not awaited:
+            return None
+        call = Call()
+        me = weakref.ref(self)
 
-            hooks.after_backward_to(awaited, arrived)
+        def arrived() -> None:
+            unit = me()
+            if unit is not None:
+                unit.inputs_ready(call)
 
-    def _after_forward(self, root: Root, output: Any) -> Any:
+        hooks.after_backward_to(awaited, arrived)
+        return call
+
+    def _after_forward(self, root: Root, call: Call | None, output: Any) -> Any:
         recomputing = _torch.in_backward()
         output = self._own_output(output)
         if self.island and self._outer_dtype is not None:
@@ -262,7 +281,7 @@ class Unit:
                 def reached() -> None:
                     unit = me()
                     if unit is not None:
-                        unit.before_backward()
+                        unit.before_backward(call)
 
                 hooks.before_backward_of(anchors, reached)
             elif not recomputing and any(leaf.requires_grad for handle in self.handles for leaf in handle.leaves):
@@ -270,11 +289,16 @@ class Unit:
                 keep = True
         if not keep:
             self.reshard(Exposure.NOTHING)
-        for owner in self.owners:
-            if not recomputing and owner.phase is not Phase.FORWARD and owner is not owner.root.unit:
-                if owner.traits.reshard_after_forward and not owner.needed_whole:
-                    owner.reshard(Exposure.NOTHING)
+        if not recomputing:
+            for owner in self.owners:
+                owner.lent_no_more()
         return output
+
+    def lent_no_more(self) -> None:
+        """A unit that holds some of these parameters too has run its forward: reshard, unless they are needed here."""
+        in_use = self.phase is Phase.FORWARD or self is self.root.unit or self.needed_whole
+        if not in_use and self.traits.reshard_after_forward:
+            self.reshard(Exposure.NOTHING)
 
     def _own_output(self, output: Any) -> Any:
         """Outputs that are views of unsharded parameters become copies: their memory is about to be freed."""
@@ -296,8 +320,10 @@ class Unit:
     def _stay_whole(self) -> None:
         warn_once(
             ("unanchored", self.name, id(self)),
-            f"unit {self.label} has trainable parameters, but its forward returned no tensor that requires a gradient (or returned them inside an "
-            "object that flatfsdp cannot look into). It stays unsharded until the end of backward. Return tensors in tuples, lists, "
+            f"unit {self.label} has trainable parameters, but its forward returned no tensor that requires a gradient "
+            "(or returned them inside an "
+            "object that flatfsdp cannot look into). It stays unsharded until the end of backward. Return tensors in "
+            "tuples, lists, "
             "dicts or dataclasses, or call it under torch.no_grad() if it needs no gradient",
         )
         self.needed_whole = True
@@ -316,10 +342,13 @@ class Unit:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def before_backward(self) -> None:
-        """A gradient is about to flow into this unit: unshard it and await its gradients. Collective over the shard axis."""
+    def before_backward(self, call: Call | None = None) -> None:
+        """A gradient is about to flow into this unit: unshard it and await its gradients. Collective over the shard
+        axis."""
         root = self.root
         root.begin_backward()
+        if call is not None:
+            self._open_calls.add(call)
         if self.phase is Phase.PRE_BACKWARD and not any(h.state is ShardState.SHARDED for h in self.handles):
             return
         for handle in self.handles:
@@ -361,25 +390,26 @@ class Unit:
         self.grads[kind].arrive(index, grad.detach())
         if self._completed:
             root.expect_gradients(self)  # a late one: a second reduction, at the end of the backward
-        elif all(grads.complete for grads in self.grads):
+        self._advance()
+
+    def inputs_ready(self, call: Call) -> None:
+        """The gradients of the inputs of one call are there."""
+        self._open_calls.discard(call)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Reduce when every gradient is there, and reshard, unless something in this backward can still read the
+        parameters."""
+        root = self.root
+        if self._open_calls or root.backward is None:
+            return
+        expecting = any(grads.expected for grads in self.grads)
+        if expecting and not self._completed and all(grads.complete for grads in self.grads):
             self._completed = True
             self.enter_phase(Phase.POST_BACKWARD)
             self.note("grads")
             root.gradients_ready(self)
-            self._release()
-
-    def inputs_ready(self) -> None:
-        """The gradients of the inputs of one forward are there."""
-        self._inputs_awaited = max(0, self._inputs_awaited - 1)
-        if self._completed or not any(grads.expected for grads in self.grads):
-            self._release()
-
-    def _release(self) -> None:
-        """Reshard if nothing in this backward can still read the parameters."""
-        root = self.root
-        if self._inputs_awaited or self.needed_whole or root.keeps_whole(self):
-            return
-        if self._completed or not any(grads.expected for grads in self.grads):
+        if (self._completed or not expecting) and not self.needed_whole and not root.keeps_whole(self):
             self.reshard(Exposure.NOTHING)
             root.released(self)
 
@@ -403,13 +433,13 @@ class Unit:
         self.phase = Phase.IDLE
         self.needed_whole = False
         self._completed = False
-        self._inputs_awaited = 0
+        self._open_calls.clear()
 
     def pause(self) -> None:
         """A backward that will be differentiated again has ended: parameters stay whole, gradients stay in flight."""
         self.phase = Phase.IDLE
         self._completed = False
-        self._inputs_awaited = 0
+        self._open_calls.clear()
 
     def settle(self) -> None:
         """Make the reduced gradients `.grad`."""

@@ -1,0 +1,245 @@
+"""Any training program under the engine and, rank after rank, under plain autograd in one process: both must agree.
+
+A *program* is `program(model, rank, step)`: it runs forwards and backwards with that rank's data and returns what else is
+to be compared (losses, gradients of inputs). The oracle runs it on one plain copy of the model per rank and averages
+`.grad` in rank order; the engine runs it once per rank. Each step is compared, then SGD steps.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.comm import Late, doubled
+from flatfsdp.storage import poison
+from flatfsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import WIDTH, Feedforward
+
+Program = Callable[[Any, int, int], Any]
+LR = 0.05
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is wrapped. `doubled`: under a late communicator and poisoned buffers."""
+
+    strategy: str = "FULL_SHARD"
+    orig: bool = True
+    doubled: bool = False
+    offload: bool = False
+
+    def __str__(self) -> str:
+        words = [self.strategy, "orig" if self.orig else "flat"]
+        return " ".join([*words, *(["doubled"] if self.doubled else []), *(["offload"] if self.offload else [])])
+
+    def wrap(self, model: nn.Module, units: Collection[type[nn.Module]], **more: Any) -> FullyShardedDataParallel:
+        """`model` with the modules of the classes `units`, and the whole, as units."""
+        if "HYBRID" in self.strategy:
+            more["device_mesh"] = dist.init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=self.strategy,
+            use_orig_params=self.orig,
+            cpu_offload=self.offload,
+            auto_wrap_policy=ModuleWrapPolicy(set(units)) if units else None,
+            **more,
+        )
+
+    def doubles(self) -> AbstractContextManager[Any]:
+        """The doubles, where asked for."""
+        stack = ExitStack()
+        if self.doubled:
+            stack.enter_context(doubled(Late))
+            stack.enter_context(poison())
+        return stack
+
+
+PLAIN = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+# Every strategy with and without original parameters, plain and doubled in turn.
+ALL = tuple(Setting(s, orig, doubled=(i + orig) % 2 == 1) for i, s in enumerate(PLAIN) for orig in (True, False))
+HYBRID = tuple(Setting(s, orig, doubled=orig) for s in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2") for orig in (True, False))
+
+
+def differences(
+    rank: int,
+    world: int,
+    build: Callable[[], nn.Module],
+    program: Program,
+    *,
+    units: Collection[type[nn.Module]] = (Feedforward,),
+    under: Iterable[Setting] = ALL,
+    steps: int = 2,
+    bound: float = 0.0,
+) -> list[str]:
+    """A line for each thing that differs between engine and oracle; bit by bit unless `bound` allows a relative error."""
+    lines: list[str] = []
+    for setting in under:
+        try:
+            for line in _differences(rank, world, build, program, units, setting, steps, bound):
+                lines.append(f"{setting}: rank {rank}: {line}")
+        except Exception:
+            lines.append(f"{setting}: rank {rank} raised: {traceback.format_exc(limit=-8)}")
+    return lines
+
+
+def _differences(
+    rank: int,
+    world: int,
+    build: Callable[[], nn.Module],
+    program: Program,
+    units: Collection[type[nn.Module]],
+    setting: Setting,
+    steps: int,
+    bound: float,
+) -> Iterator[str]:
+    plain = [seeded(build) for _ in range(world)]
+    with setting.doubles():
+        model = setting.wrap(seeded(build), units)
+        identities = {id(p) for p in model.parameters()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        for step in range(steps):
+            expected, averaged = _oracle(plain, program, rank, step)
+            optimizer.zero_grad()
+            found = program(model, rank, step)
+            yield from (f"step {step}: {line}" for line in _compared("result", flat(found), flat(expected), bound))
+            yield from (f"step {step}: {line}" for line in at_rest(model))
+            gradients = full_gradients(model)
+            if gradients.keys() != averaged.keys():
+                yield f"step {step}: found gradients of {sorted(gradients)}, expected {sorted(averaged)}"
+            for name in gradients.keys() & averaged.keys():
+                yield from (f"step {step}: {line}" for line in _compared(name, [gradients[name]], [averaged[name]], bound))
+            optimizer.step()
+            if {id(p) for p in model.parameters()} != identities:
+                yield f"step {step}: parameters are other objects than before"
+        trained = full_parameters(model)
+        for name, parameter in plain[0].named_parameters():
+            yield from _compared(f"at the end: {name}", [trained[name]], [parameter.detach()], bound)
+
+
+def _oracle(plain: list[nn.Module], program: Program, rank: int, step: int) -> tuple[Any, dict[str, Tensor]]:
+    """What the program returns for `rank`, and the averaged gradients; the plain models have stepped afterwards."""
+    for model in plain:
+        model.zero_grad()
+    results = [program(model, r, step) for r, model in enumerate(plain)]
+    averaged: dict[str, Tensor] = {}
+    for parameters in zip(*(model.named_parameters() for model in plain), strict=True):
+        name, first = parameters[0]
+        if not first.requires_grad:
+            continue
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in parameters]
+        averaged[name] = reduce(torch.add, grads) * (1.0 / len(plain))
+        with torch.no_grad():
+            for _, parameter in parameters:
+                parameter.add_(averaged[name], alpha=-LR)  # as SGD does, to the bit
+    return results[rank], averaged
+
+
+def full_gradients(model: Any) -> dict[str, Tensor]:
+    """The whole gradient of every trainable parameter by name, zero where there is none. Collective."""
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+
+
+def full_parameters(model: Any) -> dict[str, Tensor]:
+    """The whole parameters by name. Collective."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def at_rest(model: Any) -> Iterator[str]:
+    """A line for each sign that an iteration has not ended: memory beside the shards, gradients shaped unlike their owner."""
+    root = model._unit.root
+    for kind, count in root.ledger.live.items():
+        if count and kind != "shard":
+            yield f"at rest, {count} bytes of {kind!r} are live"
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.shape != parameter.shape:
+            yield f"at rest, the gradient of {name} has shape {tuple(parameter.grad.shape)}, {tuple(parameter.shape)} itself"
+
+
+def _compared(what: str, found: list[Tensor], expected: list[Tensor], bound: float) -> Iterator[str]:
+    if len(found) != len(expected):
+        yield f"{what}: found {len(found)} tensors, expected {len(expected)}"
+        return
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            yield f"{what} [{i}]: found {one.dtype} {tuple(one.shape)}, expected {other.dtype} {tuple(other.shape)}"
+        elif not torch.equal(one, other):
+            apart, size = (one - other).norm().item(), other.norm().item()
+            if bound == 0.0 or not apart <= bound * size:
+                yield f"{what} [{i}]: differs by a norm of {apart:.3g} of {size:.3g}"
+
+
+def flat(results: Any) -> list[Tensor]:
+    """The tensors of nested tuples and lists, detached; None counts as nothing."""
+    if results is None:
+        return []
+    if isinstance(results, Tensor):
+        return [results.detach().clone()]
+    return [tensor for item in results for tensor in flat(item)]
+
+
+# --- models and data --------------------------------------------------------------------------------------------------
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    """A new model, the same at every call and on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return build()
+
+
+def data(rank: int, step: int, micro: int = 0, *, rows: int = 4, width: int = WIDTH) -> Tensor:
+    """A batch of this rank, step and microbatch."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
+
+
+class Net(nn.Module):
+    """Blocks and a head; how they are used says `route(net, x, **more)`."""
+
+    def __init__(self, route: Callable[..., Any] | None = None, *, depth: int = 3, block: type[nn.Module] = Feedforward) -> None:
+        super().__init__()
+        made = [Feedforward(WIDTH, 20 + i) if block is Feedforward else block() for i in range(depth)]
+        self.blocks = nn.ModuleList(made)
+        self.head = nn.Linear(WIDTH, 3)
+        self.route = route or chain
+
+    def forward(self, x: Tensor, **more: Any) -> Any:
+        return self.route(self, x, **more)
+
+
+def chain(net: Net, x: Tensor) -> Tensor:
+    """One block after the other, then the head."""
+    for block in net.blocks:
+        x = block(x)
+    return net.head(x)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    """A loss that no linear layer makes trivial."""
+    return F.softplus(output).mean()
+
+
+def unsynced(model: Any) -> AbstractContextManager[None]:
+    """`model.no_sync()`, also of a plain model."""
+    context: AbstractContextManager[None] = model.no_sync() if isinstance(model, FullyShardedDataParallel) else nullcontext()
+    return context
+
+
+def joined(results: list[list[str]]) -> str:
+    """All ranks' lines, the first ones of each, for an assertion."""
+    return "\n".join(line for lines in results for line in lines[:6])
