@@ -359,11 +359,11 @@ def test_a_70b_model_on_1024_ranks_is_no_work() -> None:
     block = [(wide, wide), (narrow, wide), (narrow, wide), (wide, wide)]
     block += [(hidden, wide), (hidden, wide), (wide, hidden), (wide,), (wide,)]
     units = [[(128256, wide), (wide,), (128256, wide)], *([block] * 80)]
-    start = time.perf_counter()
+    start = time.process_time()  # of this process alone: other programs may have the cores
     layouts = [packed(shapes, 1024, 4, True) for shapes in units]
     owned = [layout.owned(rank) for layout in layouts for rank in range(0, 1024, 64)]
     digests = {layout.digest() for layout in layouts}
-    assert time.perf_counter() - start < 0.5  # measured: 0.03
+    assert time.process_time() - start < 0.5  # measured: 0.02 to 0.04
     assert sum(len(layout.params) for layout in layouts) == 723
     assert len(digests) == 2
     assert all(len(parts) in (1, 2, 3) for parts in owned)
