@@ -15,11 +15,12 @@ import torch
 TESTED = ((2, 11), (2, 13))
 
 REASONS = {
-    "torch._C._autograd._unsafe_set_version_counter": "a unit gathered again with unchanged weights must look unchanged to "
-    "saved tensors (retain_graph), and only this sets a version back",
+    "torch._C._autograd._unsafe_set_version_counter": "a unit gathered again with unchanged weights must look "
+    "unchanged to saved tensors (retain_graph), and only this sets a version back",
     "torch._C._current_graph_task_id": "a forward inside a backward is a recomputation; nothing public tells",
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
-    "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded gradient, after ours",
+    "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded "
+    "gradient, after ours",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
 }
 
@@ -32,7 +33,7 @@ def missing() -> list[str]:
         "torch.autograd.Variable._execution_engine.queue_callback": lambda: (
             torch.autograd.Variable._execution_engine.queue_callback
         ),
-        "torch.Tensor._post_accumulate_grad_hooks": lambda: torch.Tensor._post_accumulate_grad_hooks,
+        "torch.Tensor._post_accumulate_grad_hooks": lambda: getattr(torch.Tensor, "_post_accumulate_grad_hooks"),  # noqa: B009
         "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
     }
     absent = []
@@ -65,7 +66,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
     After an exception the task drops the callback without calling it; its destructor is then the only sign.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def accumulate_hooks(leaf: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]]:

@@ -1,7 +1,8 @@
-"""Buffers in the buffer dtype while their unit's forward runs, in their own dtype and with their own values at all other times.
+"""Buffers in the buffer dtype while their unit's forward runs, in their own dtype and with their own values at all
+other times.
 
-FSDP1 casts buffers once and for all, and what precision they had is gone. Here a forward sees copies; what it writes into one is
-carried over to the original afterwards.
+FSDP1 casts buffers once and for all, and what precision they had is gone. Here a forward sees copies; what it writes
+into one is carried over to the original afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import nn
 
 @contextmanager
 def cast_buffers(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
-    """The floating-point buffers registered in `modules` themselves (not in their children) in `dtype` inside the context."""
+    """The floating-point buffers registered in `modules` themselves (not in their children) in `dtype` inside the
+    context."""
     if dtype is None:
         yield
         return

@@ -13,11 +13,14 @@ from .root import Root
 
 
 def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """The sum of |g|^p over `grads` (the maximum of |g| for p = inf; the number of non-zeros for p = 0), fp32 or wider."""
+    """The sum of |g|^p over `grads` (the maximum of |g| for p = inf; the number of non-zeros for p = 0), fp32 or
+    wider."""
     total = torch.zeros((), dtype=torch.float32, device=device)
     for grad in grads:
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        norm = torch.linalg.vector_norm(grad.detach().to_dense() if grad.is_sparse else grad.detach(), p, dtype=wide).to(device)
+        norm = torch.linalg.vector_norm(
+            grad.detach().to_dense() if grad.is_sparse else grad.detach(), p, dtype=wide
+        ).to(device)
         if math.isinf(p):
             total = torch.maximum(total.to(norm.dtype), norm) if p > 0 else torch.minimum(total.to(norm.dtype), norm)
         else:
@@ -66,7 +69,10 @@ def clip_grad_norm(root: Root, model: nn.Module, max_norm: float, norm_type: flo
     norm = total if math.isinf(p) or p == 0 else total ** (1.0 / p)
     every = [grad for grads in sharded.values() for grad in grads] + whole
     if not every:
-        warn(f"clip_grad_norm_: no parameter of rank {root.unit.groups.shard.rank} has a gradient; the norm counts only other ranks' gradients")
+        warn(
+            f"clip_grad_norm_: no parameter of rank {root.unit.groups.shard.rank} has a gradient; the norm counts only "
+            "other ranks' gradients"
+        )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in every:
         grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))

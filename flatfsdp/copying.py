@@ -1,8 +1,8 @@
 """Copies and pickles of wrapped models, between steps.
 
-[Note: blueprint] A unit is rebuilt from plain data: its leaves and shards, layouts and settings, and the ranks of its axes. A
-copy shares the process groups; a pickle names their ranks and finds or makes groups over them when it is loaded, with the same
-world and on the same rank.
+[Note: blueprint] A unit is rebuilt from plain data: its leaves and shards, layouts and settings, and the ranks of its
+axes. A copy shares the process groups; a pickle names their ranks and finds or makes groups over them when it is
+loaded, with the same world and on the same rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from .unit import Unit
 from .views import Exposure, Home
 
 _SETTINGS = ("traits", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch", "island")
-_HANDLE_SETTINGS = ("layout", "rank", "mixed_precision", "device", "offload", "pin_memory", "use_orig_params", "trainable")
+_HANDLE_SETTINGS = (
+    "layout",
+    "rank",
+    "mixed_precision",
+    "device",
+    "offload",
+    "pin_memory",
+    "use_orig_params",
+    "trainable",
+)
 
 # Inside the pickling of an outer wrapper, nested ones are written in place, so that ties across them survive.
 _inside = False
@@ -69,7 +78,8 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         expected = plan["groups"].shard.rank
         if entry["rank"] != expected:
             raise UsageError(
-                f"this model was pickled on rank {entry['rank']} of its shard group and is loaded on rank {expected}; load each rank's own pickle"
+                f"this model was pickled on rank {entry['rank']} of its shard group and is loaded on rank {expected}; "
+                "load each rank's own pickle"
             )
     unit = Unit(
         wrapper._modules["_fsdp_wrapped_module"],  # type: ignore[arg-type]
@@ -84,7 +94,9 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     new_root(unit, handles[0].device if handles else plan["root"].device, ledger, plan["root"], nested)
     unit.__dict__["_tied_modules"] = plan["tied"]
     for each in [*nested, unit]:
-        each.owners = [other for other in nested for module in each.__dict__.get("_tied_modules", ()) if other.module is module]
+        each.owners = [
+            other for other in nested for module in each.__dict__.get("_tied_modules", ()) if other.module is module
+        ]
     register_flat_params(wrapper, unit)
 
 
@@ -93,7 +105,8 @@ def _check_idle(wrapper: nn.Module) -> list[Unit]:
     for unit in units:
         if unit.phase is not Phase.IDLE or not unit.is_between():
             raise UsageError(
-                f"a wrapped model can be copied or pickled between steps only; unit {unit.label} is in {unit.phase.value}, with a graph that "
+                f"a wrapped model can be copied or pickled between steps only; unit {unit.label} is in "
+                f"{unit.phase.value}, with a graph that "
                 "awaits its backward. Run or drop the backward first (a forward under no_grad ends the iteration)"
             )
     return units
@@ -146,4 +159,4 @@ def _reduce_groups(groups: GroupPlan) -> tuple[Any, ...]:
     return plan_over, (groups.strategy, groups.given_ranks, groups.device)
 
 
-copyreg.pickle(GroupPlan, _reduce_groups)  # type: ignore[arg-type]
+copyreg.pickle(GroupPlan, _reduce_groups)

@@ -1,10 +1,11 @@
 """The one device seam: lanes of execution, and in-flight work as a value.
 
-[Note: lanes] A *lane* is an order of execution beside compute. On an accelerator it is a stream; on CPU there is none and the
-host itself is the order, while collectives run in the backend's threads. Both share one order of *issue*. What differs is when
-memory may be reused: a CPU wait blocks the host, an accelerator's wait only orders streams. Hence two rules that hold for
-both: whoever starts work keeps its tensors alive until it was waited for (`Pending`), and a buffer is freed on the lane that
-allocated it, after an event of the lane that used it last. `record_stream` is never called.
+[Note: lanes] A *lane* is an order of execution beside compute. On an accelerator it is a stream; on CPU there is none
+and the host itself is the order, while collectives run in the backend's threads. Both share one order of *issue*. What
+differs is when memory may be reused: a CPU wait blocks the host, an accelerator's wait only orders streams. Hence two
+rules that hold for
+both: whoever starts work keeps its tensors alive until it was waited for (`Pending`), and a buffer is freed on the lane
+that allocated it, after an event of the lane that used it last. `record_stream` is never called.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Work(Protocol):
 
 
 class Device:
-    """One compute device and the operations on its streams; `module` stands in for `torch.cuda` and its like in tests."""
+    """One compute device and the operations on its streams; `module` stands in for `torch.cuda` and its like in
+    tests."""
 
     def __init__(self, device: torch.device, *, module: ModuleType | Any | None = None) -> None:
         if module is None and device.type not in ("cpu", "meta"):
@@ -105,8 +107,8 @@ class Lane:
 class Pending:
     """In-flight work: owns every tensor that it reads or writes until it was waited for.
 
-    `wait()` orders the caller after the work (blocking on CPU), runs `finish` once, and lets the tensors go. It may be called
-    again at no cost.
+    `wait()` orders the caller after the work (blocking on CPU), runs `finish` once, and lets the tensors go. It may be
+    called again at no cost.
     """
 
     __slots__ = ("_device", "_event", "_finish", "_keep", "_work", "done")

@@ -1,8 +1,8 @@
 """One flat parameter: a layout, this rank's shard, and the unsharded buffer that comes and goes.
 
 [Note: leaves] The user's own `Parameter` objects stay the autograd leaves. A handle swaps what their `.data` shows
-(`views.py`): at rest a view of the shard, while the unit computes an N-D view of the unsharded buffer, and nothing (zero
-elements) between a forward that resharded and the backward. The `FlatParameter` holds the shard; with
+(`views.py`): at rest a view of the shard, while the unit computes an N-D view of the unsharded buffer, and nothing
+(zero elements) between a forward that resharded and the backward. The `FlatParameter` holds the shard; with
 `use_orig_params=False` it is what modules register and optimizers step.
 
 [Note: kinds] One handle holds parameters of one dtype and of one trainability (as it was at construction).
@@ -41,7 +41,8 @@ class FlatParameter(nn.Parameter):
         handle = self._handle_ref() if self._handle_ref is not None else None
         if handle is None:
             raise UsageError(
-                "this FlatParameter belongs to no FullyShardedDataParallel module any more (a copy, or the model was deleted); "
+                "this FlatParameter belongs to no FullyShardedDataParallel module any more (a copy, or the model was "
+                "deleted); "
                 "read the layout from the model's own `_flat_param`"
             )
         return handle
@@ -69,7 +70,8 @@ class FlatParameter(nn.Parameter):
 
 @dataclass
 class Unsharded:
-    """The whole flat parameter in one dtype: its buffer (None where the shard itself is the whole) and the views of it."""
+    """The whole flat parameter in one dtype: its buffer (None where the shard itself is the whole) and the views of
+    it."""
 
     buffer: FlatBuffer | None
     views: list[torch.Tensor] = field(default_factory=list)
@@ -128,7 +130,8 @@ class FlatParamHandle:
         trainable: bool,
         ledger: Ledger,
     ) -> None:
-        """Take `shard` as this rank's piece of `leaves` laid out by `layout`; use `flatten` to make one from whole parameters."""
+        """Take `shard` as this rank's piece of `leaves` laid out by `layout`; use `flatten` to make one from whole
+        parameters."""
         self.name = ""
         self.leaves = list(leaves)
         self.layout = layout
@@ -218,10 +221,12 @@ class FlatParamHandle:
         self._filled_versions: list[int] = []
 
     def replace_shard(self, shard: torch.Tensor) -> None:
-        """Take `shard` (same number of elements, maybe another dtype or device) as the new shard; only while sharded."""
+        """Take `shard` (same number of elements, maybe another dtype or device) as the new shard; only while
+        sharded."""
         if self.state is not ShardState.SHARDED or shard.shape != self.shard.shape:
             raise InternalError(
-                f"{self.name}: a shard of shape {tuple(shard.shape)} replaces {tuple(self.shard.shape)} while {self.state.value}"
+                f"{self.name}: a shard of shape {tuple(shard.shape)} replaces {tuple(self.shard.shape)} while "
+                f"{self.state.value}"
             )
         self.ledger.remove("shard", self.shard.numel() * self.shard.element_size())
         self.ledger.add("shard", shard.numel() * shard.element_size())
@@ -259,8 +264,10 @@ class FlatParamHandle:
         found = self._unsharded.get(dtype)
         if found is None:
             is_shard = self.whole and dtype == self.shard.dtype and not self.offload
-            buffer = None if is_shard else FlatBuffer(
-                self.layout.padded_numel, dtype, self.device, ledger=self.ledger, kind="unsharded"
+            buffer = (
+                None
+                if is_shard
+                else FlatBuffer(self.layout.padded_numel, dtype, self.device, ledger=self.ledger, kind="unsharded")
             )
             found = self._unsharded[dtype] = Unsharded(buffer)
         return found
@@ -324,7 +331,8 @@ class FlatParamHandle:
 
     @property
     def buffer(self) -> FlatBuffer | None:
-        """The buffer for the compute dtype, allocated or not (None where the shard is the whole, or before the first use)."""
+        """The buffer for the compute dtype, allocated or not (None where the shard is the whole, or before the first
+        use)."""
         known = self._unsharded.get(self.precision.compute)
         return known.buffer if known is not None else None
 

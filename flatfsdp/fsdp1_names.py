@@ -1,4 +1,5 @@
-"""FSDP1's names for our state, read-only and in one place: what Accelerate, transformers, PEFT, Lightning and DCP touch."""
+"""FSDP1's names for our state, read-only and in one place: what Accelerate, transformers, PEFT, Lightning and DCP
+touch."""
 
 from __future__ import annotations
 
@@ -105,8 +106,8 @@ class FSDP1Names:
         return TrainingState.SUMMON_FULL_PARAMS if phase is Phase.SUMMONED else TrainingState.FORWARD_BACKWARD
 
 
-def wrapped_inside(module: nn.Module) -> Iterator[nn.Module]:
-    """Wrappers in `module`, itself included, in the order of `modules()`."""
+def wrapped_inside(module: nn.Module, *, root_only: bool) -> Iterator[nn.Module]:
+    """Wrappers in `module`, itself included, in the order of `modules()`; with `root_only` the outermost of each tree."""
     for each in module.modules():
-        if isinstance(each, FSDP1Names):
+        if isinstance(each, FSDP1Names) and (not root_only or each._unit.root.unit is each._unit):
             yield each

@@ -92,7 +92,8 @@ class _Summoned:
                     assign_grad(leaf, grad)
 
     def hide(self, *, writeback: bool, from_rank0: bool) -> None:
-        """Let the leaves show the shard again, after copying this rank's piece back if asked. Collective if `from_rank0`."""
+        """Let the leaves show the shard again, after copying this rank's piece back if asked. Collective if
+        `from_rank0`."""
         handle = self.handle
         with torch.no_grad():
             if self.keep and writeback:
@@ -102,7 +103,8 @@ class _Summoned:
                         view.copy_(leaf)
                     elif leaf.shape != view.shape:
                         raise UsageError(
-                            f"a parameter of unit {self.unit.label} has shape {tuple(leaf.shape)} at the end of summon_full_params(); expected {tuple(view.shape)}"
+                            f"a parameter of unit {self.unit.label} has shape {tuple(leaf.shape)} at the end of "
+                            f"summon_full_params(); expected {tuple(view.shape)}"
                         )
             whole_grads = [leaf.grad for leaf in handle.leaves] if self.keep and self.grads is not None else None
             if self.keep:
@@ -178,14 +180,18 @@ def summon(
     offload_to_cpu: bool,
     with_grads: bool,
 ) -> Iterator[None]:
-    """Whole parameters for the units' modules inside the context. Collective over their axes, on entry (and on exit with
-    `writeback` and `rank0_only`)."""
+    """Whole parameters for the units' modules inside the context. Collective over their axes, on entry (and on exit
+    with `writeback` and `rank0_only`)."""
     for unit in units:
         if unit.phase is Phase.SUMMONED:
-            raise UsageError(f"summon_full_params() inside summon_full_params(): the parameters of unit {unit.label} are whole already")
+            raise UsageError(
+                f"summon_full_params() inside summon_full_params(): the parameters of unit {unit.label} are whole "
+                "already"
+            )
         if unit.phase is not Phase.IDLE or _torch.in_backward():
             raise UsageError(
-                f"summon_full_params() inside a forward or backward (unit {unit.label} is in {unit.phase.value}); call it between iterations"
+                f"summon_full_params() inside a forward or backward (unit {unit.label} is in {unit.phase.value}); call "
+                "it between iterations"
             )
     for root in {id(unit.root): unit.root for unit in units}.values():
         root.lazy_init()
@@ -236,7 +242,8 @@ def _unregister(unit: Unit) -> None:
 
 
 def unwrap(unit: Unit) -> nn.Module:
-    """Give the unit's parameters their whole values back for good and return its module. Collective over the shard axis.
+    """Give the unit's parameters their whole values back for good and return its module. Collective over the shard
+    axis.
 
     The undoing of a wrap: for a constructor that fails after some units were made.
     """
@@ -248,5 +255,3 @@ def unwrap(unit: Unit) -> nn.Module:
     for home in unit.homes:
         home.register()
     return unit.module
-
-

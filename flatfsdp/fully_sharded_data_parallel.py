@@ -107,7 +107,8 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The wrapper, then the wrapped module under the same name, then what is inside: names never show the wrapper."""
+        """The wrapper, then the wrapped module under the same name, then what is inside: names never show the
+        wrapper."""
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:
@@ -128,8 +129,9 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         copying.restore(self, state)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The whole state under plain names, inside `summon_full_params()`; refused elsewhere, where it would hold shards."""
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole state under plain names, inside `summon_full_params()`; refused elsewhere, where it would hold
+        shards."""
         full_params.require_summoned(self._unit, "state_dict()")
         return self.module.state_dict(*args, **kwargs)
 
@@ -152,8 +154,7 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
         """The wrappers in `module`, itself included; with `root_only` the outermost of each tree."""
-        found = list(wrapped_inside(module))
-        return [each for each in found if each._unit.root.unit is each._unit] if root_only else found
+        return list(wrapped_inside(module, root_only=root_only))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients inside the context without communication."""
@@ -171,8 +172,11 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
     ) -> Iterator[None]:
         """Whole parameters inside the context. Collective."""
         units = build.units_in(module) if recurse else build.units_at(module)
-        with build.flat_params_hidden(module), full_params.summon(
-            units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
+        with (
+            build.flat_params_hidden(module),
+            full_params.summon(
+                units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
+            ),
         ):
             yield
 

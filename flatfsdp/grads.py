@@ -1,12 +1,13 @@
 """Gradients on their way from the leaves to the shard.
 
-[Note: gradient slots] As a leaf's gradient arrives it is moved, with the cast to the reduce dtype, into its *slot*: its place in
-a flat buffer laid out like the parameter. Large ones are moved at once; small ones are collected up to `COLLECT_BYTES` and moved
-by one call. When the unit's last expected gradient is in, the buffer is reduce-scattered (`Reduction`). Slots that received
-nothing count as zero. Without synchronisation the buffer stays and the next microbatch adds to it: a *window*.
+[Note: gradient slots] As a leaf's gradient arrives it is moved, with the cast to the reduce dtype, into its *slot*: its
+place in a flat buffer laid out like the parameter. Large ones are moved at once; small ones are collected up to
+`COLLECT_BYTES` and moved by one call. When the unit's last expected gradient is in, the buffer is reduce-scattered
+(`Reduction`). Slots that received nothing count as zero. Without synchronisation the buffer stays and the next
+microbatch adds to it: a *window*.
 
-[Note: undo] Reduced gradients become `.grad` only at the end of a backward (`Gradients.settle`); until then a failed backward
-can be forgotten.
+[Note: undo] Reduced gradients become `.grad` only at the end of a backward (`Gradients.settle`); until then a failed
+backward can be forgotten.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ COLLECT_BYTES = 1024 * 1024
 class Reduction:
     """One unit's gradients in flight: reduce-scatter along the shard axis, then all-reduce along the replicate axis.
 
-    The second stage is launched when the first has been waited for, which every rank does at the same point of the order.
+    The second stage is launched when the first has been waited for, which every rank does at the same point of the
+    order.
     """
 
     def __init__(
@@ -254,7 +256,8 @@ class Gradients:
     # -- a backward ends ---------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for the reductions and make them `.grad`, added to what was there. Precondition: leaves show the shard."""
+        """Wait for the reductions and make them `.grad`, added to what was there. Precondition: leaves show the
+        shard."""
         total: torch.Tensor | None = None
         for reduction in self._reductions:
             result = reduction.wait()
@@ -277,10 +280,14 @@ class Gradients:
         if not handle.use_orig_params:
             self._accumulate(handle.flat_param, total)
             return
-        views = full_views(total, handle.layout) if handle.whole else [
-            total.narrow(0, span.start, span.numel)
-            for span in (handle.layout.span_in_shard(i, handle.rank) for i in range(len(handle.leaves)))
-        ]
+        views = (
+            full_views(total, handle.layout)
+            if handle.whole
+            else [
+                total.narrow(0, span.start, span.numel)
+                for span in (handle.layout.span_in_shard(i, handle.rank) for i in range(len(handle.leaves)))
+            ]
+        )
         for i, leaf in enumerate(handle.leaves):
             old = taken.get(i)
             if i not in trained or (leaf.numel() == 0 and handle.layout.params[i].numel != 0):
@@ -337,8 +344,8 @@ class Gradients:
     def _mark_window(self) -> None:
         """Show each leaf's share of the window as its `.grad`, so that `zero_grad` reaches what is kept unsharded.
 
-        [Note: marks] Under no_sync the gradients live in a buffer that no user sees. A parameter without `.grad` is given this
-        rank's slice of it; whoever sets that to None or zero drops the window at the next backward.
+        [Note: marks] Under no_sync the gradients live in a buffer that no user sees. A parameter without `.grad` is
+        given this rank's slice of it; whoever sets that to None or zero drops the window at the next backward.
         """
         if self._buffer is None:
             return
@@ -358,8 +365,10 @@ class Gradients:
         self._marks = []
         for parameter, share in pairs:
             if parameter.grad is None:
-                mark = share.detach() if share.dtype == parameter.dtype and share.device == parameter.device else (
-                    share.to(device=parameter.device, dtype=parameter.dtype)
+                mark = (
+                    share.detach()
+                    if share.dtype == parameter.dtype and share.device == parameter.device
+                    else (share.to(device=parameter.device, dtype=parameter.dtype))
                 )
                 parameter.grad = mark
             else:
@@ -375,11 +384,11 @@ class Gradients:
         dropped = 0
         for parameter, mark, version in marks:
             grad = parameter.grad
-            if grad is not mark:
+            if grad is not mark or (mark._version != version and not mark.any()):
                 dropped += 1
-            elif mark._version != version and not mark.any():
-                dropped += 1
-            if grad is mark and (mark.untyped_storage().data_ptr() == own_storage or mark.dtype != self._buffer.tensor.dtype):
+            if grad is mark and (
+                mark.untyped_storage().data_ptr() == own_storage or mark.dtype != self._buffer.tensor.dtype
+            ):
                 parameter.grad = None
         if dropped == len(marks):
             self._close_window()

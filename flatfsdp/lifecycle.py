@@ -1,7 +1,8 @@
 """Two enums on two owners, and the transitions that are legal.
 
-[Note: lifecycle] *Where the data is* belongs to a flat parameter (`ShardState`); *when we are* belongs to a unit (`Phase`).
-Nothing is inferred from sizes or data pointers. A transition that the tables lack raises with the end of the trace.
+[Note: lifecycle] *Where the data is* belongs to a flat parameter (`ShardState`); *when we are* belongs to a unit
+(`Phase`). Nothing is inferred from sizes or data pointers. A transition that the tables lack raises with the end of the
+trace.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ SHARD_STEPS: Mapping[ShardState, frozenset[ShardState]] = {
 
 PHASE_STEPS: Mapping[Phase, frozenset[Phase]] = {
     Phase.IDLE: frozenset({Phase.FORWARD, Phase.PRE_BACKWARD, Phase.SUMMONED}),
-    # A module may be entered again inside its own forward (recursion); a recomputation enters forward from a backward phase.
+    # A module may be entered again inside its own forward (recursion); a recomputation enters forward from a backward
+    # phase.
     Phase.FORWARD: frozenset({Phase.FORWARD, Phase.IDLE, Phase.PRE_BACKWARD, Phase.POST_BACKWARD}),
     Phase.PRE_BACKWARD: frozenset({Phase.PRE_BACKWARD, Phase.POST_BACKWARD, Phase.FORWARD, Phase.IDLE}),
     # A late gradient (reentrant checkpoint, second use) opens the unit again.

@@ -1,7 +1,7 @@
 """Before an optimizer steps: its models come to rest, and one that holds what it cannot step is told so.
 
-One global pre-step hook of torch.optim serves all optimizers; after an optimizer's first step it costs a look at the set of
-live models.
+One global pre-step hook of torch.optim serves all optimizers; after an optimizer's first step it costs a look at the
+set of live models.
 """
 
 from __future__ import annotations
@@ -53,12 +53,15 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             where = f"parameter {spec.name!r} of unit {unit.label} (param group {number})"
             if not handle.use_orig_params:
                 raise UsageError(
-                    f"the optimizer holds {where}, which was flattened: with use_orig_params=False it would never be updated. Build the optimizer "
+                    f"the optimizer holds {where}, which was flattened: with use_orig_params=False it would never be "
+                    "updated. Build the optimizer "
                     "from model.parameters() after wrapping, or wrap with use_orig_params=True"
                 )
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
                     raise UsageError(
-                        f"the optimizer has state from before wrapping: {key!r} of {where} has shape {tuple(value.shape)}, but this rank's shard of it "
-                        f"has {tuple(parameter.shape)}. Build the optimizer after wrapping, or wrap before its first step"
+                        f"the optimizer has state from before wrapping: {key!r} of {where} has shape "
+                        f"{tuple(value.shape)}, but this rank's shard of it "
+                        f"has {tuple(parameter.shape)}. Build the optimizer after wrapping, or wrap before its first "
+                        "step"
                     )

@@ -1,4 +1,5 @@
-"""Which unit owns which parameter, and which models are alive: what must be known across models. Everything is held weakly."""
+"""Which unit owns which parameter, and which models are alive: what must be known across models. Everything is held
+weakly."""
 
 from __future__ import annotations
 

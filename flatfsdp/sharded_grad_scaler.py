@@ -13,9 +13,9 @@ from .comm import agree_on_maximum
 class ShardedGradScaler(GradScaler):
     """`torch.amp.GradScaler` for sharded gradients; arguments as there, on CPU (`device="cpu"`) too.
 
-    Each rank sees only its shards, so that an infinity shows on one rank alone. `unscale_` (and with it `step`) therefore takes
-    the maximum of found-inf over `process_group`: collective, one scalar. The group must cover all ranks that hold the model
-    (the default group does).
+    Each rank sees only its shards, so that an infinity shows on one rank alone. `unscale_` (and with it `step`)
+    therefore takes the maximum of found-inf over `process_group`: collective, one scalar. The group must cover all
+    ranks that hold the model (the default group does).
 
     Example:
         >>> import torch

@@ -1,14 +1,15 @@
-"""Flat buffers that are allocated and freed by resizing one storage, their version counters, and the ledger of live bytes.
+"""Flat buffers that are allocated and freed by resizing one storage, their version counters, and the ledger of live
+bytes.
 
-[Note: one storage] Autograd keeps views of an unsharded weight (`weight.t()`), so forward and backward of a unit must find it
-in the *same* storage object. A `FlatBuffer` therefore never changes its tensor; it gives the memory back by resizing the
-storage to zero and takes it again by resizing it up.
+[Note: one storage] Autograd keeps views of an unsharded weight (`weight.t()`), so forward and backward of a unit must
+find it in the *same* storage object. A `FlatBuffer` therefore never changes its tensor; it gives the memory back by
+resizing the storage to zero and takes it again by resizing it up.
 
-[Note: versions] A freed storage must not be read through a saved view: on CPU that crashes the process, after a refill with
-other weights it yields a wrong gradient. So freeing bumps the version counters of the parameters that live there, and autograd
-refuses such a view in words. Filling the buffer with *unchanged* weights sets the counters back (else `retain_graph` and every
-backward would be refused); a changed weight keeps the bump, so a graph older than the optimizer's step is refused as in an
-unsharded model.
+[Note: versions] A freed storage must not be read through a saved view: on CPU that crashes the process, after a refill
+with other weights it yields a wrong gradient. So freeing bumps the version counters of the parameters that live there,
+and autograd refuses such a view in words. Filling the buffer with *unchanged* weights sets the counters back (else
+`retain_graph` and every backward would be refused); a changed weight keeps the bump, so a graph older than the
+optimizer's step is refused as in an unsharded model.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .errors import InternalError
 class Ledger:
     """Exact live bytes by kind, and their peaks.
 
-    Kinds: `shard`, `unsharded`, `slots` (unsharded gradients), `exchange` (scratch of a reduction), `reduced` (gradient shards
-    before they become `.grad`), `summoned`.
+    Kinds: `shard`, `unsharded`, `slots` (unsharded gradients), `exchange` (scratch of a reduction), `reduced` (gradient
+    shards before they become `.grad`), `summoned`.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,8 @@ class FlatBuffer:
             return
         self.tensor.untyped_storage().resize_(self._bytes)
         if self.tensor.numel() != self._numel:
-            self.tensor.set_(self.tensor.untyped_storage(), 0, (self._numel,))
+            # The stubs of torch lack the overload for untyped storages.
+            self.tensor.set_(self.tensor.untyped_storage(), 0, (self._numel,))  # type: ignore[call-overload]
         self.allocated = True
         self._ledger.add(self._kind, self._bytes)
         if _poisoned and self.tensor.is_floating_point():

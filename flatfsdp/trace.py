@@ -1,8 +1,9 @@
 """The engine's story: a bounded list of events for error messages, tests and profilers.
 
-[Note: trace] An event is (kind, unit, phase). Kinds come in the order in which a unit lives: `gather` (all-gather issued),
-`gathered` (its result is in use), `forward`, `reshard`, `backward` (gradient computation of the unit begins), `grads` (its last
-expected gradient arrived), `reduce` (reduction issued), `reduced` (its result is a shard), `end` (of a backward, unit "").
+[Note: trace] An event is (kind, unit, phase). Kinds come in the order in which a unit lives: `gather` (all-gather
+issued), `gathered` (its result is in use), `forward`, `reshard`, `backward` (gradient computation of the unit begins),
+`grads` (its last expected gradient arrived), `reduce` (reduction issued), `reduced` (its result is a shard), `end` (of
+a backward, unit "").
 """
 
 from __future__ import annotations

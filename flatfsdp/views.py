@@ -1,12 +1,12 @@
 """What the user's parameters show, and where modules hold them. The only file that assigns a parameter's `.data`.
 
-[Note: exposure] A handle's leaves show one of three things, together: their place in the *shard* (at rest), the *whole* (N-D
-views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded and the backward, where a shard
-of one element would broadcast unnoticed).
+[Note: exposure] A handle's leaves show one of three things, together: their place in the *shard* (at rest), the *whole*
+(N-D views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded and the backward,
+where a shard of one element would broadcast unnoticed).
 
-[Note: homes] A home is a (module, attribute) under which a parameter is registered. Tied parameters have several, perhaps in
-modules of other units. With `use_orig_params=False` the homes inside a unit give up the registration (the flat parameter has
-it) and hold the leaf as a plain attribute.
+[Note: homes] A home is a (module, attribute) under which a parameter is registered. Tied parameters have several,
+perhaps in modules of other units. With `use_orig_params=False` the homes inside a unit give up the registration (the
+flat parameter has it) and hold the leaf as a plain attribute.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class Shown:
         """Copy into the shard what the user put in a leaf's place at rest; True if there was anything.
 
         Noticed are a replaced `.data`, a parameter registered in a home instead of the leaf, and a flat parameter whose
-        `.data` was replaced. Raises UsageError where shape or dtype does not fit. Precondition: the leaves show the shard.
+        `.data` was replaced. Raises UsageError where shape or dtype does not fit. Precondition: the leaves show the
+        shard.
         """
         handle = self.handle
         found = self._adopt_flat()
@@ -131,8 +132,10 @@ class Shown:
             dtypes = {leaf.dtype for leaf in handle.leaves}
             if len(replaced) == len(handle.leaves) and len(dtypes) == 1 and dtypes != {handle.shard.dtype}:
                 raise UsageError(
-                    f"the parameters of unit {handle.name or '<root>'!r} changed from {handle.shard.dtype} to {dtypes.pop()} one by one "
-                    "after wrapping; call .to()/.half()/.double() on the FullyShardedDataParallel module itself, or before wrapping"
+                    f"the parameters of unit {handle.name or '<root>'!r} changed from {handle.shard.dtype} to "
+                    f"{dtypes.pop()} one by one "
+                    "after wrapping; call .to()/.half()/.double() on the FullyShardedDataParallel module itself, or "
+                    "before wrapping"
                 )
             for i in replaced:
                 self._store(i, handle.leaves[i].detach(), f"the .data of {handle.layout.params[i].name!r}")
@@ -146,7 +149,8 @@ class Shown:
             return False
         if flat.shape != handle.shard.shape:
             raise UsageError(
-                f"the flat parameter of unit {handle.name or '<root>'!r} was given data of shape {tuple(flat.shape)}; expected this rank's shard, "
+                f"the flat parameter of unit {handle.name or '<root>'!r} was given data of shape {tuple(flat.shape)}; "
+                "expected this rank's shard, "
                 f"{tuple(handle.shard.shape)}"
             )
         if flat.dtype != handle.shard.dtype:
@@ -170,10 +174,13 @@ class Shown:
                 for owned in handle.layout.owned(handle.rank):
                     if owned.index == index:
                         whole = value if spec.stride is None else value.as_strided(spec.shape, spec.stride)
-                        handle.shard[owned.in_shard.slice].copy_(dense(whole.contiguous() if spec.stride is None else whole)[owned.in_param.slice])
+                        handle.shard[owned.in_shard.slice].copy_(
+                            dense(whole.contiguous() if spec.stride is None else whole)[owned.in_param.slice]
+                        )
             else:
                 raise UsageError(
-                    f"{what} was replaced by a tensor of shape {tuple(value.shape)}; expected this rank's shard of it, {tuple(view.shape)}, or the "
+                    f"{what} was replaced by a tensor of shape {tuple(value.shape)}; expected this rank's shard of it, "
+                    f"{tuple(view.shape)}, or the "
                     f"whole parameter, {spec.shape}. Inside summon_full_params() parameters have their whole shape"
                 )
 
@@ -205,9 +212,7 @@ def check_exposed(handle: FlatParamHandle, name: str) -> None:
             if leaf._version != seen
         ]
         raise UsageError(
-            f"unit {name or '<root>'!r}: parameters were written to between forward and backward: {', '.join(changed)}. The unsharded copy that "
+            f"unit {name or '<root>'!r}: parameters were written to between forward and backward: "
+            f"{', '.join(changed)}. The unsharded copy that "
             "backward needs is gone or would be lost; write to parameters before the forward or after the backward"
         )
-
-
-

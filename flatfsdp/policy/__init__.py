@@ -1,1 +1,2 @@
-"""Pure decisions: what a strategy means, which dtype serves what, which unit comes next. No tensors, no communication."""
+"""Pure decisions: what a strategy means, which dtype serves what, which unit comes next. No tensors, no
+communication."""

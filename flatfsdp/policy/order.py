@@ -1,16 +1,18 @@
 """The order of a backward's collectives, as a pure function of the order of the forward.
 
-[Note: backward order] Ranks may run different autograd graphs (a parameter unused here, a branch there), so the moment at which
-a unit's backward begins or its last gradient arrives is no common order. What ranks do share is the order of the forward.
-Hence: *gathers* of a backward are issued in the reverse of the order in which units finished their forward, and *reductions* in
-the reverse of the order in which units began it; each on a communicator of its own, so the two sequences need no common
-interleaving. A unit that is ready before its turn waits; at the end of the backward all that remain are flushed in order.
-In a model that is nested like a tree, ready means on turn, and nobody waits.
+[Note: backward order] Ranks may run different autograd graphs (a parameter unused here, a branch there), so the moment
+at which a unit's backward begins or its last gradient arrives is no common order. What ranks do share is the order of
+the forward.
+Hence: *gathers* of a backward are issued in the reverse of the order in which units finished their forward, and
+*reductions* in the reverse of the order in which units began it; each on a communicator of its own, so the two
+sequences need no common interleaving. A unit that is ready before its turn waits; at the end of the backward all that
+remain are flushed in order. In a model that is nested like a tree, ready means on turn, and nobody waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 U = TypeVar("U", bound=Hashable)
@@ -63,7 +65,8 @@ class GatherPlan(Generic[U]):
         self._next = 0
 
     def until(self, unit: U) -> tuple[U, ...]:
-        """The units to gather, in order, so that `unit` may be gathered; just `unit` where the plan is past it or lacks it."""
+        """The units to gather, in order, so that `unit` may be gathered; just `unit` where the plan is past it or lacks
+        it."""
         position = self._position.get(unit, -1)
         if position < self._next:
             return (unit,)
@@ -128,7 +131,7 @@ class ForwardOrder(Generic[U]):
     def learn(self, sequence: list[U]) -> None:
         """Remember `sequence` (with repetitions) of one forward."""
         self._after = {}
-        for unit, following in zip(sequence, sequence[1:], strict=False):
+        for unit, following in pairwise(sequence):
             self._after.setdefault(unit, following)
 
     def after(self, unit: U) -> U | None:

@@ -1,7 +1,7 @@
 """Which dtype serves what.
 
-[Note: dtypes] *Master*: the shard that the optimizer sees. *Compute*: the unsharded parameters. *Reduce*: what travels when
-gradients are reduced. *Accumulate*: what unsharded gradients add up in while nothing is reduced (`no_sync`).
+[Note: dtypes] *Master*: the shard that the optimizer sees. *Compute*: the unsharded parameters. *Reduce*: what travels
+when gradients are reduced. *Accumulate*: what unsharded gradients add up in while nothing is reduced (`no_sync`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Precision:
 def resolve(mixed: MixedPrecision, master: torch.dtype, *, full: bool = False) -> Precision:
     """The dtypes for parameters stored as `master`.
 
-    Parameters that are not floating point (packed bytes, integers, booleans) are never cast. `full` asks for full precision
-    (evaluation with full precision on request).
+    Parameters that are not floating point (packed bytes, integers, booleans) are never cast. `full` asks for full
+    precision (evaluation with full precision on request).
     """
     if full or not (master.is_floating_point or master.is_complex):
         return Precision(master, master, master, master, master)
@@ -49,9 +49,9 @@ def resolve(mixed: MixedPrecision, master: torch.dtype, *, full: bool = False) -
 def gradient_scaling(world: int, reduce: torch.dtype) -> tuple[float, float]:
     """(factor on the way into the slot, factor after the sum) whose product is 1 / `world`.
 
-    [Note: scaling] fp32 and bf16 have the range to sum first and scale once. fp16 does not: at a large world the sum of healthy
-    gradients overflows, so each is divided on the way in by the smallest power of two that is at least `world` (exact, but for
-    subnormals) and the rest is made up afterwards.
+    [Note: scaling] fp32 and bf16 have the range to sum first and scale once. fp16 does not: at a large world the sum of
+    healthy gradients overflows, so each is divided on the way in by the smallest power of two that is at least `world`
+    (exact, but for subnormals) and the rest is made up afterwards.
     """
     if reduce == torch.float16 and world > 1:
         before = 1 << (world - 1).bit_length()

@@ -1,7 +1,8 @@
 """What a sharding strategy means, as data.
 
-[Note: axes] Ranks are laid out on two axes. Parameters are cut along the *shard* axis and copied along the *replicate* axis.
-FULL_SHARD and SHARD_GRAD_OP have only the first, NO_SHARD only the second (its shard axis has size 1), the hybrids both.
+[Note: axes] Ranks are laid out on two axes. Parameters are cut along the *shard* axis and copied along the *replicate*
+axis. FULL_SHARD and SHARD_GRAD_OP have only the first, NO_SHARD only the second (its shard axis has size 1), the
+hybrids both.
 """
 
 from __future__ import annotations
