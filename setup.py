@@ -38,7 +38,7 @@ setup(
     author="The flatfsdp authors",
     license="BSD-3-Clause",
     packages=find_packages(include=["flatfsdp", "flatfsdp.*"]),
-    package_data={"flatfsdp": ["py.typed"]},
+    package_data={"flatfsdp": ["py.typed", "examples/*.txt"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11"],
     extras_require={

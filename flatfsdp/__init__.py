@@ -5,6 +5,7 @@ from __future__ import annotations
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .flat_param import FlatParameter
 from .fully_sharded_data_parallel import FullyShardedDataParallel
+from .sharded_grad_scaler import ShardedGradScaler
 from .summary import Stats, stats, summary
 
 __version__ = "0.1.0"
@@ -15,6 +16,7 @@ __all__ = [
     "FlatParameter",
     "FullyShardedDataParallel",
     "MixedPrecision",
+    "ShardedGradScaler",
     "ShardingStrategy",
     "Stats",
     "stats",
