@@ -73,7 +73,6 @@ class Reduction:
         self._first.wait()
         assert self._buffer is not None
         if self._replicate is not None:
-            self._lane.follow_compute()
             self._second = self._replicate.all_reduce(self._result, self._lane)
         if self._handle.whole:
             self._keep_whole = self._buffer
