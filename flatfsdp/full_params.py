@@ -182,6 +182,10 @@ def summon(
 ) -> Iterator[None]:
     """Whole parameters for the units' modules inside the context. Collective over their axes, on entry (and on exit
     with `writeback` and `rank0_only`)."""
+    for root in {id(unit.root): unit.root for unit in units}.values():
+        root.lazy_init()
+        if not _torch.in_backward():
+            root.settle_down()
     for unit in units:
         if unit.phase is Phase.SUMMONED:
             raise UsageError(
@@ -193,9 +197,6 @@ def summon(
                 f"summon_full_params() inside a forward or backward (unit {unit.label} is in {unit.phase.value}); call "
                 "it between iterations"
             )
-    for root in {id(unit.root): unit.root for unit in units}.values():
-        root.lazy_init()
-        root.settle_down()
     with ExitStack() as undo:
         summoned = []
         for unit in units:
