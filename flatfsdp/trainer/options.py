@@ -20,7 +20,7 @@ from flatfsdp import ShardingStrategy
 STRATEGIES = {member.name.lower().lstrip("_"): member for member in ShardingStrategy}
 
 # Limits of a run that is given none. Steps, so that two runs do the same; minutes, for a machine slower than expected.
-DEFAULT_STEPS = 800
+DEFAULT_STEPS = 700
 DEFAULT_MINUTES = 1.5
 
 
@@ -39,7 +39,7 @@ class Options:
     # training
     steps: int | None = None
     minutes: float | None = None
-    batch: int = 8
+    batch: int = 4
     accumulate: int = 1
     lr: float = 3e-3
     warmup: float = 0.05

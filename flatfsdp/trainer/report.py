@@ -110,7 +110,7 @@ class Summary:
     def render(self) -> str:
         """The summary as lines of text, one fact a line."""
         sent = ", ".join(
-            f"{kind} {human(size)} in {calls:g} call{'' if calls == 1 else 's'}"
+            f"{kind} {human(size)} in {calls:.4g} call{'' if calls == 1 else 's'}"
             for kind, (calls, size) in sorted(self.communication.items())
         )
         rows = {

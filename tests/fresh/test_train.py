@@ -59,7 +59,7 @@ def test_a_plain_start_trains_on_two_ranks_and_reports(text: Path, tmp_path: Pat
 
 def test_under_torchrun_it_joins_the_world(text: Path, tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "flatfsdp.train"]
-    options = ["--steps", "2", "--no-plot", "--quiet", "--strategy", "shard_grad_op", "--accumulate", "2"]
+    options = ["--steps", "4", "--no-plot", "--quiet", "--strategy", "shard_grad_op", "--accumulate", "2"]
     done = start(*launcher, *TINY, *options, "--data", text, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = facts(done.stdout)
