@@ -19,7 +19,68 @@ from .unit import Unit
 
 
 class FullyShardedDataParallel(FSDP1Names, nn.Module):
-    """Shard a module's parameters, gradients and optimizer state over ranks."""
+    """Train `module` with its parameters, gradients and optimizer state split over ranks.
+
+    The parameters of `module` that no nested wrapper owns become one *unit*: they lie in a flat parameter, of which
+    each rank keeps a shard. Around the module's forward and its backward the unit is gathered; its gradients are
+    averaged over ranks and arrive as shards in `.grad`. Calling the wrapper calls the module. Attributes and items of
+    the module are reached through the wrapper, and names (`named_parameters()`, `named_modules()`) do not show it.
+
+    Build the optimizer on the wrapper's parameters. Every rank makes the same wrappers in the same order, and calls the
+    model equally often. Between steps a parameter of the module shows this rank's part of it, flattened, which may be
+    empty; whole ones are there inside `summon_full_params()`.
+
+    Arguments have FSDP1's names, order and defaults. Enums may be given by the names of their members, and torch's own
+    enums, configs and policies are understood.
+
+    Args:
+        module: what to wrap. Refused: a class, a module without a forward of its own (`nn.ModuleList`), a module that
+            is wrapped already.
+        process_group: the ranks to shard over; None for all. The hybrid strategies take the pair (shard group,
+            replicate group), where None means the ranks of each node and their counterparts on the others.
+        sharding_strategy: what is split and for how long a unit stays gathered, see `ShardingStrategy`; None for
+            FULL_SHARD.
+        cpu_offload: `CPUOffload`, or a bool for its `offload_params`: whether shards and their gradients live in host
+            memory, where the optimizer then steps. None for no.
+        auto_wrap_policy: which modules inside become units of their own, with the same arguments: a set of module
+            classes, a policy of `flatfsdp.wrap`, or a callable `(module, recurse, nonwrapped_numel) -> bool`. None for
+            none. Warns where it chooses nothing.
+        backward_prefetch: when backward gathers the next unit, see `BackwardPrefetch`; None for when it is reached.
+        mixed_precision: `MixedPrecision`, or a dtype for its `param_dtype`. None leaves all dtypes as they are.
+        ignored_modules: modules inside, whose parameters and whatever they contain are left alone: not sharded, not
+            moved, their gradients not averaged.
+        param_init_fn: gives values to a module that has parameters or buffers on the meta device, once they have memory
+            on the compute device: `param_init_fn(module)` fills those that `module` itself holds. None for the module's
+            `reset_parameters()`.
+        device_id: where units compute: an index among the accelerators, a device, or its name. None for the device of
+            the parameters, else the current accelerator if the process group serves it, else the CPU.
+        sync_module_states: whether the constructor overwrites parameters and buffers with those of rank 0.
+        forward_prefetch: whether forward gathers the next unit early, in the order of the forward before.
+        limit_all_gathers: whether gathers wait until memory is free, so that at most the unit in use and the one
+            gathered ahead are there.
+        use_orig_params: whether the optimizer sees the original parameters, each this rank's part of it, or one flat
+            parameter per unit (and kind). With True, each parameter starts on 16 bytes.
+        ignored_states: as `ignored_modules`, for modules or for parameters, not both.
+        device_mesh: in place of `process_group`: a 1-D mesh, or 2-D (replicate, shard) for the hybrid strategies.
+        check_values: what to do when ranks begin from different values: "warn", "raise", or "off". Not in FSDP1.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: an argument; the message names it, what was given and what is accepted.
+        UsageError: there is no process group, or `module` cannot be wrapped. `module` is then as it was.
+
+    Collective are: constructing with `sync_module_states`, or with a hybrid strategy whose groups have to be made;
+    forward and backward; and the methods that say so. The first of these after construction compares what the ranks
+    have built and raises `AgreementError` on all of them if it differs.
+
+    Example (in a process group of one rank):
+        >>> import torch
+        >>> model = FullyShardedDataParallel(torch.nn.Linear(2, 1), use_orig_params=True)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> [(name, parameter.shape) for name, parameter in model.named_parameters()]
+        [('weight', torch.Size([1, 2])), ('bias', torch.Size([1]))]
+    """
 
     def __init__(
         self,
@@ -80,7 +141,11 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module's forward with its parameters unsharded. Collective over the shard axis."""
+        """Call the module with its parameters gathered. Collective over the shard group, as its backward will be.
+
+        Tensors among the outermost wrapper's arguments are moved to the compute device; floating-point ones are cast as
+        `mixed_precision` says. Returns what the module returns.
+        """
         return self._unit.run(args, kwargs)
 
     @property
@@ -89,7 +154,7 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
         return self._fsdp_wrapped_module
 
     def extra_repr(self) -> str:
-        """The sharding strategy and the groups of this unit, in one line."""
+        """What `repr` shows: the sharding strategy and the groups of this unit, in one line."""
         return group_line(self._unit)
 
     def __getattr__(self, name: str) -> Any:
@@ -107,8 +172,10 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The wrapper, then the wrapped module under the same name, then what is inside: names never show the
-        wrapper."""
+        """Arguments as in torch. Yields the wrapper, then the wrapped module under the same name, then what is inside.
+
+        `dict(model.named_modules())` therefore holds wrapped modules, under names that do not show the wrappers.
+        """
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:
@@ -130,8 +197,11 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
         copying.restore(self, state)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole state under plain names, inside `summon_full_params()`; refused elsewhere, where it would hold
-        shards."""
+        """The whole state under plain names; arguments as in torch.
+
+        Raises:
+            UsageError: outside of `summon_full_params()`, where it would hold shards.
+        """
         full_params.require_summoned(self._unit, "state_dict()")
         return self.module.state_dict(*args, **kwargs)
 
@@ -141,23 +211,33 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
             state_dict[f"{prefix}_fsdp_wrapped_module.{key[len(prefix) :]}"] = state_dict.pop(key)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call `fn` on every module inside, parameters whole and written back; as `nn.Module.apply`. Collective."""
+        """Call `fn(module)` on every module inside, children first, with whole parameters; what it writes is kept.
+
+        For initialisation, as `nn.Module.apply`. Every rank must write the same. Collective.
+        """
         with self.summon_full_params(self, recurse=False):
             super().apply(fn)
         return self
 
     def check_is_root(self) -> bool:
-        """Whether this is the outermost wrapper of its model. Collective before the first forward."""
+        """Whether this is the outermost wrapper of its model. Collective if nothing collective came before."""
         self._lazy_init()
         return bool(self._is_root)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
-        """The wrappers in `module`, itself included; with `root_only` the outermost of each tree."""
+        """The wrappers in `module`, itself included, parents first; with `root_only` only outermost ones."""
         return list(wrapped_inside(module, root_only=root_only))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients inside the context without communication."""
+        """A context in which backward sends nothing: whole gradients add up until the next backward outside of it.
+
+        Only for the outermost wrapper; every rank must enter it. Takes the memory of whole gradients meanwhile; without
+        it, sharded gradients add up in `.grad` at the price of a reduction per backward.
+
+        Raises:
+            UsageError: on a nested wrapper.
+        """
         return build.no_sync(self._unit)
 
     @staticmethod
@@ -170,7 +250,22 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Whole parameters inside the context. Collective."""
+        """A context in which parameters are whole, in their own shapes and the dtype that optimizers see. Collective.
+
+        With `use_orig_params=False` it also lists them, instead of flat parameters, in `module.named_parameters()`.
+
+        Args:
+            module: a wrapper, or any module with wrappers inside.
+            recurse: whether all wrappers inside, or only `module` itself.
+            writeback: whether changes made inside are kept. Every rank must make the same, but see `rank0_only`.
+            rank0_only: only rank 0 gets whole parameters, others keep seeing their shards; with `writeback`, rank 0's
+                changes reach all.
+            offload_to_cpu: whether the whole parameters are in host memory.
+            with_grads: whether `.grad` is whole, too, and written back like the parameters.
+
+        Raises:
+            UsageError: inside itself, and inside a forward or a backward.
+        """
         units = build.units_in(module) if recurse else build.units_at(module)
         with (
             build.flat_params_hidden(module),
@@ -181,5 +276,13 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the joint norm of all gradients. Collective."""
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
+
+        `norm_type` is the p of the p-norm, 0 or larger; `inf` for the largest absolute value. Parameters that this
+        wrapper ignores count once. Every rank gets the same norm, a tensor without dimensions. Collective.
+
+        Raises:
+            UsageError: on a nested wrapper.
+            ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
+        """
         return clip_grad_norm(build.root_of(self._unit, "clip_grad_norm_"), self, max_norm, norm_type)

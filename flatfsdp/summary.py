@@ -67,14 +67,11 @@ def stats(model: nn.Module) -> Stats:
     Raises:
         UsageError: no module in `model` is wrapped, or `model` is only a part of a larger wrapped model.
 
-    Example (one process, without a launcher)::
-
+    Example (in a process group of one rank):
         >>> import torch, flatfsdp
-        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         >>> model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(3, 5))
         >>> flatfsdp.stats(model)
         Stats(units=1, bytes_params=80, bytes_grads=0, bytes_unsharded=0, bytes_unsharded_peak=0, comm={})
-        >>> torch.distributed.destroy_process_group()
     """
     return Stats(model)
 
