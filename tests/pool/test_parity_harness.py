@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_comparison_names_what_differs() -> None:
 
 @pytest.mark.parametrize("case", FLATTENABLE)
 def test_ddp_on_two_ranks_is_the_sequence(case: str) -> None:
-    options = {"find_unused_parameters": True} if case == "unused" else {}
+    options: dict[str, Any] = {"find_unused_parameters": True} if case == "unused" else {}
     parity.check(2, Recipe(case), engine=parity.DDP(), **options)
 
 
@@ -136,7 +137,7 @@ def test_fsdp1_with_a_recipe_is_the_sequence(recipe: Recipe) -> None:
 
 
 def test_fsdp1_agrees_with_one_batch() -> None:
-    options = {"use_orig_params": True, "context": parity.deprecations_allowed, "mode": "close"}
+    options: dict[str, Any] = {"use_orig_params": True, "context": parity.deprecations_allowed, "mode": "close"}
     parity.check(2, Recipe("transformer", clip=0.5), engine=FSDP1, oracle="concatenated", **options)
-    mesh = {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
-    parity.check(4, Recipe("mlp", replicas=2), engine=FSDP1, **options, **mesh)
+    options |= {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
+    parity.check(4, Recipe("mlp", replicas=2), engine=FSDP1, **options)
