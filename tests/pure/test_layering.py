@@ -29,11 +29,9 @@ ROWS: tuple[tuple[int, str], ...] = (
     (2, "device"),
     (2, "storage"),
     (2, "comm"),
-    (2, "watch"),
-    (2, "agree"),
+    (2, "values watch agree"),
     (3, "flat_param"),
     (3, "views"),
-    (3, "values"),
     (3, "grads"),
     (4, "trees buffers hooks unit root"),
     (4, "registry"),
@@ -48,6 +46,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (8, "trainer train env examples"),
 )
 ROW_OF = {name: row for row, (_, names) in enumerate(ROWS) for name in names.split()}
+assert len(ROW_OF) == sum(len(names.split()) for _, names in ROWS), "a file has one row"
 PROGRAMS = frozenset(ROWS[-1][1].split())  # what a user could have written: public names only
 PUBLIC_MODULES = frozenset({"flatfsdp", "flatfsdp.wrap", "flatfsdp.errors"})
 
