@@ -1,7 +1,7 @@
 """From a module and a config to a unit: groups, device, materialisation, synchronisation, kinds.
 
-Constructors communicate only to make process groups and, when asked, to copy rank 0's values (`sync_module_states`). All that
-may fail in a user's hands is checked before the first parameter is touched.
+Constructors communicate only to make process groups and, when asked, to copy rank 0's values (`sync_module_states`).
+All that may fail in a user's hands is checked before the first parameter is touched.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from .device import Device
 from .errors import ConfigValueError, UsageError, set_rank
 from .flat_param import FlatParamHandle
 from .full_params import unwrap
-from .policy.strategy import traits
 from .optimizers import guard_optimizers
+from .policy.strategy import traits
 from .registry import disown, own, owners, roots
 from .root import Root, RootSettings
 from .storage import Ledger
 from .unit import Unit
+from .values import Beginnings
 from .views import Home
 from .wrap import apply_plan, plan_wrapping
 
 HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
-# -- groups --------------------------------------------------------------------------------------------------------------
+# -- groups
+# --------------------------------------------------------------------------------------------------------------
 
 # Communicators for reductions, one per process group and living as long as it does.
 _reduction_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -51,7 +53,8 @@ def require_process_group() -> None:
             "no process group: FullyShardedDataParallel needs torch.distributed to be initialised. Under torchrun add\n"
             "    torch.distributed.init_process_group()\n"
             "before wrapping; in a single process without a launcher add\n"
-            '    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)'
+            '    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), '
+            "rank=0, world_size=1)"
         )
 
 
@@ -70,7 +73,8 @@ def resolve_groups(config: Config) -> Config:
         group = given
     else:
         group = _groups_of_nodes() if hybrid else dist.group.WORLD
-    for each in group if hybrid else (group,):
+    members: tuple[Any, ...] = tuple(group) if hybrid else (group,)
+    for each in members:
         if dist.get_rank(each) < 0:
             raise ConfigValueError(f"process_group: rank {dist.get_rank()} is not a member of the group it was given")
     return config.replace(process_group=group, device_mesh=None)
@@ -129,8 +133,9 @@ def _groups_of_nodes() -> tuple[Any, Any]:
         )
         if local < 1 or size % local:
             raise ConfigValueError(
-                f"process_group: the hybrid strategies shard over the ranks of a node, but LOCAL_WORLD_SIZE is "
-                f"{os.environ.get('LOCAL_WORLD_SIZE', 'not set')} and does not divide the world of {size}. Launch with torchrun, or give "
+                "process_group: the hybrid strategies shard over the ranks of a node, but LOCAL_WORLD_SIZE is "
+                f"{os.environ.get('LOCAL_WORLD_SIZE', 'not set')} and does not divide the world of {size}. Launch with "
+                "torchrun, or give "
                 "process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"
             )
         shard = replicate = None
@@ -146,17 +151,21 @@ def _groups_of_nodes() -> tuple[Any, Any]:
     return found
 
 
-# -- device --------------------------------------------------------------------------------------------------------------
+# -- device
+# --------------------------------------------------------------------------------------------------------------
 
 
 def compute_device(module: nn.Module, config: Config) -> torch.device:
-    """Where the unit computes: `device_id`; else where parameters on an accelerator are; else what the backend serves."""
+    """Where the unit computes: `device_id`; else where parameters on an accelerator are; else what the backend
+    serves."""
     if isinstance(config.device_id, torch.device):
         return config.device_id
     if isinstance(config.device_id, int):
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None:
-            raise ConfigValueError(f"device_id: got {config.device_id}, but this machine has no accelerator; leave it out to train on CPU")
+            raise ConfigValueError(
+                f"device_id: got {config.device_id}, but this machine has no accelerator; leave it out to train on CPU"
+            )
         return torch.device(accelerator.type, config.device_id)
     for parameter in module.parameters():
         if parameter.device.type not in ("cpu", "meta"):
@@ -168,7 +177,8 @@ def compute_device(module: nn.Module, config: Config) -> torch.device:
     return torch.device("cpu")
 
 
-# -- which parameters ----------------------------------------------------------------------------------------------------
+# -- which parameters
+# ----------------------------------------------------------------------------------------------------
 
 
 def units_in(module: nn.Module) -> list[Unit]:
@@ -196,7 +206,8 @@ def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[n
     for ignored in config.ignored_modules:
         if isinstance(ignored.__dict__.get("_unit"), Unit):
             raise ConfigValueError(
-                f"ignored_modules: {type(ignored).__name__} is already wrapped by FullyShardedDataParallel; give the modules to ignore unwrapped"
+                f"ignored_modules: {type(ignored).__name__} is already wrapped by FullyShardedDataParallel; give the "
+                "modules to ignore unwrapped"
             )
         modules.update(ignored.modules())
     params = set(config.ignored_params)
@@ -241,7 +252,8 @@ def _modules_of(module: nn.Module, ignored: set[nn.Module]) -> list[tuple[str, n
     return out
 
 
-# -- values --------------------------------------------------------------------------------------------------------------
+# -- values
+# --------------------------------------------------------------------------------------------------------------
 
 
 def materialise(
@@ -256,13 +268,15 @@ def materialise(
     """
     made: dict[int, torch.Tensor] = {}
     for path, module in modules:
-        slots = [(module._parameters, name, t) for name, t in module._parameters.items() if t is not None and t not in skip]
-        slots += [(module._buffers, name, t) for name, t in module._buffers.items() if t is not None]
+        slots: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        for tensors in (module._parameters, module._buffers):
+            slots += [(tensors, name, t) for name, t in tensors.items() if t is not None and t not in skip]
         if not any(tensor.is_meta for _, _, tensor in slots):
             continue
         if initialise is None and not callable(getattr(module, "reset_parameters", None)):
             raise UsageError(
-                f"module {path or '<root>'!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(); give it one, or "
+                f"module {path or '<root>'!r} ({type(module).__name__}) is on the meta device and has no "
+                "reset_parameters(); give it one, or "
                 "pass param_init_fn=, a function of the module that fills its own parameters and buffers"
             )
         for registry, name, tensor in slots:
@@ -270,27 +284,26 @@ def materialise(
                 if id(tensor) not in made:
                     empty = torch.empty_like(tensor, device=device)
                     made[id(tensor)] = (
-                        nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                        nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else empty
                     )
                 registry[name] = made[id(tensor)]
         with torch.no_grad():
-            initialise(module) if initialise is not None else module.reset_parameters()
-        left = [name for name, t in [*module._parameters.items(), *module._buffers.items()] if t is not None and t.is_meta]
+            (initialise or _reset_parameters)(module)
+        left = [
+            name for name, t in [*module._parameters.items(), *module._buffers.items()] if t is not None and t.is_meta
+        ]
         if left:
             raise UsageError(f"param_init_fn left {', '.join(left)} of module {path or '<root>'!r} on the meta device")
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """A sum over the bits of `tensor`: equal values give equal sums on every rank."""
-    flat = tensor.detach().contiguous().view(-1)
-    size = flat.element_size()
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
-    if words is None:
-        flat, words = flat.view(torch.uint8), torch.uint8
-    return int(flat.view(words).sum(dtype=torch.int64)) if flat.numel() else 0
+def _reset_parameters(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]  # checked by the caller
 
 
-# -- the unit ------------------------------------------------------------------------------------------------------------
+# -- the unit
+# ------------------------------------------------------------------------------------------------------------
 
 
 def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Unit:
@@ -321,14 +334,15 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
             continue
         if getattr(leaf, "_fsdp_flattened", False):
             raise UsageError(
-                f"{path!r} is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the original module, once"
+                f"{path!r} is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the "
+                "original module, once"
             )
         homes.append(Home(holder, attribute, path, leaf))
         leaves.setdefault(id(leaf), (leaf, path))
     _move_buffers(modules, device)
     if config.sync_module_states:
         _synchronise(modules, [leaf for leaf, _ in leaves.values()], groups, seam)
-    sums = _checksums(leaves.values()) if config.check_values != "off" else None
+    beginnings = Beginnings(leaves.values()) if config.check_values != "off" else None
     kinds: dict[tuple[torch.dtype, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves.values():
         kinds.setdefault((leaf.dtype, leaf.requires_grad), []).append((leaf, path))
@@ -362,7 +376,9 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         owners=list(tied.values()),
         island=island,
     )
-    unit.checksums = sums
+    if beginnings is not None:
+        beginnings.seal(handles)
+    unit.beginnings = beginnings
     if not config.use_orig_params:
         for home in homes:
             home.unregister()
@@ -386,8 +402,10 @@ def new_root(unit: Unit, device: torch.device, ledger: Ledger, settings: RootSet
 def _check_tie(owner: Unit, module: nn.Module, path: str, config: Config) -> None:
     if owner.groups.shard.ranks != plan_groups(config, owner.handles[0].device).shard.ranks:
         raise UsageError(
-            f"{path!r} of {type(module).__name__} is tied to a parameter of another unit ({type(owner.module).__name__}) that is sharded over other "
-            "ranks, so no order of gathers serves both. Put both modules into one unit, or wrap them with the same process group"
+            f"{path!r} of {type(module).__name__} is tied to a parameter of another unit "
+            f"({type(owner.module).__name__}) that is sharded over other "
+            "ranks, so no order of gathers serves both. Put both modules into one unit, or wrap them with the same "
+            "process group"
         )
 
 
@@ -414,11 +432,8 @@ def _synchronise(
                 tensor.copy_(on_device)
 
 
-def _checksums(leaves: Iterable[tuple[nn.Parameter, str]]) -> dict[str, int]:
-    return {path: checksum(leaf) for leaf, path in leaves}
-
-
-# -- the wrapper's side --------------------------------------------------------------------------------------------------
+# -- the wrapper's side
+# --------------------------------------------------------------------------------------------------
 
 
 def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Module]) -> ExitStack:
@@ -431,17 +446,18 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
         return ExitStack()
     ignored_modules, ignored_params = ignored_of(module, config)
     nested = config.replace(auto_wrap_policy=None)
-    kwargs = {f.name: getattr(nested, f.name) for f in fields(nested) if f.name not in ("ignored_modules", "ignored_params")}
-    plan = plan_wrapping(
-        module, policy, kwargs=kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params
-    )
+    kwargs = {
+        f.name: getattr(nested, f.name) for f in fields(nested) if f.name not in ("ignored_modules", "ignored_params")
+    }
+    plan = plan_wrapping(module, policy, kwargs=kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params)
     islands = {id(planned.module) for planned in plan if planned.in_full_precision}
 
     def wrap(child: nn.Module, **overrides: Any) -> nn.Module:
         changed = {name for name, value in overrides.items() if value is not kwargs.get(name)}
         if {"ignored_modules", "ignored_states"} & changed:
             raise ConfigValueError(
-                "auto_wrap_policy: it gives a unit ignored_modules or ignored_states of its own; give them to the outermost wrapper, which "
+                "auto_wrap_policy: it gives a unit ignored_modules or ignored_states of its own; give them to the "
+                "outermost wrapper, which "
                 "passes them to all units"
             )
         checked = resolve_groups(check_arguments(child, **overrides)) if changed else nested
@@ -487,7 +503,8 @@ def root_of(unit: Unit, method: str) -> Root:
     root = unit.root
     if root.unit is not unit:
         raise UsageError(
-            f"{method} was called on a nested unit ({type(unit.module).__name__}); call it on the outermost FullyShardedDataParallel module "
+            f"{method} was called on a nested unit ({type(unit.module).__name__}); call it on the outermost "
+            "FullyShardedDataParallel module "
             f"({type(root.unit.module).__name__})"
         )
     root.lazy_init()
@@ -502,13 +519,15 @@ def no_sync(unit: Unit) -> Iterator[None]:
         yield
 
 
-# -- groups by their ranks, for pickles ------------------------------------------------------------------------------------
+# -- groups by their ranks, for pickles
+# ------------------------------------------------------------------------------------
 
 _groups_by_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 def plan_over(strategy: ShardingStrategy, ranks: tuple[Any, ...], device: torch.device) -> GroupPlan:
-    """The axes of `strategy` over these global ranks, in groups found or made for them. Collective where a group is made."""
+    """The axes of `strategy` over these global ranks, in groups found or made for them. Collective where a group is
+    made."""
     if strategy in HYBRIDS:
         return _plan(strategy, tuple(_group_over(each) for each in ranks), device)
     return _plan(strategy, _group_over(ranks), device)
@@ -519,22 +538,29 @@ def _group_over(ranks: tuple[int, ...]) -> Any:
     if ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
     if dist.get_rank() not in ranks:
-        raise UsageError(f"this model was pickled on a rank of the group {ranks}; rank {dist.get_rank()} is not one of them")
+        raise UsageError(
+            f"this model was pickled on a rank of the group {ranks}; rank {dist.get_rank()} is not one of them"
+        )
     known = _groups_by_ranks.setdefault(dist.group.WORLD, {})
     if ranks not in known:
         known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return known[ranks]
 
 
-# -- changes of the whole module -------------------------------------------------------------------------------------------
+# -- changes of the whole module
+# -------------------------------------------------------------------------------------------
 
 
-def apply_to_tensors(wrapper: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], rest: Callable[[], Any]) -> None:
-    """`change` (a cast or a move) the shards of `wrapper`'s own unit; `rest()` changes everything else in the wrapper."""
+def apply_to_tensors(
+    wrapper: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], rest: Callable[[], Any]
+) -> None:
+    """`change` (a cast or a move) the shards of `wrapper`'s own unit; `rest()` changes everything else in the
+    wrapper."""
     unit: Unit = wrapper.__dict__["_unit"]
     if not unit.is_between():
         raise UsageError(
-            f"unit {unit.label}: .to(), .half() and their like change parameters between iterations only; a forward here still awaits its backward"
+            f"unit {unit.label}: .to(), .half() and their like change parameters between iterations only; a forward "
+            "here still awaits its backward"
         )
     flat = {name: wrapper._parameters.pop(name) for name in list(wrapper._parameters) if name.startswith("_flat_param")}
     for home in unit.homes:

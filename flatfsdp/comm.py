@@ -1,12 +1,13 @@
-"""All collectives on tensors: one gather, one reduce-scatter, one all-reduce, one broadcast, each handed back as `Pending`.
+"""All collectives on tensors: one gather, one reduce-scatter, one all-reduce, one broadcast, each handed back as
+`Pending`.
 
-[Note: transports] How a collective is carried out depends on the backend and stands here only. `Base` takes torch's flat
-collectives. `RankOrder` serves gloo, whose reductions sum in an order of their own: every rank sends each peer its piece and
-sums what it receives in rank order, so that worlds of any size are reproducible, bit for bit, however late a rank is.
-`Alone` serves an axis of one rank.
+[Note: transports] How a collective is carried out depends on the backend and stands here only. `Base` takes torch's
+flat collectives. `RankOrder` serves gloo, whose reductions sum in an order of their own: every rank sends each peer its
+piece and sums what it receives in rank order, so that worlds of any size are reproducible, bit for bit, however late a
+rank is. `Alone` serves an axis of one rank.
 
-[Note: reduction] Reductions are SUM; scaling is the caller's (`policy.precision.gradient_scaling`). Inputs are complete when an
-operation is issued. On an accelerator the caller has made the lane follow what produced them.
+[Note: reduction] Reductions are SUM; scaling is the caller's (`policy.precision.gradient_scaling`). Inputs are complete
+when an operation is issued. On an accelerator the caller has made the lane follow what produced them.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ _reduce_scatter_base = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 @dataclass
 class Traffic:
-    """Collectives by kind: how many were issued and the bytes of their unsharded side (input of a reduction, output of a gather)."""
+    """Collectives by kind: how many were issued and the bytes of their unsharded side (input of a reduction, output of
+    a gather)."""
 
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    issued: int = 0  # collectives of all kinds, never reset
 
     def log(self, kind: str, count: int) -> None:
         """One collective of `kind` that moves `count` bytes."""
+        self.issued += 1
         self.counts[kind] += 1
         self.bytes[kind] += count
 
@@ -97,8 +101,8 @@ class Base:
     def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Lane) -> Pending:
         """Fill `output` (world * n elements) with every rank's `shard` (n elements) in rank order.
 
-        Both 1-D and of one dtype; bytes travel unseen, so any dtype will do. `shard` may be this rank's slot of `output`
-        (in place). Collective over the group.
+        Both 1-D and of one dtype; bytes travel unseen, so any dtype will do. `shard` may be this rank's slot of
+        `output` (in place). Collective over the group.
         """
         self.traffic.log("all_gather", output.numel() * output.element_size())
         output, shard = _as_bytes(output), _as_bytes(shard)
@@ -163,8 +167,8 @@ class Base:
 class RankOrder(Base):
     """Reductions as an exchange of pieces, summed in rank order. [Note: transports]
 
-    Per rank and reduce-scatter of n bytes: n (W-1)/W sent, as many received into scratch. An all-reduce is a reduce-scatter and
-    a gather.
+    Per rank and reduce-scatter of n bytes: n (W-1)/W sent, as many received into scratch. An all-reduce is a
+    reduce-scatter and a gather.
     """
 
     def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wait: bool) -> Pending:
@@ -197,9 +201,12 @@ class RankOrder(Base):
         own = full[own_start : own_start + sizes[rank]]
         send = [0 if r == rank else size for r, size in enumerate(sizes)]
         receive = [0 if r == rank else sizes[rank] for r in range(len(sizes))]
-        # all_to_all wants the pieces it sends in one tensor: leaving out our own costs no copy where we are first or last.
-        outgoing = torch.cat([full[:own_start], full[own_start + sizes[rank] :]]) if 0 < rank < len(sizes) - 1 else (
-            full[sizes[0] :] if rank == 0 else full[:own_start]
+        # all_to_all wants the pieces it sends in one tensor: leaving out our own costs no copy where we are first or
+        # last.
+        outgoing = (
+            torch.cat([full[:own_start], full[own_start + sizes[rank] :]])
+            if 0 < rank < len(sizes) - 1
+            else (full[sizes[0] :] if rank == 0 else full[:own_start])
         )
         scratch = full.new_empty(sum(receive))
         self.ledger.add("exchange", scratch.numel() * scratch.element_size())
@@ -268,7 +275,8 @@ def transport(group: Group, device: Device, *, traffic: Traffic, ledger: Ledger)
 
 
 class Late(Base):
-    """A double that delivers late: outputs are NaN (or zero bytes) until `wait()`, whatever the backend did meanwhile."""
+    """A double that delivers late: outputs are NaN (or zero bytes) until `wait()`, whatever the backend did
+    meanwhile."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.group, inner.device, traffic=inner.traffic, ledger=inner.ledger)
@@ -349,7 +357,8 @@ class GroupPlan:
 
 
 def agree_on_maximum(flags: dict[torch.device, torch.Tensor], process_group: Any) -> dict[torch.device, torch.Tensor]:
-    """The maximum over `process_group` (None: the default group) of scalars that this rank holds per device. Collective.
+    """The maximum over `process_group` (None: the default group) of scalars that this rank holds per device.
+    Collective.
 
     All scalars travel as one, on the device that the group's backend serves, and each device gets the answer.
     """

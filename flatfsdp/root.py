@@ -6,10 +6,13 @@ the unit whose forward is the outermost at the moment, usually the same.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Concatenate, ParamSpec
 
 import torch
 
@@ -25,7 +28,9 @@ from .lifecycle import Phase
 from .policy.order import ForwardOrder, ForwardRecord, GatherPlan, ReducePlan
 from .storage import FlatBuffer, Ledger
 from .trace import Trace
-from .unit import Unit
+from .unit import Call, Unit
+
+P = ParamSpec("P")
 
 
 @dataclass
@@ -45,6 +50,10 @@ class RootSettings:
     check_values: str
 
 
+# Calls whose backward is over when a certain gradient is there.
+Readers = list[tuple["weakref.ref[Unit]", Call]]
+
+
 class Backward:
     """What lives for one backward."""
 
@@ -55,6 +64,20 @@ class Backward:
         self.double = False  # create_graph: the weights are needed again
         self.fired = False  # a gradient of a leaf arrived (torch.autograd.grad brings none)
         self.in_flight: list[Reduction] = []
+
+
+def _explained(method: Callable[Concatenate[Root, P], None]) -> Callable[Concatenate[Root, P], None]:
+    """Runs `method`, where a failure of the communication is raised as the disagreement that caused it, if one did."""
+
+    @functools.wraps(method)
+    def explained(self: Root, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except RuntimeError as error:
+            self.agreement.explain(error)
+            raise
+
+    return explained
 
 
 class Root:
@@ -83,6 +106,7 @@ class Root:
         self._limit = settings.limit_all_gathers
         self._depth = 0
         self._sequence: list[Unit] = []
+        self._anchors: dict[int, tuple[weakref.ref[torch.Tensor], Readers]] = {}  # by id of the tensor
         self._readers: dict[int, tuple[weakref.ref[torch.Tensor], Unit]] = {}  # by id of the tensor
         self._order: ForwardOrder[Unit] = ForwardOrder()
         self._transports: dict[tuple[int, str], Transport] = {}
@@ -106,9 +130,9 @@ class Root:
             self._transports[key] = transport(group, self.device, traffic=self.traffic, ledger=self.ledger)
         return self._transports[key]
 
-    def lazy_init(self) -> None:
+    def lazy_init(self, *, training: bool = False) -> None:
         """At the first forward: name and connect the units, and agree with the other ranks. Collective over all
-        groups."""
+        groups. `training`: the values that ranks begin with matter now."""
         if self.ready:
             return
         names = {id(module): name for name, module in self.unit.module.named_modules()}
@@ -117,7 +141,10 @@ class Root:
             for handle in unit.handles:
                 handle.name = unit.name
             self.connect(unit)
-        self.agreement.compare(self)
+        if training:
+            for unit in self.units:
+                unit.write_back()  # what a user put in a parameter's place is no value of the beginning
+        self.agreement.compare(self, training=training)
         self.ready = True
         logger.debug("initialised %d units: %s", len(self.units), ", ".join(unit.label for unit in self.units))
 
@@ -157,9 +184,10 @@ class Root:
                     f"({type(self.unit.module).__name__}) that it belongs to; call the outermost "
                     "FullyShardedDataParallel module first"
                 )
-            self.lazy_init()
+            self.lazy_init(training=torch.is_grad_enabled())
         if _torch.in_backward():
             return
+        self.agreement.begin_forward(training=torch.is_grad_enabled())
         self.settle_down()
         for each in self.units:
             each.write_back()
@@ -169,6 +197,7 @@ class Root:
                 self.record = ForwardRecord()
         self._sequence = []
         self._readers.clear()
+        self._anchors.clear()
         self.lanes.unshard.follow_compute()  # the optimizer's writes to the shards come first
 
     def leave(self, unit: Unit, *, failed: bool = False) -> None:
@@ -179,6 +208,7 @@ class Root:
         if failed:
             self.abandon()
             return
+        self.agreement.end_forward()
         self._order.learn(self._sequence)
         if not torch.is_grad_enabled() or self.record.empty:
             for each in self.units:
@@ -190,7 +220,7 @@ class Root:
         recomputing = _torch.in_backward()
         if not recomputing:
             self._sequence.append(unit)
-            self.agreement.check_order(self, unit)
+            self.agreement.check_order(unit)
             if torch.is_grad_enabled():
                 self.record.enter(unit)
         for each in (*unit.owners, unit):
@@ -205,6 +235,20 @@ class Root:
         for each in (*unit.owners, unit):
             each.wait_unshard()
 
+    def new_anchor(self, output: torch.Tensor) -> Readers:
+        """`output` of a unit will tell when a gradient reaches it; the list of calls that then are over, to be filled."""
+        readers: Readers = []
+        self._anchors[id(output)] = weakref.ref(output), readers
+        return readers
+
+    def follow_anchor(self, tensor: torch.Tensor, unit: weakref.ref[Unit], call: Call) -> bool:
+        """If `tensor` is an output of another unit: its gradient ends the backward of `unit`'s `call`, too."""
+        known = self._anchors.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            return False
+        known[1].append((unit, call))
+        return True
+
     def first_reader(self, tensor: torch.Tensor, unit: Unit) -> bool:
         """Whether no other unit was given `tensor` as an input before `unit`, those that it runs inside of aside."""
         known = self._readers.get(id(tensor))
@@ -214,9 +258,11 @@ class Root:
 
     def abandon(self) -> None:
         """A forward failed: everything returns to between iterations, as if it had not begun."""
+        self.agreement.abandon(sys.exc_info()[1])
         self.record = ForwardRecord()
         for unit in self.units:
             unit.rest()
+        self.agreement.rest()
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -227,6 +273,7 @@ class Root:
             return
         if not _torch.in_backward():
             return
+        self.agreement.check_backward(self)
         self.record.consumed = True
         self.backward = Backward(self.record, sync=self.sync)
         self.backward.double = torch.is_grad_enabled()
@@ -254,6 +301,7 @@ class Root:
         for each in self._running().gathers.until(unit):
             each.launch_unshard()
 
+    @_explained
     def gather_for_backward(self, unit: Unit) -> None:
         """Unshard `unit` in the agreed order, and start on the next. Collective."""
         for each in (*unit.owners, unit):
@@ -287,6 +335,7 @@ class Root:
         if any(grads.awaited for grads in unit.grads):
             self._running().reductions.expect(unit)
 
+    @_explained
     def gradients_ready(self, unit: Unit) -> None:
         """All gradients of `unit` are in their slots: reduce it if it is its turn. Collective."""
         backward = self._running()
@@ -303,6 +352,7 @@ class Root:
             launched = unit.reduce()
             backward.in_flight.extend(launched)
 
+    @_explained
     def end_backward(self) -> None:
         """The graph task has ended: flush, and return to between iterations. Collective."""
         backward = self.backward
@@ -327,8 +377,9 @@ class Root:
             self._whole_for_double = True
             for unit in self.units:
                 unit.pause()
-            return
-        self._finish(keep_unsharded=not backward.sync)
+        else:
+            self._finish(keep_unsharded=not backward.sync)
+        self.agreement.rest()
 
     def _finish(self, *, keep_unsharded: bool) -> None:
         self._whole_for_double = False
@@ -346,6 +397,8 @@ class Root:
             return
         self.backward = None
         self._failed = True
+        self.agreement.say_abandoned(None)
+        self.agreement.rest()
         lost = [unit.label for unit in self.units if unit.undo()]
         if lost:
             warn(

@@ -24,6 +24,7 @@ from .grads import Gradients, Reduction
 from .lifecycle import PHASE_STEPS, Phase, ShardState, step
 from .policy.strategy import Traits
 from .trees import cast_floating, map_tensors, move, tensors_in
+from .values import Beginnings
 from .views import Exposure, Home, Shown, check_exposed
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Unit:
         self._open_calls: set[Call] = set()
         self._completed = False
         self.needed_whole = False  # nothing tells when its backward is over: unsharded until the end of the backward
-        self.checksums: dict[str, int] | None = None  # of the values before sharding, while nothing has written to them
+        self.beginnings: Beginnings | None = None  # until they have been compared with the other ranks'
         self.gather: Transport
         self.scatter: Transport
         self.replicate: Transport | None
@@ -256,6 +257,8 @@ class Unit:
             return None
         call = Call()
         me = weakref.ref(self)
+        if len(awaited) == 1 and root.follow_anchor(awaited[0], me, call):
+            return call
 
         def arrived() -> None:
             unit = me()
@@ -276,14 +279,8 @@ class Unit:
             if anchors:
                 if not recomputing:
                     root.record.anchor(self)
-                me = weakref.ref(self)
-
-                def reached() -> None:
-                    unit = me()
-                    if unit is not None:
-                        unit.before_backward(call)
-
-                hooks.before_backward_of(anchors, reached)
+                for anchor in anchors:
+                    self._anchor(root, anchor, call)
             elif not recomputing and any(leaf.requires_grad for handle in self.handles for leaf in handle.leaves):
                 self._stay_whole()
                 keep = True
@@ -293,6 +290,23 @@ class Unit:
             for owner in self.owners:
                 owner.lent_no_more()
         return output
+
+    def _anchor(self, root: Root, output: torch.Tensor, call: Call | None) -> None:
+        """Begin this unit's backward when the gradient of `output` is there; the backward of its readers is over then.
+
+        Those are told first: they reshard before anything is gathered for this unit.
+        """
+        readers = root.new_anchor(output)
+        me = weakref.ref(self)
+
+        def reached() -> None:
+            for reader, their_call in readers:
+                if (unit := reader()) is not None:
+                    unit.inputs_ready(their_call)
+            if (unit := me()) is not None:
+                unit.before_backward(call)
+
+        hooks.before_backward_of(output, reached)
 
     def lent_no_more(self) -> None:
         """A unit that holds some of these parameters too has run its forward: reshard, unless they are needed here."""
