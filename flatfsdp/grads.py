@@ -12,11 +12,14 @@ backward can be forgotten.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from . import _torch
 from .comm import Transport
 from .device import DONE, Lane
+from .errors import UsageError
 from .flat_param import FlatParamHandle, full_views
 from .policy.precision import gradient_scaling
 from .storage import FlatBuffer
@@ -92,6 +95,22 @@ class Reduction:
         return self._result
 
 
+@dataclass(frozen=True, eq=False)
+class Mark:
+    """The `.grad` of a parameter as a window left it, and which slots it stands for. [Note: marks]"""
+
+    parameter: torch.Tensor
+    grad: torch.Tensor
+    version: int
+    indices: tuple[int, ...]
+    ours: bool  # made by the window, and not the sum of earlier synchronised gradients
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the parameter still has it."""
+        return self.parameter.grad is self.grad
+
+
 class Gradients:
     """All gradient state of one handle.
 
@@ -119,7 +138,7 @@ class Gradients:
         # Microbatches without synchronisation came before: the next synchronised backward reduces, on every rank alike,
         # whether or not gradients arrived on this one.
         self.window_open = False
-        self._marks: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._marks: list[Mark] = []
 
     # -- a backward begins -------------------------------------------------------------------------------------------
 
@@ -341,55 +360,54 @@ class Gradients:
     # -- windows -----------------------------------------------------------------------------------------------------
 
     def _mark_window(self) -> None:
-        """Show each leaf's share of the window as its `.grad`, so that `zero_grad` reaches what is kept unsharded.
+        """Show each parameter's share of the window as its `.grad`, so that `zero_grad` reaches what is kept unsharded.
 
         [Note: marks] Under no_sync the gradients live in a buffer that no user sees. A parameter without `.grad` is
-        given this rank's slice of it; whoever sets that to None or zero drops the window at the next backward.
+        given this rank's slice of it. Whoever sets a parameter's `.grad` to None or zero, or puts another in its place,
+        drops that parameter's gradients from the window at the next backward.
         """
         if self._buffer is None:
             return
         handle = self.handle
         flat = self._buffer.tensor
         own = flat.narrow(0, handle.rank * handle.layout.shard_numel, handle.layout.shard_numel)
+        every = tuple(range(len(handle.leaves)))
+        shares: list[tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]] = [(handle.flat_param, own, every)]
         if handle.use_orig_params:
-            pairs = []
-            views = full_views(flat, handle.layout) if handle.whole else None
-            for i, leaf in enumerate(handle.leaves):
-                if not leaf.requires_grad:
-                    continue
-                span = handle.layout.span_in_shard(i, handle.rank)
-                pairs.append((leaf, own.narrow(0, span.start, span.numel) if views is None else views[i]))
-        else:
-            pairs = [(handle.flat_param, own)]
-        self._marks = []
-        for parameter, share in pairs:
+            spans = [handle.layout.span_in_shard(i, handle.rank) for i in every]
+            views = full_views(flat, handle.layout) if handle.whole else [own.narrow(0, s.start, s.numel) for s in spans]
+            shares = [(handle.leaves[i], views[i], (i,)) for i in every if handle.leaves[i].requires_grad]
+        for parameter, share, indices in shares:
             if parameter.grad is None:
-                mark = (
-                    share.detach()
-                    if share.dtype == parameter.dtype and share.device == parameter.device
-                    else (share.to(device=parameter.device, dtype=parameter.dtype))
-                )
-                parameter.grad = mark
+                # `.data` has a version counter of its own: an edit of one mark is not one of its neighbours.
+                parameter.grad = share.data.to(device=parameter.device, dtype=parameter.dtype)
+                self._marks.append(Mark(parameter, parameter.grad, parameter.grad._version, indices, ours=True))
             else:
-                mark = parameter.grad
-            self._marks.append((parameter, mark, mark._version))
+                self._marks.append(Mark(parameter, parameter.grad, parameter.grad._version, indices, ours=False))
 
     def _check_marks(self) -> None:
-        """Drop the window if the user dropped its marks; take back the marks that we made."""
+        """Drop from the window what the user dropped; take back the marks that we made."""
         marks, self._marks = self._marks, []
-        if not marks or self._buffer is None:
+        if self._buffer is None:
             return
-        own_storage = self._buffer.tensor.untyped_storage().data_ptr()
-        dropped = 0
-        for parameter, mark, version in marks:
-            grad = parameter.grad
-            if grad is not mark or (mark._version != version and not mark.any()):
-                dropped += 1
-            if grad is mark and (
-                mark.untyped_storage().data_ptr() == own_storage or mark.dtype != self._buffer.tensor.dtype
-            ):
-                parameter.grad = None
-        if dropped == len(marks):
+        changed = [mark for mark in marks if mark.is_there and mark.grad._version != mark.version]
+        edited = [mark for mark in changed if mark.grad.any()]
+        ours = [self.handle.layout.params[i].name for mark in edited if mark.ours for i in mark.indices]
+        if ours:
+            raise UsageError(
+                f"unit {self.handle.name or '<root>'!r}: the .grad of {', '.join(ours)} was edited after a backward under "
+                "no_sync(). Until gradients are synchronised it shows only a piece of what has accumulated; edit it after "
+                "a backward outside of no_sync(), or drop it with zero_grad()"
+            )
+        # An empty piece looks zero whatever was done to it; its neighbours tell.
+        zeroed = [mark for mark in changed if not mark.grad.any() and (mark.grad.numel() or not edited)]
+        dropped = [mark for mark in marks if mark in zeroed or not mark.is_there]
+        for mark in marks:
+            if mark.ours and mark.is_there:
+                mark.parameter.grad = None
+        for mark in dropped:
+            self._filled.difference_update(mark.indices)
+        if marks and len(dropped) == len(marks):
             self._close_window()
 
 
