@@ -21,7 +21,7 @@ STRATEGIES = {member.name.lower().lstrip("_"): member for member in ShardingStra
 
 # Limits of a run that is given none. Steps, so that two runs do the same; minutes, for a machine slower than expected.
 DEFAULT_STEPS = 700
-DEFAULT_MINUTES = 1.5
+DEFAULT_MINUTES = 1.4
 
 
 @dataclass(frozen=True)
