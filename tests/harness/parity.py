@@ -66,7 +66,7 @@ class FSDP:
         if "cpu_offload" in arguments:
             arguments["cpu_offload"] = package.CPUOffload(offload_params=arguments["cpu_offload"])
         if "mesh" in arguments:
-            arguments["device_mesh"] = dist.init_device_mesh("cpu", arguments.pop("mesh"))
+            arguments["device_mesh"] = _mesh(arguments.pop("mesh"))
         if recipe.nested:
             arguments["auto_wrap_policy"] = policies.ModuleWrapPolicy(recipe.model.units)
         if recipe.mixed:
@@ -98,6 +98,12 @@ class FSDP:
     def tensors(self, model: Any) -> tuple[Tensors, Tensors]:
         with type(model).summon_full_params(model, writeback=False):
             return _tensors(model)
+
+
+@lru_cache(maxsize=8)
+def _mesh(shape: tuple[int, ...]) -> Any:
+    """A mesh of the worker's world, whose process groups all jobs share."""
+    return dist.init_device_mesh("cpu", shape)
 
 
 class Unsharded:

@@ -1,0 +1,153 @@
+"""The settings whose every combination must train like one process: legal cells, and a small array of all pairs.
+
+    for cell in covering_array(legal_cells()):
+        cell.check()
+
+A cell that the engine does not accept is no cell: `illegal` says why, in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from itertools import combinations, product
+from typing import Any
+
+import torch
+
+from tests.harness import parity
+from tests.harness.reference import Recipe, Story
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "bf16": {"compute": torch.bfloat16},
+    "fp16 reduce": {"reduce": torch.float16},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "nested": {"case": "nested"},
+    "flat": {"case": "mlp", "nested": False},
+    "tied": {"case": "tied"},
+    "frozen": {"case": "frozen"},
+    "dtypes": {"case": "dtypes"},
+}
+PASSES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no_sync": {"micro": 3, "accumulate": "no_sync"},
+    "communicate": {"micro": 3, "accumulate": "communicate"},
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination; each field is a factor, its default the level that the other factors are tried alone with."""
+
+    strategy: str = "FULL_SHARD"
+    world: int = 2
+    use_orig_params: bool = False
+    precision: str = "full"
+    offload: bool = False
+    model: str = "nested"
+    passes: str = "plain"
+
+    @property
+    def recipe(self) -> Recipe:
+        """What is trained: two steps, so that the second starts from what the first left behind."""
+        replicas = 2 if self.hybrid else 1
+        return Recipe(**PRECISIONS[self.precision], **MODELS[self.model], **PASSES[self.passes], steps=2, replicas=replicas)
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether the strategy has two axes."""
+        return "HYBRID" in self.strategy
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The wrapper's arguments."""
+        options: dict[str, Any] = {"sharding_strategy": self.strategy, "use_orig_params": self.use_orig_params}
+        if self.offload:
+            options["cpu_offload"] = True
+        if self.hybrid:
+            options["mesh"] = (2, self.world // 2)
+        return options
+
+    def check(self, *, hostile: bool = False) -> Story:
+        """Train on the pool and compare every bit with one process that runs the ranks' batches one after the other.
+
+        gloo's exchange adds in rank order, so the numbers are the same for every world. ``hostile``: under a
+        communicator that delivers late and with freed memory poisoned.
+        """
+        context = {"context": hostile_world} if hostile else {}
+        return parity.check(self.world, self.recipe, **context, **self.options)
+
+    def __str__(self) -> str:
+        names = {"use_orig_params": ("flat param", "orig params"), "offload": ("on device", "offload")}
+        levels = [getattr(self, field.name) for field in fields(self)]
+        named = [names[f.name][x] if f.name in names else str(x) for f, x in zip(fields(self), levels, strict=True)]
+        return ", ".join(named)
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "strategy": STRATEGIES,
+    "world": (2, 3, 4),
+    "use_orig_params": (False, True),
+    "precision": tuple(PRECISIONS),
+    "offload": (False, True),
+    "model": tuple(MODELS),
+    "passes": tuple(PASSES),
+}
+
+
+@contextmanager
+def hostile_world() -> Iterator[None]:
+    """Collectives that deliver NaN until they are waited for, and buffers that are NaN before use and after."""
+    from flatfsdp import comm, storage
+
+    with comm.doubled(comm.Late), storage.poison():
+        yield
+
+
+def illegal(cell: Cell) -> str | None:
+    """Why there is no such cell."""
+    if cell.hybrid and cell.world != 4:
+        return "two axes of two ranks need a world of four"
+    return None
+
+
+@lru_cache(maxsize=1)
+def legal_cells() -> tuple[Cell, ...]:
+    """Every combination of all factors that means something."""
+    cells = (Cell(*levels) for levels in product(*FACTORS.values()))
+    return tuple(cell for cell in cells if illegal(cell) is None)
+
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]  # two factors' names, each with a level
+
+
+def pairs_of(cell: Cell) -> frozenset[Pair]:
+    """Every pair of levels that occurs in ``cell``."""
+    return frozenset(combinations(((name, getattr(cell, name)) for name in FACTORS), 2))
+
+
+def covering_array(cells: Iterable[Cell]) -> list[Cell]:
+    """A few of ``cells`` in which every pair of levels occurs that occurs in any; the same few at every call.
+
+    Greedy: always the first of the cells with the most pairs that none before it had.
+    """
+    remaining = {cell: pairs_of(cell) for cell in cells}
+    uncovered = frozenset().union(*remaining.values())
+    chosen: list[Cell] = []
+    while uncovered:
+        best = max(remaining, key=lambda cell: len(remaining[cell] & uncovered))
+        chosen.append(best)
+        uncovered -= remaining.pop(best)
+    return chosen
+
+
+def each_alone() -> list[Cell]:
+    """Every level by itself: the others are the defaults (and a world of four, where the strategy asks for it)."""
+    cells = [Cell(**{name: level}) for name, levels in FACTORS.items() for level in levels]
+    hybrids = [Cell(strategy=strategy, world=4) for strategy in STRATEGIES if "HYBRID" in strategy]
+    return list(dict.fromkeys(cell for cell in [*cells, *hybrids] if illegal(cell) is None))

@@ -1,0 +1,92 @@
+"""Training under the engine is training in one process: every bit of every loss, gradient and parameter.
+
+The settings are many and any two may disagree, so a covering array tries all pairs (`tools/parity_matrix` tries all
+combinations), once as it is and once where every missing wait and every use of freed memory turns into NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import parity, pool
+from tests.harness.matrix import Cell, covering_array, each_alone, hostile_world, legal_cells, pairs_of
+from tests.harness.models import CASES
+from tests.harness.reference import Recipe
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+ARRAY = covering_array(legal_cells())
+
+
+def test_the_array_covers_every_legal_pair() -> None:
+    def all_pairs(cells: Any) -> set[Any]:
+        return set().union(*map(pairs_of, cells))
+
+    assert all_pairs(ARRAY) == all_pairs(legal_cells())
+    assert len(legal_cells()) == 11 * 180  # (strategy, world) times the rest
+    assert len(ARRAY) <= 30
+
+
+@pytest.mark.parametrize("cell", each_alone(), ids=str)
+def test_each_setting_alone(cell: Cell) -> None:
+    cell.check()
+
+
+@pytest.mark.parametrize("hostile", [False, True], ids=["", "hostile"])
+@pytest.mark.parametrize("cell", ARRAY, ids=str)
+def test_all_pairs_of_settings(cell: Cell, hostile: bool) -> None:
+    cell.check(hostile=hostile)
+
+
+OTHER_SETTINGS: list[tuple[Recipe, dict[str, Any]]] = [
+    (Recipe("transformer"), {"backward_prefetch": None}),
+    (Recipe("transformer"), {"backward_prefetch": "BACKWARD_POST"}),
+    (Recipe("transformer"), {"forward_prefetch": True}),
+    (Recipe("transformer"), {"limit_all_gathers": False, "use_orig_params": True}),
+    (Recipe("transformer", optimizer="adamw", clip=0.5), {"use_orig_params": True, "mode": "close", "bound": 1e-6}),
+    (Recipe("transformer", compute=BF16, reduce=FP32, optimizer="adamw"), {}),
+    (Recipe("transformer", compute=BF16, accumulated=FP32, micro=3), {}),
+    (Recipe("mlp", reduce=FP16, accumulated=FP32, micro=3), {"cpu_offload": True}),
+    (Recipe("conv"), {"use_orig_params": True}),
+    (Recipe("conv", compute=BF16, reduce=FP32, buffers=BF16), {}),
+    (Recipe("conv", compute=BF16, buffers=BF16, nested=False), {"sharding_strategy": "SHARD_GRAD_OP"}),
+    (Recipe("unused", micro=2), {"use_orig_params": True}),
+    (Recipe("unused", micro=2, accumulate="communicate"), {"sharding_strategy": "SHARD_GRAD_OP"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"), OTHER_SETTINGS, ids=lambda part: part.case if isinstance(part, Recipe) else str(part)
+)
+def test_other_settings(recipe: Recipe, options: dict[str, Any]) -> None:
+    parity.check(2, recipe, context=hostile_world, **options)
+
+
+@pytest.mark.parametrize("case", ["mlp", "transformer", "tied", "frozen", "conv"])
+def test_two_ranks_are_ddp_bit_for_bit(case: str) -> None:
+    recipe = Recipe(case)
+    ddp = parity.check(2, recipe, engine=parity.DDP())
+    ours = parity.check(2, recipe, sharding_strategy="FULL_SHARD", use_orig_params=True)
+    assert not parity.compare(ours, ddp, mode="bit")
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.concatenable and name != "dtypes"])
+def test_ranks_agree_with_one_batch(case: str, world: int) -> None:
+    parity.check(world, Recipe(case, micro=2), oracle="concatenated", mode="close", bound=1e-5, use_orig_params=True)
+
+
+@pytest.fixture(scope="module")
+def six() -> Any:
+    yield 6
+    pool.discard(6)
+
+
+@pytest.mark.parametrize("recipe", [Recipe("transformer", replicas=2), Recipe("mlp", replicas=2, reduce=FP16, micro=2)])
+def test_two_replicas_of_three_ranks(six: int, recipe: Recipe) -> None:
+    parity.check(six, recipe, sharding_strategy="HYBRID_SHARD", mesh=(2, 3), use_orig_params=True)
+    parity.check(six, dataclasses.replace(recipe, steps=2), sharding_strategy="_HYBRID_SHARD_ZERO2", mesh=(2, 3))
