@@ -1,8 +1,9 @@
 """Buffers in the buffer dtype while their unit's forward runs, in their own dtype and with their own values at all
 other times.
 
-FSDP1 casts buffers once and for all, and what precision they had is gone. Here a forward sees copies; what it writes
-into one is carried over to the original afterwards.
+FSDP1 casts buffers once and for all, and what precision they had is gone. Here a forward sees copies; the elements that
+it changes are carried over to the original afterwards. Values tell, not version counters: batch norm writes its running
+statistics without bumping any.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ def cast_buffers(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> Ite
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
                 copy = buffer.detach().to(dtype)
                 module._buffers[name] = copy
-                swapped.append((module, name, buffer, copy, copy._version))
+                swapped.append((module, name, buffer, copy))
     try:
         yield
     finally:
-        for module, name, original, copy, version in swapped:
+        for module, name, original, copy in swapped:
             now = module._buffers.get(name)
             if now is None:
                 continue
             module._buffers[name] = original
             if now is not copy:  # the forward registered another tensor in its place
                 module._buffers[name] = now.to(original.dtype)
-            elif copy._version != version:
-                with torch.no_grad():
-                    original.copy_(copy)
+                continue
+            # Written elements are carried over, the others keep their precision. No version tells: batch norm writes its
+            # statistics without raising it.
+            with torch.no_grad():
+                original.copy_(torch.where(copy == original.to(copy.dtype), original, copy.to(original.dtype)))

@@ -187,8 +187,8 @@ class _Rank:
             buffer.copy_(self.buffers[name])
         loss = self.case.loss(self.model, batch)
         for name, buffer in self.model.named_buffers():
-            if not torch.equal(buffer, self.buffers[name].to(buffer.dtype)):
-                self.buffers[name].copy_(buffer)
+            before = self.buffers[name]
+            self.buffers[name] = torch.where(buffer != before.to(buffer.dtype), buffer.to(before.dtype), before)
         loss.backward()
         for name, param in self.model.named_parameters():
             if param.requires_grad:
