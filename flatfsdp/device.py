@@ -148,6 +148,19 @@ DONE = Pending()
 DONE.wait()
 
 
+def accelerator_count() -> int:
+    """How many accelerators this machine has."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def accelerator(index: int | None = None) -> torch.device | None:
+    """The accelerator of that index, the current one without; None on a machine that has none."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        return None
+    return torch.device(kind.type, torch.accelerator.current_device_index() if index is None else index)
+
+
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` in page-locked host memory where an accelerator is present, else itself: copies from it overlap."""
     if torch.accelerator.is_available():

@@ -85,9 +85,7 @@ def dense(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def spec_of(name: str, leaf: torch.Tensor) -> ParamSpec:
-    """The layout's entry for `leaf`: dense strides are kept, others become row-major."""
-    if leaf.is_contiguous():
-        return ParamSpec(name, tuple(leaf.shape))
+    """The layout's entry for `leaf`, which must be dense; strides that are not row-major are kept."""
     return ParamSpec(name, tuple(leaf.shape), tuple(leaf.stride()))
 
 

@@ -8,7 +8,7 @@ step: a closure on a leaf is never freed, not even by the garbage collector.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -84,14 +84,13 @@ def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:
     return leaf.register_hook(told)
 
 
-def before_backward_of(tensors: Iterable[torch.Tensor], callback: Callable[[], None]) -> None:
-    """Call `callback` whenever a gradient with respect to one of `tensors` is about to flow on."""
+def before_backward_of(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
+    """Call `callback` whenever the gradient with respect to `tensor` is about to flow on."""
 
     def told(grad: torch.Tensor) -> None:
         callback()
 
-    for tensor in tensors:
-        tensor.register_hook(told)
+    tensor.register_hook(told)
 
 
 def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> None:

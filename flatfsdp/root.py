@@ -25,6 +25,7 @@ from .errors import UsageError, logger, warn
 from .flat_param import FlatParamHandle
 from .grads import Reduction
 from .lifecycle import Phase
+from .materialise import check_placed
 from .policy.order import ForwardOrder, ForwardRecord, GatherPlan, ReducePlan
 from .storage import FlatBuffer, Ledger
 from .trace import Trace
@@ -100,6 +101,7 @@ class Root:
         self.trace = Trace()
         self.sync = True
         self.ready = False
+        self.placed = False  # whether everything was found where it computes since it last moved
         self.record: ForwardRecord[Unit] = ForwardRecord()
         self.backward: Backward | None = None
         self.lanes = Lanes(device.lane("unshard", high_priority=True), device.lane("reduce"))
@@ -141,12 +143,26 @@ class Root:
             for handle in unit.handles:
                 handle.name = unit.name
             self.connect(unit)
+        self._check_placed()
         if training:
             for unit in self.units:
                 unit.write_back()  # what a user put in a parameter's place is no value of the beginning
         self.agreement.compare(self, training=training)
         self.ready = True
         logger.debug("initialised %d units: %s", len(self.units), ", ".join(unit.label for unit in self.units))
+
+    def names_of_leaves(self) -> dict[int, str]:
+        """The path of every parameter of the model, by its id."""
+        return {
+            id(leaf): f"{unit.name}.{spec.name}" if unit.name else spec.name
+            for unit in self.units
+            for handle in unit.handles
+            for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)
+        }
+
+    def _check_placed(self) -> None:
+        check_placed(self)
+        self.placed = True
 
     def connect(self, unit: Unit) -> None:
         """Give `unit` its transports."""
@@ -185,6 +201,8 @@ class Root:
                     "FullyShardedDataParallel module first"
                 )
             self.lazy_init(training=torch.is_grad_enabled())
+        elif not self.placed:
+            self._check_placed()
         if _torch.in_backward():
             return
         self.agreement.begin_forward(training=torch.is_grad_enabled())

@@ -25,7 +25,7 @@ from .lifecycle import PHASE_STEPS, Phase, ShardState, step
 from .policy.strategy import Traits
 from .trees import cast_floating, map_tensors, move, tensors_in
 from .values import Beginnings
-from .views import Exposure, Home, Shown, check_exposed
+from .views import Exposure, Home, Shown, check_exposed, check_homes
 
 if TYPE_CHECKING:
     from .root import Root
@@ -46,6 +46,7 @@ class Unit:
         homes: where modules of this unit hold the handles' leaves.
         modules: the modules of this unit, whose buffers it computes with.
         owners: units that own parameters which modules of this unit hold too (tied); unsharded whenever this one is.
+        aliases: where modules of this unit hold those.
         phase: [Note: lifecycle].
     """
 
@@ -63,6 +64,7 @@ class Unit:
         forward_prefetch: bool,
         modules: Sequence[nn.Module] = (),
         owners: Sequence[Unit] = (),
+        aliases: Sequence[Home] = (),
         island: bool = False,
     ) -> None:
         self.name = ""
@@ -77,6 +79,7 @@ class Unit:
         self.forward_prefetch = forward_prefetch
         self.modules = list(modules)
         self.owners = list(owners)
+        self.aliases = list(aliases)
         # A full-precision module (batch norm) in a low-precision model: inputs are widened, outputs narrowed again.
         self.island = island
         self._outer_dtype: torch.dtype | None = None
@@ -126,6 +129,18 @@ class Unit:
     def note(self, kind: str) -> None:
         """Record an event of this unit."""
         self.root.trace.record(kind, self.name, self.phase.value)
+
+    @property
+    def hidden(self) -> list[Home]:
+        """The homes and aliases that give up the registration, a flat parameter having it."""
+        flattened = {
+            id(leaf)
+            for unit in (self, *self.owners)
+            for handle in unit.handles
+            if not handle.use_orig_params
+            for leaf in handle.leaves
+        }
+        return [home for home in (*self.homes, *self.aliases) if id(home.leaf) in flattened]
 
     # -- data --------------------------------------------------------------------------------------------------------
 
@@ -486,10 +501,16 @@ class Unit:
         return all(shown.exposure is Exposure.SHARD for shown in self.shown)
 
     def write_back(self) -> None:
-        """Take over what the user put in the leaves' place; free a kept buffer that is out of date."""
+        """Take over what the user put in the leaves' place; free a kept buffer that is out of date.
+
+        Raises UsageError for changes that cannot be taken over.
+        """
+        changed = [home for home in (*self.homes, *self.aliases) if home.held is not home.leaf]
+        if changed and self.is_between():
+            check_homes(changed, self.aliases, self.root.names_of_leaves(), self.label)
         for handle, shown in zip(self.handles, self.shown, strict=True):
             if shown.exposure is Exposure.SHARD:
-                wrote = shown.write_back(self.homes)
+                wrote = shown.write_back(changed)
                 if handle.state is ShardState.UNSHARDED and handle.owns_unsharded and (wrote or handle.is_stale):
                     self.root.free(handle)
             else:
