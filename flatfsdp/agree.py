@@ -18,12 +18,14 @@ import itertools
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from . import watch
+from .api import MixedPrecision
 from .comm import Traffic, Transport
 from .errors import AgreementError, FlatFSDPError, fail, logger, warn
 from .policy.habit import Habit
@@ -156,8 +158,8 @@ class Agreement:
         return out
 
     def _judge_values(self, root: Root, values: list[tuple[str, int | None]], sums: dict[int, int]) -> None:
-        if len(set(sums.values())) == 1:
-            return
+        if len(set(sums.values())) == 1 or 0 in sums.values():
+            return  # equal, or a rank does not train: what it does instead is compared next
         # Ranks may merely hold different ones: now that all know it, each shows its own.
         block = torch.tensor([[value is not None, value or 0] for _, value in values], device=root.device.device)
         for axis in self._axes:
@@ -169,8 +171,9 @@ class Agreement:
         if not names:
             return
         message = (
-            f"ranks begin with different values of {len(names)} of {len(values)} parameters: {_few(names)}. Each shard comes from another "
-            'model then. Pass sync_module_states=True, give all ranks the same seed, or load the same checkpoint; check_values="off" if it is meant'
+            f"ranks begin with different values of {len(names)} of {len(values)} parameters: {_few(names)}. What they "
+            "gather is pieced together from different models. Pass sync_module_states=True, give all ranks the same "
+            'seed, or load a checkpoint before the first step; check_values="off" if it is meant'
         )
         if self.check_values == "raise":
             raise AgreementError(message)
@@ -189,7 +192,7 @@ class Agreement:
             self._meet(at)
             self._abandoned = None
             self._habit.forget_present()
-            self._follow(symbol, inside=False)
+            self._follow(symbol)
 
     def check_order(self, unit: Unit) -> None:
         """`unit` is about to be gathered: is it the one that all ranks gather? Collective in the first iteration.
@@ -204,18 +207,18 @@ class Agreement:
         symbol = self._entries[id(unit)]
         if self._opening is not None:
             words = f"began {self._opening} forward at unit {unit.label}"
-            symbol = Symbol(number(f"{self._opening} {symbol.code}"), words)
+            opening = Symbol(number(f"{self._opening} {symbol.code}"), words)
             self._opening = None
             self._start(f"the forward of unit {unit.label}")
-            self._next(symbol, inside=True, opens=True)
+            self._next(opening, unit=symbol.code, opens=True)
         else:
             self._doing = f"the forward of unit {unit.label}"
-            self._next(symbol, inside=True)
+            self._next(symbol, unit=symbol.code)
 
     def end_forward(self) -> None:
         """The outermost forward has ended."""
         if self._doing is not None:
-            self._next(_ENDED[self._kind], inside=False, completes=self._kind != TRAINING)
+            self._next(_ENDED[self._kind], completes=self._kind != TRAINING)
         self.rest()
 
     def check_backward(self, root: Root) -> None:
@@ -239,7 +242,7 @@ class Agreement:
         self.busy = True
         self._start("a backward")
         symbol = Symbol(number(f"{root.sync} {entered} {anchored} {reduced}"), words)
-        self._next(symbol, inside=False, opens=not self._sharded, completes=True)
+        self._next(symbol, opens=not self._sharded, completes=True)
 
     def rest(self) -> None:
         """Back to between iterations, where this rank waits for nobody."""
@@ -293,7 +296,9 @@ class Agreement:
     def _issued(self) -> int:
         return self._traffic.issued - self._issued_before
 
-    def _next(self, symbol: Symbol, *, inside: bool, opens: bool = False, completes: bool = False) -> None:
+    def _next(
+        self, symbol: Symbol, *, unit: int | None = None, opens: bool = False, completes: bool = False
+    ) -> None:
         self._raise_verdict()
         expected = self._habit.expected()
         if expected != symbol.code:
@@ -303,10 +308,12 @@ class Agreement:
                 self._met.append(self._place)
                 self._leave_note(self._place, symbol, alarm=True)
                 self._meet(self._place)
-        self._follow(symbol, inside=inside, opens=opens, completes=completes)
+        self._follow(symbol, unit=unit, opens=opens, completes=completes)
 
-    def _follow(self, symbol: Symbol, *, inside: bool, opens: bool = False, completes: bool = False) -> None:
-        self._habit.learn(symbol.code, inside=inside, completes=completes)
+    def _follow(
+        self, symbol: Symbol, *, unit: int | None = None, opens: bool = False, completes: bool = False
+    ) -> None:
+        self._habit.learn(symbol.code, unit=unit, completes=completes)
         self._said.append(Said(self._place, symbol, self._step))
         self._step += opens
         self._place += 1
@@ -487,25 +494,31 @@ def describe(root: Root) -> list[tuple[str, str]]:
         subject = f"unit {unit.label}"
         groups = unit.groups
         facts += [
-            (subject, type(unit.module).__name__),
+            (subject, f"of class {type(unit.module).__name__}"),
             (f"{subject}, sharding_strategy", groups.strategy.name),
             (
                 f"{subject}, ranks",
                 f"{groups.shard.size} x {groups.replicate.size if groups.replicate is not None else 1}",
             ),
-            (f"{subject}, mixed_precision", str(unit.mixed_precision)),
+            (f"{subject}, use_orig_params", ", ".join(str(handle.use_orig_params) for handle in unit.handles[:1])),
+            (f"{subject}, mixed_precision", _unlike_default(unit.mixed_precision)),
             (f"{subject}, backward_prefetch", str(unit.backward_prefetch)),
             (f"{subject}, forward_prefetch", str(unit.forward_prefetch)),
             (f"{subject}, tied to", ", ".join(owner.label for owner in unit.owners)),
         ]
         for handle in unit.handles:
-            facts.append((f"{subject}, use_orig_params", str(handle.use_orig_params)))
             for spec, leaf in zip(handle.layout.params, handle.leaves, strict=True):
                 dtype = str(handle.shard.dtype).removeprefix("torch.")
                 grad = "requires_grad" if leaf.requires_grad else "no requires_grad"
                 stride = "" if spec.stride is None else f" strides {spec.stride}"
                 facts.append((f"{subject}, parameter {spec.name}", f"{dtype} {spec.shape}{stride}, {grad}"))
     return facts
+
+
+def _unlike_default(precision: MixedPrecision) -> str:
+    plain = MixedPrecision()
+    settings = [(field.name, getattr(precision, field.name)) for field in fields(precision)]
+    return ", ".join(f"{name}={value}" for name, value in settings if value != getattr(plain, name)) or "none"
 
 
 def _first_difference(texts: dict[tuple[int, ...], list[list[str]]]) -> str:

@@ -1,0 +1,444 @@
+"""What ranks must have in common, compared: messages, costs, and what all ranks may do together."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from flatfsdp.errors import AgreementError, FlatFSDPWarning
+from flatfsdp.wrap import ModuleWrapPolicy
+from tests.conftest import Run
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.linear(x))
+
+
+class Net(nn.Module):
+    """Blocks of equal size, run in the order asked for."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(
+        self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2), fail_at: int | None = None
+    ) -> torch.Tensor:
+        for index in order:
+            if index == fail_at:
+                raise ValueError("out of luck")
+            x = self.blocks[index](x)
+        return x
+
+
+def wrap(net: nn.Module, **kwargs: Any) -> FullyShardedDataParallel:
+    kwargs.setdefault("auto_wrap_policy", ModuleWrapPolicy({Block}))
+    kwargs.setdefault("use_orig_params", True)
+    return FullyShardedDataParallel(net, **kwargs)
+
+
+def step(model: nn.Module, **kwargs: Any) -> None:
+    model(torch.ones(2, 4), **kwargs).sum().backward()
+
+
+def scalars(model: FullyShardedDataParallel) -> int:
+    return model._unit.root.traffic.counts["scalar"]
+
+
+def message_of(job: Callable[[], None]) -> str:
+    with pytest.raises(AgreementError) as caught:
+        job()
+    return str(caught.value)
+
+
+def same(messages: list[str]) -> str:
+    """The message that all ranks ended with."""
+    assert len(set(messages)) == 1, messages
+    return messages[0]
+
+
+# -- different models ------------------------------------------------------------------------------------------------
+
+
+def construct(rank: int, world: int, case: str) -> str:
+    odd = rank == world - 1
+    net = Net()
+    kwargs: dict[str, Any] = {}
+    if case == "one block more" and odd:
+        net = Net(4)
+    elif case == "dtype" and odd:
+        net.blocks[1].to(torch.bfloat16)
+    elif case == "requires_grad" and odd:
+        net.blocks[2].linear.bias.requires_grad_(False)
+    elif case == "order" and odd:
+        linear = net.blocks[0].linear
+        linear._parameters = {name: linear._parameters[name] for name in ("bias", "weight")}
+    elif case == "strategy" and odd:
+        kwargs["sharding_strategy"] = "NO_SHARD"
+    elif case == "policy" and odd:
+        kwargs["auto_wrap_policy"] = ModuleWrapPolicy({nn.Linear})
+    elif case == "use_orig_params" and odd:
+        kwargs["use_orig_params"] = False
+    elif case == "mixed precision" and odd:
+        kwargs["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
+    elif case == "prefetch" and odd:
+        kwargs["backward_prefetch"] = None
+    model = wrap(net, **kwargs)
+    return message_of(lambda: step(model))
+
+
+ADVICE = ". Build the same module with the same arguments of FullyShardedDataParallel on every rank"
+
+
+@pytest.mark.parametrize(
+    ("case", "difference"),
+    [
+        ("one block more", ": rank 0: unit <root> of class Net; rank 1: unit 'blocks.3' of class Block"),
+        (
+            "dtype",
+            " in unit 'blocks.1', parameter linear.weight: rank 0: float32 (4, 4), requires_grad; "
+            "rank 1: bfloat16 (4, 4), requires_grad",
+        ),
+        (
+            "requires_grad",
+            " in unit 'blocks.2', parameter linear.bias: rank 0: float32 (4,), requires_grad; "
+            "rank 1: float32 (4,), no requires_grad",
+        ),
+        (
+            "order",
+            ": rank 0: unit 'blocks.0', parameter linear.weight float32 (4, 4), requires_grad; "
+            "rank 1: unit 'blocks.0', parameter linear.bias float32 (4,), requires_grad",
+        ),
+        ("strategy", " in unit 'blocks.0', sharding_strategy: rank 0: FULL_SHARD; rank 1: NO_SHARD"),
+        (
+            "policy",
+            ": rank 0: unit 'blocks.0' of class Block; rank 1: unit 'blocks.0.linear' of class Linear",
+        ),
+        ("use_orig_params", " in unit 'blocks.0', use_orig_params: rank 0: True; rank 1: False"),
+        (
+            "mixed precision",
+            " in unit 'blocks.0', mixed_precision: rank 0: none; rank 1: param_dtype=torch.bfloat16",
+        ),
+        (
+            "prefetch",
+            " in unit 'blocks.0', backward_prefetch: rank 0: BackwardPrefetch.BACKWARD_PRE; rank 1: None",
+        ),
+    ],
+)
+def test_different_models(pool2: Run, case: str, difference: str) -> None:
+    told = same(pool2(construct, case))
+    assert told == f"ranks construct different models; the first difference is{difference}{ADVICE}"
+
+
+def construct_grid(rank: int, world: int) -> str:
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    net = Net(3 if rank < 3 else 2)
+    model = wrap(net, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    return message_of(lambda: step(model, order=(0, 1)))
+
+
+def test_one_rank_of_a_hybrid_grid_differs(run: Run) -> None:
+    told = same(run(4, construct_grid))
+    assert told == (
+        "ranks construct different models; the first difference is: ranks 0, 1, 2: unit 'blocks.2' of class Block; "
+        f"rank 3: unit <root> of class Net{ADVICE}"
+    )
+
+
+# -- different order, in the first iteration -----------------------------------------------------------------------------
+
+
+def part(rank: int, world: int, case: str) -> str:
+    model = wrap(Net())
+    odd = rank == 1
+
+    def job() -> None:
+        if case == "skips a unit":
+            step(model, order=(0, 2) if odd else (0, 1, 2))
+        elif case == "ends early":
+            step(model, order=(0, 1) if odd else (0, 1, 2))
+        elif case == "another order":
+            step(model, order=(1, 0, 2) if odd else (0, 1, 2))
+        elif case == "evaluates":
+            with torch.set_grad_enabled(not odd):
+                model(torch.ones(2, 4))
+        elif case == "no backward":
+            out = model(torch.ones(2, 4))
+            model(torch.ones(2, 4)) if odd else out.sum().backward()
+        elif case == "no_sync":
+            out = model(torch.ones(2, 4))
+            if odd:
+                with model.no_sync():
+                    out.sum().backward()
+            else:
+                out.sum().backward()
+
+    return message_of(job)
+
+
+PARTING = (
+    ". All ranks must run the same units in the same order, as many forwards and backwards, and catch an exception at the "
+    "same point or not at all; what depends on a rank's own data must not decide"
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("skips a unit", "rank 0 entered unit 'blocks.1'; rank 1 entered unit 'blocks.2'"),
+        ("ends early", "rank 0 entered unit 'blocks.2'; rank 1 ended its forward"),
+        ("another order", "rank 0 entered unit 'blocks.0'; rank 1 entered unit 'blocks.1'"),
+        (
+            "evaluates",
+            "rank 0 began a training forward at unit <root>; rank 1 began an evaluation forward at unit <root>",
+        ),
+        (
+            "no backward",
+            "rank 0 began a backward through 4 units, 3 flat gradients; "
+            "rank 1 began a training forward at unit <root>",
+        ),
+        (
+            "no_sync",
+            "rank 0 began a backward through 4 units, 3 flat gradients; "
+            "rank 1 began a backward under no_sync() through 4 units, 3 flat gradients",
+        ),
+    ],
+)
+def test_ranks_part_in_their_first_iteration(pool2: Run, case: str, told: str) -> None:
+    assert same(pool2(part, case)) == f"ranks part ways in step 1: {told}{PARTING}"
+
+
+# -- what all ranks do alike -----------------------------------------------------------------------------------------------
+
+
+def costs(rank: int, world: int) -> list[int]:
+    model = wrap(Net())
+    seen = []
+
+    def after(job: Callable[[], None]) -> None:
+        job()
+        seen.append(scalars(model))
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+
+    after(lambda: step(model))
+    after(lambda: step(model))
+    after(lambda: step(model, order=(2, 0, 1)))
+    after(lambda: step(model, order=(2, 0, 1)))
+    after(evaluate)
+    after(lambda: step(model))
+    after(lambda: step(model, order=(0, 0)))
+    return seen
+
+
+def test_orders_are_agreed_once(pool2: Run) -> None:
+    """One exchange for the models and values, one for each of four units, the end of the forward and the backward;
+    none later, whatever all ranks do alike, but for what follows something that never happened before."""
+    first = 1 + 4 + 2
+    assert pool2(costs) == [[*[first] * 6, first + 1]] * 2  # the unit after the second visit of a block
+
+
+def accumulate(rank: int, world: int) -> list[int]:
+    model = wrap(Net())
+    notes = []
+    for _ in range(6):
+        for micro in range(4):
+            out = model(torch.ones(2, 4)).sum()
+            if micro < 3:
+                with model.no_sync():
+                    out.backward()
+            else:
+                out.backward()
+        notes.append(len(model._unit.root.agreement._met))
+    return notes
+
+
+def test_a_window_of_accumulation_becomes_a_habit(pool2: Run) -> None:
+    for notes in pool2(accumulate):
+        assert notes[-1] == notes[-2] == notes[-3], notes
+
+
+def abandon_together(rank: int, world: int, where: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    torch.manual_seed(0)
+    net = Net()
+    models = wrap(copy.deepcopy(net)), wrap(net)
+    for model in models:
+        step(model)
+    unlucky = models[0]
+    if where == "forward":
+        for _ in range(2):
+            with pytest.raises(ValueError, match="out of luck"):
+                step(unlucky, fail_at=1)
+    else:
+
+        def refuse(grad: torch.Tensor) -> None:
+            raise ValueError("bad gradient")
+
+        hook = unlucky.module.blocks[1].linear.weight.register_hook(refuse)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="bad gradient"):
+                step(unlucky)
+        hook.remove()
+    for model in models:
+        step(model)
+        step(model)
+    return tuple([p.grad for p in model.parameters()] for model in models)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_all_ranks_abandon_an_iteration_at_the_same_point(pool2: Run, where: str) -> None:
+    for unlucky, plain in pool2(abandon_together, where):
+        for found, expected in zip(unlucky, plain, strict=True):
+            assert (found is None and expected is None) or torch.equal(found, expected)
+
+
+def without_shards(rank: int, world: int) -> int:
+    model = wrap(Net(), sharding_strategy="NO_SHARD")
+    step(model)
+    with torch.no_grad():
+        for _ in range(rank):
+            model(torch.ones(2, 4), order=(rank,))
+    step(model)
+    return scalars(model)
+
+
+def test_unsharded_forwards_are_a_rank_s_own_business(pool2: Run) -> None:
+    assert pool2(without_shards) == [2, 2]  # the models and the first backward
+
+
+# -- values ----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(each.message) for each in caught if issubclass(each.category, FlatFSDPWarning)]
+
+
+def begin(rank: int, world: int, case: str) -> tuple[list[str], int]:
+    torch.manual_seed(rank)
+    net = Net()
+    if case == "one parameter":
+        torch.manual_seed(0)
+        net = Net()
+        if rank == 1:
+            with torch.no_grad():
+                net.blocks[2].linear.bias[1] += 1
+    kwargs: dict[str, Any] = {}
+    if case in ("raise", "off"):
+        kwargs["check_values"] = case
+    if case == "sync_module_states":
+        kwargs["sync_module_states"] = True
+    model = wrap(net, **kwargs)
+    if case == "loaded":
+        for parameter in model.parameters():
+            parameter.data.fill_(0.5)
+    elif case == "replaced":
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter.data, 0.5)
+    elif case == "summoned":
+        with FullyShardedDataParallel.summon_full_params(model):
+            for parameter in model.parameters():
+                parameter.data.fill_(0.5)
+    elif case == "one loaded":
+        model.module.blocks[0].linear.weight.data.fill_(0.5)
+    with warned() as messages:
+        if case == "evaluates first":
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+        try:
+            step(model)
+        except AgreementError as error:
+            messages.append(f"raised: {error}")
+        else:
+            step(model)
+    return messages, scalars(model)
+
+
+def different(count: int, names: str) -> str:
+    return (
+        f"ranks begin with different values of {count} of 6 parameters: {names}. What they gather is pieced together from "
+        "different models. Pass sync_module_states=True, give all ranks the same seed, or load a checkpoint before the "
+        'first step; check_values="off" if it is meant'
+    )
+
+
+ALL = different(6, "blocks.0.linear.weight, blocks.0.linear.bias, blocks.1.linear.weight and 3 more")
+
+
+@pytest.mark.parametrize(
+    ("case", "expected", "exchanges"),
+    [
+        ("warn", [ALL], 8),
+        ("raise", [f"raised: {ALL}"], 2),
+        ("off", [], 7),
+        ("sync_module_states", [], 7),
+        ("loaded", [], 8),
+        ("replaced", [], 8),
+        ("summoned", [], 9),  # models and values apart: the models were compared when they were summoned
+        (
+            "one loaded",
+            [different(5, "blocks.0.linear.bias, blocks.1.linear.weight, blocks.1.linear.bias and 2 more")],
+            8,
+        ),
+        ("one parameter", [different(1, "blocks.2.linear.bias")], 8),
+        ("evaluates first", [ALL], 9),
+    ],
+)
+def test_values_to_begin_with(pool2: Run, case: str, expected: list[str], exchanges: int) -> None:
+    for messages, count in pool2(begin, case):
+        assert messages == expected
+        assert count == exchanges
+
+
+# -- the watch -------------------------------------------------------------------------------------------------------------
+
+
+def live_and_die(rank: int, world: int) -> list[list[str]]:
+    def watches() -> list[str]:
+        gc.collect()
+        time.sleep(0.3)  # a thread that has nothing left to do ends at once
+        return [thread.name for thread in threading.enumerate() if thread.name == "flatfsdp watch"]
+
+    seen = [watches()]
+    models = [wrap(Net()), wrap(Net())]
+    seen.append(watches())
+    for model in models:
+        step(model)
+    del model
+    seen.append(watches())
+    models.pop()
+    seen.append(watches())
+    models.pop()
+    seen.append(watches())
+    model = wrap(Net())
+    step(model)
+    seen.append(watches())
+    return seen
+
+
+def test_the_watch_lives_as_long_as_the_models(pool2: Run) -> None:
+    one = ["flatfsdp watch"]
+    assert pool2(live_and_die) == [[[], [], one, one, [], one]] * 2

@@ -1,0 +1,108 @@
+"""The pure part of agreement: what is expected next, and how differences are put into words."""
+
+from __future__ import annotations
+
+from flatfsdp.agree import _first_difference, _few, _ranks, number
+from flatfsdp.policy.habit import CONTEXTS, Habit
+
+ROOT, A, B, C, END, BACKWARD = range(6)
+TRAIN = 10
+
+
+def forward(habit: Habit, *units: int, end: int = END, opening: int = TRAIN) -> list[int | None]:
+    """Run a forward through `habit`; what it expected at each symbol."""
+    expected = []
+    expected.append(habit.expected())
+    habit.learn(opening, unit=ROOT)
+    for unit in units:
+        expected.append(habit.expected())
+        habit.learn(unit, unit=unit)
+    expected.append(habit.expected())
+    habit.learn(end, completes=end != END)
+    return expected
+
+
+def backward(habit: Habit, symbol: int = BACKWARD) -> int | None:
+    expected = habit.expected()
+    habit.learn(symbol, completes=True)
+    return expected
+
+
+def test_nothing_is_expected_at_first_and_everything_after_one_iteration() -> None:
+    habit = Habit()
+    assert forward(habit, A, B) == [None] * 4
+    assert backward(habit) is None
+    for _ in range(3):
+        assert forward(habit, A, B) == [TRAIN, A, B, END]
+        assert backward(habit) == BACKWARD
+
+
+def test_a_unit_may_be_followed_by_another_at_each_visit() -> None:
+    habit = Habit()
+    forward(habit, A, B, A, C)
+    backward(habit)
+    assert forward(habit, A, B, A, C) == [TRAIN, A, B, A, C, END]
+
+
+def test_a_changed_order_surprises_once_per_change() -> None:
+    habit = Habit()
+    for _ in range(2):
+        forward(habit, A, B, C)
+        backward(habit)
+    assert forward(habit, A, C) == [TRAIN, A, B, END]
+    backward(habit)
+    assert forward(habit, A, C) == [TRAIN, A, C, END]
+
+
+def test_evaluation_expects_the_units_of_training() -> None:
+    habit = Habit()
+    forward(habit, A, B)
+    backward(habit)
+    assert forward(habit, A, B, end=6, opening=11) == [TRAIN, A, B, END]
+
+
+def test_a_window_of_accumulation_becomes_expected() -> None:
+    habit = Habit()
+    surprises = []
+    for _ in range(8):
+        count = 0
+        for micro in range(4):
+            symbol = BACKWARD if micro == 3 else 7
+            count += sum(e != s for e, s in zip(forward(habit, A), [TRAIN, A, END], strict=True))
+            count += backward(habit, symbol) != symbol
+        surprises.append(count)
+    assert surprises[0] > 0 and surprises[-2:] == [0, 0], surprises
+
+
+def test_after_a_cut_nothing_is_expected() -> None:
+    habit = Habit()
+    forward(habit, A)
+    backward(habit)
+    habit.learn(TRAIN, unit=ROOT)
+    habit.forget_present()
+    assert habit.expected() is None
+    habit.learn(99)
+    assert forward(habit, A) == [None, A, END]
+
+
+def test_what_never_repeats_does_not_pile_up() -> None:
+    habit = Habit()
+    for plan in range(100, 100 + 2 * CONTEXTS):
+        backward(habit, plan)
+    assert len(habit._between) <= CONTEXTS
+
+
+def test_numbers_are_the_same_on_every_machine() -> None:
+    assert number("unit 0") == 4690386452413026678
+    assert 0 <= number("x") < 2**63
+
+
+def test_words() -> None:
+    assert _ranks((3,)) == "rank 3" and _ranks((0, 2)) == "ranks 0, 2"
+    assert _few(["a", "b", "c"]) == "a, b, c" and _few(["a", "b", "c", "d"]) == "a, b, c and 1 more"
+
+
+def test_a_model_that_ends_earlier_differs_there() -> None:
+    longer = [["unit 'a'", "of class A"], ["unit 'b'", "of class B"]]
+    told = _first_difference({(0,): longer, (1, 2): longer[:1]})
+    assert ": rank 0: unit 'b' of class B; ranks 1, 2: nothing more. " in told
