@@ -157,7 +157,7 @@ EXPECTED: dict[str, Callable[[str, str], dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize(("strategy", "orig"), itertools.product(EXPECTED, (True, False)))
+@pytest.mark.parametrize(("strategy", "orig"), list(itertools.product(EXPECTED, (True, False))))
 def test_collectives_of_each_microbatch(strategy: str, orig: bool, pool2: Run) -> None:
     of = "nnsns"
     expected = [
