@@ -143,6 +143,8 @@ class FlatParamHandle:
         self.trainable = trainable
         self.ledger = ledger
         self.state = ShardState.SHARDED
+        spans = [layout.span_in_shard(i, rank) for i in range(len(self.leaves))]
+        self._pieces = [(span.start, span.numel) for span in spans]
         ledger.add("shard", shard.numel() * shard.element_size())
         self._unsharded: dict[torch.dtype, Unsharded] = {}
         self._active: Unsharded | None = None
@@ -206,13 +208,15 @@ class FlatParamHandle:
 
     # -- the shard ---------------------------------------------------------------------------------------------------
 
+    def views_of_shard(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """What the leaves show of `flat`, which is laid out like the shard: 1-D pieces, maybe empty (N-D if whole)."""
+        if self.whole:
+            return full_views(flat, self.layout)
+        return [flat.narrow(0, start, numel) for start, numel in self._pieces]
+
     def refresh_views(self) -> None:
         """Rebuild the views of the shard (it moved or changed its dtype)."""
-        if self.whole:
-            self.sharded_views = full_views(self.shard, self.layout)
-        else:
-            spans = [self.layout.span_in_shard(i, self.rank) for i in range(len(self.leaves))]
-            self.sharded_views = [self.shard.narrow(0, span.start, span.numel) for span in spans]
+        self.sharded_views = self.views_of_shard(self.shard)
         self.nothing = torch.empty(0, dtype=self.precision.compute, device=self.device)
         self._unsharded.clear()
         self._shard_version = self._writes

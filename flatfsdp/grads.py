@@ -298,14 +298,8 @@ class Gradients:
         if not handle.use_orig_params:
             self._accumulate(handle.flat_param, total)
             return
-        views = (
-            full_views(total, handle.layout)
-            if handle.whole
-            else [
-                total.narrow(0, span.start, span.numel)
-                for span in (handle.layout.span_in_shard(i, handle.rank) for i in range(len(handle.leaves)))
-            ]
-        )
+        views = handle.views_of_shard(total)
+        added: list[tuple[torch.Tensor, torch.Tensor]] = []
         for i, leaf in enumerate(handle.leaves):
             old = taken.get(i)
             if i not in trained or (leaf.numel() == 0 and handle.layout.params[i].numel != 0):
@@ -316,7 +310,10 @@ class Gradients:
                 assign_grad(leaf, views[i])
             else:
                 assign_grad(leaf, old)
-                self._accumulate(leaf, views[i])
+                added.append((old, views[i]))
+        if added:
+            with torch.no_grad():
+                _torch.foreach_add_([old for old, _ in added], [new for _, new in added])
 
     @staticmethod
     def _accumulate(parameter: torch.Tensor, grad: torch.Tensor) -> None:
@@ -374,8 +371,7 @@ class Gradients:
         every = tuple(range(len(handle.leaves)))
         shares: list[tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]] = [(handle.flat_param, own, every)]
         if handle.use_orig_params:
-            spans = [handle.layout.span_in_shard(i, handle.rank) for i in every]
-            views = full_views(flat, handle.layout) if handle.whole else [own.narrow(0, s.start, s.numel) for s in spans]
+            views = handle.views_of_shard(own)
             shares = [(handle.leaves[i], views[i], (i,)) for i in every if handle.leaves[i].requires_grad]
         for parameter, share, indices in shares:
             if parameter.grad is None:
