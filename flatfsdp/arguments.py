@@ -244,6 +244,13 @@ def _ignored(
             f"{'ignored_modules' if modules else 'ignored_states'}: got the very module to be wrapped "
             f"({type(module).__name__}), which would leave nothing to shard. Accepted: modules inside it."
         )
+    outside = [type(each).__name__ for each in set(ignored).difference(module.modules())]
+    outside += ["a parameter"] * len(set(params).difference(module.parameters()))
+    if outside:
+        warn(
+            f"{'ignored_modules' if modules else 'ignored_states'}: {', '.join(outside)} not found inside "
+            f"{type(module).__name__}, without effect."
+        )
     return ignored, params
 
 

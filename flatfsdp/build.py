@@ -20,10 +20,11 @@ from torch import nn
 from .api import Config, ShardingStrategy
 from .arguments import check_arguments
 from .comm import Group, GroupPlan, Traffic, transport
-from .device import Device
-from .errors import ConfigValueError, UsageError, set_rank
+from .device import Device, accelerator, accelerator_count
+from .errors import ConfigValueError, UsageError, set_rank, warn
 from .flat_param import FlatParamHandle
 from .full_params import unwrap
+from .materialise import materialise
 from .optimizers import guard_optimizers
 from .policy.strategy import traits
 from .registry import disown, own, owners, roots
@@ -128,9 +129,7 @@ def _groups_of_nodes() -> tuple[Any, Any]:
     found = _node_groups.get(world)
     if found is None or not all(map(_exists, found)):
         size, rank = dist.get_world_size(), dist.get_rank()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (
-            torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-        )
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or accelerator_count()
         if local < 1 or size % local:
             raise ConfigValueError(
                 "process_group: the hybrid strategies shard over the ranks of a node, but LOCAL_WORLD_SIZE is "
@@ -161,19 +160,19 @@ def compute_device(module: nn.Module, config: Config) -> torch.device:
     if isinstance(config.device_id, torch.device):
         return config.device_id
     if isinstance(config.device_id, int):
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None:
+        chosen = accelerator(config.device_id)
+        if chosen is None:
             raise ConfigValueError(
                 f"device_id: got {config.device_id}, but this machine has no accelerator; leave it out to train on CPU"
             )
-        return torch.device(accelerator.type, config.device_id)
+        return chosen
     for parameter in module.parameters():
         if parameter.device.type not in ("cpu", "meta"):
             return parameter.device
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    current = accelerator()
     group = config.process_group[0] if isinstance(config.process_group, tuple) else config.process_group
-    if accelerator is not None and accelerator.type in str(dist.get_backend_config(group)):
-        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    if current is not None and current.type in str(dist.get_backend_config(group)):
+        return current
     return torch.device("cpu")
 
 
@@ -204,11 +203,12 @@ def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[n
     """Modules and parameters to leave alone, with everything inside ignored modules."""
     modules: set[nn.Module] = set()
     for ignored in config.ignored_modules:
-        if isinstance(ignored.__dict__.get("_unit"), Unit):
-            raise ConfigValueError(
-                f"ignored_modules: {type(ignored).__name__} is already wrapped by FullyShardedDataParallel; give the "
-                "modules to ignore unwrapped"
-            )
+        for inside in ignored.modules():
+            if isinstance(inside.__dict__.get("_unit"), Unit):
+                raise ConfigValueError(
+                    f"ignored_modules: {type(inside.__dict__['_unit'].module).__name__} is wrapped by "
+                    "FullyShardedDataParallel already, and sharded; give the modules to ignore unwrapped"
+                )
         modules.update(ignored.modules())
     params = set(config.ignored_params)
     for each in modules:
@@ -252,56 +252,6 @@ def _modules_of(module: nn.Module, ignored: set[nn.Module]) -> list[tuple[str, n
     return out
 
 
-# -- values
-# --------------------------------------------------------------------------------------------------------------
-
-
-def materialise(
-    modules: Iterable[tuple[str, nn.Module]],
-    device: torch.device,
-    initialise: Callable[[nn.Module], Any] | None,
-    skip: set[nn.Parameter],
-) -> None:
-    """Give memory and values to modules whose own parameters or buffers are on the meta device; ties are kept.
-
-    `initialise(module)` is called for each, or the module's `reset_parameters()`.
-    """
-    made: dict[int, torch.Tensor] = {}
-    for path, module in modules:
-        slots: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        for tensors in (module._parameters, module._buffers):
-            slots += [(tensors, name, t) for name, t in tensors.items() if t is not None and t not in skip]
-        if not any(tensor.is_meta for _, _, tensor in slots):
-            continue
-        if initialise is None and not callable(getattr(module, "reset_parameters", None)):
-            raise UsageError(
-                f"module {path or '<root>'!r} ({type(module).__name__}) is on the meta device and has no "
-                "reset_parameters(); give it one, or "
-                "pass param_init_fn=, a function of the module that fills its own parameters and buffers"
-            )
-        for registry, name, tensor in slots:
-            if tensor.is_meta:
-                if id(tensor) not in made:
-                    empty = torch.empty_like(tensor, device=device)
-                    made[id(tensor)] = (
-                        nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                        if isinstance(tensor, nn.Parameter)
-                        else empty
-                    )
-                registry[name] = made[id(tensor)]
-        with torch.no_grad():
-            (initialise or _reset_parameters)(module)
-        left = [
-            name for name, t in [*module._parameters.items(), *module._buffers.items()] if t is not None and t.is_meta
-        ]
-        if left:
-            raise UsageError(f"param_init_fn left {', '.join(left)} of module {path or '<root>'!r} on the meta device")
-
-
-def _reset_parameters(module: nn.Module) -> None:
-    module.reset_parameters()  # type: ignore[operator]  # checked by the caller
-
-
 # -- the unit
 # ------------------------------------------------------------------------------------------------------------
 
@@ -317,9 +267,11 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     ignored_modules, ignored_params = ignored_of(module, config)
     seam = Device(device)
     modules = _modules_of(module, ignored_modules)
-    materialise(modules, device, config.param_init_fn, ignored_params)
     owned_elsewhere = owners()
+    _check_unwrapped(module, owned_elsewhere.values())
+    materialise(modules, device, config.param_init_fn, skip=ignored_params, owners=owned_elsewhere)
     homes: list[Home] = []
+    aliases: list[Home] = []
     tied: dict[int, Unit] = {}
     leaves: dict[int, tuple[nn.Parameter, str]] = {}
     for holder, attribute, path in homes_of(module, ignored_modules):
@@ -331,6 +283,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         if owner is not None:
             _check_tie(owner, module, path, config)
             tied[id(owner)] = owner
+            aliases.append(Home(holder, attribute, path, leaf))
             continue
         if getattr(leaf, "_fsdp_flattened", False):
             raise UsageError(
@@ -343,6 +296,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     if config.sync_module_states:
         _synchronise(modules, [leaf for leaf, _ in leaves.values()], groups, seam)
     beginnings = Beginnings(leaves.values()) if config.check_values != "off" else None
+    _drop_gradients(leaves.values())
     kinds: dict[tuple[torch.dtype, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves.values():
         kinds.setdefault((leaf.dtype, leaf.requires_grad), []).append((leaf, path))
@@ -374,14 +328,14 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         forward_prefetch=config.forward_prefetch,
         modules=[each for _, each in modules],
         owners=list(tied.values()),
+        aliases=aliases,
         island=island,
     )
     if beginnings is not None:
         beginnings.seal(handles)
     unit.beginnings = beginnings
-    if not config.use_orig_params:
-        for home in homes:
-            home.unregister()
+    for home in unit.hidden:
+        home.unregister()
     settings = RootSettings(device, config.limit_all_gathers, config.check_values)
     new_root(unit, device, ledger, settings, nested)
     return unit
@@ -399,6 +353,21 @@ def new_root(unit: Unit, device: torch.device, ledger: Ledger, settings: RootSet
     return root
 
 
+def _check_unwrapped(module: nn.Module, alive: Iterable[Unit]) -> None:
+    """Refuse a module that is in a unit already, as a wrapper or inside of one."""
+    if isinstance(module.__dict__.get("_unit"), Unit):
+        raise UsageError(
+            f"module: {type(module).__name__} is a wrapper already, of {type(module._unit.module).__name__}. Wrap the "
+            "original module, once"
+        )
+    for unit in alive:
+        if any(module is each for each in unit.modules):
+            raise UsageError(
+                f"module: {type(module).__name__} is in a unit already, that of {type(unit.module).__name__}, and its "
+                "parameters are flattened there. Wrap inner modules before outer ones, each once"
+            )
+
+
 def _check_tie(owner: Unit, module: nn.Module, path: str, config: Config) -> None:
     if owner.groups.shard.ranks != plan_groups(config, owner.handles[0].device).shard.ranks:
         raise UsageError(
@@ -407,6 +376,14 @@ def _check_tie(owner: Unit, module: nn.Module, path: str, config: Config) -> Non
             "ranks, so no order of gathers serves both. Put both modules into one unit, or wrap them with the same "
             "process group"
         )
+
+
+def _drop_gradients(leaves: Iterable[tuple[nn.Parameter, str]]) -> None:
+    dropped = [path for leaf, path in leaves if leaf.grad is not None]
+    if dropped:
+        warn(f"module: gradients from before wrapping are dropped, of {', '.join(dropped)}")
+    for leaf, _ in leaves:
+        leaf.grad = None
 
 
 def _move_buffers(modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
@@ -562,14 +539,22 @@ def apply_to_tensors(
             f"unit {unit.label}: .to(), .half() and their like change parameters between iterations only; a forward "
             "here still awaits its backward"
         )
+    if any(change(handle.shard.new_empty(0)).is_meta for handle in unit.handles):
+        raise UsageError(
+            f"unit {unit.label}: moving it to the meta device would throw away its values; use "
+            "model.to_empty(device=...) for memory without values, or wrap a module that is on the meta device"
+        )
+    unit.write_back()
+    unit.rest()
     flat = {name: wrapper._parameters.pop(name) for name in list(wrapper._parameters) if name.startswith("_flat_param")}
-    for home in unit.homes:
+    homes, hidden = (*unit.homes, *unit.aliases), unit.hidden
+    for home in homes:
         home.unregister()
     try:
         rest()
     finally:
-        for home in unit.homes:
-            if any(handle.use_orig_params for handle in unit.handles):
+        for home in homes:
+            if not any(home is other for other in hidden):
                 home.register()
         wrapper._parameters.update(flat)
     with torch.no_grad():
@@ -577,3 +562,4 @@ def apply_to_tensors(
             changed = change(handle.shard)
             if changed is not handle.shard:
                 shown.replace_shard(changed.detach())
+    unit.root.placed = False

@@ -57,6 +57,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
                 for handle in unit.handles
             ],
             "homes": [(home.module, home.attribute, home.path, home.leaf) for home in unit.homes],
+            "aliases": [(home.module, home.attribute, home.path, home.leaf) for home in unit.aliases],
             "modules": unit.modules,
             "tied": [owner.module for owner in unit.owners],
             "groups": unit.groups,
@@ -87,6 +88,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         [Home(module, attribute, path, leaf) for module, attribute, path, leaf in plan["homes"]],
         groups=plan["groups"],
         modules=plan["modules"],
+        aliases=[Home(module, attribute, path, leaf) for module, attribute, path, leaf in plan["aliases"]],
         **{name: plan[name] for name in _SETTINGS},
     )
     wrapper.__dict__["_unit"] = unit
@@ -94,9 +96,8 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     new_root(unit, handles[0].device if handles else plan["root"].device, ledger, plan["root"], nested)
     unit.__dict__["_tied_modules"] = plan["tied"]
     for each in [*nested, unit]:
-        each.owners = [
-            other for other in nested for module in each.__dict__.get("_tied_modules", ()) if other.module is module
-        ]
+        tied = each.__dict__.get("_tied_modules", ())
+        each.borrow_from([other for other in nested for module in tied if other.module is module])
     register_flat_params(wrapper, unit)
 
 

@@ -222,10 +222,9 @@ def summon(
         for each in summoned:
             each.show()
         for unit in units:
-            if any(not handle.use_orig_params for handle in unit.handles):
-                for home in unit.homes:
-                    home.register()
-                undo.callback(_unregister, unit)
+            for home in unit.hidden:
+                home.register()
+            undo.callback(_unregister, unit)
         try:
             yield
         finally:
@@ -238,7 +237,7 @@ def _end(unit: Unit) -> None:
 
 
 def _unregister(unit: Unit) -> None:
-    for home in unit.homes:
+    for home in unit.hidden:
         home.unregister()
 
 
@@ -253,6 +252,6 @@ def unwrap(unit: Unit) -> nn.Module:
         with torch.no_grad():
             flat = gather_shard(handle, handle.shard.detach(), unit.gather, unit.root.lanes.unshard)
         shown.lend([view.clone() for view in full_views(flat, handle.layout)])
-    for home in unit.homes:
+    for home in unit.hidden:
         home.register()
     return unit.module

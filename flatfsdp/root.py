@@ -144,6 +144,11 @@ class Root:
                 handle.name = unit.name
             self.connect(unit)
         self._check_placed()
+        if not any(unit.handles for unit in self.units):
+            warn(
+                f"{type(self.unit.module).__name__} is wrapped, but no unit of it has parameters: they are all "
+                "ignored, or there are none. Nothing is sharded, and no gradient is averaged"
+            )
         if training:
             for unit in self.units:
                 unit.write_back()  # what a user put in a parameter's place is no value of the beginning

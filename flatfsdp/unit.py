@@ -78,7 +78,9 @@ class Unit:
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
         self.modules = list(modules)
-        self.owners = list(owners)
+        self.owners: list[Unit] = []
+        self._borrowers: weakref.WeakSet[Unit] = weakref.WeakSet()
+        self.borrow_from(owners)
         self.aliases = list(aliases)
         # A full-precision module (batch norm) in a low-precision model: inputs are widened, outputs narrowed again.
         self.island = island
@@ -98,6 +100,12 @@ class Unit:
         self.gather: Transport
         self.scatter: Transport
         self.replicate: Transport | None
+
+    def borrow_from(self, owners: Sequence[Unit]) -> None:
+        """Hold parameters of `owners` too."""
+        self.owners = list(owners)
+        for owner in self.owners:
+            owner._borrowers.add(self)
 
     # -- identity ----------------------------------------------------------------------------------------------------
 
@@ -288,7 +296,7 @@ class Unit:
         output = self._own_output(output)
         if self.island and self._outer_dtype is not None:
             output = cast_floating(output, self._outer_dtype)
-        keep = recomputing or self is root.unit or not self.traits.reshard_after_forward
+        keep = recomputing or self is root.unit or self._lent or not self.traits.reshard_after_forward
         if torch.is_grad_enabled():
             anchors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             if anchors:
@@ -323,9 +331,14 @@ class Unit:
 
         hooks.before_backward_of(output, reached)
 
+    @property
+    def _lent(self) -> bool:
+        """Whether a unit that holds some of these parameters too is in its forward."""
+        return any(unit.phase is Phase.FORWARD for unit in self._borrowers)
+
     def lent_no_more(self) -> None:
-        """A unit that holds some of these parameters too has run its forward: reshard, unless they are needed here."""
-        in_use = self.phase is Phase.FORWARD or self is self.root.unit or self.needed_whole
+        """A unit that holds some of these parameters too has run its forward: reshard, unless they are needed still."""
+        in_use = self.phase is Phase.FORWARD or self is self.root.unit or self.needed_whole or self._lent
         if not in_use and self.traits.reshard_after_forward:
             self.reshard(Exposure.NOTHING)
 

@@ -12,7 +12,7 @@ flat parameter has it) and hold the leaf as a plain attribute.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,12 @@ class Home:
     attribute: str
     path: str
     leaf: nn.Parameter
+
+    @property
+    def held(self) -> object:
+        """What the module has under the attribute now; None where it was deleted."""
+        registered = self.module._parameters.get(self.attribute)
+        return registered if registered is not None else self.module.__dict__.get(self.attribute)
 
     def register(self) -> None:
         """Let the module list the leaf among its parameters."""
@@ -104,24 +110,22 @@ class Shown:
             if grad is not None:
                 holder.grad = grad.to(device=shard.device, dtype=shard.dtype)
 
-    def write_back(self, homes: Iterable[Home]) -> bool:
+    def write_back(self, changed: Iterable[Home]) -> bool:
         """Copy into the shard what the user put in a leaf's place at rest; True if there was anything.
 
-        Noticed are a replaced `.data`, a parameter registered in a home instead of the leaf, and a flat parameter whose
-        `.data` was replaced. Raises UsageError where shape or dtype does not fit. Precondition: the leaves show the
-        shard.
+        Noticed are a replaced `.data`, a parameter in one of the `changed` homes, and a flat parameter whose `.data`
+        was replaced. Raises UsageError where shape or dtype does not fit. Precondition: the leaves show the shard.
         """
         handle = self.handle
         found = self._adopt_flat()
-        for home in homes:
-            registered = home.module._parameters.get(home.attribute)
-            if registered is not None and registered is not home.leaf:
-                index = next((i for i, leaf in enumerate(handle.leaves) if leaf is home.leaf), None)
-                if index is None:
-                    continue
-                self._store(index, registered.detach(), f"the parameter now registered as {home.path!r}")
-                home.register() if handle.use_orig_params else home.unregister()
-                found = True
+        for home in changed:
+            index = next((i for i, leaf in enumerate(handle.leaves) if leaf is home.leaf), None)
+            held = home.held
+            if index is None or not isinstance(held, nn.Parameter):
+                continue
+            self._store(index, held.detach(), f"the parameter now registered as {home.path!r}")
+            home.register() if handle.use_orig_params else home.unregister()
+            found = True
         replaced = [
             i
             for i, (leaf, view) in enumerate(zip(handle.leaves, handle.sharded_views, strict=True))
@@ -183,6 +187,30 @@ class Shown:
                     f"{tuple(view.shape)}, or the "
                     f"whole parameter, {spec.shape}. Inside summon_full_params() parameters have their whole shape"
                 )
+
+
+def check_homes(changed: Iterable[Home], aliases: Iterable[Home], names: Mapping[int, str], label: str) -> None:
+    """Refuse what cannot be written back of the `changed` homes of a unit: anything but new values for a parameter.
+
+    `aliases`: homes of parameters that other units own; `names`: of all parameters of the model, by id.
+    """
+    aliases = list(aliases)
+    for home in changed:
+        held, where = home.held, f"{home.path!r} of unit {label} was changed after wrapping"
+        if held is None:
+            raise UsageError(f"{where}: it is gone. Delete parameters before wrapping, or keep them")
+        if not isinstance(held, nn.Parameter):
+            raise UsageError(f"{where}: it is a {type(held).__name__} now; expected the parameter, or a new one")
+        if id(held) in names:
+            raise UsageError(
+                f"{where}: it was tied to {names[id(held)]!r}. Which unit owns a tied parameter is settled by "
+                "wrapping; tie parameters before it"
+            )
+        if any(home is alias for alias in aliases):
+            raise UsageError(
+                f"{where}: it was tied to {names.get(id(home.leaf), 'a parameter of another unit')!r}, and is another "
+                "parameter now. Untie parameters before wrapping, or copy values in place"
+            )
 
 
 def take_grads(leaves: list[nn.Parameter]) -> dict[int, torch.Tensor]:

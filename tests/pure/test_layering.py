@@ -33,7 +33,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (3, "flat_param"),
     (3, "views"),
     (3, "grads"),
-    (4, "trees buffers hooks unit root"),
+    (4, "trees buffers hooks materialise unit root"),
     (4, "registry"),
     (4, "optimizers"),
     (5, "consolidate state_dict optim_state checkpoint full_params clip"),

@@ -1,0 +1,152 @@
+"""From the meta device to memory and values, and the check that everything is where it computes.
+
+[Note: materialise] A parameter on the meta device gets its memory in place: it stays the same object, so that ties
+inside a unit and across units, and optimizers that hold it, survive. A module whose initialisation raises is put back
+on the meta device, so that wrapping it can be tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from .root import Root
+    from .unit import Unit
+
+
+def materialise(
+    modules: Iterable[tuple[str, nn.Module]],
+    device: torch.device,
+    initialise: Callable[[nn.Module], Any] | None,
+    *,
+    skip: set[nn.Parameter],
+    owners: dict[int, Unit],
+) -> None:
+    """Give memory and values to modules that hold parameters or buffers on the meta device.
+
+    `initialise(module)` is called for each, or the module's `reset_parameters()`. What the module holds elsewhere keeps
+    its values. Parameters in `skip` are left where they are; those in `owners` (by id) belong to units already.
+    """
+    for path, module in modules:
+        if not any(tensor.is_meta and tensor not in skip for _, _, tensor in _held(module)):
+            continue
+        if initialise is None and not callable(getattr(module, "reset_parameters", None)):
+            raise UsageError(
+                f"module {path or '<root>'!r} ({type(module).__name__}) is on the meta device and has no "
+                "reset_parameters(); give it one, or "
+                "pass param_init_fn=, a function of the module that fills its own parameters and buffers"
+            )
+        with ExitStack() as undo, ExitStack() as after, torch.no_grad():
+            given: set[int] = set()
+            for registry, name, tensor in _held(module):
+                if id(tensor) in given:  # tied within the module
+                    continue
+                given.add(id(tensor))
+                if tensor.is_meta and tensor not in skip:
+                    undo.callback(_give_memory(module, tensor, device))
+                elif id(tensor) in owners:
+                    after.callback(_lend_stand_in(registry, name, tensor, owners[id(tensor)]))
+                else:
+                    after.callback(tensor.copy_, tensor.clone())
+            (initialise or _reset_parameters)(module)
+            left = [name for _, name, tensor in _held(module) if tensor.is_meta and tensor not in skip]
+            if left:
+                raise UsageError(
+                    f"param_init_fn left {', '.join(left)} of module {path or '<root>'!r} on the meta device"
+                )
+            undo.pop_all()
+
+
+def _held(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """(registry, name, tensor) of the parameters and buffers that `module` itself holds."""
+    return [
+        (registry, name, tensor)
+        for registry in (module._parameters, module._buffers)
+        for name, tensor in registry.items()
+        if tensor is not None
+    ]
+
+
+def _give_memory(module: nn.Module, tensor: torch.Tensor, device: torch.device) -> Callable[[], None]:
+    """Memory on `device` for `tensor`, undefined in value; returns what undoes it."""
+    empty = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    try:
+        torch.utils.swap_tensors(tensor, empty)
+        return lambda: torch.utils.swap_tensors(tensor, empty)
+    except RuntimeError:
+        # Weak references forbid it. Modules that hold them (LSTM) follow an assignment.
+        names = [name for _, name, other in _held(module) if other is tensor]
+
+        def put(value: torch.Tensor) -> None:
+            for name in names:
+                setattr(module, name, value)
+
+        put(empty)
+        return lambda: put(tensor)
+
+
+def _lend_stand_in(registry: dict[str, Any], name: str, leaf: torch.Tensor, owner: Unit) -> Callable[[], None]:
+    """A scratch tensor of the whole shape in place of `leaf`, of which `owner` shows a shard; returns what ends it."""
+    spec = next(
+        handle.layout.params[index]
+        for handle in owner.handles
+        for index, other in enumerate(handle.leaves)
+        if other is leaf
+    )
+    registry[name] = nn.Parameter(leaf.new_empty(spec.shape), requires_grad=leaf.requires_grad)
+    return lambda: registry.__setitem__(name, leaf)
+
+
+def _reset_parameters(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]  # checked by the caller
+
+
+def check_placed(root: Root) -> None:
+    """Refuse to compute while something is on the meta device, or on another device than its unit computes on.
+
+    Ignored parameters and buffers may be on any real device: they are the user's.
+
+    Raises:
+        UsageError: naming all of them.
+    """
+    on_meta: list[str] = []
+    elsewhere: list[str] = []
+    managed: set[int] = set()
+    for unit in root.units:
+        prefix = f"{unit.name}." if unit.name else ""
+        for handle in unit.handles:
+            managed.update(map(id, handle.leaves))
+            managed.add(id(handle.flat_param))
+            found, expected = handle.shard.device, torch.device("cpu") if handle.offload else root.device.device
+            for spec in handle.layout.params:
+                if found.type == "meta":
+                    on_meta.append(prefix + spec.name)
+                elif found != expected:
+                    elsewhere.append(f"{prefix}{spec.name} ({found}, expected {expected})")
+        for module in unit.modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device != root.device.device:
+                    elsewhere.append(f"buffer {name} of {type(module).__name__} ({buffer.device})")
+    for name, tensor in [*root.unit.module.named_parameters(), *root.unit.module.named_buffers()]:
+        if tensor.is_meta and id(tensor) not in managed:
+            on_meta.append(name)
+    if on_meta:
+        raise UsageError(
+            f"these parameters or buffers are on the meta device, which has no values: {', '.join(on_meta)}. Modules "
+            "that are wrapped are given memory by the constructor; what is ignored, or moved to the meta device after "
+            "wrapping, is yours to initialise before the first forward"
+        )
+    if elsewhere:
+        raise UsageError(
+            f"the model computes on {root.device.device}, but these are elsewhere: {', '.join(elsewhere)}. Move the "
+            "whole model with model.to(device) before wrapping, or pass device_id="
+        )

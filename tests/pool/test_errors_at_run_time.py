@@ -1,0 +1,435 @@
+"""What users do wrong with a wrapped model, or while they wrap one, and the sentences they get."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
+from tests.harness.fake import fake_world
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """A fake world of two ranks, this process the first."""
+    with fake_world(2):
+        yield
+
+
+def said(call: Callable[[], Any], error: type[Exception] = UsageError) -> str:
+    """The message that `call` raises, in short lines."""
+    with pytest.raises(error) as info:
+        call()
+    return in_lines(info.value)
+
+
+def in_lines(message: object) -> str:
+    """A message in lines that fit into this file."""
+    return "\n".join(textwrap.fill(line, 100, replace_whitespace=False) for line in str(message).splitlines())
+
+
+def linear(**kwargs: Any) -> nn.Linear:
+    return nn.Linear(4, 4, **kwargs)
+
+
+class Pair(nn.Module):
+    """An embedding and a head, tied on request."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x))
+
+
+TOKENS = torch.tensor([0, 1, 2])
+
+
+# --- wrapping ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_process_group() -> None:
+    assert_expected_inline(
+        said(lambda: FullyShardedDataParallel(linear())),
+        """\
+no process group: FullyShardedDataParallel needs torch.distributed to be initialised. Under torchrun
+add
+    torch.distributed.init_process_group()
+before wrapping; in a single process without a launcher add
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0,
+world_size=1)""",
+    )
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_wrapping_a_wrapper(world: None, orig: bool) -> None:
+    model = FullyShardedDataParallel(linear(), use_orig_params=orig)
+    message = said(lambda: FullyShardedDataParallel(model, use_orig_params=orig))
+    assert_expected_inline(
+        message, """module: FullyShardedDataParallel is a wrapper already, of Linear. Wrap the original module, once"""
+    )
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_wrapping_what_is_in_a_unit(world: None, orig: bool) -> None:
+    model = FullyShardedDataParallel(nn.Sequential(linear()), use_orig_params=orig)
+    for inside in (model.module, model.module[0]):
+        message = said(lambda inside=inside: FullyShardedDataParallel(inside, use_orig_params=orig))  # type: ignore[misc]
+    assert_expected_inline(
+        message,
+        """\
+module: Linear is in a unit already, that of Sequential, and its parameters are flattened there.
+Wrap inner modules before outer ones, each once""",
+    )
+
+
+def test_a_flat_parameter_in_another_module(world: None) -> None:
+    model = FullyShardedDataParallel(linear())
+    other = nn.Sequential()
+    other.register_parameter("stolen", model._flat_param)
+    assert_expected_inline(
+        said(lambda: FullyShardedDataParallel(other)),
+        """\
+'stolen' is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the
+original module, once""",
+    )
+
+
+def test_ignoring_a_wrapper(world: None) -> None:
+    inner = FullyShardedDataParallel(linear())
+    outer = nn.Sequential(inner, linear())
+    message = said(lambda: FullyShardedDataParallel(outer, ignored_modules=[inner]), ConfigValueError)
+    assert_expected_inline(
+        message,
+        """\
+ignored_modules: Linear is wrapped by FullyShardedDataParallel already, and sharded; give the
+modules to ignore unwrapped""",
+    )
+
+
+def test_ignoring_what_is_not_inside(world: None) -> None:
+    with pytest.warns(FlatFSDPWarning) as caught:
+        FullyShardedDataParallel(linear(), ignored_modules=[linear()])
+    assert_expected_inline(
+        in_lines(caught[0].message), """ignored_modules: Linear not found inside Linear, without effect."""
+    )
+
+
+def test_ignoring_everything(world: None) -> None:
+    net = nn.Sequential(linear())
+    model = FullyShardedDataParallel(net, ignored_modules=[net[0]])
+    with pytest.warns(FlatFSDPWarning) as caught:
+        model(torch.ones(1, 4))
+    assert_expected_inline(
+        in_lines(caught[0].message),
+        """\
+Sequential is wrapped, but no unit of it has parameters: they are all ignored, or there are none.
+Nothing is sharded, and no gradient is averaged""",
+    )
+
+
+def test_a_unit_without_parameters_works(world: None) -> None:
+    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.ReLU()), linear()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model(torch.ones(1, 4)).shape == (1, 4)
+
+
+def test_a_group_without_this_rank(world: None) -> None:
+    other = dist.new_group([1])
+    accepted = said(
+        lambda: FullyShardedDataParallel(linear(), process_group=other), (ConfigTypeError, ConfigValueError)
+    )  # type: ignore[arg-type]
+    assert_expected_inline(
+        accepted,
+        """\
+process_group: got -100 (int). Accepted: None, or one torch.distributed.ProcessGroup, for
+FULL_SHARD. torch.distributed.new_group answers so on ranks outside of the group.""",
+    )
+
+
+def test_group_and_mesh(world: None) -> None:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    message = said(
+        lambda: FullyShardedDataParallel(linear(), process_group=dist.group.WORLD, device_mesh=mesh), ConfigValueError
+    )
+    assert_expected_inline(message, """process_group, device_mesh: got both. Accepted: one of them.""")
+
+
+def test_hybrid_over_one_group(world: None) -> None:
+    message = said(
+        lambda: FullyShardedDataParallel(linear(), process_group=dist.group.WORLD, sharding_strategy="HYBRID_SHARD"),
+        ConfigValueError,
+    )
+    assert_expected_inline(
+        message,
+        """\
+process_group: got a single process group. Accepted: None, or a pair (shard group, replicate group),
+for HYBRID_SHARD.""",
+    )
+
+
+def test_hybrid_over_a_line(world: None) -> None:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    message = said(
+        lambda: FullyShardedDataParallel(linear(), device_mesh=mesh, sharding_strategy="HYBRID_SHARD"),
+        ConfigValueError,
+    )
+    assert_expected_inline(
+        message,
+        """\
+device_mesh: got a 1-D mesh. Accepted: None, or a 2-D DeviceMesh, for HYBRID_SHARD. Its axes are
+(replicate, shard).""",
+    )
+
+
+def test_a_policy_that_matches_nothing(world: None) -> None:
+    with pytest.warns(FlatFSDPWarning) as caught:
+        FullyShardedDataParallel(nn.Sequential(linear(), nn.ReLU()), auto_wrap_policy={nn.Conv2d})
+    assert_expected_inline(
+        in_lines(caught[0].message),
+        """\
+auto_wrap_policy: ModuleWrapPolicy({Conv2d}) matched no submodule of Sequential, which becomes a
+single unit: all of its parameters are gathered at once. Classes inside: Linear, ReLU.""",
+    )
+
+
+def test_a_tie_over_different_ranks() -> None:
+    with fake_world(4):
+        net = Pair(tied=True)
+        half = dist.new_group([0, 1])
+        net.embedding = FullyShardedDataParallel(net.embedding, process_group=half)
+        assert_expected_inline(
+            said(lambda: FullyShardedDataParallel(net)),
+            """\
+'head.weight' of Pair is tied to a parameter of another unit (Embedding) that is sharded over other
+ranks, so no order of gathers serves both. Put both modules into one unit, or wrap them with the
+same process group""",
+        )
+
+
+# --- before the first step --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_left_on_the_meta_device(world: None, orig: bool) -> None:
+    net = nn.Sequential(linear(), linear(device="meta"), nn.BatchNorm1d(4, device="meta"), linear())
+    model = FullyShardedDataParallel(net, ignored_modules=[net[1], net[2]], use_orig_params=orig)
+    assert_expected_inline(
+        said(lambda: model(torch.ones(2, 4))),
+        """\
+these parameters or buffers are on the meta device, which has no values: 1.weight, 1.bias, 2.weight,
+2.bias, 2.running_mean, 2.running_var, 2.num_batches_tracked. Modules that are wrapped are given
+memory by the constructor; what is ignored, or moved to the meta device after wrapping, is yours to
+initialise before the first forward""",
+    )
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_moved_to_the_meta_device(world: None, orig: bool) -> None:
+    net = nn.Sequential(linear(), linear())
+    model = FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=orig)
+    assert_expected_inline(
+        said(lambda: model.to("meta")),
+        """\
+unit <root>: moving it to the meta device would throw away its values; use
+model.to_empty(device=...) for memory without values, or wrap a module that is on the meta device""",
+    )
+    assert_expected_inline(
+        said(lambda: model[0].to("meta")),
+        """\
+unit <root>: moving it to the meta device would throw away its values; use
+model.to_empty(device=...) for memory without values, or wrap a module that is on the meta device""",
+    )
+    model(torch.ones(2, 4))
+
+
+def test_on_another_device(world: None) -> None:
+    model = FullyShardedDataParallel(nn.Sequential(linear(), nn.BatchNorm1d(4)), use_orig_params=True)
+    # Any device that is not the model's; this machine may have only one that computes.
+    model._unit.root.device.device = torch.device("cuda", 0)
+    assert_expected_inline(
+        said(lambda: model._lazy_init()),
+        """\
+the model computes on cuda:0, but these are elsewhere: 0.weight (cpu, expected cuda:0), 0.bias (cpu,
+expected cuda:0), 1.weight (cpu, expected cuda:0), 1.bias (cpu, expected cuda:0), buffer
+running_mean of BatchNorm1d (cpu), buffer running_var of BatchNorm1d (cpu), buffer
+num_batches_tracked of BatchNorm1d (cpu). Move the whole model with model.to(device) before
+wrapping, or pass device_id=""",
+    )
+
+
+def test_the_forward_of_a_nested_unit_first(world: None) -> None:
+    model = FullyShardedDataParallel(nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear})
+    assert_expected_inline(
+        said(lambda: model[0](torch.ones(1, 4))),
+        """\
+the forward of a nested unit (Linear) ran before the first forward of the root (Sequential) that it
+belongs to; call the outermost FullyShardedDataParallel module first""",
+    )
+
+
+def test_no_sync_on_a_nested_unit(world: None) -> None:
+    model = FullyShardedDataParallel(nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear})
+    assert_expected_inline(
+        said(lambda: model[0].no_sync().__enter__()),
+        """\
+no_sync() was called on a nested unit (Linear); call it on the outermost FullyShardedDataParallel
+module (Sequential)""",
+    )
+
+
+# --- optimizers built before wrapping ---------------------------------------------------------------------------------
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_an_optimizer_from_before_with_original_parameters(world: None) -> None:
+    net = linear()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1.0)
+    model = FullyShardedDataParallel(net, use_orig_params=True)
+    before = model._unit.handles[0].shard.clone()
+    step(model, optimizer)
+    assert not torch.equal(before, model._unit.handles[0].shard)
+
+
+def test_an_optimizer_from_before_that_has_state(world: None) -> None:
+    net = linear()
+    optimizer = torch.optim.Adam(net.parameters())
+    step(net, optimizer)
+    model = FullyShardedDataParallel(net, use_orig_params=True)
+    assert_expected_inline(
+        said(lambda: step(model, optimizer)),
+        """\
+the optimizer has state from before wrapping: 'exp_avg' of parameter 'weight' of unit <root> (param
+group 0) has shape (4, 4), but this rank's shard of it has (10,). Build the optimizer after
+wrapping, or wrap before its first step""",
+    )
+
+
+def test_an_optimizer_from_before_with_flat_parameters(world: None) -> None:
+    net = linear()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = FullyShardedDataParallel(net)
+    assert_expected_inline(
+        said(lambda: step(model, optimizer)),
+        """\
+the optimizer holds parameter 'weight' of unit <root> (param group 0), which was flattened: with
+use_orig_params=False it would never be updated. Build the optimizer from model.parameters() after
+wrapping, or wrap with use_orig_params=True""",
+    )
+
+
+# --- modules changed after wrapping -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_parameter_deleted(world: None, orig: bool, stepped: bool) -> None:
+    model = FullyShardedDataParallel(linear(), use_orig_params=orig)
+    if stepped:
+        model(torch.ones(1, 4)).sum().backward()
+    del model.module.weight
+    assert_expected_inline(
+        said(lambda: model(torch.ones(1, 4))),
+        """\
+'weight' of unit <root> was changed after wrapping: it is gone. Delete parameters before wrapping,
+or keep them""",
+    )
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_parameter_of_another_shape(world: None, orig: bool) -> None:
+    model = FullyShardedDataParallel(linear(), use_orig_params=orig)
+    model.module.weight = nn.Parameter(torch.zeros(5, 4))
+    assert_expected_inline(
+        said(lambda: model(torch.ones(1, 4))),
+        """\
+the parameter now registered as 'weight' was replaced by a tensor of shape (5, 4); expected this
+rank's shard of it, (10,), or the whole parameter, (4, 4). Inside summon_full_params() parameters
+have their whole shape""",
+    )
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_parameter_of_another_dtype(world: None, orig: bool) -> None:
+    model = FullyShardedDataParallel(linear(), use_orig_params=orig)
+    model.module.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    assert_expected_inline(
+        said(lambda: model(torch.ones(1, 4))),
+        """the parameter now registered as 'weight' has dtype torch.float64; expected the shard's torch.float32""",
+    )
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_tensor_in_place_of_a_parameter(world: None, orig: bool) -> None:
+    model = FullyShardedDataParallel(linear(), use_orig_params=orig)
+    del model.module.weight
+    model.module.weight = torch.zeros(4, 4)
+    assert_expected_inline(
+        said(lambda: model(torch.ones(1, 4))),
+        """\
+'weight' of unit <root> was changed after wrapping: it is a Tensor now; expected the parameter, or a
+new one""",
+    )
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("classes", [set(), {nn.Embedding}, {nn.Embedding, nn.Linear}])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_tie_made_after_wrapping(world: None, orig: bool, classes: set[type[nn.Module]], stepped: bool) -> None:
+    net = Pair()
+    model = FullyShardedDataParallel(net, auto_wrap_policy=classes or None, use_orig_params=orig)
+    if stepped:
+        model(TOKENS).sum().backward()
+    embedding, head = (getattr(m, "module", m) for m in (net.embedding, net.head))
+    head.weight = embedding.weight
+    message = said(lambda: model(TOKENS)).replace("\n", " ")
+    unit = "'head'" if nn.Linear in classes else "<root>"
+    place = "'weight'" if nn.Linear in classes else "'head.weight'"
+    assert message.startswith(f"{place} of unit {unit} was changed after wrapping: it was tied to 'embedding.weight'")
+    assert message.endswith("Which unit owns a tied parameter is settled by wrapping; tie parameters before it")
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_tie_undone_after_wrapping(world: None, orig: bool) -> None:
+    net = Pair(tied=True)
+    model = FullyShardedDataParallel(net, auto_wrap_policy={nn.Embedding}, use_orig_params=orig)
+    model(TOKENS).sum().backward()
+    net.head.weight = nn.Parameter(torch.zeros(6, 4))
+    assert_expected_inline(
+        said(lambda: model(TOKENS)),
+        """\
+'head.weight' of unit <root> was changed after wrapping: it was tied to 'embedding.weight', and is
+another parameter now. Untie parameters before wrapping, or copy values in place""",
+    )
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_another_module_wide_dtype_one_by_one(world: None, orig: bool) -> None:
+    model = FullyShardedDataParallel(linear(), use_orig_params=orig)
+    for leaf in model._unit.handles[0].leaves:
+        leaf.data = leaf.data.half()
+    assert_expected_inline(
+        said(lambda: model(torch.ones(1, 4))),
+        """\
+the parameters of unit '<root>' changed from torch.float32 to torch.float16 one by one after
+wrapping; call .to()/.half()/.double() on the FullyShardedDataParallel module itself, or before
+wrapping""",
+    )
