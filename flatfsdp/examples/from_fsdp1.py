@@ -19,9 +19,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, nhead=2, dim_feedforward=64, dropout=0.0, batch_first=True)
-    model = nn.Sequential(nn.Embedding(16, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 16))
+    layers = nn.Sequential(nn.Embedding(16, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 16))
     model = FSDP(
-        model,
+        layers,
         sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
         auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer}),
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,

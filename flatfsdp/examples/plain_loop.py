@@ -35,8 +35,8 @@ def main() -> None:
     dist.init_process_group()
 
     torch.manual_seed(0)  # every rank begins with the same values
-    model = nn.Sequential(nn.Linear(8, 32), Block(32), Block(32), nn.Linear(32, 1))
-    model = FullyShardedDataParallel(model, auto_wrap_policy={Block}, use_orig_params=True)
+    layers = nn.Sequential(nn.Linear(8, 32), Block(32), Block(32), nn.Linear(32, 1))
+    model = FullyShardedDataParallel(layers, auto_wrap_policy={Block}, use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if dist.get_rank() == 0:
         print(flatfsdp.summary(model))

@@ -25,7 +25,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
     with FullyShardedDataParallel.summon_full_params(model):
-        print(f"y = {model.module.weight.item():.2f} x + {model.module.bias.item():.2f}")
+        slope, offset = (parameter.item() for parameter in model.parameters())
+        print(f"y = {slope:.2f} x + {offset:.2f}")
     dist.destroy_process_group()
 
 

@@ -56,7 +56,7 @@ def arguments_of(found: Any) -> list[str]:
             return []
         torchs = next((base for base in found.__mro__ if base.__module__.partition(".")[0] == "torch"), object)
         known = {"self", *inspect.signature(torchs.__init__).parameters}
-        found = found.__init__
+        found = vars(found).get("__init__")
     else:
         known = {"self", *(POLICY_PROTOCOL if getattr(found, "__module__", "") == "flatfsdp.wrap" else ())}
     if not inspect.isfunction(found) or (hasattr(nn.Module, found.__name__) and found.__name__ != "__init__"):
