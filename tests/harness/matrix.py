@@ -55,8 +55,8 @@ class Cell:
     @property
     def recipe(self) -> Recipe:
         """What is trained: two steps, so that the second starts from what the first left behind."""
-        replicas = 2 if self.hybrid else 1
-        return Recipe(**PRECISIONS[self.precision], **MODELS[self.model], **PASSES[self.passes], steps=2, replicas=replicas)
+        settings = PRECISIONS[self.precision] | MODELS[self.model] | PASSES[self.passes]
+        return Recipe(**settings, steps=2, replicas=2 if self.hybrid else 1)
 
     @property
     def hybrid(self) -> bool:

@@ -1,0 +1,389 @@
+"""What is communicated, and when: closed forms of counts and bytes for worlds of 1 to 1024, and schedules.
+
+Counted are the operations that torch's dispatcher sees, not what the engine says of itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, comm
+from flatfsdp.device import DONE, Pending
+from flatfsdp.lifecycle import ShardState
+from flatfsdp.root import Root
+from flatfsdp.trace import Event
+from flatfsdp.wrap import ModuleWrapPolicy
+from tests.harness.fake import fake_world
+
+WORLDS = [1, 2, 3, 7, 64, 1024]
+WIDTH = 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Tower(nn.Module):
+    """Three blocks between two layers of the root's own: four units.
+
+    ``between`` is called when the root computes gradients of its own between those of ``b`` and ``a``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.a, self.b, self.c = Block(), Block(), Block()
+        self.outlet = nn.Linear(WIDTH, 1)
+        self.between: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = 2 * self.a(self.inlet(x))
+        if x.requires_grad:
+            x.register_hook(lambda grad: self.between())
+        return self.outlet(self.c(self.b(2 * x)))
+
+
+UNITS = 4
+NUMELS = [3 * WIDTH + 2 * 2 * WIDTH * WIDTH] * 3 + [WIDTH * WIDTH + WIDTH + WIDTH + 1]  # of a, b, c and the root
+
+
+def wrapped(strategy: str, **options: Any) -> FullyShardedDataParallel:
+    if "HYBRID" in strategy:
+        shape = options.pop("mesh")
+        options["device_mesh"] = dist.init_device_mesh("cpu", shape)
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(
+        Tower(), sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=policy, **options
+    )
+
+
+def root_of(model: FullyShardedDataParallel) -> Root:
+    root: Root = model._unit.root
+    return root
+
+
+NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "allreduce_": "all_reduce"}
+
+
+class Collectives(TorchDispatchMode):
+    """Every operation on a process group inside the context: how many, and the bytes of the larger side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            kind = NAMES.get(name, name)
+            tensors = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor)]
+            self.counts[kind] += 1
+            self.bytes[kind] += max((x.numel() * x.element_size() for x in tensors), default=0)
+        return func(*args, **(kwargs or {}))
+
+
+def forward(model: nn.Module) -> Tensor:
+    loss: Tensor = model(torch.randn(3, WIDTH)).sum()
+    return loss
+
+
+def settled(model: FullyShardedDataParallel) -> None:
+    """One step: what happens once (agreement on layouts and order) is over."""
+    forward(model).backward()
+    model.zero_grad()
+
+
+Passes = tuple[Counter[str], Counter[str]]
+
+
+def counted(model: FullyShardedDataParallel, *, sync: bool = True) -> Passes:
+    """What the collectives of a forward and of its backward were."""
+    with nullcontext() if sync else model.no_sync():
+        with Collectives() as first:
+            loss = forward(model)
+        with Collectives() as second:
+            loss.backward()
+    return first.counts, second.counts
+
+
+def expected(forward_gathers: int, backward_gathers: int, scatters: int, all_reduces: int) -> Passes:
+    def only(**counts: int) -> Counter[str]:
+        return Counter({name: count for name, count in counts.items() if count})
+
+    return only(gather=forward_gathers), only(gather=backward_gathers, scatter=scatters, all_reduce=all_reduces)
+
+
+N = UNITS
+# A unit more in forward than in backward: the root, whose backward comes first, is not resharded.
+CLOSED_FORMS: dict[str, dict[str, list[Passes]]] = {
+    "FULL_SHARD": {
+        "synced": [expected(N, N - 1, N, 0)] * 2,
+        "window": [expected(N, N - 1, 0, 0), expected(N, N - 1, 0, 0), expected(N, N - 1, N, 0)],
+    },
+    "SHARD_GRAD_OP": {
+        "synced": [expected(N, 0, N, 0)] * 2,
+        # What no_sync leaves unsharded is not gathered again.
+        "window": [expected(N, 0, 0, 0), expected(0, 0, 0, 0), expected(0, 0, N, 0), expected(N, 0, N, 0)],
+    },
+    "NO_SHARD": {
+        "synced": [expected(0, 0, 0, N)] * 2,
+        "window": [expected(0, 0, 0, 0), expected(0, 0, 0, 0), expected(0, 0, 0, N)],
+    },
+    "HYBRID_SHARD": {
+        "synced": [expected(N, N - 1, N, N)] * 2,
+        "window": [expected(N, N - 1, 0, 0), expected(N, N - 1, 0, 0), expected(N, N - 1, N, N)],
+    },
+    "_HYBRID_SHARD_ZERO2": {
+        "synced": [expected(N, 0, N, N)] * 2,
+        "window": [expected(N, 0, 0, 0), expected(0, 0, 0, 0), expected(0, 0, N, N), expected(N, 0, N, N)],
+    },
+}
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_counts_of_one_axis(strategy: str, world: int, use_orig_params: bool) -> None:
+    with fake_world(world):
+        model = wrapped(strategy, use_orig_params=use_orig_params)
+        settled(model)
+        check_closed_forms(model, strategy, alone=world == 1)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (8, 16)])
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+def test_counts_of_two_axes(strategy: str, mesh: tuple[int, int]) -> None:
+    with fake_world(mesh[0] * mesh[1]):
+        model = wrapped(strategy, mesh=mesh)
+        settled(model)
+        check_closed_forms(model, strategy)
+
+
+def check_closed_forms(model: FullyShardedDataParallel, strategy: str, *, alone: bool = False) -> None:
+    forms = CLOSED_FORMS[strategy]
+    nothing = expected(0, 0, 0, 0)
+    for synced in forms["synced"]:  # accumulation with communication too: the gradients are left where they are
+        assert counted(model) == (nothing if alone else synced)
+    for place, passes in enumerate(forms["window"]):
+        sync = place >= 2  # two microbatches without, the third and whatever follows with
+        assert counted(model, sync=sync) == (nothing if alone else passes)
+
+
+def padded(numels: list[int], world: int) -> list[int]:
+    return [-(-numel // world) * world for numel in numels]
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("mixed", [None, MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)])
+def test_bytes_of_full_shard(world: int, mixed: MixedPrecision | None) -> None:
+    # Without use_orig_params there is no padding but that to the world size.
+    size = 2 if mixed else 4
+    with fake_world(world):
+        model = wrapped("FULL_SHARD", mixed_precision=mixed)
+        settled(model)
+        with Collectives() as seen:
+            forward(model).backward()
+        whole = padded(NUMELS, world)
+        assert seen.bytes == {"gather": (2 * sum(whole) - whole[-1]) * size, "scatter": sum(whole) * 4}
+        root = root_of(model)
+        assert dict(root.traffic.counts).keys() >= {"all_gather", "reduce_scatter"}
+        assert {kind: count for kind, count in root.ledger.live.items() if count} == {"shard": 4 * sum(whole) // world}
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_bytes_of_no_shard(world: int) -> None:
+    with fake_world(world):
+        model = wrapped("NO_SHARD")
+        settled(model)
+        with Collectives() as seen:
+            forward(model).backward()
+        assert seen.bytes == {"all_reduce": 4 * sum(NUMELS)}
+        assert {kind: n for kind, n in root_of(model).ledger.live.items() if n} == {"shard": 4 * sum(NUMELS)}
+
+
+def test_bytes_of_hybrid_shard_8x16() -> None:
+    with fake_world(128, rank=100):
+        model = wrapped("HYBRID_SHARD", mesh=(8, 16))
+        settled(model)
+        with Collectives() as seen:
+            forward(model).backward()
+        whole = padded(NUMELS, 16)
+        gathered = (2 * sum(whole) - whole[-1]) * 4
+        assert seen.bytes == {"gather": gathered, "scatter": sum(whole) * 4, "all_reduce": sum(whole) * 4 // 16}
+        assert {k: n for k, n in root_of(model).ledger.live.items() if n} == {"shard": 4 * sum(whole) // 16}
+
+
+def test_one_collective_per_kind_for_any_number_of_parameters() -> None:
+    def mixture() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(9)))
+        for layer in model[:4]:
+            layer.requires_grad_(False)
+        return model
+
+    with fake_world(4):
+        model = FullyShardedDataParallel(mixture(), use_orig_params=True)
+        settled(model)
+        assert counted(model) == (Counter(gather=2), Counter(scatter=1))  # frozen ones are not reduced
+
+
+@pytest.mark.parametrize("strategy", list(CLOSED_FORMS))
+def test_constructors_do_not_communicate(strategy: str) -> None:
+    with fake_world(8):
+        wrapped(strategy, mesh=(2, 4)) if "HYBRID" in strategy else wrapped(strategy)  # makes the groups
+        for synchronise in (False, True):
+            options: dict[str, Any] = {"sync_module_states": synchronise}
+            if "HYBRID" in strategy:
+                options["mesh"] = (2, 4)
+            with Collectives() as seen:
+                wrapped(strategy, **options)
+            values = len(list(Tower().parameters())) * (2 if "HYBRID" in strategy else 1)  # one per axis
+            assert seen.counts == (Counter(broadcast_=values) if synchronise else Counter())
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+def story(model: FullyShardedDataParallel, run: Callable[[], Any], *kinds: str) -> str:
+    """The events of these kinds as they come; "compute:between" is the root's work between ``b`` and ``a``."""
+    trace = root_of(model).trace
+    model.module.between = lambda: trace.record("compute", "between", "")
+    with trace.listening() as events:
+        run()
+    return " ".join(f"{event.kind}:{event.unit or 'root'}" for event in events if event.kind in kinds)
+
+
+@contextmanager
+def tower(**options: Any) -> Iterator[FullyShardedDataParallel]:
+    with fake_world(4):
+        model = wrapped("FULL_SHARD", **options)
+        settled(model)
+        yield model
+
+
+BACKWARD = ("gather", "backward", "grads", "reduce", "reshard", "end", "compute")
+
+
+def test_backward_pre_gathers_the_next_unit_before_this_ones_gradients() -> None:
+    with tower() as model:
+        assert story(model, forward(model).backward, *BACKWARD) == (
+            "gather:c backward:root gather:b backward:c grads:c reduce:c reshard:c "
+            "gather:a backward:b grads:b reduce:b reshard:b compute:between backward:a grads:a reduce:a reshard:a "
+            "grads:root reduce:root reshard:root end:root"
+        )
+
+
+def test_backward_post_gathers_the_next_unit_right_after_this_ones_gradients() -> None:
+    with tower(backward_prefetch="BACKWARD_POST") as model:
+        assert story(model, forward(model).backward, *BACKWARD) == (
+            "backward:root gather:c backward:c grads:c reduce:c reshard:c "
+            "gather:b backward:b grads:b reduce:b reshard:b gather:a compute:between backward:a grads:a reduce:a reshard:a "
+            "grads:root reduce:root reshard:root end:root"
+        )
+
+
+def test_without_backward_prefetch_a_unit_is_gathered_when_its_backward_begins() -> None:
+    with tower(backward_prefetch=None) as model:
+        assert story(model, forward(model).backward, *BACKWARD) == (
+            "backward:root gather:c backward:c grads:c reduce:c reshard:c "
+            "gather:b backward:b grads:b reduce:b reshard:b compute:between gather:a backward:a grads:a reduce:a reshard:a "
+            "grads:root reduce:root reshard:root end:root"
+        )
+
+
+def test_forward_gathers_a_unit_when_it_is_entered() -> None:
+    with tower() as model:
+        assert story(model, lambda: forward(model), "gather", "forward", "reshard") == (
+            "gather:root forward:root gather:a forward:a reshard:a gather:b forward:b reshard:b "
+            "gather:c forward:c reshard:c"
+        )
+
+
+def test_forward_prefetch_gathers_the_next_unit_before_this_ones_forward() -> None:
+    with tower(forward_prefetch=True) as model:
+        assert story(model, lambda: forward(model), "gather", "forward", "reshard") == (
+            "gather:root gather:a forward:root gather:b forward:a reshard:a gather:c forward:b reshard:b "
+            "forward:c reshard:c"
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        ({}, 2),
+        ({"forward_prefetch": True}, 2),
+        ({"backward_prefetch": "BACKWARD_POST"}, 1),
+        ({"backward_prefetch": None}, 1),
+    ],
+)
+def test_besides_the_root_at_most_one_unit_is_ahead_of_the_one_in_use(options: dict[str, Any], bound: int) -> None:
+    with tower(**options) as model:
+        root = root_of(model)
+        most = 0
+
+        def count(event: Event) -> None:
+            nonlocal most
+            held = [u for u in root.units[:-1] if any(h.state is not ShardState.SHARDED for h in u.handles)]
+            most = max(most, len(held))
+
+        root.ledger.reset_peaks()
+        with root.trace.listening(count):
+            for _ in range(2):
+                forward(model).backward()
+        assert most == bound
+        block, own = padded(NUMELS, 4)[0], padded(NUMELS, 4)[-1]
+        assert root.ledger.peak("unsharded") == 4 * (bound * block + own)
+
+
+# -- values, with a group that answers as if all ranks were alike ------------------------------------------------------
+
+
+class Alike(comm.Base):
+    """Every rank has the same gradients: sums in the dtype they come in, one rank after the other."""
+
+    def __init__(self, inner: comm.Transport) -> None:
+        super().__init__(inner.group, inner.device, traffic=inner.traffic, ledger=inner.ledger)
+
+    def reduce_scatter_base(self, output: Tensor, full: Tensor, lane: Any) -> Pending:
+        piece = full[: output.numel()]
+        output.copy_(piece)
+        for _ in range(self.group.size - 1):
+            output.add_(piece)
+        return DONE
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_fp16_reduction_of_healthy_gradients_does_not_overflow_at_world_64(strategy: str) -> None:
+    largest = 60000.0  # fp16 ends at 65504: the sum of two is infinite already
+
+    class Steep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(640))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight * x).sum()
+
+    with fake_world(64), comm.doubled(Alike):
+        options = {"sharding_strategy": strategy, "mixed_precision": MixedPrecision(reduce_dtype=torch.float16)}
+        model = FullyShardedDataParallel(Steep(), use_orig_params=True, **options)
+        model(torch.full((640,), largest)).backward()
+        (parameter,) = model.parameters()
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+        torch.testing.assert_close(parameter.grad, torch.full((10,), largest), rtol=5e-3, atol=0.0)
