@@ -114,6 +114,7 @@ class Root:
         self._transports: dict[tuple[int, str], Transport] = {}
         self._deferred: list[tuple[object, FlatBuffer]] = []
         self._failed = False
+        self._at_rest = True  # between iterations, where shards may be written to
         self._whole_for_double = False
         self.agreement = Agreement(check_values=settings.check_values)
 
@@ -221,7 +222,7 @@ class Root:
         self._sequence = []
         self._readers.clear()
         self._anchors.clear()
-        self.lanes.unshard.follow_compute()  # the optimizer's writes to the shards come first
+        self._follow_writes()
 
     def leave(self, unit: Unit, *, failed: bool = False) -> None:
         """A forward of `unit` has ended."""
@@ -234,6 +235,7 @@ class Root:
         self.agreement.end_forward()
         self._order.learn(self._sequence)
         if not torch.is_grad_enabled() or self.record.empty:
+            self._at_rest = True
             for each in self.units:
                 if not each.needed_whole:
                     each.rest()
@@ -283,6 +285,7 @@ class Root:
         """A forward failed: everything returns to between iterations, as if it had not begun."""
         self.agreement.abandon(sys.exc_info()[1])
         self.record = ForwardRecord()
+        self._at_rest = True
         for unit in self.units:
             unit.rest()
         self.agreement.rest()
@@ -297,6 +300,8 @@ class Root:
         if not _torch.in_backward():
             return
         self.agreement.check_backward(self)
+        if self._at_rest:  # a graph older than the last rest
+            self._follow_writes()
         self.record.consumed = True
         self.backward = Backward(self.record, sync=self.sync)
         self.backward.double = torch.is_grad_enabled()
@@ -406,6 +411,7 @@ class Root:
 
     def _finish(self, *, keep_unsharded: bool) -> None:
         self._whole_for_double = False
+        self._at_rest = True
         for unit in self.units:
             unit.rest(keep_whole=keep_unsharded and not unit.traits.reshard_without_sync)
         for unit in self.units:
@@ -452,6 +458,12 @@ class Root:
         self.settle_down()
         for unit in self.units:
             unit.rest()
+        self._at_rest = True
+
+    def _follow_writes(self) -> None:
+        """Order the next gathers after what was written to the shards at rest, by an optimizer say."""
+        self.lanes.unshard.follow_compute()
+        self._at_rest = False
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
