@@ -1,0 +1,132 @@
+"""Ranks that part after their first iteration, when nothing is exchanged any more: every rank ends with our error, within
+seconds, those that wait for the others in a collective included."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import fresh
+from tests.pool.test_agree import PARTING, Net, step, wrap
+
+LIMIT = 20.0  # seconds for all ranks to end once they have started; on idle cores it takes 3
+
+
+def trained(**kwargs: Any) -> Any:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = wrap(Net(), **kwargs)
+    step(model)
+    step(model)
+    return model
+
+
+def part(rank: int, world: int, case: str) -> None:
+    model = trained()
+    odd = rank == world - 1
+    if case == "skips a unit":
+        step(model, order=(0, 2) if odd else (0, 1, 2))
+    elif case == "another order":
+        step(model, order=(1, 0, 2) if odd else (0, 1, 2))
+    elif case == "forwards":
+        with contextlib.suppress(ValueError):
+            step(model, fail_at=2 if odd else 1)
+    elif case == "backward":
+
+        def refuse(grad: torch.Tensor) -> None:
+            if odd:
+                raise ValueError("bad gradient")
+
+        model.module.blocks[1].linear.weight.register_hook(refuse)
+        with contextlib.suppress(ValueError):
+            step(model)
+    step(model)
+    step(model)
+
+
+def told_to_all(outcomes: list[fresh.Outcome]) -> str:
+    """The one sentence that every rank printed as it ended."""
+    messages = set()
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.exit_code == 1, (rank, outcome)
+        found = re.findall(rf"^\[flatfsdp, rank {rank}\] AgreementError: (.*)$", outcome.output, re.MULTILINE)
+        assert found, (rank, outcome.output)
+        messages.update(found)
+    assert len(messages) == 1, messages
+    return messages.pop()
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("another order", "rank 0 entered unit 'blocks.0'; rank 1 entered unit 'blocks.1'"),
+        (
+            "forwards",
+            "rank 0 abandoned its iteration in the forward of unit 'blocks.0' after ValueError: out of luck; "
+            "rank 1 entered unit 'blocks.1'",
+        ),
+        ("backward", "rank 0 went on in a backward; rank 1 abandoned its iteration in a backward"),
+    ],
+)
+def test_ranks_part(case: str, told: str) -> None:
+    assert told_to_all(fresh.run(2, part, case, timeout=LIMIT)) == f"ranks part ways in step 3: {told}{PARTING}"
+
+
+def test_one_of_three_parts() -> None:
+    told = "ranks 0, 1 entered unit 'blocks.1'; rank 2 entered unit 'blocks.2'"
+    outcomes = fresh.run(3, part, "skips a unit", timeout=LIMIT)
+    assert told_to_all(outcomes) == f"ranks part ways in step 3: {told}{PARTING}"
+    for outcome in outcomes[:2]:  # their wait ended with the error, not by force
+        assert "AgreementError" in (outcome.error or ""), outcome
+
+
+def stay(rank: int, world: int) -> None:
+    model = trained()
+    try:
+        step(model, order=(0, 2) if rank == 1 else (0, 1, 2))
+    finally:
+        if rank == 1:
+            time.sleep(2 * LIMIT)  # its connections stay open: nothing wakes rank 0
+
+
+def test_a_wait_that_nothing_ends_is_ended_by_force() -> None:
+    outcome = fresh.run(2, stay, timeout=LIMIT)[0]
+    assert outcome.exit_code == 1
+    assert "AgreementError: ranks part ways in step 3" in outcome.output
+    assert outcome.error is None, "it was not the exception that ended it"
+
+
+def raise_uncaught(rank: int, world: int) -> None:
+    model = trained()
+    step(model, fail_at=2 if rank == 1 else None)
+
+
+def test_a_rank_that_dies_of_its_own_exception_is_named_by_the_others() -> None:
+    waiting, dying = fresh.run(2, raise_uncaught, timeout=LIMIT)
+    assert "ValueError: out of luck" in (dying.error or "")
+    assert "rank 1 abandoned its iteration in the forward of unit 'blocks.1' after ValueError" in waiting.output
+    assert waiting.exit_code == 1
+
+
+def leave(rank: int, world: int) -> list[str]:
+    model = trained()
+    globals()["kept"] = model  # alive, with its thread, when the interpreter ends
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    return [thread.name for thread in threading.enumerate() if thread.name == "flatfsdp watch"]
+
+
+def test_a_program_ends_quietly_with_a_model_alive() -> None:
+    for outcome in fresh.run(2, leave, timeout=LIMIT):
+        assert outcome.result == ["flatfsdp watch"]
+        assert outcome.exit_code == 0
+        assert outcome.output == ""
+
+
