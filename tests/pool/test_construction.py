@@ -1,0 +1,414 @@
+"""Models of unusual construction train like plain ones, and a constructor that raises leaves the module as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.comm import Base, doubled
+from flatfsdp.errors import ConfigValueError
+from flatfsdp.wrap import CustomPolicy
+from tests.conftest import Run
+from tests.harness.models import WIDTH, Feedforward
+from tests.pool.corners import (
+    ALL,
+    HYBRID,
+    Setting,
+    data,
+    differences,
+    full_gradients,
+    full_parameters,
+    joined,
+    loss_of,
+    seeded,
+)
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[type[nn.Module], ...]]] = {}
+
+
+def model(*units: type[nn.Module]) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    """Enter a class of models, with the classes to wrap, into the table."""
+
+    def enter(cls: type[nn.Module]) -> type[nn.Module]:
+        MODELS[cls.__name__] = (cls, units)
+        return cls
+
+    return enter
+
+
+class Table(nn.Module):
+    """A matrix that is applied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Transposed(Table):
+    """The same, transposed, with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t() + self.bias
+
+
+class TiedTwo(nn.Module):
+    """The first and last of three modules hold the same parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = Table(), Feedforward(WIDTH, 9), Transposed()
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+@model(Table, Feedforward)
+class TiedUnitAndUnit(TiedTwo):
+    """The tie crosses two units."""
+
+
+@model(Feedforward)
+class TiedInRoot(TiedTwo):
+    """The tie is inside of the root, around another unit."""
+
+
+@model(Table)
+class TiedOwnerLast(TiedTwo):
+    """What is called first is declared last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(self.middle(self.last(x)))
+
+
+@model(Transposed)
+class TiedUnitAndRoot(nn.Module):
+    """The root computes with the parameter of a unit, before, inside and after that unit's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Transposed()
+        self.weight = self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x @ self.weight) @ self.weight
+
+
+@model(Feedforward)
+class SharedModule(nn.Module):
+    """One module in three places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = Feedforward(WIDTH, 9)
+        self.blocks = nn.ModuleList([shared, Feedforward(WIDTH, 8), shared])
+        self.other = nn.ModuleDict({"again": shared})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.other["again"](x)
+
+
+@model(nn.LSTM)
+class Recurrent(nn.Module):
+    """Modules that keep lists of their parameters beside the registry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, 5, num_layers=2, bidirectional=True, batch_first=True)
+        self.gru = nn.GRUCell(10, 6)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.lstm(x[:, None])
+        return self.out(self.gru(hidden[:, 0]))
+
+
+@model(Feedforward)
+class Guarded(nn.Module):
+    """Modules that redirect what is set and asked of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Feedforward(WIDTH, 9)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.sealed = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("sealed"):
+            raise AttributeError(f"{name}: sealed")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "anything":
+            return 1.0
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) * self.scale * self.anything
+
+
+class Conv(nn.Conv2d):
+    """A convolution that insists on its weight's layout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight.is_contiguous(memory_format=torch.channels_last)
+        return super().forward(x)
+
+
+@model(Conv)
+class ChannelsLast(nn.Module):
+    """Convolutions whose weights lie in channels_last, in a unit and in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = Conv(2, 5, 3, padding=1)
+        self.deep = nn.Conv3d(5, 3, (1, 2, 2))
+        self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.deep.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.deep.weight.is_contiguous(memory_format=torch.channels_last_3d)
+        return self.deep(self.conv(x[:, :8].view(-1, 2, 2, 2))[:, :, None])
+
+
+@model(Feedforward)
+class Odd(nn.Module):
+    """Parameters without dimensions, without elements, not contiguous, and expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.block = Feedforward(WIDTH, 9)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.strided = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH)[:, ::2])
+        self.transposed = nn.Parameter(torch.randn(3, WIDTH).t())
+        self.last = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.gain.shape == self.last.shape == ()
+        return (self.block(x) * self.gain + self.nothing.sum()) @ self.strided @ self.transposed * self.last
+
+
+@model(nn.ParameterList, Feedforward)
+class Lists(nn.Module):
+    """Containers of parameters and modules, which define no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.randn(WIDTH) for _ in range(2))
+        self.shifts = nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.randn(())})
+        self.blocks = nn.ModuleDict({"x": nn.Sequential(Feedforward(WIDTH, 5), nn.Tanh())})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks["x"](x * self.scales[0] + self.shifts["a"]) * self.scales[1] + self.shifts["b"]
+
+
+def program(model: Any, rank: int, step: int) -> Any:
+    x = data(rank, step).requires_grad_()
+    loss = loss_of(model(x))
+    loss.backward()
+    return loss, x.grad
+
+
+def trains(rank: int, world: int, name: str, under: tuple[Setting, ...]) -> list[str]:
+    build, units = MODELS[name]
+    units = tuple(unit for unit in units if unit is not nn.ParameterList)
+    return differences(rank, world, build, program, units=units, under=under, bound=2e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trains(name: str, pool2: Run) -> None:
+    assert not joined(pool2(trains, name, (*ALL, Setting(offload=True))))
+
+
+@pytest.mark.parametrize("name", ["Odd", "TiedUnitAndUnit", "Recurrent"])
+def test_trains_on_three_ranks(name: str, pool3: Run) -> None:
+    assert not joined(pool3(trains, name, ALL))
+
+
+@pytest.mark.parametrize("name", ["TiedUnitAndRoot", "SharedModule"])
+def test_trains_on_a_mesh(name: str, pool4: Run) -> None:
+    assert not joined(pool4(trains, name, HYBRID))
+
+
+class Padded(nn.Module):
+    """Ten elements and one: with 16-byte alignment and three ranks the second lies on rank 2 with nothing but padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 1))
+        self.bias = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class Tiny(nn.Module):
+    """One element: two of three ranks have only padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def small(rank: int, world: int) -> list[str]:
+    lines = []
+    for build in (Padded, Tiny):
+        lines += differences(rank, world, build, program, units=(), under=ALL, bound=2e-6, steps=3)
+    wrapped = FullyShardedDataParallel(Tiny(), use_orig_params=True)
+    program(wrapped, rank, 0)
+    found = [None if p.grad is None else tuple(p.grad.shape) for p in wrapped.parameters()]
+    if found != ([(1,)] if rank == 0 else [None]):
+        lines.append(f"rank {rank}: gradients of shapes {found}")
+    return lines
+
+
+def test_ranks_of_nothing_but_padding(pool3: Run) -> None:
+    assert not joined(pool3(small))
+
+
+# --- nothing is left half-wrapped -------------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    """What user functions and the network raise here."""
+
+
+def stack(depth: int = 3) -> nn.Module:
+    net = nn.Sequential(*(Feedforward(WIDTH, 9) for _ in range(depth)), nn.Linear(WIDTH, 3))
+    net[3].weight.requires_grad_(False)
+    return net
+
+
+def bad_argument(net: nn.Module, orig: bool) -> None:
+    def third_is_wrong(module: nn.Module) -> bool | dict[str, Any]:
+        if module is net[2]:
+            return {"sharding_strategy": "NO_SUCH"}
+        return isinstance(module, Feedforward)
+
+    with pytest.raises(ConfigValueError, match="NO_SUCH"):
+        FullyShardedDataParallel(net, auto_wrap_policy=CustomPolicy(third_is_wrong), use_orig_params=orig)
+
+
+def failing_initialisation(net: nn.Module, orig: bool) -> None:
+    net[2].to("meta")
+
+    def initialise(module: nn.Module) -> None:
+        raise Broken
+
+    with pytest.raises(Broken):
+        FullyShardedDataParallel(net, auto_wrap_policy={Feedforward}, param_init_fn=initialise, use_orig_params=orig)
+    assert all(p.is_meta for p in net[2].parameters())
+    net[2].to_empty(device="cpu")
+    net[2].load_state_dict(seeded(stack)[2].state_dict())
+
+
+class Failing(Base):
+    """A double whose broadcasts fail from the third on."""
+
+    left = 2
+
+    def __init__(self, inner: Base) -> None:
+        super().__init__(inner.group, inner.device, traffic=inner.traffic, ledger=inner.ledger)
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
+        Failing.left -= 1
+        if Failing.left < 0:
+            raise Broken
+
+
+def failing_synchronisation(net: nn.Module, orig: bool) -> None:
+    Failing.left = 14  # two units of six parameters, and two of the third
+    with doubled(Failing), pytest.raises(Broken):
+        FullyShardedDataParallel(net, auto_wrap_policy={Feedforward}, sync_module_states=True, use_orig_params=orig)
+    assert Failing.left == -1
+
+
+def failing_root(net: nn.Module, orig: bool) -> None:
+    with pytest.raises(Broken), doubled(Failing):
+        Failing.left = 19  # all units, and one parameter of the root
+        FullyShardedDataParallel(net, auto_wrap_policy={Feedforward}, sync_module_states=True, use_orig_params=orig)
+
+
+FAILURES = {f.__name__: f for f in (bad_argument, failing_initialisation, failing_synchronisation, failing_root)}
+
+
+def usable_after(rank: int, world: int, failure: str, orig: bool) -> list[str]:
+    lines = []
+    net, twin = seeded(stack), seeded(stack)
+    identities = [id(p) for p in net.parameters()]
+    FAILURES[failure](net, orig)
+    if any(isinstance(module, FullyShardedDataParallel) for module in net.modules()):
+        lines.append("a wrapper is left")
+    if [name for name, _ in net.named_parameters()] != [name for name, _ in twin.named_parameters()]:
+        lines.append(f"found parameters {[name for name, _ in net.named_parameters()]}")
+    if failure != "failing_initialisation" and [id(p) for p in net.parameters()] != identities:
+        lines.append("parameters are other objects")
+    for (name, p), q in zip(net.named_parameters(), twin.parameters(), strict=True):
+        if not torch.equal(p, q) or p.requires_grad != q.requires_grad:
+            lines.append(f"{name} changed")
+    # It trains, as plain module and wrapped once more.
+    loss_of(net(data(rank, 0))).backward()
+    loss_of(twin(data(rank, 0))).backward()
+    for (name, p), q in zip(net.named_parameters(), twin.parameters(), strict=True):
+        if p.requires_grad and not torch.equal(p.grad, q.grad):
+            lines.append(f"{name} has another gradient")
+    net.zero_grad()
+    wrapped = FullyShardedDataParallel(net, auto_wrap_policy={Feedforward}, use_orig_params=orig)
+    other = FullyShardedDataParallel(seeded(stack), auto_wrap_policy={Feedforward}, use_orig_params=orig)
+    for each in (wrapped, other):
+        loss_of(each(data(rank, 0))).backward()
+    found, expected = full_gradients(wrapped), full_gradients(other)
+    lines += [f"wrapped again, {name} differs" for name in expected if not torch.equal(found[name], expected[name])]
+    return lines
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_constructor_that_raises(failure: str, orig: bool, pool2: Run) -> None:
+    assert not joined(pool2(usable_after, failure, orig))
+
+
+def test_what_apply_and_summon_see_of_ties(pool2: Run) -> None:
+    assert not joined(pool2(tied_names))
+
+
+def tied_names(rank: int, world: int) -> list[str]:
+    lines = []
+    for orig in (True, False):
+        plain = seeded(TiedUnitAndUnit)
+        model = FullyShardedDataParallel(seeded(TiedUnitAndUnit), auto_wrap_policy={Table}, use_orig_params=orig)
+        names = [name for name, _ in model.named_parameters()]
+        flat = ["_flat_param", "first._flat_param", "last._flat_param"]
+        if sorted(names) != (sorted(name for name, _ in plain.named_parameters()) if orig else sorted(flat)):
+            lines.append(f"{orig}: found parameters {names}")
+        whole = full_parameters(model)
+        for name, p in plain.named_parameters():
+            if not torch.equal(whole[name], p):
+                lines.append(f"{orig}: {name} differs")
+        if [name for name, _ in model.named_parameters()] != names:
+            lines.append(f"{orig}: other parameters after summon_full_params")
+        model.double()
+        model(data(rank, 0).double()).sum().backward()
+        if {p.dtype for p in model.parameters()} != {torch.float64}:
+            lines.append(f"{orig}: .double() missed a parameter")
+    return lines
