@@ -292,8 +292,8 @@ def test_backward_post_gathers_the_next_unit_right_after_this_ones_gradients() -
     with tower(backward_prefetch="BACKWARD_POST") as model:
         assert story(model, forward(model).backward, *BACKWARD) == (
             "backward:root gather:c backward:c grads:c reduce:c reshard:c "
-            "gather:b backward:b grads:b reduce:b reshard:b gather:a compute:between backward:a grads:a reduce:a reshard:a "
-            "grads:root reduce:root reshard:root end:root"
+            "gather:b backward:b grads:b reduce:b reshard:b gather:a "
+            "compute:between backward:a grads:a reduce:a reshard:a grads:root reduce:root reshard:root end:root"
         )
 
 
@@ -301,8 +301,8 @@ def test_without_backward_prefetch_a_unit_is_gathered_when_its_backward_begins()
     with tower(backward_prefetch=None) as model:
         assert story(model, forward(model).backward, *BACKWARD) == (
             "backward:root gather:c backward:c grads:c reduce:c reshard:c "
-            "gather:b backward:b grads:b reduce:b reshard:b compute:between gather:a backward:a grads:a reduce:a reshard:a "
-            "grads:root reduce:root reshard:root end:root"
+            "gather:b backward:b grads:b reduce:b reshard:b "
+            "compute:between gather:a backward:a grads:a reduce:a reshard:a grads:root reduce:root reshard:root end:root"
         )
 
 
