@@ -305,6 +305,9 @@ class FlatParamHandle:
             active.views = full_views(self.shard if active.buffer is None else active.buffer.tensor, self.layout)
         if active.buffer is not None:
             self._versions.on_fill(changed=self._writes != self._shard_version)
+        elif self._writes != self._shard_version:
+            # The leaves see the write, made through the flat parameter, without having been told.
+            torch.autograd.graph.increment_version(self.leaves)
         self._shard_version = self._writes
         self._filled_versions = [leaf._version for leaf in self.leaves]
 

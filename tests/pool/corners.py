@@ -67,7 +67,9 @@ class Setting:
 PLAIN = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 # Every strategy with and without original parameters, plain and doubled in turn.
 ALL = tuple(Setting(s, orig, doubled=(i + orig) % 2 == 1) for i, s in enumerate(PLAIN) for orig in (True, False))
-HYBRID = tuple(Setting(s, orig, doubled=orig) for s in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2") for orig in (True, False))
+HYBRID = tuple(
+    Setting(s, orig, doubled=orig) for s in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2") for orig in (True, False)
+)
 
 
 def differences(
@@ -117,7 +119,9 @@ def _differences(
             if gradients.keys() != averaged.keys():
                 yield f"step {step}: found gradients of {sorted(gradients)}, expected {sorted(averaged)}"
             for name in gradients.keys() & averaged.keys():
-                yield from (f"step {step}: {line}" for line in _compared(name, [gradients[name]], [averaged[name]], bound))
+                yield from (
+                    f"step {step}: {line}" for line in _compared(name, [gradients[name]], [averaged[name]], bound)
+                )
             optimizer.step()
             if {id(p) for p in model.parameters()} != identities:
                 yield f"step {step}: parameters are other objects than before"
@@ -211,7 +215,9 @@ def data(rank: int, step: int, micro: int = 0, *, rows: int = 4, width: int = WI
 class Net(nn.Module):
     """Blocks and a head; how they are used says `route(net, x, **more)`."""
 
-    def __init__(self, route: Callable[..., Any] | None = None, *, depth: int = 3, block: type[nn.Module] = Feedforward) -> None:
+    def __init__(
+        self, route: Callable[..., Any] | None = None, *, depth: int = 3, block: type[nn.Module] = Feedforward
+    ) -> None:
         super().__init__()
         made = [Feedforward(WIDTH, 20 + i) if block is Feedforward else block() for i in range(depth)]
         self.blocks = nn.ModuleList(made)
@@ -236,7 +242,9 @@ def loss_of(output: Tensor) -> Tensor:
 
 def unsynced(model: Any) -> AbstractContextManager[None]:
     """`model.no_sync()`, also of a plain model."""
-    context: AbstractContextManager[None] = model.no_sync() if isinstance(model, FullyShardedDataParallel) else nullcontext()
+    context: AbstractContextManager[None] = (
+        model.no_sync() if isinstance(model, FullyShardedDataParallel) else nullcontext()
+    )
     return context
 
 

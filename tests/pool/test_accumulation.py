@@ -17,7 +17,9 @@ from tests.conftest import Run
 from tests.harness.models import Feedforward
 from tests.pool.corners import ALL, HYBRID, Net, Setting, at_rest, data, differences, joined, loss_of, seeded, unsynced
 
-OFFLOADED = tuple(Setting(s, orig, offload=True) for s, orig in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", True)))
+OFFLOADED = tuple(
+    Setting(s, orig, offload=True) for s, orig in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", True))
+)
 
 
 def one(model: Any, rank: int, step: int, micro: int, *, sync: bool) -> torch.Tensor:
@@ -48,7 +50,23 @@ def mixed(rank: int, world: int, of: str, under: tuple[Setting, ...]) -> list[st
     return differences(rank, world, Net, partial(sequence, of=of), under=under, bound=2e-6)
 
 
-SEQUENCES = ["ns", "nns", "ss", "sns", "nss", "nsns", "ssnns", "nens", "nzs", "nZs", "snzs", "snZs", "nsZns", "nnzns", "sZs"]
+SEQUENCES = [
+    "ns",
+    "nns",
+    "ss",
+    "sns",
+    "nss",
+    "nsns",
+    "ssnns",
+    "nens",
+    "nzs",
+    "nZs",
+    "snzs",
+    "snZs",
+    "nsZns",
+    "nnzns",
+    "sZs",
+]
 
 
 @pytest.mark.parametrize("of", SEQUENCES)
@@ -152,7 +170,10 @@ UNITS = 4  # three blocks and the root
 # The root stays unsharded from its forward to its backward; SHARD_GRAD_OP stays so after a backward without sync, too.
 EXPECTED: dict[str, Callable[[str, str], dict[str, int]]] = {
     "FULL_SHARD": lambda before, kind: {"all_gather": 2 * UNITS - 1, "reduce_scatter": UNITS * (kind == "s")},
-    "SHARD_GRAD_OP": lambda before, kind: {"all_gather": UNITS * (before == "s"), "reduce_scatter": UNITS * (kind == "s")},
+    "SHARD_GRAD_OP": lambda before, kind: {
+        "all_gather": UNITS * (before == "s"),
+        "reduce_scatter": UNITS * (kind == "s"),
+    },
     "NO_SHARD": lambda before, kind: {"all_reduce": UNITS * (kind == "s")},
 }
 

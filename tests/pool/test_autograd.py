@@ -237,14 +237,21 @@ for _kind, _how in (("reentrant", nested), ("not_reentrant", again)):
         lambda how=_how: nn.Sequential(Inside(how), Inside(how), nn.Linear(WIDTH, 3)), _step, _close, (Inside,)
     )
     CORNERS[f"checkpoint_inside_a_unit_around_a_unit_{_kind}"] = Corner(
-        lambda how=_how: nn.Sequential(Inside(how), Inside(how), nn.Linear(WIDTH, 3)), _step, _close, (Inside, Feedforward)
+        lambda how=_how: nn.Sequential(Inside(how), Inside(how), nn.Linear(WIDTH, 3)),
+        _step,
+        _close,
+        (Inside, Feedforward),
     )
     CORNERS[f"checkpoint_around_units_{_kind}"] = Corner(lambda how=_how: Net(partial(_around, how)), _step, _close)
-    CORNERS[f"checkpoint_around_two_units_{_kind}"] = Corner(lambda how=_how: Net(partial(_around_two, how)), _step, _close)
+    CORNERS[f"checkpoint_around_two_units_{_kind}"] = Corner(
+        lambda how=_how: Net(partial(_around_two, how)), _step, _close
+    )
     CORNERS[f"checkpoint_around_units_in_one_{_kind}"] = Corner(
         lambda how=_how: Net(partial(_around, how)), _step, _close, units=()
     )
-    CORNERS[f"checkpoint_with_early_stop_{_kind}"] = Corner(lambda how=_how: Net(partial(_stops_early, how)), _step, _close)
+    CORNERS[f"checkpoint_with_early_stop_{_kind}"] = Corner(
+        lambda how=_how: Net(partial(_stops_early, how)), _step, _close
+    )
     CORNERS[f"checkpoint_of_one_parameter_twice_{_kind}"] = Corner(
         lambda how=_how: nn.Sequential(Shared(how), nn.Linear(WIDTH, 3)), _step, 1e-6, (Shared,)
     )

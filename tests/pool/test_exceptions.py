@@ -16,7 +16,19 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import FlatFSDPWarning
 from tests.conftest import Run
 from tests.harness.models import WIDTH
-from tests.pool.corners import ALL, Net, Setting, at_rest, data, differences, full_gradients, joined, loss_of, seeded, unsynced
+from tests.pool.corners import (
+    ALL,
+    Net,
+    Setting,
+    at_rest,
+    data,
+    differences,
+    full_gradients,
+    joined,
+    loss_of,
+    seeded,
+    unsynced,
+)
 
 
 class Bang(Exception):
@@ -130,8 +142,12 @@ def program(model: Any, rank: int, step: int, *, place: str, earlier: bool, twic
 
 
 def caught(rank: int, world: int, place: str) -> list[str]:
-    lines = differences(rank, world, build, partial(program, place=place, earlier=False, twice=True), units=(Trapped,), steps=3)
-    return lines + differences(rank, world, build, partial(program, place=place, earlier=True), units=(Trapped,), bound=1e-6)
+    lines = differences(
+        rank, world, build, partial(program, place=place, earlier=False, twice=True), units=(Trapped,), steps=3
+    )
+    return lines + differences(
+        rank, world, build, partial(program, place=place, earlier=True), units=(Trapped,), bound=1e-6
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)
