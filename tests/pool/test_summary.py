@@ -17,6 +17,7 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, stats, summary
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
+from tests.harness.fake import fake_world
 
 F32 = 4  # bytes
 
@@ -125,6 +126,14 @@ def test_repr_names_the_ranks_in_one_line(pool3: Run) -> None:
     texts = pool3(summarise_replicas)
     assert texts[0] == ("NO_SHARD: 3 replicas on ranks 0-2", "FULL_SHARD: 2 shards on ranks 0, 2")
     assert texts[2] == texts[0]
+
+
+def test_many_ranks_stay_one_line_also_when_their_groups_are_gone() -> None:
+    with fake_world(64, rank=9):
+        mesh = init_device_mesh("cpu", (8, 8))
+        model = FullyShardedDataParallel(nn.Linear(1, 1), device_mesh=mesh, sharding_strategy="HYBRID_SHARD")
+    line = repr(model).splitlines()[1].strip()
+    assert line == "HYBRID_SHARD: 8 shards on ranks 8-15, 8 replicas on ranks 1, 9, .. 57"
 
 
 def test_a_model_that_is_not_wrapped_is_refused() -> None:
