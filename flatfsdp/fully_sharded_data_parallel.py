@@ -68,9 +68,10 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
         ConfigTypeError, ConfigValueError: an argument; the message names it, what was given and what is accepted.
         UsageError: there is no process group, or `module` cannot be wrapped. `module` is then as it was.
 
-    Collective are: constructing with `sync_module_states`, or with a hybrid strategy whose groups have to be made;
-    forward and backward; and the methods that say so. The first of these after construction compares what the ranks
-    have built and raises `AgreementError` on all of them if it differs.
+    Collective are forward, backward, and the methods that say so. The first of them after construction compares what
+    the ranks have built, and raises `AgreementError` on all of them if it differs. Construction sends no values unless
+    `sync_module_states` asks for it; the first one over a process group makes communicators over the same ranks, which
+    all of them have to take part in.
 
     Example (in a process group of one rank):
         >>> import torch
