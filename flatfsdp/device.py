@@ -24,17 +24,31 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-class Device:
-    """One compute device and the operations on its streams; `module` stands in for `torch.cuda` and its like in
-    tests."""
+_stand_in: Any = None
 
-    def __init__(self, device: torch.device, *, module: ModuleType | Any | None = None) -> None:
-        if module is None and device.type not in ("cpu", "meta"):
-            module = torch.get_device_module(device)
-        if module is not None and device.index is None:
-            device = torch.device(device.type, module.current_device())
+
+@contextmanager
+def standing_in(module: Any) -> Iterator[None]:
+    """Let `module` (with the streams and events of `torch.cuda`) order the work of CPU tensors in models that are
+    wrapped inside the context: a double for tests."""
+    global _stand_in
+    before, _stand_in = _stand_in, module
+    try:
+        yield
+    finally:
+        _stand_in = before
+
+
+class Device:
+    """One compute device and the operations on its streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: ModuleType | Any | None = _stand_in
+        if device.type not in ("cpu", "meta"):
+            self._module = torch.get_device_module(device)
+            if device.index is None:
+                device = torch.device(device.type, self._module.current_device())
         self.device = device
-        self._module = module
 
     @property
     def has_streams(self) -> bool:

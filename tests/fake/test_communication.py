@@ -302,7 +302,8 @@ def test_without_backward_prefetch_a_unit_is_gathered_when_its_backward_begins()
         assert story(model, forward(model).backward, *BACKWARD) == (
             "backward:root gather:c backward:c grads:c reduce:c reshard:c "
             "gather:b backward:b grads:b reduce:b reshard:b "
-            "compute:between gather:a backward:a grads:a reduce:a reshard:a grads:root reduce:root reshard:root end:root"
+            "compute:between gather:a backward:a grads:a reduce:a reshard:a "
+            "grads:root reduce:root reshard:root end:root"
         )
 
 
