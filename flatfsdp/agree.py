@@ -29,7 +29,7 @@ from .api import MixedPrecision
 from .comm import Traffic, Transport
 from .errors import AgreementError, FlatFSDPError, fail, logger, warn
 from .policy.habit import Habit
-from .watch import Board, Watch, current_watch, end_process_unless, speak
+from .watch import Board, Watch, current_watch, end_process_unless, expecting, speak
 
 if TYPE_CHECKING:
     from .root import Root
@@ -58,6 +58,7 @@ class Said(NamedTuple):
     step: int
 
 
+@functools.lru_cache(maxsize=4096)
 def number(text: str) -> int:
     """63 bits of a hash of `text`, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -121,7 +122,9 @@ class Agreement:
             self._places[id(unit)] = index
         facts = describe(root)
         values = self._values(root) if training else []
-        answers = self._exchange(number(json.dumps(facts)), number(str(values)) if values else 0)
+        members = sorted({rank for axis in self._axes for rank in axis.group.ranks})
+        with expecting(members, f"compares its model with that of ranks {', '.join(map(str, members))}"):
+            answers = self._exchange(number(json.dumps(facts)), number(str(values)) if values else 0)
         if answers is None:
             return
         self.ranks = tuple(sorted(answers))

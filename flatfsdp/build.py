@@ -32,6 +32,7 @@ from .root import Root, RootSettings
 from .storage import Ledger
 from .unit import Unit
 from .values import Beginnings
+from .watch import expecting
 from .views import Home
 from .wrap import apply_plan, plan_wrapping
 
@@ -111,7 +112,8 @@ def _for_reductions(process_group: Any) -> Any:
     if made is None or not _exists(made):
         ranks = dist.get_process_group_ranks(process_group)
         # Only members take part: models on different halves of the world are wrapped independently.
-        made = dist.new_group(ranks, use_local_synchronization=True, group_desc="flatfsdp reductions")
+        with expecting(ranks, f"wraps a module over ranks {', '.join(map(str, ranks))}"):
+            made = dist.new_group(ranks, use_local_synchronization=True, group_desc="flatfsdp reductions")
         _reduction_groups[process_group] = made
     return made
 
@@ -138,14 +140,15 @@ def _groups_of_nodes() -> tuple[Any, Any]:
                 "process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"
             )
         shard = replicate = None
-        for start in range(0, size, local):
-            members = list(range(start, start + local))
-            group = dist.new_group(members)
-            shard = group if rank in members else shard
-        for offset in range(local):
-            members = list(range(offset, size, local))
-            group = dist.new_group(members)
-            replicate = group if rank in members else replicate
+        with expecting(range(size), f"wraps a module over nodes of {local} ranks"):
+            for start in range(0, size, local):
+                members = list(range(start, start + local))
+                group = dist.new_group(members)
+                shard = group if rank in members else shard
+            for offset in range(local):
+                members = list(range(offset, size, local))
+                group = dist.new_group(members)
+                replicate = group if rank in members else replicate
         found = _node_groups[world] = (shard, replicate)
     return found
 

@@ -1,5 +1,5 @@
-"""Ranks that part after their first iteration, when nothing is exchanged any more: every rank ends with our error, within
-seconds, those that wait for the others in a collective included."""
+"""Ranks that part after their first iteration, when nothing is exchanged any more: every rank ends with our error,
+within seconds, those that wait for the others in a collective included."""
 
 from __future__ import annotations
 
@@ -113,6 +113,27 @@ def test_a_rank_that_dies_of_its_own_exception_is_named_by_the_others() -> None:
     assert "ValueError: out of luck" in (dying.error or "")
     assert "rank 1 abandoned its iteration in the forward of unit 'blocks.1' after ValueError" in waiting.output
     assert waiting.exit_code == 1
+
+
+def wrap_differently(rank: int, world: int) -> None:
+    dist.init_process_group("gloo")
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    if rank > 0:
+        axes = pairs[rank // 2], pairs[2 + rank % 2]
+        step(wrap(Net(), sharding_strategy="HYBRID_SHARD", process_group=axes))
+    else:
+        step(wrap(Net()))
+
+
+def test_ranks_that_wrap_over_different_ranks() -> None:
+    outcomes = fresh.run(4, wrap_differently, timeout=LIMIT)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.exit_code not in (0, None), (rank, outcome)
+    for rank in (0, 1):
+        assert (
+            "AgreementError: ranks wait for each other in different places: "
+            "rank 0 wraps a module over ranks 0, 1, 2, 3; rank 1 wraps a module over ranks 0, 1"
+        ) in outcomes[rank].output
 
 
 def leave(rank: int, world: int) -> list[str]:
