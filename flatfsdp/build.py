@@ -22,6 +22,7 @@ from .arguments import check_arguments
 from .comm import Group, GroupPlan, Traffic, transport
 from .device import Device, accelerator, accelerator_count
 from .errors import ConfigValueError, UsageError, set_rank, warn
+from .extensions import transform
 from .flat_param import FlatParamHandle
 from .full_params import unwrap
 from .materialise import materialise
@@ -237,6 +238,14 @@ def homes_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[nn.Mo
     yield from visit(module, "")
 
 
+def leaves_of(homes: Iterable[Home]) -> list[tuple[nn.Parameter, str]]:
+    """Each leaf once, with its first path."""
+    first: dict[int, tuple[nn.Parameter, str]] = {}
+    for home in homes:
+        first.setdefault(id(home.leaf), (home.leaf, home.path))
+    return list(first.values())
+
+
 def _modules_of(module: nn.Module, ignored: set[nn.Module]) -> list[tuple[str, nn.Module]]:
     """The modules of `module` outside nested units and ignored modules, with their paths."""
     out: list[tuple[str, nn.Module]] = []
@@ -276,7 +285,6 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     homes: list[Home] = []
     aliases: list[Home] = []
     tied: dict[int, Unit] = {}
-    leaves: dict[int, tuple[nn.Parameter, str]] = {}
     for holder, attribute, path in homes_of(module, ignored_modules):
         leaf = holder._parameters[attribute]
         assert leaf is not None
@@ -294,14 +302,16 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
                 "original module, once"
             )
         homes.append(Home(holder, attribute, path, leaf))
-        leaves.setdefault(id(leaf), (leaf, path))
+    _check_untransformed(homes, owned_elsewhere.values())
     _move_buffers(modules, device)
     if config.sync_module_states:
-        _synchronise(modules, [leaf for leaf, _ in leaves.values()], groups, seam)
-    beginnings = Beginnings(leaves.values()) if config.check_values != "off" else None
-    _drop_gradients(leaves.values())
+        _synchronise(modules, [leaf for leaf, _ in leaves_of(homes)], groups, seam)
+    homes, extended = transform(homes)
+    leaves = leaves_of(homes)
+    beginnings = Beginnings(leaves) if config.check_values != "off" else None
+    _drop_gradients(leaves)
     kinds: dict[tuple[torch.dtype, bool], list[tuple[nn.Parameter, str]]] = {}
-    for leaf, path in leaves.values():
+    for leaf, path in leaves:
         kinds.setdefault((leaf.dtype, leaf.requires_grad), []).append((leaf, path))
     ledger = Ledger()
     handles = [
@@ -334,6 +344,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         aliases=aliases,
         island=island,
     )
+    unit.extend(extended)
     if beginnings is not None:
         beginnings.seal(handles)
     unit.beginnings = beginnings
@@ -381,7 +392,18 @@ def _check_tie(owner: Unit, module: nn.Module, path: str, config: Config) -> Non
         )
 
 
-def _drop_gradients(leaves: Iterable[tuple[nn.Parameter, str]]) -> None:
+def _check_untransformed(homes: Iterable[Home], alive: Iterable[Unit]) -> None:
+    for unit in set(alive):
+        for each in (each for shown in unit.shown for each in shown.extended):
+            for home in homes:
+                if each.replaced(home.leaf):
+                    raise UsageError(
+                        f"{home.path!r} is tied to a parameter of another unit ({type(unit.module).__name__}) that an "
+                        "extension transformed. Put both modules into one unit"
+                    )
+
+
+def _drop_gradients(leaves: list[tuple[nn.Parameter, str]]) -> None:
     dropped = [path for leaf, path in leaves if leaf.grad is not None]
     if dropped:
         warn(f"module: gradients from before wrapping are dropped, of {', '.join(dropped)}")

@@ -18,6 +18,7 @@ from torch import nn
 from .build import new_root, plan_over, register_flat_params, units_in
 from .comm import GroupPlan
 from .errors import UsageError
+from .extensions import Extended
 from .flat_param import FlatParamHandle
 from .lifecycle import Phase
 from .storage import Ledger
@@ -58,6 +59,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
             ],
             "homes": [(home.module, home.attribute, home.path, home.leaf) for home in unit.homes],
             "aliases": [(home.module, home.attribute, home.path, home.leaf) for home in unit.aliases],
+            "extended": [(e.leaf, e.state, e.extensions) for shown in unit.shown for e in shown.extended],
             "modules": unit.modules,
             "tied": [owner.module for owner in unit.owners],
             "groups": unit.groups,
@@ -90,6 +92,12 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         modules=plan["modules"],
         aliases=[Home(module, attribute, path, leaf) for module, attribute, path, leaf in plan["aliases"]],
         **{name: plan[name] for name in _SETTINGS},
+    )
+    unit.extend(
+        [
+            Extended(leaf, state, extensions, [home for home in unit.homes if home.leaf is leaf])
+            for leaf, state, extensions in plan["extended"]
+        ]
     )
     wrapper.__dict__["_unit"] = unit
     nested = units_in(unit.module)

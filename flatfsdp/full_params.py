@@ -101,11 +101,6 @@ class _Summoned:
                 for leaf, view in zip(handle.leaves, full_views(self.flat, handle.layout), strict=True):
                     if leaf.data_ptr() != view.data_ptr() and leaf.shape == view.shape:
                         view.copy_(leaf)
-                    elif leaf.shape != view.shape:
-                        raise UsageError(
-                            f"a parameter of unit {self.unit.label} has shape {tuple(leaf.shape)} at the end of "
-                            f"summon_full_params(); expected {tuple(view.shape)}"
-                        )
             whole_grads = [leaf.grad for leaf in handle.leaves] if self.keep and self.grads is not None else None
             if self.keep:
                 for leaf in handle.leaves:
@@ -255,3 +250,6 @@ def unwrap(unit: Unit) -> nn.Module:
     for home in unit.hidden:
         home.register()
     return unit.module
+    for shown in unit.shown:
+        for extended in shown.extended:
+            extended.dissolve()

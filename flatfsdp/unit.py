@@ -28,6 +28,7 @@ from .values import Beginnings
 from .views import Exposure, Home, Shown, check_exposed, check_homes
 
 if TYPE_CHECKING:
+    from .extensions import Extended
     from .root import Root
 
 
@@ -100,6 +101,12 @@ class Unit:
         self.gather: Transport
         self.scatter: Transport
         self.replicate: Transport | None
+
+    def extend(self, extended: Sequence[Extended]) -> None:
+        """Let modules see what extensions make of some leaves."""
+        for handle, shown in zip(self.handles, self.shown, strict=True):
+            leaves = set(map(id, handle.leaves))
+            shown.extended = [each for each in extended if id(each.leaf) in leaves]
 
     def borrow_from(self, owners: Sequence[Unit]) -> None:
         """Hold parameters of `owners` too."""
@@ -180,6 +187,7 @@ class Unit:
             self.note("gathered")
         for shown in self.shown:
             shown.show(Exposure.WHOLE)
+            shown.install_extended()
 
     def reshard(self, exposure: Exposure) -> None:
         """Free the unsharded parameters; the leaves show `exposure` (the whole again where the shard is the whole)."""

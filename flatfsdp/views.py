@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from torch import nn
 from .errors import UsageError
 from .flat_param import FlatParamHandle, dense
 from .lifecycle import ShardState
+
+if TYPE_CHECKING:
+    from .extensions import Extended
 
 
 class Exposure(enum.Enum):
@@ -53,8 +57,12 @@ class Home:
 
     def unregister(self) -> None:
         """Keep the leaf as a plain attribute that `parameters()` does not list."""
+        self.hold(self.leaf)
+
+    def hold(self, value: torch.Tensor) -> None:
+        """Let the module have `value` as a plain attribute in the parameter's place."""
         self.module._parameters.pop(self.attribute, None)
-        self.module.__dict__[self.attribute] = self.leaf
+        self.module.__dict__[self.attribute] = value
 
 
 class Shown:
@@ -62,6 +70,7 @@ class Shown:
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
+        self.extended: list[Extended] = []  # those of the leaves that modules see transformed
         self.exposure = Exposure.WHOLE
         self.show(Exposure.SHARD)
 
@@ -78,6 +87,17 @@ class Shown:
             for leaf, view in zip(handle.leaves, views, strict=True):
                 leaf.data = view
         self.exposure = exposure
+        if exposure is not Exposure.WHOLE:
+            for each in self.extended:
+                each.uninstall(hidden=not handle.use_orig_params)
+
+    def install_extended(self) -> None:
+        """Let modules see what extensions make of the leaves, anew: each pass has a graph of its own.
+
+        Precondition: the leaves show the whole. [Note: extensions]
+        """
+        for each in self.extended:
+            each.install()
 
     def lend(self, views: list[torch.Tensor]) -> None:
         """Let the leaves show `views`, which belong to nobody here, until `give_back`."""

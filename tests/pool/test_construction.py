@@ -248,7 +248,7 @@ def test_trains_on_a_mesh(name: str, pool4: Run) -> None:
 
 
 class Padded(nn.Module):
-    """Ten elements and one: with 16-byte alignment and three ranks the second lies on rank 2 with nothing but padding."""
+    """Thirteen elements and one: the second parameter lies on the last of three ranks, beside padding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,6 +32,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (2, "values watch agree"),
     (3, "flat_param"),
     (3, "views"),
+    (3, "extensions"),
     (3, "grads"),
     (4, "trees buffers hooks materialise unit root"),
     (4, "registry"),

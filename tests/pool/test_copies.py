@@ -1,0 +1,286 @@
+"""Copies and pickles of wrapped models, and extensions: parameters stored as one thing and computed with as another."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatfsdp import FullyShardedDataParallel, MixedPrecision
+from flatfsdp.errors import UsageError
+from flatfsdp.extensions import set_extensions
+from tests.conftest import Run
+from tests.harness.models import WIDTH, Feedforward
+from tests.pool.corners import (
+    ALL,
+    HYBRID,
+    Net,
+    Setting,
+    at_rest,
+    data,
+    differences,
+    full_parameters,
+    joined,
+    loss_of,
+    seeded,
+)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model(data(rank, step))).backward()
+        optimizer.step()
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    lines = [] if found.keys() == expected.keys() else [f"found {sorted(found)}"]
+    return lines + [name for name in expected if name in found and not torch.equal(found[name], expected[name])]
+
+
+def round_trip(model: nn.Module, how: str) -> Any:
+    if how == "deepcopy":
+        return copy.deepcopy(model)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def build() -> nn.Module:
+    net = Net()
+    net.blocks[1].requires_grad_(False)
+    net.head.register_buffer("count", torch.zeros(1))
+    return net
+
+
+def copied(rank: int, world: int, how: str, under: tuple[Setting, ...]) -> list[str]:
+    """The copy is equal, goes its own way, and trains like one that was never copied."""
+    lines: list[str] = []
+    for setting in under:
+        model, control = (setting.wrap(seeded(build), (Feedforward,)) for _ in range(2))
+        optimizer, other = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, control))
+        for each, its in ((model, optimizer), (control, other)):
+            train(each, its, rank, range(2))
+        twin = round_trip(model, how)
+        whole = full_parameters(model)
+        lines += [f"{setting}: the copy's {name}" for name in differing(full_parameters(twin), whole)]
+        if [n for n, _ in twin.named_parameters()] != [n for n, _ in model.named_parameters()]:
+            lines.append(f"{setting}: the copy's names are {[n for n, _ in twin.named_parameters()]}")
+        if {p.data_ptr() for p in twin.parameters() if p.numel()} & {
+            p.data_ptr() for p in model.parameters() if p.numel()
+        }:
+            lines.append(f"{setting}: memory is shared")
+        # The copy trains from here with an optimizer of its own, the original with what it has; both like the control.
+        fresh = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+        fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each, its in ((model, optimizer), (twin, fresh), (control, other)):
+            train(each, its, rank, range(2, 4))
+        expected = full_parameters(control)
+        for what, each in (("original", model), ("copy", twin)):
+            lines += [f"{setting}: trained {what}: {name}" for name in differing(full_parameters(each), expected)]
+            lines += [f"{setting}: {what}: {line}" for line in at_rest(each)]
+    return lines
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_trains_like_its_original(how: str, pool2: Run) -> None:
+    assert not joined(pool2(copied, how, ALL))
+
+
+def test_a_copy_of_a_hybrid_model(pool4: Run) -> None:
+    assert not joined(pool4(copied, "deepcopy", HYBRID[:2]))
+
+
+def averaged(rank: int, world: int) -> list[str]:
+    """An exponential moving average that is kept in a copy evaluates like one kept of plain weights."""
+    lines = []
+    for setting in (Setting("SHARD_GRAD_OP", True), Setting("SHARD_GRAD_OP", False), Setting("FULL_SHARD", False)):
+        model, plain = setting.wrap(seeded(Net), (Feedforward,)), setting.wrap(seeded(Net), (Feedforward,))
+        average = copy.deepcopy(model).eval()
+        mean = full_parameters(plain)
+        optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, plain))
+        x = data(0, 99)
+        for step in range(3):
+            train(model, optimizer, rank, range(step, step + 1))
+            train(plain, other, rank, range(step, step + 1))
+            with torch.no_grad():
+                for target, source in zip(average.parameters(), model.parameters(), strict=True):
+                    target.lerp_(source, 0.5)
+                for name, value in full_parameters(plain).items():
+                    mean[name].lerp_(value, 0.5)
+                oracle = seeded(Net)
+                oracle.load_state_dict(mean)
+                found, expected = average(x), oracle(x)
+            if not torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
+                lines.append(f"{setting}: step {step}: off by {(found - expected).abs().max():.3g}")
+    return lines
+
+
+def test_an_average_kept_in_a_copy(pool2: Run) -> None:
+    assert not joined(pool2(averaged))
+
+
+def too_early(rank: int, world: int) -> list[str]:
+    model = Setting("SHARD_GRAD_OP").wrap(seeded(Net), (Feedforward,))
+    loss = loss_of(model(data(rank, 0)))
+    texts = []
+    for how in ("deepcopy", "pickle"):
+        with pytest.raises(UsageError) as info:
+            round_trip(model, how)
+        texts.append(str(info.value))
+    loss.backward()
+    round_trip(model, "deepcopy")
+    return texts
+
+
+def test_no_copy_between_forward_and_backward(pool2: Run) -> None:
+    for text in pool2(too_early)[0]:
+        assert text.startswith(
+            "a wrapped model can be copied or pickled between steps only; unit 'blocks.0' is in idle"
+        )
+
+
+def shared_optimizer(rank: int, world: int) -> list[str]:
+    """Model and optimizer copied together stay together."""
+    lines = []
+    for setting in ALL:
+        model = setting.wrap(seeded(Net), (Feedforward,))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        train(model, optimizer, rank, range(1))
+        both = copy.deepcopy({"model": model, "optimizer": optimizer})
+        train(both["model"], both["optimizer"], rank, range(1, 3))
+        train(model, optimizer, rank, range(1, 3))
+        lines += [f"{setting}: {n}" for n in differing(full_parameters(both["model"]), full_parameters(model))]
+    return lines
+
+
+def test_a_model_copied_with_its_optimizer(pool2: Run) -> None:
+    assert not joined(pool2(shared_optimizer))
+
+
+# --- extensions -------------------------------------------------------------------------------------------------------
+
+
+class Halved:
+    """Stores matrices transposed and halved; the state says so."""
+
+    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        return (tensor.detach().t().contiguous() / 2, "halved") if tensor.dim() == 2 else (tensor, None)
+
+    def post_unflatten_transform(self, tensor: Tensor, state: Any) -> Tensor:
+        assert state == "halved"
+        return tensor.t() * 2
+
+
+@contextmanager
+def halving() -> Iterator[None]:
+    set_extensions(Halved())
+    try:
+        yield
+    finally:
+        set_extensions(None)
+
+
+class Recomputed(Feedforward):
+    """Recomputes its own inside in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def extended(rank: int, world: int) -> list[str]:
+    lines = []
+    for setting in ALL:
+        for block in (Feedforward, Recomputed):
+            model = seeded(lambda block=block: Net(block=lambda: block(WIDTH, 9)))  # type: ignore[misc]
+            plain = copy.deepcopy(model)
+            with halving():
+                wrapped = setting.wrap(model, (block,))
+            # Two forwards before one backward, and two more under no gradient.
+            for step in range(2):
+                results = []
+                for each in (wrapped, plain):
+                    each.zero_grad()
+                    with torch.no_grad():
+                        each(data(0, step))
+                    loss = loss_of(each(data(0, step))) + loss_of(each(data(0, step, 1)))
+                    loss.backward()
+                    results.append(loss.detach())
+                if not torch.equal(*results):
+                    lines.append(f"{setting}: another loss in step {step}")
+                torch.optim.SGD(wrapped.parameters(), lr=0.1).step()
+                with torch.no_grad():
+                    for p in plain.parameters():
+                        # The stored half has twice the gradient, and its double twice the step.
+                        p.sub_(p.grad, alpha=0.4 if p.dim() == 2 else 0.1)
+            twin = copy.deepcopy(wrapped)
+            with torch.no_grad():
+                if not torch.equal(wrapped(data(0, 9)), twin(data(0, 9))):
+                    lines.append(f"{setting}: the copy computes something else")
+            whole = full_parameters(wrapped)
+            for name, p in plain.named_parameters():
+                expected = p.t() / 2 if p.dim() == 2 else p
+                if not torch.allclose(whole[name], expected, rtol=1e-5, atol=1e-6):
+                    lines.append(f"{setting}: {name} is off")
+    return lines
+
+
+def test_extensions_transform_what_modules_see(pool2: Run) -> None:
+    assert not joined(pool2(extended))
+
+
+def test_extensions_and_bit_equal_training_without_state(pool2: Run) -> None:
+    assert not joined(pool2(untouched))
+
+
+class Untouched:
+    """Leaves everything as it is."""
+
+    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor, None
+
+    def post_unflatten_transform(self, tensor: Tensor, state: Any) -> Tensor:
+        raise AssertionError("called without a state")
+
+
+def untouched(rank: int, world: int) -> list[str]:
+    def program(model: Any, rank: int, step: int) -> Tensor:
+        loss = loss_of(model(data(rank, step)))
+        loss.backward()
+        return loss
+
+    set_extensions(Untouched())
+    try:
+        return differences(rank, world, Net, program, under=ALL[:2])
+    finally:
+        set_extensions(None)
+
+
+def undone(rank: int, world: int) -> list[str]:
+    net, plain = seeded(Net), seeded(Net)
+    with halving(), pytest.raises(ZeroDivisionError):
+        FullyShardedDataParallel(
+            net,
+            auto_wrap_policy={Feedforward},
+            param_init_fn=lambda module: 1 / 0,
+            mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16),
+            use_orig_params=True,
+        ) if net.head.to("meta") else None
+    net.head.to_empty(device="cpu")
+    net.head.load_state_dict(plain.head.state_dict())
+    return [n for n, p in net.named_parameters() if not torch.equal(p, plain.get_parameter(n))]
+
+
+def test_a_failed_constructor_undoes_extensions(pool2: Run) -> None:
+    assert not joined(pool2(undone))
