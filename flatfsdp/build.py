@@ -33,8 +33,8 @@ from .root import Root, RootSettings
 from .storage import Ledger
 from .unit import Unit
 from .values import Beginnings
-from .watch import expecting
 from .views import Home
+from .watch import expecting
 from .wrap import apply_plan, plan_wrapping
 
 HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
