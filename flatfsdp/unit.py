@@ -233,6 +233,8 @@ class Unit:
         self, root: Root, outermost: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Call | None, tuple[Any, ...], dict[str, Any]]:
         self.enter_phase(Phase.FORWARD)
+        if outermost:
+            self._forget_autocast(root)
         self._follow_requires_grad()
         root.gather_for_forward(self)
         self.note("forward")
@@ -249,6 +251,15 @@ class Unit:
             return None, args, kwargs
         self._watch_leaves()
         return self._watch_inputs(root, (args, kwargs)), args, kwargs
+
+    def _forget_autocast(self, root: Root) -> None:
+        """Drop autocast's copies of weights, which it keeps for leaves until its context ends.
+
+        At the start of a forward they may be older than the optimizer's last step; without a graph that needs them,
+        they would hold the whole model unsharded.
+        """
+        if torch.is_autocast_enabled(root.device.device.type):
+            torch.clear_autocast_cache()
 
     def _input_dtype(self, root: Root) -> torch.dtype | None:
         wanted = (
@@ -304,6 +315,8 @@ class Unit:
         output = self._own_output(output)
         if self.island and self._outer_dtype is not None:
             output = cast_floating(output, self._outer_dtype)
+        if not torch.is_grad_enabled():
+            self._forget_autocast(root)
         keep = recomputing or self is root.unit or self._lent or not self.traits.reshard_after_forward
         if torch.is_grad_enabled():
             anchors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
@@ -396,6 +409,11 @@ class Unit:
         """A gradient is about to flow into this unit: unshard it and await its gradients. Collective over the shard
         axis."""
         root = self.root
+        if self.phase is Phase.SUMMONED:
+            raise UsageError(
+                f"unit {self.label}: backward inside summon_full_params() would reduce gradients of parameters that are "
+                "written back later; leave the context first"
+            )
         root.begin_backward()
         if call is not None:
             self._open_calls.add(call)
@@ -511,10 +529,11 @@ class Unit:
 
         Runs where an exception is being raised: no waiting, no communication.
         """
-        for shown in self.shown:
-            shown.show(Exposure.SHARD)
-        for grads in self.grads:
-            grads.restore()
+        if self.phase is not Phase.SUMMONED:  # else the parameters are the user's, and the backward did not reach them
+            for shown in self.shown:
+                shown.show(Exposure.SHARD)
+            for grads in self.grads:
+                grads.restore()
         return any(grads.window_open for grads in self.grads)
 
     def is_between(self) -> bool:
