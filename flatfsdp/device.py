@@ -117,6 +117,11 @@ class Lane:
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
+    def block_host(self) -> None:
+        """Keep the host until this lane has run everything that it was given."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
 
 class Pending:
     """In-flight work: owns every tensor that it reads or writes until it was waited for.

@@ -239,6 +239,7 @@ class Root:
             for each in self.units:
                 if not each.needed_whole:
                     each.rest()
+            self._end_lanes()
 
     def gather_for_forward(self, unit: Unit) -> None:
         """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
@@ -416,6 +417,7 @@ class Root:
             unit.rest(keep_whole=keep_unsharded and not unit.traits.reshard_without_sync)
         for unit in self.units:
             unit.settle()
+        self._end_lanes()
         self.trace.record("end", "", Phase.IDLE.value)
         for unit in self.units:
             unit.run_user_hooks()
@@ -498,6 +500,16 @@ class Root:
             else:
                 waiting.append((mark, buffer))
         self._deferred = waiting
+
+    def _end_lanes(self) -> None:
+        """Between iterations only shards hold memory, and offloaded ones are the host's to write to."""
+        for mark, buffer in self._deferred:
+            self.lanes.unshard.await_mark(mark)
+            with self.lanes.unshard.running():
+                buffer.free()
+        self._deferred = []
+        if any(handle.offload for unit in self.units for handle in unit.handles):
+            self.lanes.unshard.block_host()  # an upload under way would read what the host writes next
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

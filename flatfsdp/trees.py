@@ -66,5 +66,5 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def move(tree: Any, device: torch.device) -> Any:
-    """`tree` with its tensors on `device`."""
-    return map_tensors(lambda t: t if t.device == device else t.to(device, non_blocking=True), tree)
+    """`tree` with its tensors on `device`. The caller may overwrite its own at once, pinned ones too."""
+    return map_tensors(lambda t: t if t.device == device else t.to(device), tree)

@@ -230,10 +230,9 @@ def test_bytes_of_hybrid_shard_8x16() -> None:
 
 
 def test_one_collective_per_kind_for_any_number_of_parameters() -> None:
-    def mixture() -> nn.Module:
+    def mixture() -> nn.Sequential:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(9)))
-        for layer in model[:4]:
-            layer.requires_grad_(False)
+        model[:4].requires_grad_(False)
         return model
 
     with fake_world(4):
@@ -262,7 +261,8 @@ def test_constructors_do_not_communicate(strategy: str) -> None:
 def story(model: FullyShardedDataParallel, run: Callable[[], Any], *kinds: str) -> str:
     """The events of these kinds as they come; "compute:between" is the root's work between ``b`` and ``a``."""
     trace = root_of(model).trace
-    model.module.between = lambda: trace.record("compute", "between", "")
+    inner: Any = model.module
+    inner.between = lambda: trace.record("compute", "between", "")
     with trace.listening() as events:
         run()
     return " ".join(f"{event.kind}:{event.unit or 'root'}" for event in events if event.kind in kinds)
@@ -381,8 +381,8 @@ def test_fp16_reduction_of_healthy_gradients_does_not_overflow_at_world_64(strat
             return (self.weight * x).sum()
 
     with fake_world(64), comm.doubled(Alike):
-        options = {"sharding_strategy": strategy, "mixed_precision": MixedPrecision(reduce_dtype=torch.float16)}
-        model = FullyShardedDataParallel(Steep(), use_orig_params=True, **options)
+        mixed = MixedPrecision(reduce_dtype=torch.float16)
+        model = FullyShardedDataParallel(Steep(), None, strategy, mixed_precision=mixed, use_orig_params=True)
         model(torch.full((640,), largest)).backward()
         (parameter,) = model.parameters()
         assert parameter.grad is not None

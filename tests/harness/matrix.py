@@ -9,7 +9,7 @@ A cell that the engine does not accept is no cell: `illegal` says why, in words.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import combinations, product
@@ -79,8 +79,8 @@ class Cell:
         gloo's exchange adds in rank order, so the numbers are the same for every world. ``hostile``: under a
         communicator that delivers late and with freed memory poisoned.
         """
-        context = {"context": hostile_world} if hostile else {}
-        return parity.check(self.world, self.recipe, **context, **self.options)
+        context = hostile_world if hostile else nullcontext
+        return parity.check(self.world, self.recipe, context=context, **self.options)
 
     def __str__(self) -> str:
         names = {"use_orig_params": ("flat param", "orig params"), "offload": ("on device", "offload")}

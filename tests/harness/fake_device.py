@@ -1,0 +1,288 @@
+"""A double of `torch.cuda` that finds races: streams that really run nothing, over CPU tensors that are really there.
+
+    with FakeDevice() as device:
+        model = FullyShardedDataParallel(...)
+        model(x).sum().backward()
+    assert device.races == []
+
+[Note: happens before] The host issues operations in the right order, so the numbers come out right whatever the engine
+forgets; an accelerator promises only the order of one stream, and between streams what events order. So every operation
+that torch dispatches is a tick of the current stream's clock, every stream knows which ticks of the others lie before
+its next operation, and events carry that knowledge. A read must know the last write, a write must know all accesses,
+and memory that is freed goes back to the stream that it was allocated on, which must know all accesses by then: torch's
+allocator hands it out again at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatfsdp import device as seam
+from flatfsdp.storage import FlatBuffer
+
+
+@dataclass(frozen=True)
+class Access:
+    """One operation: what it was, on which stream, at which tick of that stream."""
+
+    what: str
+    stream: Lane
+    tick: int
+
+    def __str__(self) -> str:
+        return f"{self.what} on {self.stream.name}"
+
+
+class Clock(dict["Lane", int]):
+    """Which ticks of which streams are known to be over."""
+
+    def learn(self, other: Clock) -> None:
+        for stream, tick in other.items():
+            self[stream] = max(self.get(stream, 0), tick)
+
+    def knows(self, access: Access) -> bool:
+        return self.get(access.stream, 0) >= access.tick
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, device: FakeDevice, stream: Lane) -> None:
+        self.device = device
+        self.stream = stream
+        self.clock = Clock(stream.clock)
+
+    def query(self) -> bool:
+        """Whether the device has come past: only when the test says so. The host knows from then on."""
+        self.device.log.append(f"query {self.stream.name}")
+        if self.device.is_fast:
+            self.device.host.learn(self.clock)
+        return self.device.is_fast
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self.device.log.append(f"the host waits for {self.stream.name}")
+        self.device.host.learn(self.clock)
+
+
+class Lane:
+    """An order of operations."""
+
+    def __init__(self, device: FakeDevice, name: str) -> None:
+        self.device = device
+        self.name = name
+        self.clock = Clock({self: 0})
+
+    def tick(self, what: str) -> Access:
+        """One more operation."""
+        self.clock.learn(self.device.host)
+        self.clock[self] += 1
+        return Access(what, self, self.clock[self])
+
+    def record_event(self) -> Event:
+        self.device.reap()
+        self.device.log.append(f"record {self.name}")
+        return Event(self.device, self)
+
+    def wait_event(self, event: Event) -> None:
+        self.device.reap()
+        self.device.log.append(f"{self.name} waits for {event.stream.name}")
+        self.clock.learn(event.clock)
+
+    def wait_stream(self, stream: Lane) -> None:
+        self.wait_event(Event(self.device, stream))
+
+    def synchronize(self) -> None:
+        Event(self.device, self).synchronize()
+
+
+@dataclass
+class Memory:
+    """One storage: whose memory it is and who has touched it since it was allocated."""
+
+    owner: Lane
+    write: Access | None = None
+    reads: dict[Lane, Access] = field(default_factory=dict)
+
+    @property
+    def accesses(self) -> list[Access]:
+        return [*self.reads.values(), *([self.write] if self.write else [])]
+
+
+# Operations on process groups do not declare what they write: these arguments.
+_WRITTEN = dict.fromkeys(["_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_", "alltoall_base_"], 0)
+_NOT_TOUCHING = {"set_", "resize_", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+
+
+class FakeDevice(TorchDispatchMode):
+    """The module (``Stream``, ``current_stream``, ``stream``, ``current_device``) and the watch over all operations.
+
+    On an accelerator the host reads and writes memory of its own; `by_host` says where a test does.
+
+    Attributes:
+        races: a sentence for each access that could happen too early.
+        log: what was recorded, waited for, allocated and freed, in the order of issue.
+        is_fast: whether the device is found to be past every event that the host asks about.
+    """
+
+    def __init__(self, *, is_fast: bool = False) -> None:
+        super().__init__()
+        self.is_fast = is_fast
+        self.races: list[str] = []
+        self.log: list[str] = []
+        self.host = Clock()
+        self._compute = Lane(self, "compute")
+        self._current = [self._compute]
+        self._memory: dict[weakref.ref[torch.UntypedStorage], Memory] = {}
+        self._dead: list[Memory] = []
+        self._stack = ExitStack()
+
+    # -- the interface of torch.cuda -----------------------------------------------------------------------------------
+
+    def Lane(self, device: Any = None, *, priority: int = 0) -> Lane:
+        return Lane(self, "unshard" if priority else "reduce")
+
+    def current_stream(self, device: Any = None) -> Lane:
+        return self._current[-1]
+
+    def current_device(self) -> int:
+        return 0
+
+    @contextmanager
+    def stream(self, stream: Lane) -> Iterator[None]:
+        self._current.append(stream)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    @contextmanager
+    def by_host(self) -> Iterator[None]:
+        """Operations inside are the host's own: it runs them at once, knowing only what it has waited for."""
+        host = Lane(self, "the host")
+        with self.stream(host):
+            yield
+        self.host.learn(host.clock)
+
+    # -- the watch -----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> FakeDevice:
+        super().__enter__()
+        self._stack.enter_context(seam.standing_in(self))
+        self._stack.enter_context(patch.object(FlatBuffer, "allocate", self._noted(FlatBuffer.allocate, "allocate")))
+        self._stack.enter_context(patch.object(FlatBuffer, "free", self._noted(FlatBuffer.free, "free")))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.reap()
+        self._stack.close()
+        super().__exit__(*exception)
+
+    def _noted(self, method: Callable[[FlatBuffer], None], what: str) -> Callable[[FlatBuffer], None]:
+        def noted(buffer: FlatBuffer) -> None:
+            before = buffer.allocated
+            storage = buffer.tensor.untyped_storage()
+            if what == "free" and before:
+                self._freed(self._memory.pop(weakref.ref(storage), None), f"{buffer._kind} buffer")
+            method(buffer)
+            if buffer.allocated is not before:
+                self.log.append(f"{what} {buffer._kind} on {self.current_stream().name}")
+                if what == "allocate":
+                    self._owned_by_current(buffer.tensor)
+
+        return noted
+
+    def _owned_by_current(self, tensor: Tensor) -> Memory:
+        reference = weakref.ref(tensor.untyped_storage(), self._died)
+        memory = self._memory[reference] = Memory(self.current_stream())
+        return memory
+
+    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        memory = self._memory.pop(reference, None)
+        if memory is not None:
+            self._dead.append(memory)
+
+    def reap(self) -> None:
+        """Judge what died since the last operation."""
+        while self._dead:
+            self._freed(self._dead.pop(), "tensor")
+
+    def _freed(self, memory: Memory | None, what: str) -> None:
+        for access in memory.accesses if memory is not None else ():
+            assert memory is not None
+            if not (memory.owner.clock.knows(access) or self.host.knows(access)):
+                self._race(f"a {what} goes back to {memory.owner.name} before {access} is over")
+
+    def _race(self, words: str) -> None:
+        if words not in self.races:
+            self.races.append(words)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reap()
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        known = {weakref.ref(tensor.untyped_storage()) for tensor in _tensors([*args, *kwargs.values()])}
+        access = self.current_stream().tick(name)
+        if name == "_local_scalar_dense":
+            self.host.learn(self.current_stream().clock)
+        if not (func.is_view or name in _NOT_TOUCHING):
+            written = _written(func, name, args, kwargs)
+            for tensor in _tensors([*args, *kwargs.values()]):
+                if not any(tensor is other for other in written):
+                    self._read(tensor, access)
+            for tensor in written:
+                self._write(tensor, access)
+        result = func(*args, **kwargs)
+        for tensor in _tensors([result]):
+            if weakref.ref(tensor.untyped_storage()) not in known and not func.is_view:
+                memory = self._owned_by_current(tensor)
+                memory.write = None if name in _NOT_TOUCHING else access
+        return result
+
+    def _at(self, tensor: Tensor) -> Memory:
+        return self._memory.get(weakref.ref(tensor.untyped_storage())) or self._owned_by_current(tensor)
+
+    def _read(self, tensor: Tensor, access: Access) -> None:
+        memory = self._at(tensor)
+        if memory.write is not None and not access.stream.clock.knows(memory.write):
+            self._race(f"{access} may read before {memory.write} has written")
+        memory.reads[access.stream] = access
+
+    def _write(self, tensor: Tensor, access: Access) -> None:
+        memory = self._at(tensor)
+        for earlier in memory.accesses:
+            if not access.stream.clock.knows(earlier):
+                self._race(f"{access} may write before {earlier} is over")
+        memory.write, memory.reads = access, {}
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.numel():
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+def _written(func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor]:
+    if func.namespace == "c10d":
+        return _tensors([args[_WRITTEN[name]]])
+    declared = func._schema.arguments
+    positional = [value for value, argument in zip(args, declared, strict=False) if _is_written(argument)]
+    return _tensors([*positional, *(kwargs[a.name] for a in declared if _is_written(a) and a.name in kwargs)])
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
