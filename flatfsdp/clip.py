@@ -12,17 +12,15 @@ from .errors import ConfigTypeError, ConfigValueError, warn
 from .root import Root
 
 
-def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """The sum of |g|^p over `grads` (the maximum of |g| for p = inf; the number of non-zeros for p = 0), fp32 or
-    wider."""
-    total = torch.zeros((), dtype=torch.float32, device=device)
+def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of |g|^p over `grads` (the maximum of |g| for p = inf; the number of non-zeros for p = 0), in `dtype`."""
+    total = torch.zeros((), dtype=dtype, device=device)
     for grad in grads:
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         norm = torch.linalg.vector_norm(
-            grad.detach().to_dense() if grad.is_sparse else grad.detach(), p, dtype=wide
+            grad.detach().to_dense() if grad.is_sparse else grad.detach(), p, dtype=dtype
         ).to(device)
         if math.isinf(p):
-            total = torch.maximum(total.to(norm.dtype), norm) if p > 0 else torch.minimum(total.to(norm.dtype), norm)
+            total = torch.maximum(total, norm)
         else:
             total = total + (norm if p == 0 else norm**p)
     return total
@@ -48,12 +46,15 @@ def clip_grad_norm(root: Root, model: nn.Module, max_norm: float, norm_type: flo
     axes = {}
     whole: list[torch.Tensor] = []
     managed: set[int] = set()
+    dtypes: set[torch.dtype] = set()  # of the gradients on any rank, also where this one holds none of a kind
     for unit in root.units:
         for handle in unit.handles:
             managed.update(id(leaf) for leaf in handle.leaves)
             managed.add(id(handle.flat_param))
             holders = handle.leaves if handle.use_orig_params else [handle.flat_param]
             grads = [holder.grad for holder in holders if holder.grad is not None]
+            if any(leaf.requires_grad for leaf in handle.leaves):
+                dtypes.add(handle.precision.grad)
             if handle.whole:
                 whole.extend(grads)
             else:
@@ -61,11 +62,13 @@ def clip_grad_norm(root: Root, model: nn.Module, max_norm: float, norm_type: flo
                 axes[key] = unit.gather
                 sharded.setdefault(key, []).extend(grads)
     whole.extend(p.grad for p in model.parameters() if id(p) not in managed and p.grad is not None)
-    total = _power_sum(whole, p, device)
+    dtypes.update(grad.dtype for grad in whole)
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    total = _power_sum(whole, p, device, wide)
     for key, grads in sharded.items():
-        part = _power_sum(grads, p, device)
+        part = _power_sum(grads, p, device, wide)
         axes[key].all_reduce_now(part, maximum=math.isinf(p))
-        total = torch.maximum(total.to(part.dtype), part) if math.isinf(p) else total + part
+        total = torch.maximum(total, part) if math.isinf(p) else total + part
     norm = total if math.isinf(p) or p == 0 else total ** (1.0 / p)
     every = [grad for grads in sharded.values() for grad in grads] + whole
     if not every:
@@ -75,6 +78,5 @@ def clip_grad_norm(root: Root, model: nn.Module, max_norm: float, norm_type: flo
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in every:
-        grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
-    dtypes = {grad.dtype for grad in every}
+        grad.mul_(scale.to(grad.device))  # of no dimension: computed in its precision, kept in the gradient's dtype
     return norm.to(max(dtypes, key=lambda d: d.itemsize)) if dtypes else norm

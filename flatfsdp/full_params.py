@@ -25,6 +25,7 @@ def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transp
     """The whole of `shard` (1-D, one per rank of the shard axis) on the compute device, in new memory. Collective."""
     own = shard.to(handle.device)
     flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
+    lane.follow_compute()  # which has just written what travels
     transport.all_gather_base(flat, own, lane).wait()
     return flat
 
@@ -60,7 +61,6 @@ class _Summoned:
         self.shown = unit.shown[kind]
         self.keep = keep
         lane = unit.root.lanes.unshard
-        lane.follow_compute()
         handle = self.handle
         with torch.no_grad():
             self.flat = gather_shard(handle, handle.shard.detach(), unit.gather, lane)
@@ -91,15 +91,22 @@ class _Summoned:
                 if grad is not None:
                     assign_grad(leaf, grad)
 
-    def hide(self, *, writeback: bool, from_rank0: bool) -> None:
-        """Let the leaves show the shard again, after copying this rank's piece back if asked. Collective if
-        `from_rank0`."""
+    def hide(self, *, writeback: bool, from_rank0: bool) -> list[str]:
+        """Let the leaves show the shard again, after copying this rank's piece back if asked; what does not fit, in words.
+
+        Collective if `from_rank0`.
+        """
         handle = self.handle
+        misfits = []
         with torch.no_grad():
             if self.keep and writeback:
                 # What a user put in a leaf's place, instead of into it, counts too.
-                for leaf, view in zip(handle.leaves, full_views(self.flat, handle.layout), strict=True):
-                    if leaf.data_ptr() != view.data_ptr() and leaf.shape == view.shape:
+                for spec, leaf, view in zip(
+                    handle.layout.params, handle.leaves, full_views(self.flat, handle.layout), strict=True
+                ):
+                    if leaf.shape != view.shape:
+                        misfits.append(f"{spec.name} of unit {self.unit.label}: {tuple(leaf.shape)}, not {spec.shape}")
+                    elif leaf.data_ptr() != view.data_ptr():
                         view.copy_(leaf)
             whole_grads = [leaf.grad for leaf in handle.leaves] if self.keep and self.grads is not None else None
             if self.keep:
@@ -123,6 +130,7 @@ class _Summoned:
                 if whole_grads is not None:
                     self._write_grads(whole_grads)
         handle.ledger.remove("summoned", self.bytes)
+        return misfits
 
     def _write_grads(self, whole: list[torch.Tensor | None]) -> None:
         handle = self.handle
@@ -220,11 +228,17 @@ def summon(
             for home in unit.hidden:
                 home.register()
             undo.callback(_unregister, unit)
+        misfits: list[str] = []
         try:
             yield
         finally:
             for each in summoned:
-                each.hide(writeback=writeback, from_rank0=rank0_only)
+                misfits += each.hide(writeback=writeback, from_rank0=rank0_only)
+    if misfits:
+        raise UsageError(
+            "at the end of summon_full_params() parameters had another shape than at its beginning, and kept their values: "
+            + "; ".join(misfits)
+        )
 
 
 def _end(unit: Unit) -> None:
@@ -249,7 +263,7 @@ def unwrap(unit: Unit) -> nn.Module:
         shown.lend([view.clone() for view in full_views(flat, handle.layout)])
     for home in unit.hidden:
         home.register()
-    return unit.module
     for shown in unit.shown:
         for extended in shown.extended:
             extended.dissolve()
+    return unit.module

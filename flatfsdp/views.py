@@ -253,14 +253,14 @@ def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
 def check_exposed(handle: FlatParamHandle, name: str) -> None:
     """Refuse a change of parameters between forward and backward while they are kept unsharded."""
-    if handle.state is ShardState.UNSHARDED and handle.owns_unsharded and handle.was_edited:
+    if handle.state is ShardState.UNSHARDED and handle.is_stale:
         changed = [
             spec.name
             for spec, leaf, seen in zip(handle.layout.params, handle.leaves, handle._filled_versions, strict=True)
             if leaf._version != seen
-        ]
+        ] or ["the flat parameter"]
         raise UsageError(
             f"unit {name or '<root>'!r}: parameters were written to between forward and backward: "
-            f"{', '.join(changed)}. The unsharded copy that "
-            "backward needs is gone or would be lost; write to parameters before the forward or after the backward"
+            f"{', '.join(changed)}. The backward would not be that of the forward, or the change would be lost; write to "
+            "parameters before the forward or after the backward"
         )

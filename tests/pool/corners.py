@@ -83,7 +83,7 @@ def differences(
     steps: int = 2,
     bound: float = 0.0,
 ) -> list[str]:
-    """A line for each thing that differs between engine and oracle; bit by bit unless `bound` allows a relative error."""
+    """A line for each thing that differs between engine and oracle: bit by bit, unless `bound` allows a relative error."""
     lines: list[str] = []
     for setting in under:
         try:
@@ -165,14 +165,14 @@ def full_parameters(model: Any) -> dict[str, Tensor]:
 
 
 def at_rest(model: Any) -> Iterator[str]:
-    """A line for each sign that an iteration has not ended: memory beside the shards, gradients shaped unlike their owner."""
+    """A line for each sign that an iteration has not ended: memory beside the shards, gradients of another shape."""
     root = model._unit.root
     for kind, count in root.ledger.live.items():
         if count and kind != "shard":
             yield f"at rest, {count} bytes of {kind!r} are live"
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and parameter.grad.shape != parameter.shape:
-            yield f"at rest, the gradient of {name} has shape {tuple(parameter.grad.shape)}, {tuple(parameter.shape)} itself"
+            yield f"at rest, the gradient of {name} has shape {tuple(parameter.grad.shape)}"
 
 
 def _compared(what: str, found: list[Tensor], expected: list[Tensor], bound: float) -> Iterator[str]:
