@@ -21,6 +21,8 @@ REASONS = {
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded "
     "gradient, after ours",
+    "torch.amp.GradScaler._unscale_grads_": "ranks must agree on found-inf between unscaling and the step, and this is "
+    "the only place in between",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
 }
 
@@ -34,6 +36,7 @@ def missing() -> list[str]:
             torch.autograd.Variable._execution_engine.queue_callback
         ),
         "torch.Tensor._post_accumulate_grad_hooks": lambda: getattr(torch.Tensor, "_post_accumulate_grad_hooks"),  # noqa: B009
+        "torch.amp.GradScaler._unscale_grads_": lambda: torch.amp.GradScaler._unscale_grads_,
         "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
     }
     absent = []
@@ -43,6 +46,18 @@ def missing() -> list[str]:
         except AttributeError:
             absent.append(name)
     return absent
+
+
+def untested() -> str | None:
+    """A sentence where the installed torch is newer than those that this release was tested with, else None."""
+    newest = ".".join(map(str, TESTED[-1]))
+    if tuple(map(int, torch.__version__.split(".")[:2])) <= TESTED[-1]:
+        return None
+    absent = missing()
+    return (
+        f"torch {torch.__version__} is newer than {newest}, the newest that this release of flatfsdp was tested with; "
+        + (f"it lacks {', '.join(absent)}" if absent else "the private names that it leans on exist")
+    )
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from . import _torch
 from .api import Config, ShardingStrategy
 from .arguments import check_arguments
 from .comm import Group, GroupPlan, Traffic, transport
 from .device import Device, accelerator, accelerator_count
-from .errors import ConfigValueError, UsageError, set_rank, warn
+from .errors import ConfigValueError, UsageError, set_rank, warn, warn_once
 from .extensions import transform
 from .flat_param import FlatParamHandle
 from .full_params import unwrap
@@ -68,6 +69,8 @@ def resolve_groups(config: Config) -> Config:
     """
     require_process_group()
     set_rank(dist.get_rank())
+    if newer := _torch.untested():
+        warn_once("newer torch", newer)
     mesh, given = config.device_mesh, config.process_group
     hybrid = config.sharding_strategy in HYBRIDS
     if mesh is not None:

@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -247,6 +248,15 @@ class FlatParamHandle:
         """FSDP1's name for the master dtype."""
         return self.precision.master
 
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        # Accelerate assigns it after `flat_param.data`, which the next forward adopts.
+        if dtype != self.flat_param.dtype:
+            raise UsageError(
+                f"_orig_param_dtype of unit {self.name or '<root>'!r}: got {dtype}, but its flat parameter has "
+                f"{self.flat_param.dtype}; assign flat_param.data first"
+            )
+
     @property
     def whole(self) -> bool:
         """Whether the shard is the whole (an axis of one rank)."""
@@ -322,6 +332,41 @@ class FlatParamHandle:
             self._versions.on_free()
         self._active = None
         return buffer
+
+    @contextmanager
+    def to_cpu(self) -> Iterator[torch.Tensor]:
+        """A context in which the unsharded flat parameter is on the CPU, 1-D and without padding, and nowhere else.
+
+        Yields it; `flat_param` shows it, too, and the leaves show nothing. What is written to it is kept for as long as
+        the parameters stay unsharded. On a CPU it is a copy in memory of its own.
+
+        Raises:
+            UsageError: the parameters are sharded, or their shard is the whole.
+        """
+        if self.state is not ShardState.UNSHARDED or not self.owns_unsharded:
+            raise UsageError(
+                f"to_cpu() of unit {self.name or '<root>'!r}: expected unsharded parameters apart from their shard, as "
+                f"inside its forward; they are {'not sharded at all' if self.whole else self.state.value}"
+            )
+        buffer = self._require_active().buffer
+        assert buffer is not None
+        numel = self.layout.unpadded_numel
+        on_cpu = torch.empty(numel, dtype=buffer.tensor.dtype, device="cpu")
+        on_cpu.copy_(buffer.tensor[:numel])
+        shown = [leaf.data for leaf in self.leaves]
+        for leaf in self.leaves:
+            leaf.data = self.nothing
+        self.flat_param.data = on_cpu
+        buffer.free()
+        try:
+            yield on_cpu
+        finally:
+            buffer.allocate()
+            buffer.tensor[:numel].copy_(self.flat_param.detach())
+            buffer.tensor[numel:].zero_()
+            self.flat_param.data = self.shard
+            for leaf, view in zip(self.leaves, shown, strict=True):
+                leaf.data = view
 
     @property
     def unsharded_views(self) -> list[torch.Tensor]:

@@ -47,6 +47,10 @@ class FSDP1Names:
         return self._unit.handles[0].flat_param if self._unit.handles else None
 
     @property
+    def _flat_param(self) -> FlatParameter | None:
+        return self.flat_param
+
+    @property
     def _is_root(self) -> bool | None:
         """Whether this is the outermost wrapper; None before the first forward."""
         root = self._unit.root
@@ -107,7 +111,7 @@ class FSDP1Names:
 
 
 def wrapped_inside(module: nn.Module, *, root_only: bool) -> Iterator[nn.Module]:
-    """Wrappers in `module`, itself included, in the order of `modules()`; with `root_only` the outermost of each tree."""
+    """Wrappers in `module`, itself included, in the order of `modules()`; with `root_only` outermost ones."""
     for each in module.modules():
         if isinstance(each, FSDP1Names) and (not root_only or each._unit.root.unit is each._unit):
             yield each

@@ -1,0 +1,278 @@
+"""FSDP1 in the same process, side by side: signatures, enums, layouts and what other programs read."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+import torch.distributed.fsdp.api as torch_api
+from torch import nn
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel as Ours
+from flatfsdp import api
+from flatfsdp.wrap import ModuleWrapPolicy
+from tests.harness.fake import fake_world
+from tests.harness.models import Block, Feedforward, Transformer
+
+Theirs = torch_fsdp.FullyShardedDataParallel
+
+
+# --- signatures and enums ---------------------------------------------------------------------------------------------
+
+
+def test_the_constructor() -> None:
+    ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (Ours, Theirs))
+    shared = [p for p in ours.values() if p.kind is not p.KEYWORD_ONLY]
+    assert [p.name for p in shared] == list(theirs)
+    for name in theirs:
+        ours_default, theirs_default = ours[name].default, theirs[name].default
+        if isinstance(theirs_default, Enum):
+            assert ours_default.name == theirs_default.name
+        else:
+            assert ours_default is theirs_default
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["summon_full_params", "clip_grad_norm_", "no_sync", "fsdp_modules", "apply", "check_is_root", "forward"],
+)
+def test_methods(method: str) -> None:
+    ours, theirs = (inspect.signature(getattr(cls, method)).parameters for cls in (Ours, Theirs))
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+@pytest.mark.parametrize("name", ["ShardingStrategy", "BackwardPrefetch"])
+def test_enums(name: str) -> None:
+    ours, theirs = getattr(api, name), getattr(torch_api, name)
+    assert {m.name: m.value for m in ours} == {m.name: m.value for m in theirs}
+
+
+def test_training_state_names() -> None:
+    from torch.distributed.fsdp._common_utils import TrainingState
+
+    assert [m.name for m in api.TrainingState] == [m.name for m in TrainingState]
+
+
+@pytest.mark.parametrize("name", ["MixedPrecision", "CPUOffload"])
+def test_configs(name: str) -> None:
+    ours, theirs = getattr(flatfsdp, name)(), getattr(torch_fsdp, name)()
+    for field in vars(theirs):
+        expected = getattr(theirs, field)
+        assert (
+            tuple(getattr(ours, field)) == tuple(expected)
+            if isinstance(expected, (list, tuple))
+            else (getattr(ours, field) == expected)
+        )
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Sizes that need padding of both kinds; a buffer; a parameter of the outer module between children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Feedforward(5, 3)
+        self.scale = nn.Parameter(torch.randn(7))
+        self.second = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
+        self.matrix = nn.Parameter(torch.randn(3, 5))
+        self.tied = self.matrix
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], set[type[nn.Module]]]] = {
+    "transformer": (lambda: Transformer(tied=False), {Block}),
+    "tied": (lambda: Transformer(tied=True), {Block}),
+    "flat": (lambda: Transformer(tied=False), set()),
+    "odd": (Odd, {Feedforward}),
+    "low": (lambda: Odd().bfloat16(), {Feedforward}),
+}
+
+
+@pytest.fixture(params=[(1, 0), (2, 1), (3, 2), (8, 3), (64, 63)], ids=str)
+def place(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    """(world, rank) of a fake group."""
+    world, rank = request.param
+    with fake_world(world, rank):
+        yield world, rank
+
+
+def both(name: str, orig: bool, **options: Any) -> tuple[Any, Any]:
+    build, classes = MODELS[name]
+    models = []
+    for cls, policy in ((Ours, ModuleWrapPolicy), (Theirs, torch_fsdp.wrap.ModuleWrapPolicy)):
+        torch.manual_seed(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            models.append(
+                cls(
+                    build(),
+                    auto_wrap_policy=policy(classes) if classes else None,
+                    device_id=torch.device("cpu"),
+                    use_orig_params=orig,
+                    **options,
+                )
+            )
+    return models[0], models[1]
+
+
+def units(ours: Any, theirs: Any) -> Iterator[tuple[Any, Any]]:
+    mine, others = Ours.fsdp_modules(ours), Theirs.fsdp_modules(theirs)
+    assert len(mine) == len(others)
+    yield from zip(mine, others, strict=True)
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_layouts(name: str, orig: bool, place: tuple[int, int]) -> None:
+    world, _ = place
+    for mine, other in units(*both(name, orig)):
+        flat, their_flat = mine._flat_param, other._flat_param
+        theirs_local = their_flat.detach()  # FSDP1 gives it its name at the first forward
+        assert tuple(flat._fqns) == tuple(their_flat._fqns)
+        assert tuple(flat._shapes) == tuple(their_flat._shapes)
+        # FSDP1 counts alignment padding among the parameters of a flat parameter.
+        assert tuple(flat._numels) == tuple(their_flat._numels)
+        assert flat.shape == flat._local_shard.shape
+        if world == 1:  # FSDP1 makes it NO_SHARD there, where nothing is padded to the world
+            continue
+        assert flat._local_shard.shape == theirs_local.shape
+        layout = mine._handle.layout
+        assert layout.padded_numel == world * theirs_local.numel()
+        assert flat._unpadded_unsharded_size == their_flat._unpadded_unsharded_size
+        numels, are_padding = their_flat._numels_with_padding, their_flat._is_padding_mask
+        offset, starts = 0, []
+        for numel, is_padding in zip(numels, are_padding, strict=True):
+            if not is_padding:
+                starts.append(offset)
+            offset += numel
+        assert [span.start for span in layout.spans] == starts
+        # Bytes of this rank's shard, wherever it holds parameters: FSDP1's alignment padding holds what was there.
+        for owned in layout.owned(mine.rank):
+            assert torch.equal(flat._local_shard[owned.in_shard.slice], theirs_local[owned.in_shard.slice])
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_names(name: str, orig: bool) -> None:
+    with fake_world(2):
+        ours, theirs = both(name, orig)
+        plain = MODELS[name][0]()
+
+        def clean(names: list[str]) -> list[str]:
+            return [each.replace("_fsdp_wrapped_module.", "").replace("._fsdp_wrapped_module", "") for each in names]
+
+        for method in ("named_parameters", "named_buffers"):
+            found = [n for n, _ in getattr(ours, method)()]
+            assert sorted(found) == sorted(clean([n for n, _ in getattr(theirs, method)()]))
+        if orig:
+            assert [n for n, _ in ours.named_parameters()] == [n for n, _ in plain.named_parameters()]
+        assert [n for n, _ in ours.named_buffers()] == [n for n, _ in plain.named_buffers()]
+        modules = dict(ours.named_modules())
+        assert list(modules) == [n for n, _ in plain.named_modules()]
+        assert [type(m) for m in modules.values()] == [type(m) for m in plain.modules()]
+
+
+def test_what_other_programs_read() -> None:
+    with fake_world(4, 2):
+        for mine, other in units(*both("transformer", True)):
+            for attribute in (
+                "_is_root",
+                "_has_params",
+                "rank",
+                "world_size",
+                "compute_device",
+                "_is_fsdp_managed_module",
+            ):
+                assert getattr(mine, attribute) == getattr(other, attribute), attribute
+            for attribute in ("sharding_strategy", "training_state", "backward_prefetch"):
+                assert getattr(mine, attribute).name == getattr(other, attribute).name, attribute
+            assert mine.process_group is other.process_group
+            assert isinstance(mine.mixed_precision, flatfsdp.MixedPrecision)
+            assert mine.cpu_offload.offload_params is other.cpu_offload.offload_params
+            assert mine._all_handles == [mine._handle]
+            assert mine._handle._orig_param_dtype == other._handle._orig_param_dtype
+            assert [p.shape for p in mine.params] == [p.shape for p in other.params]
+            assert mine.flat_param is mine._flat_param is mine._handle.flat_param
+            assert mine._flat_param._fsdp_flattened is other._flat_param._fsdp_flattened is True
+            assert mine.module is mine._fsdp_wrapped_module
+
+
+def test_absent_attributes() -> None:
+    with fake_world(2):
+        for model in both("flat", True):
+            assert model.vocabulary == Transformer.vocabulary
+            assert model.head.in_features == Transformer.width
+            assert not hasattr(model, "no_such_thing")
+            with pytest.raises(AttributeError, match="'Transformer' object has no attribute 'no_such_thing'"):
+                model.no_such_thing  # noqa: B018
+
+
+def test_submodules() -> None:
+    with fake_world(2):
+        model = Ours(Transformer(tied=False), auto_wrap_policy={Block})
+        block = model.get_submodule("blocks.0")
+        assert isinstance(block, Ours)
+        assert block.attention.qkv.out_features == 3 * Transformer.width
+        assert isinstance(dict(model.named_modules())["blocks.0"], Block)
+        assert [m for m in model.modules() if isinstance(m, Ours)] == Ours.fsdp_modules(model)
+        assert Ours.fsdp_modules(model, root_only=True) == [model]
+        assert isinstance(Ours(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))[1], nn.ReLU)
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_assigning_flat_data_in_another_dtype(orig: bool) -> None:
+    """What Accelerate does to have fp32 masters of a low-precision checkpoint."""
+    with fake_world(2):
+        model = Ours(Transformer(tied=False).bfloat16(), auto_wrap_policy={Block}, use_orig_params=orig)
+        for unit in Ours.fsdp_modules(model):
+            unit._flat_param.data = unit._flat_param.data.to(torch.float32)
+            unit._handle._orig_param_dtype = torch.float32
+        model(torch.zeros(1, Transformer.length, dtype=torch.long)).sum().backward()
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+class Stored(nn.Module):
+    """Hands its flat parameter to the CPU inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.handle: Any = None
+        self.seen: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.linear.weight.detach().clone()
+        with self.handle[0].to_cpu() as flat:
+            self.seen = (flat.shape, flat.device.type, self.linear.weight.numel(), self.handle[0].flat_param.data_ptr())
+            self.at = flat.data_ptr()
+            assert torch.equal(flat[:12].view(3, 4), before)
+            flat.mul_(2.0)
+        assert torch.equal(self.linear.weight, 2 * before)
+        return self.linear(x)
+
+
+def test_to_cpu() -> None:
+    with fake_world(2):
+        model = Ours(Stored(), use_orig_params=True)
+        model.module.handle = (model._handle,)
+        shard = model._handle.shard.clone()
+        model(torch.ones(1, 4)).sum().backward()
+        assert model.module.seen == (torch.Size((16,)), "cpu", 0, model.module.at)
+        assert torch.equal(model._handle.shard, shard)
+        assert model._flat_param.data_ptr() == model._handle.shard.data_ptr()
+        with pytest.raises(flatfsdp.errors.UsageError, match="expected unsharded parameters"), model._handle.to_cpu():
+            pass
