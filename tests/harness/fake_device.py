@@ -148,7 +148,7 @@ class FakeDevice(TorchDispatchMode):
 
     # -- the interface of torch.cuda -----------------------------------------------------------------------------------
 
-    def Lane(self, device: Any = None, *, priority: int = 0) -> Lane:
+    def Stream(self, device: Any = None, *, priority: int = 0) -> Lane:
         return Lane(self, "unshard" if priority else "reduce")
 
     def current_stream(self, device: Any = None) -> Lane:
@@ -286,3 +286,11 @@ def _written(func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
+
+
+@contextmanager
+def streams(**options: Any) -> Iterator[FakeDevice]:
+    """A fake device, and no race at the end."""
+    with FakeDevice(**options) as device:
+        yield device
+    assert not device.races, "\n".join(device.races)

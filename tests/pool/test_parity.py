@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.harness import parity, pool
+from tests.harness.fake_device import streams
 from tests.harness.matrix import Cell, covering_array, each_alone, hostile_world, legal_cells, pairs_of
 from tests.harness.models import CASES
 from tests.harness.reference import Recipe
@@ -64,6 +65,12 @@ OTHER_SETTINGS: list[tuple[Recipe, dict[str, Any]]] = [
 )
 def test_other_settings(recipe: Recipe, options: dict[str, Any]) -> None:
     parity.check(2, recipe, context=hostile_world, **options)
+
+
+@pytest.mark.parametrize("cell", ARRAY[::5], ids=str)
+def test_lanes_change_no_number(cell: Cell) -> None:
+    options = cell.options | {"limit_all_gathers": cell.offload}
+    parity.check(cell.world, cell.recipe, context=streams, **options)
 
 
 @pytest.mark.parametrize("case", ["mlp", "transformer", "tied", "frozen", "conv"])
