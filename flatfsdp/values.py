@@ -23,8 +23,8 @@ def checksum(tensor: torch.Tensor) -> int:
 class Beginnings:
     """What one unit's parameters were before they were sharded.
 
-    A parameter counts as written to when this rank's piece of it has changed; that is read from the piece itself, because a
-    write through `.data` leaves no trace in version counters.
+    A parameter counts as written to when this rank's piece of it has changed; that is read from the piece itself,
+    because a write through `.data` leaves no trace in version counters.
     """
 
     def __init__(self, leaves: Iterable[tuple[torch.Tensor, str]]) -> None:
@@ -37,7 +37,7 @@ class Beginnings:
         self._pieces = [_pieces(handle) for handle in handles]
 
     def held(self, handles: Sequence[FlatParamHandle]) -> list[tuple[str, int | None]]:
-        """Per parameter in layout order: its path and its checksum, None where this rank's piece was written to since."""
+        """Per parameter in layout order: its path, and its checksum unless this rank's piece was written to since."""
         out: list[tuple[str, int | None]] = []
         for handle, before in zip(handles, self._pieces, strict=True):
             now = _pieces(handle)

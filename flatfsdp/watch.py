@@ -172,7 +172,7 @@ class Watch:
                 self._wake.clear()
                 if not self._closed:
                     self._look()
-        except Exception:  # the store is gone, and with it whatever it could tell
+        except RuntimeError:  # the store is gone, and with it whatever it could tell
             self._thread = None
 
     def _wanted(self) -> bool:
@@ -199,7 +199,6 @@ class Watch:
                 self._open.append(alarm)
         self._open = [alarm for alarm in self._open if not all(each.consider(alarm) for each in watched)]
 
-
     def _look_for(self, wait: Wait) -> None:
         rank = dist.get_rank()
         if wait.note not in self._told:
@@ -220,8 +219,8 @@ class Watch:
             places = {rank: wait.note} | stuck
             told = "; ".join(f"rank {each} {json.loads(places[each])[1]}" for each in sorted(places))
             speak(
-                f"[flatfsdp, rank {rank}] AgreementError: ranks wait for each other in different places: {told}. Wrap the "
-                "same module over the same process group or mesh, with the same strategy, on every rank"
+                f"[flatfsdp, rank {rank}] AgreementError: ranks wait for each other in different places: {told}. Wrap "
+                "the same module over the same process group or mesh, with the same strategy, on every rank"
             )
             time.sleep(3 * PERIOD)  # the others must find this rank's note, and the store that may be here
             end_process_unless(lambda: self._wait is not wait)
@@ -235,6 +234,11 @@ def _close(watch: weakref.ref[Watch]) -> None:
     found = watch()
     if found is not None:
         found.close()
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a backend lost its peers; gloo says so with a plain `RuntimeError`."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def speak(sentence: str) -> None:

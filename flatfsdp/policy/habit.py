@@ -1,8 +1,8 @@
 """What usually comes next, learned from a stream of symbols; pure.
 
 [Note: habit] All ranks feed the same agreed stream to their own `Habit`, so all hold the same expectations without a
-word. Where two ranks part ways, at least one of them does what its habit did not expect, and notices at no cost. Nothing
-else is needed of the predictor; a better one only makes surprises rarer.
+word. Where two ranks part ways, at least one of them does what its habit did not expect, and notices at no cost.
+Nothing else is needed of the predictor; a better one only makes surprises rarer.
 
 Inside a forward what follows is expected from the unit that runs and how often it has run in this forward. Between
 forwards and backwards it is expected from the longest run of them that was seen before, so that a window of

@@ -149,5 +149,3 @@ def test_a_program_ends_quietly_with_a_model_alive() -> None:
         assert outcome.result == ["flatfsdp watch"]
         assert outcome.exit_code == 0
         assert outcome.output == ""
-
-

@@ -38,9 +38,7 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
 
-    def forward(
-        self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2), fail_at: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2), fail_at: int | None = None) -> torch.Tensor:
         for index in order:
             if index == fail_at:
                 raise ValueError("out of luck")
@@ -162,7 +160,7 @@ def test_one_rank_of_a_hybrid_grid_differs(run: Run) -> None:
     )
 
 
-# -- different order, in the first iteration -----------------------------------------------------------------------------
+# -- different order, in the first iteration -------------------------------------------------------------------------
 
 
 def part(rank: int, world: int, case: str) -> str:
@@ -194,8 +192,8 @@ def part(rank: int, world: int, case: str) -> str:
 
 
 PARTING = (
-    ". All ranks must run the same units in the same order, as many forwards and backwards, and catch an exception at the "
-    "same point or not at all; what depends on a rank's own data must not decide"
+    ". All ranks must run the same units in the same order, as many forwards and backwards, and catch an exception at "
+    "the same point or not at all; what depends on a rank's own data must not decide"
 )
 
 
@@ -211,8 +209,7 @@ PARTING = (
         ),
         (
             "no backward",
-            "rank 0 began a backward through 4 units, 3 flat gradients; "
-            "rank 1 began a training forward at unit <root>",
+            "rank 0 began a backward through 4 units, 3 flat gradients; rank 1 began a training forward at unit <root>",
         ),
         (
             "no_sync",
@@ -225,7 +222,7 @@ def test_ranks_part_in_their_first_iteration(pool2: Run, case: str, told: str) -
     assert same(pool2(part, case)) == f"ranks part ways in step 1: {told}{PARTING}"
 
 
-# -- what all ranks do alike -----------------------------------------------------------------------------------------------
+# -- what all ranks do alike -----------------------------------------------------------------------------------------
 
 
 def costs(rank: int, world: int) -> list[int]:
@@ -325,7 +322,7 @@ def test_unsharded_forwards_are_a_rank_s_own_business(pool2: Run) -> None:
     assert pool2(without_shards) == [2, 2]  # the models and the first backward
 
 
-# -- values ----------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -379,9 +376,9 @@ def begin(rank: int, world: int, case: str) -> tuple[list[str], int]:
 
 def different(count: int, names: str) -> str:
     return (
-        f"ranks begin with different values of {count} of 6 parameters: {names}. What they gather is pieced together from "
-        "different models. Pass sync_module_states=True, give all ranks the same seed, or load a checkpoint before the "
-        'first step; check_values="off" if it is meant'
+        f"ranks begin with different values of {count} of 6 parameters: {names}. What they gather is pieced together "
+        "from different models. Pass sync_module_states=True, give all ranks the same seed, or load a checkpoint before "
+        'the first step; check_values="off" if it is meant'
     )
 
 
@@ -413,7 +410,7 @@ def test_values_to_begin_with(pool2: Run, case: str, expected: list[str], exchan
         assert count == exchanges
 
 
-# -- the watch -------------------------------------------------------------------------------------------------------------
+# -- the watch -------------------------------------------------------------------------------------------------------
 
 
 def live_and_die(rank: int, world: int) -> list[list[str]]:

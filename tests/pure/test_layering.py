@@ -29,7 +29,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (2, "device"),
     (2, "storage"),
     (2, "comm"),
-    (2, "values watch agree"),
+    (2, "values watch peers stream agree"),
     (3, "flat_param"),
     (3, "views"),
     (3, "extensions"),

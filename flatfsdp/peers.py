@@ -1,0 +1,113 @@
+"""The other ranks of a model, as one rank sees them: exchanges of fixed size, and words where an exchange shows a
+difference.
+
+Process groups that move nothing (torch's fake ones) issue the same collectives and compare nothing: there is no other
+rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+import torch
+
+from . import watch
+from .comm import Transport
+from .errors import AgreementError, fail
+from .watch import Board, Watch, current_watch
+
+# Models over the same ranks are told apart by the order in which they first run, which all their ranks share.
+_models: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+
+
+@functools.lru_cache(maxsize=4096)
+def number(text: str) -> int:
+    """63 bits of a hash of `text`, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+class Peers:
+    """The ranks over which a model is spread.
+
+    Attributes:
+        ranks: the global ranks that take part, once they have been heard from.
+        busy: whether this rank is inside an iteration, where it may wait for others.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: tuple[int, ...] = ()
+        self.busy = False
+        self._rank = 0
+        self._axes: list[Transport] = []
+        self._watch: Watch | None = None  # where there is another rank to hear from
+        self._scope = ""  # names this model in the store
+        self._exchanges = 0
+        self._verdict: AgreementError | None = None  # the ranks have parted: nothing goes on
+        self._told = False  # the main thread has raised it
+
+    def _over(self, axes: list[Transport]) -> None:
+        """Exchange over `axes` from now on, one after the other; none where this rank is alone."""
+        self._axes = axes
+        if axes:
+            self._rank = axes[0].group.ranks[axes[0].group.rank]
+
+    def _know(self, ranks: Sequence[int]) -> Watch:
+        """These ranks have answered: notes may be left for them, in the watch that this returns."""
+        self.ranks = tuple(sorted(ranks))
+        self._scope = f"{number(str(self.ranks)):x}.{next(_models[self.ranks])}"
+        self._watch = current_watch()
+        return self._watch
+
+    def _exchange(self, code: int, extra: int = 0) -> dict[int, tuple[int, int]] | None:
+        """Every rank's two numbers, None where process groups move nothing. Collective, always of one size."""
+        self._exchanges += 1
+        block = torch.tensor([self._rank, code, extra], device=self._axes[0].device.device)
+        for axis in self._axes:
+            block = axis.gather_now(block)
+        if any(axis.group.backend == "fake" for axis in self._axes):
+            return None
+        return {rank: (code, extra) for rank, code, extra in block.view(-1, 3).tolist()}
+
+    def _publish(self, text: str, codes: dict[int, int]) -> dict[tuple[int, ...], str]:
+        """The texts of ranks whose codes differ, by the ranks that share one. All ranks call it."""
+        board, place = self._board, f"{self._scope}/x{self._exchanges}"
+        board.post(f"{place}/{self._rank}", text)
+        alike: dict[int, list[int]] = {}
+        for rank in sorted(codes):
+            alike.setdefault(codes[rank], []).append(rank)
+        texts: dict[tuple[int, ...], str] = {}
+        for ranks in alike.values():
+            key = f"{place}/{ranks[0]}"
+            texts[tuple(ranks)] = board.wait(functools.partial(board.read, key), 10 * watch.PERIOD) or "does not answer"
+        self._let_all_read(place)
+        return texts
+
+    def _fail(self, message: str) -> NoReturn:
+        self._verdict = AgreementError(message)
+        self._told = True
+        fail(self._verdict)
+
+    @property
+    def _board(self) -> Board:
+        assert self._watch is not None
+        return self._watch.board
+
+    def _let_all_read(self, place: str) -> None:
+        """Give the others time to read, before an error ends this process and perhaps the store with it."""
+        board = self._board
+        board.count(f"{place}/read")
+        board.wait(lambda: board.count(f"{place}/read", 0) >= len(self.ranks), 2.5 * watch.PERIOD)
+
+    def _raise_verdict(self, cause: BaseException | None = None) -> None:
+        if self._verdict is not None:
+            self._told = True
+            raise self._verdict from cause
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

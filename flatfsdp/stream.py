@@ -1,0 +1,309 @@
+"""The order of what a model does together with other ranks, agreed while it happens.
+
+[Note: agreement] The *stream* of a model is what its units do that involves other ranks, as a sequence of symbols: a
+forward begins, a unit is entered, a forward ends, a backward begins (with the plan of its collectives), an iteration is
+abandoned. It must be the same on all ranks. Symbols that nothing lets a rank expect are compared in an exchange of
+fixed size; that is the first iteration. After it every rank compares its next symbol with what it expects
+([Note: habit]) and goes on at no cost where they are equal. A rank that does something else leaves a note in the store
+and waits for those of the others: if all say the same it is a new order, else an error. Ranks that did as expected
+learn of it from their watch ([Note: watch]), which speaks for the main thread while that waits in a collective.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from . import watch
+from .comm import Traffic
+from .errors import AgreementError, FlatFSDPError, logger
+from .peers import Peers, number, ranks_in_words
+from .policy.habit import Habit
+from .watch import end_process_unless, is_lost_connection, speak
+
+if TYPE_CHECKING:
+    from .root import Root
+    from .unit import Unit
+
+TRAINING, EVALUATION = "a training", "an evaluation"  # kinds of forward, with and without gradients
+SAME, DIFFERENT = "same", "different"  # what a meeting of notes ends with
+REMEMBERED = 1024  # symbols that the watch can still quote
+
+
+class Symbol(NamedTuple):
+    """One step of the stream: a number that is equal on all ranks, and its words."""
+
+    code: int
+    words: str
+
+
+class Said(NamedTuple):
+    """A symbol, its place in the stream, and how many iterations had begun before it."""
+
+    at: int
+    symbol: Symbol
+    step: int
+
+
+_ENDED = {kind: Symbol(number(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
+
+
+class Stream(Peers):
+    """One rank's side of the stream of one model. [Note: agreement]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sharded = False
+        self._traffic = Traffic()
+        self._entries: dict[int, Symbol] = {}  # by id of the unit
+        self._places: dict[int, int] = {}
+        # What is expected, what came, and how far it has come.
+        self._habit = Habit()
+        self._said: deque[Said] = deque(maxlen=REMEMBERED)
+        self._place = 0
+        self._step = 0
+        self._kind = ""  # of the running forward
+        self._opening: str | None = None  # the kind of forward that the next unit begins
+        self._doing: str | None = None  # which part of the stream runs, None between iterations
+        self._issued_before = 0
+        # Meetings: places at which this rank left a note itself, and the last one that all left behind.
+        self._met: deque[int] = deque(maxlen=64)
+        self._meeting: int | None = None  # the place where the main thread waits for the others
+        self._settled: int | None = None
+        self._abandoned: Said | None = None
+
+    def _flow(self, root: Root) -> None:
+        """The stream of `root` begins: number its units."""
+        self._sharded = any(unit.groups.shard.size > 1 for unit in root.units)
+        self._traffic = root.traffic
+        for index, unit in enumerate(root.units):
+            self._entries[id(unit)] = Symbol(number(f"unit {index}"), f"entered unit {unit.label}")
+            self._places[id(unit)] = index
+
+    def begin_forward(self, *, training: bool) -> None:
+        """An outermost forward begins. If the last iteration was abandoned, wait for the others to say the same."""
+        if not self._axes:
+            return
+        self.busy = True
+        self._kind = self._opening = TRAINING if training else EVALUATION
+        if self._abandoned is not None:
+            at, symbol = self._abandoned.at, self._abandoned.symbol
+            self._meet(at)
+            self._abandoned = None
+            self._habit.forget_present()
+            self._follow(symbol)
+
+    def check_order(self, unit: Unit) -> None:
+        """`unit` is about to be gathered: is it the one that all ranks gather? Collective in the first iteration.
+
+        Where no unit is sharded a forward communicates nothing, and ranks may differ in it.
+
+        Raises:
+            AgreementError: on every rank, within seconds.
+        """
+        if not self._sharded:
+            return
+        symbol = self._entries[id(unit)]
+        if self._opening is not None:
+            words = f"began {self._opening} forward at unit {unit.label}"
+            opening = Symbol(number(f"{self._opening} {symbol.code}"), words)
+            self._opening = None
+            self._start(f"the forward of unit {unit.label}")
+            self._next(opening, unit=symbol.code, opens=True)
+        else:
+            self._doing = f"the forward of unit {unit.label}"
+            self._next(symbol, unit=symbol.code)
+
+    def end_forward(self) -> None:
+        """The outermost forward has ended."""
+        if self._doing is not None:
+            self._next(_ENDED[self._kind], completes=self._kind != TRAINING)
+        self.rest()
+
+    def check_backward(self, root: Root) -> None:
+        """A backward begins: will all ranks issue the same collectives in it? Collective in the first iteration.
+
+        Raises:
+            AgreementError: on every rank, within seconds.
+        """
+        if not self._axes:
+            return
+        record = root.record
+        entered, anchored = ([self._places[id(unit)] for unit in units] for units in (record.entered, record.anchored))
+        reduced = [
+            (self._places[id(unit)], kind)
+            for unit in record.anchored
+            for kind, handle in enumerate(unit.handles)
+            if any(leaf.requires_grad for leaf in handle.leaves)
+        ]
+        how = "" if root.sync else " under no_sync()"
+        words = f"began a backward{how} through {len(anchored)} units, {len(reduced)} flat gradients"
+        self.busy = True
+        self._start("a backward")
+        symbol = Symbol(number(f"{root.sync} {entered} {anchored} {reduced}"), words)
+        self._next(symbol, opens=not self._sharded, completes=True)
+
+    def rest(self) -> None:
+        """Back to between iterations, where this rank waits for nobody."""
+        self._doing = None
+        self.busy = False
+
+    def abandon(self, error: BaseException | None) -> None:
+        """`error` ended a forward: tell the others, or raise the disagreement that it stems from."""
+        if error is not None:
+            self.explain(error)
+        self.say_abandoned(error)
+
+    def say_abandoned(self, error: BaseException | None) -> None:
+        """An iteration ends here by an exception: tell the others, without waiting for them or raising.
+
+        Whether all ranks abandoned it at the same place shows when the next forward begins.
+        """
+        doing, self._opening = self._doing, None
+        if doing is None or self._watch is None or self._verdict is not None:
+            return
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return
+        issued = self._issued()
+        because = f" after {type(error).__name__}: {error}" if error is not None else ""
+        symbol = Symbol(number(f"abandoned {issued}"), f"abandoned its iteration in {doing}{because}")
+        self._abandoned = Said(self._place, symbol, self._step)
+        self._met.append(self._place)
+        try:
+            self._leave_note(self._place, symbol, issued=issued, alarm=True)
+        except RuntimeError as lost:  # the store is gone; the exception under way matters more
+            logger.debug("could not tell the other ranks that an iteration was abandoned: %s", lost)
+
+    def explain(self, error: BaseException) -> None:
+        """Raise the `AgreementError` behind `error`, if it is a failure of the communication and there is one."""
+        if self._watch is None or isinstance(error, FlatFSDPError):
+            return
+        if self._verdict is None and is_lost_connection(error):
+            # The connection broke, and the reason may still be on its way.
+            self._watch.board.wait(lambda: self._verdict, 2.5 * watch.PERIOD)
+        self._raise_verdict(error)
+
+    def _start(self, doing: str) -> None:
+        self._doing = doing
+        self._issued_before = self._traffic.issued
+
+    def _issued(self) -> int:
+        return self._traffic.issued - self._issued_before
+
+    def _next(self, symbol: Symbol, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
+        self._raise_verdict()
+        expected = self._habit.expected()
+        if expected != symbol.code:
+            if expected is None:
+                self._agree_by_exchange(symbol)
+            elif self._watch is not None:
+                self._met.append(self._place)
+                self._leave_note(self._place, symbol, alarm=True)
+                self._meet(self._place)
+        self._follow(symbol, unit=unit, opens=opens, completes=completes)
+
+    def _follow(self, symbol: Symbol, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
+        self._habit.learn(symbol.code, unit=unit, completes=completes)
+        self._said.append(Said(self._place, symbol, self._step))
+        self._step += opens
+        self._place += 1
+
+    # -- meetings ----------------------------------------------------------------------------------------------------
+
+    def _agree_by_exchange(self, symbol: Symbol) -> None:
+        answers = self._exchange(symbol.code)
+        if answers is not None:
+            self._require_same({rank: answer[0] for rank, answer in answers.items()}, symbol)
+
+    def _require_same(self, codes: dict[int, int], symbol: Symbol) -> None:
+        if len(set(codes.values())) > 1:
+            self._fail(self._parting(self._publish(symbol.words, codes), self._step))
+
+    def _leave_note(self, at: int, symbol: Symbol, *, alarm: bool, issued: int | None = None) -> None:
+        """Say what this rank does at `at`, and the verdict if that decides it.
+
+        `issued`: how many collectives it had issued when it abandoned its iteration, None if it did not. It will issue
+        no more, so a rank that has issued more waits in vain.
+        """
+        board, place = self._board, f"{self._scope}/{at}"
+        board.post(f"{place}/says/{self._rank}", symbol.words)
+        if board.first(f"{place}/first", str(symbol.code)) != str(symbol.code):
+            board.post(f"{place}/verdict", DIFFERENT)
+            return
+        notes = board.count(f"{place}/notes")
+        if notes == len(self.ranks):
+            board.post(f"{place}/verdict", SAME)
+        elif notes == 1 and alarm:
+            assert self._watch is not None
+            self._watch.sound(json.dumps([self._scope, at, issued]))
+
+    def _meet(self, at: int) -> None:
+        """Wait for the notes of all ranks at `at`; an error unless all are the same."""
+        board, place = self._board, f"{self._scope}/{at}"
+        self._meeting = at
+        verdict = board.wait(lambda: self._verdict or board.read(f"{place}/verdict"), watch.PATIENCE)
+        self._raise_verdict()
+        if verdict != SAME:
+            self._fail(self._judge(at, self._step))
+        self._meeting = None
+        if self._rank == self.ranks[0]:
+            # Whoever has a note here has left all earlier places: the notes there can go.
+            if self._settled is not None:
+                old = f"{self._scope}/{self._settled}"
+                board.erase(f"{old}/first", f"{old}/notes", f"{old}/verdict")
+                board.erase(*(f"{old}/says/{rank}" for rank in self.ranks))
+            self._settled = at
+
+    def _judge(self, at: int, step: int) -> str:
+        """What the ranks did at `at`, from everybody's note."""
+        board, place = self._board, f"{self._scope}/{at}"
+        notes: dict[int, str] = {}
+
+        def all_there() -> bool:
+            for rank in self.ranks:
+                if rank not in notes and (found := board.read(f"{place}/says/{rank}")) is not None:
+                    notes[rank] = found
+            return len(notes) == len(self.ranks)
+
+        board.wait(all_there, 2.5 * watch.PERIOD)
+        texts: dict[str, list[int]] = {}
+        for rank in self.ranks:
+            texts.setdefault(notes.get(rank, "has not come that far"), []).append(rank)
+        self._let_all_read(place)
+        return self._parting({tuple(ranks): text for text, ranks in texts.items()}, step)
+
+    def _parting(self, texts: dict[tuple[int, ...], str], step: int) -> str:
+        told = "; ".join(f"{ranks_in_words(ranks)} {text}" for ranks, text in sorted(texts.items()))
+        return (
+            f"ranks part ways in step {max(1, step)}: {told}. All ranks must run the same units in the same order, as "
+            "many forwards and backwards, and catch an exception at the same point or not at all; what depends on a "
+            "rank's own data must not decide"
+        )
+
+    # -- for the watch -----------------------------------------------------------------------------------------------
+
+    def consider(self, alarm: str) -> bool:
+        """Judge the alarm of a rank; True when it is settled or does not concern this one. Called by the watch."""
+        scope, at, issued = json.loads(alarm)
+        if scope != self._scope or self._verdict is not None or self._meeting == at:
+            return True
+        passed = self._place > at  # read before `_met`: whoever meets says so first
+        if at in self._met:
+            if self._abandoned is None or self._abandoned.at != at:
+                return True
+        elif passed:
+            quoted = next((said for said in self._said if said.at == at), None)
+            symbol = quoted.symbol if quoted is not None else Symbol(-1, "went on long ago")
+            self._leave_note(at, symbol, alarm=False)
+        elif issued is not None and self._place == at and self._issued() > issued:
+            self._leave_note(at, Symbol(-1, f"went on in {self._doing}"), alarm=False)
+        if self._board.read(f"{scope}/{at}/verdict") != DIFFERENT:
+            return False
+        step = next((said.step for said in self._said if said.at == at), self._step)
+        error = AgreementError(self._judge(at, step))
+        if self._verdict is None:
+            speak(f"[flatfsdp, rank {self._rank}] {type(error).__name__}: {error}")
+            self._verdict = error
+            end_process_unless(lambda: self._told or not self.busy)
+        return True
