@@ -1,0 +1,200 @@
+"""Bytes in flight as a sum of named terms, on the ledger; the same at every step.
+
+What the ledger does not know, activations and the like, is measured in `tests/fresh/test_memory_of_models.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel, grads, wrap
+from flatfsdp.grads import Gradients
+from flatfsdp.trace import Event
+from tests.conftest import Run
+from tests.harness.fake import fake_world
+
+WIDTH, DEPTH = 128, 4  # the gradient of a layer is too large to be collected with others
+KINDS = ("shard", "unsharded", "slots", "exchange", "reduced")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Tower(nn.Module):
+    """Blocks between an embedding and an untied head, which are the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
+        self.head = nn.Linear(WIDTH, 16, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+BLOCK = 4 * WIDTH * WIDTH  # elements
+ROOT = 2 * 16 * WIDTH
+MODEL = DEPTH * BLOCK + ROOT
+
+
+def peaks(rank: int, world: int, options: dict[str, Any], micro: int) -> dict[int, dict[str, int]]:
+    """The most bytes of each kind, and of all, in steps 2 and 20; every step ends with shards only."""
+    torch.manual_seed(0)
+    policy = wrap.ModuleWrapPolicy({Block})
+    model = FullyShardedDataParallel(Tower(), auto_wrap_policy=policy, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ledger = model._unit.root.ledger
+    found = {}
+    for step in range(21):
+        ledger.reset_peaks()
+        for place in range(micro):
+            tokens = torch.randint(16, (2, 3), generator=torch.Generator().manual_seed(step * 8 + rank))
+            if place < micro - 1:
+                with model.no_sync():
+                    model(tokens).sum().backward()
+            else:
+                model(tokens).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (2, 20):
+            found[step] = {kind: ledger.peak(kind) for kind in KINDS} | {"all": ledger.peak_total}
+        live = Counter({kind: count for kind, count in ledger.live.items() if count})
+        assert live == {"shard": ledger.peak("shard")}, live
+    return found
+
+
+# (options, microbatches) -> elements by kind on two ranks; a shard is half of a unit.
+IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
+    (
+        {"sharding_strategy": "FULL_SHARD"},
+        1,
+        {
+            "shard": MODEL // 2,
+            "unsharded": ROOT + 2 * BLOCK,  # the unit in use and the one ahead
+            "slots": 2 * BLOCK,  # the unit that is reduced and the one that is filled
+            "exchange": BLOCK // 2,  # what the other rank sends
+            "reduced": MODEL // 2,  # gradient shards, until the end of the backward
+        },
+    ),
+    (
+        {"sharding_strategy": "FULL_SHARD", "backward_prefetch": None},
+        1,
+        {
+            "shard": MODEL // 2,
+            "unsharded": ROOT + BLOCK,
+            "slots": 2 * BLOCK,
+            "exchange": BLOCK // 2,
+            "reduced": MODEL // 2,
+        },
+    ),
+    (
+        {"sharding_strategy": "SHARD_GRAD_OP"},
+        1,
+        {
+            "shard": MODEL // 2,
+            "unsharded": MODEL,
+            "slots": 2 * BLOCK,
+            "exchange": BLOCK // 2,
+            "reduced": MODEL // 2,
+        },
+    ),
+    (
+        {"sharding_strategy": "FULL_SHARD"},
+        3,
+        {
+            "shard": MODEL // 2,
+            "unsharded": ROOT + 2 * BLOCK,
+            "slots": MODEL,  # a window is unsharded
+            "exchange": BLOCK // 2,
+            "reduced": MODEL // 2,
+        },
+    ),
+    (
+        {"sharding_strategy": "NO_SHARD"},
+        1,
+        {
+            "shard": MODEL,
+            "unsharded": 0,  # the shard is the whole
+            "slots": MODEL,
+            "exchange": MODEL // 2,  # all-reduces are awaited at the end of the backward
+            "reduced": 0,  # the slots themselves become the gradients
+        },
+    ),
+]
+
+
+def named(value: Any) -> str | None:
+    return ", ".join(map(str, value.values())) if isinstance(value, dict) and "shard" not in value else None
+
+
+@pytest.mark.parametrize(("options", "micro", "elements"), IN_FLIGHT, ids=named)
+def test_bytes_in_flight_are_a_stated_sum(
+    pool2: Run, options: dict[str, Any], micro: int, elements: dict[str, int]
+) -> None:
+    for found in pool2(peaks, options, micro):
+        assert found[2] == found[20]
+        assert {kind: found[2][kind] for kind in KINDS} == {kind: 4 * count for kind, count in elements.items()}
+
+
+@pytest.mark.parametrize(
+    "sizes", [[300, 200, 100], [120] * 40, [300, *[120] * 30, 10, 250]], ids=["large", "small", "both"]
+)
+def test_beside_the_slots_live_only_gradients_that_were_not_moved_yet(sizes: list[int]) -> None:
+    class Stack(nn.Module):
+        """Square matrices of these widths."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(size, size) for size in sizes)
+
+        def forward(self, x: Tensor) -> Tensor:
+            total = x.new_zeros(())
+            for weight in self.weights:
+                total = total + (x[: len(weight)] @ weight).square().mean()
+            return total
+
+    arrived: list[weakref.ref[torch.UntypedStorage]] = []
+    most = 0
+
+    def alive() -> int:
+        return sum(storage.nbytes() for ref in arrived if (storage := ref()) is not None)
+
+    def sample(event: Event | None = None) -> None:
+        nonlocal most
+        most = max(most, alive())
+
+    arrive = Gradients.arrive
+
+    def watched(self: Gradients, index: int, grad: Tensor) -> None:
+        arrived.append(weakref.ref(grad.untyped_storage()))
+        sample()
+        arrive(self, index, grad)
+        sample()
+
+    with fake_world(2), patch.object(Gradients, "arrive", watched):
+        model = FullyShardedDataParallel(Stack(), use_orig_params=True)
+        with model._unit.root.trace.listening(sample):
+            model(torch.randn(max(sizes))).backward()
+    assert len(arrived) == len(sizes)
+    bytes_of = [4 * size * size for size in sizes]
+    small = [count for count in bytes_of if count <= grads.SMALL_BYTES]
+    collected = min(sum(small), grads.COLLECT_BYTES + max(small, default=0))  # the one that makes it full included
+    largest = max([count for count in bytes_of if count > grads.SMALL_BYTES], default=0)
+    assert most <= collected + largest
+    assert most < sum(bytes_of)
+    assert alive() == 0
