@@ -377,8 +377,8 @@ def begin(rank: int, world: int, case: str) -> tuple[list[str], int]:
 def different(count: int, names: str) -> str:
     return (
         f"ranks begin with different values of {count} of 6 parameters: {names}. What they gather is pieced together "
-        "from different models. Pass sync_module_states=True, give all ranks the same seed, or load a checkpoint before "
-        'the first step; check_values="off" if it is meant'
+        "from different models. Pass sync_module_states=True, give all ranks the same seed, or load a checkpoint "
+        'before the first step; check_values="off" if it is meant'
     )
 
 
