@@ -40,7 +40,7 @@ def cast_buffers(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> Ite
             if now is not copy:  # the forward registered another tensor in its place
                 module._buffers[name] = now.to(original.dtype)
                 continue
-            # Written elements are carried over, the others keep their precision. No version tells: batch norm writes its
-            # statistics without raising it.
+            # Written elements are carried over, the others keep their precision. No version tells: batch norm writes
+            # its statistics without raising it.
             with torch.no_grad():
                 original.copy_(torch.where(copy == original.to(copy.dtype), original, copy.to(original.dtype)))

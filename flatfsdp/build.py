@@ -372,9 +372,10 @@ def new_root(unit: Unit, device: torch.device, ledger: Ledger, settings: RootSet
 
 def _check_unwrapped(module: nn.Module, alive: Iterable[Unit]) -> None:
     """Refuse a module that is in a unit already, as a wrapper or inside of one."""
-    if isinstance(module.__dict__.get("_unit"), Unit):
+    wrapped = module.__dict__.get("_unit")
+    if isinstance(wrapped, Unit):
         raise UsageError(
-            f"module: {type(module).__name__} is a wrapper already, of {type(module._unit.module).__name__}. Wrap the "
+            f"module: {type(module).__name__} is a wrapper already, of {type(wrapped.module).__name__}. Wrap the "
             "original module, once"
         )
     for unit in alive:

@@ -92,7 +92,8 @@ class _Summoned:
                     assign_grad(leaf, grad)
 
     def hide(self, *, writeback: bool, from_rank0: bool) -> list[str]:
-        """Let the leaves show the shard again, after copying this rank's piece back if asked; what does not fit, in words.
+        """Let the leaves show the shard again, after copying this rank's piece back if asked; what does not fit, in
+        words.
 
         Collective if `from_rank0`.
         """
@@ -236,8 +237,8 @@ def summon(
                 misfits += each.hide(writeback=writeback, from_rank0=rank0_only)
     if misfits:
         raise UsageError(
-            "at the end of summon_full_params() parameters had another shape than at its beginning, and kept their values: "
-            + "; ".join(misfits)
+            "at the end of summon_full_params() parameters had another shape than at its beginning, and kept "
+            "their values: " + "; ".join(misfits)
         )
 
 

@@ -391,9 +391,9 @@ class Gradients:
         ours = [self.handle.layout.params[i].name for mark in edited if mark.ours for i in mark.indices]
         if ours:
             raise UsageError(
-                f"unit {self.handle.name or '<root>'!r}: the .grad of {', '.join(ours)} was edited after a backward under "
-                "no_sync(). Until gradients are synchronised it shows only a piece of what has accumulated; edit it after "
-                "a backward outside of no_sync(), or drop it with zero_grad()"
+                f"unit {self.handle.name or '<root>'!r}: the .grad of {', '.join(ours)} was edited after a backward "
+                "under no_sync(). Until gradients are synchronised it shows only a piece of what has accumulated; edit it "
+                "after a backward outside of no_sync(), or drop it with zero_grad()"
             )
         # An empty piece looks zero whatever was done to it; its neighbours tell.
         zeroed = [mark for mark in changed if not mark.grad.any() and (mark.grad.numel() or not edited)]

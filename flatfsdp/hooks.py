@@ -96,8 +96,8 @@ def before_backward_of(tensor: torch.Tensor, callback: Callable[[], None]) -> No
 def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> None:
     """Call `callback` once per backward when the gradients of all `tensors` that it computes are there.
 
-    Leaves among other tensors are not waited for, and leaves alone only if all of their gradients are computed: nothing tells
-    whether an `autograd.grad` will reach a leaf.
+    Leaves among other tensors are not waited for, and leaves alone only if all of their gradients are computed: nothing
+    tells whether an `autograd.grad` will reach a leaf.
     """
     inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
     if inner:

@@ -262,7 +262,8 @@ class Root:
             each.wait_unshard()
 
     def new_anchor(self, output: torch.Tensor) -> Readers:
-        """`output` of a unit will tell when a gradient reaches it; the list of calls that then are over, to be filled."""
+        """`output` of a unit will tell when a gradient reaches it; the list of calls that then are over, to be
+        filled."""
         readers: Readers = []
         self._anchors[id(output)] = weakref.ref(output), readers
         return readers

@@ -411,8 +411,8 @@ class Unit:
         root = self.root
         if self.phase is Phase.SUMMONED:
             raise UsageError(
-                f"unit {self.label}: backward inside summon_full_params() would reduce gradients of parameters that are "
-                "written back later; leave the context first"
+                f"unit {self.label}: backward inside summon_full_params() would reduce gradients of parameters that "
+                "are written back later; leave the context first"
             )
         root.begin_backward()
         if call is not None:

@@ -261,6 +261,6 @@ def check_exposed(handle: FlatParamHandle, name: str) -> None:
         ] or ["the flat parameter"]
         raise UsageError(
             f"unit {name or '<root>'!r}: parameters were written to between forward and backward: "
-            f"{', '.join(changed)}. The backward would not be that of the forward, or the change would be lost; write to "
-            "parameters before the forward or after the backward"
+            f"{', '.join(changed)}. The backward would not be that of the forward, or the change would be lost; write "
+            "to parameters before the forward or after the backward"
         )

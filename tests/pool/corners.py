@@ -1,7 +1,7 @@
 """Any training program under the engine and, rank after rank, under plain autograd in one process: both must agree.
 
-A *program* is `program(model, rank, step)`: it runs forwards and backwards with that rank's data and returns what else is
-to be compared (losses, gradients of inputs). The oracle runs it on one plain copy of the model per rank and averages
+A *program* is `program(model, rank, step)`: it runs forwards and backwards with that rank's data and returns what else
+is to be compared (losses, gradients of inputs). The oracle runs it on one plain copy of the model per rank and averages
 `.grad` in rank order; the engine runs it once per rank. Each step is compared, then SGD steps.
 """
 
@@ -83,7 +83,8 @@ def differences(
     steps: int = 2,
     bound: float = 0.0,
 ) -> list[str]:
-    """A line for each thing that differs between engine and oracle: bit by bit, unless `bound` allows a relative error."""
+    """A line for each thing that differs between engine and oracle: bit by bit, unless `bound` allows a relative
+    error."""
     lines: list[str] = []
     for setting in under:
         try:

@@ -1,4 +1,5 @@
-"""`torch.autocast` around a wrapped model: its cache of cast weights knows nothing of sharding or of optimizer steps."""
+"""`torch.autocast` around a wrapped model: its cache of cast weights knows nothing of sharding or of optimizer
+steps."""
 
 from __future__ import annotations
 
@@ -47,4 +48,5 @@ def _train(rank: int, world: int, orig: bool) -> tuple[list[Tensor], list[Tensor
 def test_a_context_over_several_steps_sees_each_steps_weights(run: Run, orig: bool) -> None:
     for found, expected in run(2, _train, orig):
         assert torch.stack(found).equal(torch.stack(expected)), (found, expected)
-        assert len({float(loss) for loss in found}) == 3  # an evaluation and its step see the same weights, steps differ
+        # An evaluation and its step see the same weights, steps do not.
+        assert len({float(loss) for loss in found}) == 3
