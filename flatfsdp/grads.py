@@ -392,8 +392,8 @@ class Gradients:
         if ours:
             raise UsageError(
                 f"unit {self.handle.name or '<root>'!r}: the .grad of {', '.join(ours)} was edited after a backward "
-                "under no_sync(). Until gradients are synchronised it shows only a piece of what has accumulated; edit it "
-                "after a backward outside of no_sync(), or drop it with zero_grad()"
+                "under no_sync(). Until gradients are synchronised it shows only a piece of what has accumulated; edit "
+                "it after a backward outside of no_sync(), or drop it with zero_grad()"
             )
         # An empty piece looks zero whatever was done to it; its neighbours tell.
         zeroed = [mark for mark in changed if not mark.grad.any() and (mark.grad.numel() or not edited)]
