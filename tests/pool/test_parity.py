@@ -7,11 +7,18 @@ combinations), once as it is and once where every missing wait and every use of 
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from flatfsdp import comm
+from flatfsdp.flat_param import FlatParamHandle
 from tests.harness import parity, pool
 from tests.harness.fake_device import streams
 from tests.harness.matrix import Cell, covering_array, each_alone, hostile_world, legal_cells, pairs_of
@@ -65,6 +72,43 @@ OTHER_SETTINGS: list[tuple[Recipe, dict[str, Any]]] = [
 )
 def test_other_settings(recipe: Recipe, options: dict[str, Any]) -> None:
     parity.check(2, recipe, context=hostile_world, **options)
+
+
+@contextmanager
+def one_late_rank() -> Iterator[None]:
+    """Rank 1 is the last to send its gradients."""
+    exchange = comm.RankOrder._exchange
+
+    def late(self: comm.RankOrder, *args: Any) -> Any:
+        time.sleep(0.02 if dist.get_rank() == 1 else 0)
+        return exchange(self, *args)
+
+    with patch.object(comm.RankOrder, "_exchange", late):
+        yield
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("world", [3, 4])
+def test_sums_are_in_rank_order_however_late_a_rank_is(world: int, strategy: str) -> None:
+    parity.check(world, Recipe("mlp", reduce=FP16), context=one_late_rank, sharding_strategy=strategy)
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """A hostile world in which nobody waits for gathers."""
+    wait = FlatParamHandle.wait_unshard
+
+    def forget(self: FlatParamHandle) -> None:
+        self._pending = None
+        wait(self)
+
+    with hostile_world(), patch.object(FlatParamHandle, "wait_unshard", forget):
+        yield
+
+
+def test_a_missing_wait_shows() -> None:
+    with pytest.raises(AssertionError, match="differ, by a norm of nan"):
+        parity.check(2, Recipe("mlp", steps=1), context=impatient)
 
 
 @pytest.mark.parametrize("cell", ARRAY[::5], ids=str)
