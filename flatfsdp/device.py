@@ -81,6 +81,11 @@ class Device:
         if event is not None:
             self.current_stream().wait_event(event)
 
+    def block_host(self, event: Any) -> None:
+        """Keep the host until the device has reached `event`."""
+        if event is not None:
+            event.synchronize()
+
     def is_past(self, event: Any) -> bool:
         """Whether the device has reached `event` (always, on CPU)."""
         return event is None or event.query()
@@ -116,11 +121,6 @@ class Lane:
         """Order what this lane runs next after `event`."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
-
-    def block_host(self) -> None:
-        """Keep the host until this lane has run everything that it was given."""
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 class Pending:

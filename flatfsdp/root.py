@@ -113,6 +113,7 @@ class Root:
         self._order: ForwardOrder[Unit] = ForwardOrder()
         self._transports: dict[tuple[int, str], Transport] = {}
         self._deferred: list[tuple[object, FlatBuffer]] = []
+        self.uploaded: object = None  # an event behind the last upload of an offloaded shard
         self._failed = False
         self._at_rest = True  # between iterations, where shards may be written to
         self._whole_for_double = False
@@ -509,8 +510,8 @@ class Root:
             with self.lanes.unshard.running():
                 buffer.free()
         self._deferred = []
-        if any(handle.offload for unit in self.units for handle in unit.handles):
-            self.lanes.unshard.block_host()  # an upload under way would read what the host writes next
+        self.device.block_host(self.uploaded)  # an upload under way would read what the host writes next
+        self.uploaded = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -172,6 +172,8 @@ class Unit:
                 self.root.collect(handle.buffer)
                 dtype = handle.precision.master if self.root.in_full_precision(self) else None
                 handle.launch_unshard(self.gather, self.root.lanes.unshard, dtype=dtype)
+                if handle.offload:
+                    self.root.uploaded = self.root.lanes.unshard.mark()
                 launched = True
         if launched:
             self.note("gather")

@@ -232,7 +232,7 @@ def test_the_host_may_write_to_offloaded_shards_after_an_evaluation() -> None:
         return device.races
 
     assert evaluate() == []
-    with patch.object(Lane, "block_host", nothing):
+    with patch.object(Device, "block_host", nothing):
         assert any("mul_ on the host may write before copy_ on unshard is over" in race for race in evaluate())
 
 
