@@ -43,7 +43,7 @@ def materialise(
                 "reset_parameters(); give it one, or "
                 "pass param_init_fn=, a function of the module that fills its own parameters and buffers"
             )
-        with ExitStack() as undo, ExitStack() as after, torch.no_grad():
+        with torch.no_grad(), ExitStack() as undo, ExitStack() as after:
             given: set[int] = set()
             for registry, name, tensor in _held(module):
                 if id(tensor) in given:  # tied within the module
