@@ -42,6 +42,15 @@ class Lanes:
     reduce: Lane
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A resharded buffer of `unit` that has its memory until the device is past `mark`. [Note: limiter]"""
+
+    unit: str
+    mark: object
+    buffer: FlatBuffer
+
+
 @dataclass(frozen=True)
 class RootSettings:
     """The outermost wrapper's arguments that concern the whole tree."""
@@ -112,7 +121,7 @@ class Root:
         self._readers: dict[int, tuple[weakref.ref[torch.Tensor], Unit]] = {}  # by id of the tensor
         self._order: ForwardOrder[Unit] = ForwardOrder()
         self._transports: dict[tuple[int, str], Transport] = {}
-        self._deferred: list[tuple[object, FlatBuffer]] = []
+        self._held: list[Held] = []  # oldest first
         self.uploaded: object = None  # an event behind the last upload of an offloaded shard
         self._failed = False
         self._at_rest = True  # between iterations, where shards may be written to
@@ -258,7 +267,7 @@ class Root:
         if unit.forward_prefetch and not recomputing:
             following = self._order.after(unit)
             if following is not None:
-                following.launch_unshard()
+                following.launch_unshard(ahead=True)
         for each in (*unit.owners, unit):
             each.wait_unshard()
 
@@ -291,6 +300,7 @@ class Root:
         self._at_rest = True
         for unit in self.units:
             unit.rest()
+        self._end_lanes()
         self.agreement.rest()
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -345,7 +355,7 @@ class Root:
     def _prefetch(self) -> None:
         following = self._running().gathers.ahead()
         if following is not None:
-            following.launch_unshard()
+            following.launch_unshard(ahead=True)
 
     def released(self, unit: Unit) -> None:
         """`unit` was resharded after its backward."""
@@ -449,6 +459,7 @@ class Root:
                 for grads in unit.grads:
                     grads.drop()
                 unit.rest()
+            self._end_lanes()
         elif self._whole_for_double:
             self._finish(keep_unsharded=False)
 
@@ -462,6 +473,7 @@ class Root:
         self.settle_down()
         for unit in self.units:
             unit.rest()
+        self._end_lanes()
         self._at_rest = True
 
     def _follow_writes(self) -> None:
@@ -474,42 +486,45 @@ class Root:
     def free(self, handle: FlatParamHandle) -> None:
         """Reshard `handle`; its memory may be reused once the caller's stream is done with it.
 
-        [Note: limiter] With the limit, the unshard lane waits for the stream before anything is allocated on it again:
-        at most the unit in use and the one gathered ahead hold memory. Without it the lane runs on and memory is given
-        back when the device is found to be past the point.
+        [Note: limiter] Memory must not go back before the device is past its last use. The host knows at once on CPU.
+        Elsewhere it is held until more is needed. With the limit the unshard lane then waits: at most two units hold
+        memory besides those whose forward runs around them, the one in use and the one ahead or the one before it, so
+        that a gather need not wait for the computation that it could run beside. Without the limit the lane runs on,
+        and memory is given back where the device is found to be past.
         """
         buffer = handle.reshard()
         if buffer is None:
             return
-        mark = self.device.mark()
-        if self._limit or not self.device.has_streams:
-            self.lanes.unshard.await_mark(mark)
-            with self.lanes.unshard.running():
-                buffer.free()
+        held = Held(handle.name, self.device.mark(), buffer)
+        if self.device.has_streams:
+            self._held.append(held)
         else:
-            self._deferred.append((mark, buffer))
-            self.collect()
+            self._give_back([held])
 
-    def collect(self, needed: FlatBuffer | None = None) -> None:
-        """Give back deferred memory that the device is past; take `needed` out, ordered after its last use."""
-        waiting = []
-        for mark, buffer in self._deferred:
-            if buffer is needed:
-                self.lanes.unshard.await_mark(mark)
-            elif self.device.is_past(mark):
-                with self.lanes.unshard.running():
-                    buffer.free()
-            else:
-                waiting.append((mark, buffer))
-        self._deferred = waiting
+    def make_room(self, needed: FlatBuffer | None, *, ahead: bool) -> None:
+        """Memory is about to be taken on the unshard lane, for `needed` if that exists; `ahead` of its use."""
+        for held in self._held:
+            if held.buffer is needed:
+                self.lanes.unshard.await_mark(held.mark)
+        self._held = [held for held in self._held if held.buffer is not needed]
+        if not self._limit:
+            due = [held for held in self._held if self.device.is_past(held.mark)]
+        elif ahead or not self._held:
+            due = self._held
+        else:
+            due = [held for held in self._held if held.unit != self._held[-1].unit]
+        self._give_back(due)
+
+    def _give_back(self, due: list[Held]) -> None:
+        self._held = [held for held in self._held if held not in due]
+        for held in due:
+            self.lanes.unshard.await_mark(held.mark)
+            with self.lanes.unshard.running():
+                held.buffer.free()
 
     def _end_lanes(self) -> None:
         """Between iterations only shards hold memory, and offloaded ones are the host's to write to."""
-        for mark, buffer in self._deferred:
-            self.lanes.unshard.await_mark(mark)
-            with self.lanes.unshard.running():
-                buffer.free()
-        self._deferred = []
+        self._give_back(self._held)
         self.device.block_host(self.uploaded)  # an upload under way would read what the host writes next
         self.uploaded = None
 

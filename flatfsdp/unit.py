@@ -90,7 +90,7 @@ class Unit:
         self.shown = [Shown(handle) for handle in self.handles]
         self.grads = [Gradients(handle, shown) for handle, shown in zip(self.handles, self.shown, strict=True)]
         self._root: weakref.ref[Root] | None = None
-        self.own_root: Root | None = None
+        self.own_root: Root | None = None  # until the wrapper takes it: a root owns its units, and no cycle may remain
         self._watched: set[tuple[int, int]] = set()
         # Calls whose backward has begun and has not reached their inputs: something in it may still read the
         # parameters.
@@ -127,8 +127,6 @@ class Unit:
     def join(self, root: Root) -> None:
         """Belong to `root` from now on."""
         self._root = weakref.ref(root)
-        if root is not self.own_root:
-            self.own_root = None
         for handle in self.handles:
             handle.move_to_ledger(root.ledger)
 
@@ -164,12 +162,12 @@ class Unit:
         """Whether all data is sharded."""
         return all(handle.state is ShardState.SHARDED for handle in self.handles)
 
-    def launch_unshard(self) -> None:
-        """Issue the all-gathers of whatever is sharded. Collective over the shard axis."""
+    def launch_unshard(self, *, ahead: bool = False) -> None:
+        """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis."""
         launched = False
         for handle in self.handles:
             if handle.state is ShardState.SHARDED:
-                self.root.collect(handle.buffer)
+                self.root.make_room(handle.buffer, ahead=ahead)
                 dtype = handle.precision.master if self.root.in_full_precision(self) else None
                 handle.launch_unshard(self.gather, self.root.lanes.unshard, dtype=dtype)
                 if handle.offload:

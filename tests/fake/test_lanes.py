@@ -17,7 +17,7 @@ from torch import nn
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, wrap
 from flatfsdp.device import Device, Lane
 from flatfsdp.grads import Reduction
-from tests.fake.test_communication import WIDTH, Block, Tower, forward, root_of, wrapped
+from tests.fake.test_communication import NUMELS, WIDTH, Block, forward, padded, root_of, wrapped
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
 
@@ -169,13 +169,12 @@ def test_a_backward_in_order_of_issue() -> None:
             device.log.clear()
             loss.backward()
     assert device.log == [
-        # The root is whole; the inner unit is gathered ahead, before the root's gradients.
-        "allocate unsharded on unshard",
+        # The root is whole; the inner unit is gathered ahead, before the root's gradients. Its memory of the forward is
+        # still there: it is filled again, after its last use.
+        "unshard waits for compute",
         "record unshard",
         # The root's own gradients are in. Their reduction waits for its turn, their parameters are done with.
         "record compute",
-        "unshard waits for compute",
-        "free unsharded on unshard",
         "compute waits for unshard",  # the inner unit's backward begins
         "allocate slots on compute",
         "reduce waits for compute",
@@ -186,12 +185,49 @@ def test_a_backward_in_order_of_issue() -> None:
         "allocate slots on compute",
         "reduce waits for compute",
         "record reduce",
-        "record compute",
-        "unshard waits for compute",
-        "free unsharded on unshard",
+        "record compute",  # the inner unit's parameters are done with
         "compute waits for reduce",
         "free slots on compute",
+        # The end: all memory goes back.
+        "unshard waits for compute",
+        "free unsharded on unshard",
+        "unshard waits for compute",
+        "free unsharded on unshard",
     ]
+
+
+def test_a_gather_runs_beside_the_unit_before() -> None:
+    with device_of() as device:
+        model = wrapped("FULL_SHARD")
+        forward(model).backward()
+        device.log.clear()
+        forward(model)
+    gather = ["allocate unsharded on unshard", "record unshard", "compute waits for unshard"]
+    assert device.log == [
+        "unshard waits for compute",  # the optimizer's writes
+        *gather,  # the root
+        *gather,  # a
+        "record compute",
+        *gather,  # b: beside the computation of a, whose memory is held
+        "record compute",
+        "unshard waits for compute",  # c: beside that of b, in the memory of a
+        "free unsharded on unshard",
+        *gather,
+        "record compute",
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"forward_prefetch": True}, {"backward_prefetch": None}], ids=named)
+def test_with_the_limit_two_units_hold_memory_besides_the_root(options: dict[str, Any]) -> None:
+    with device_of() as device:
+        model = wrapped("FULL_SHARD", **options)
+        train(model, device, steps=1)
+        ledger = root_of(model).ledger
+        ledger.reset_peaks()
+        train(model, device, steps=1)
+        block, *_, own = padded(NUMELS, 4)
+        assert ledger.peak("unsharded") == 4 * (own + 2 * block)
+    assert device.races == []
 
 
 def wrap_one(module: nn.Module) -> FullyShardedDataParallel:
@@ -216,8 +252,7 @@ def test_without_the_limit_memory_goes_back_when_the_device_is_past_its_last_use
     with_limit = most_unsharded(is_fast=False, limit=True)
     assert most_unsharded(is_fast=True, limit=False) == with_limit
     # The host runs ahead of a slow device, and everything is held until the end of the iteration.
-    numels = [sum(p.numel() for p in module.parameters()) for module in (Block(), Tower())]
-    assert most_unsharded(is_fast=False, limit=False) >= 4 * numels[1] > with_limit
+    assert most_unsharded(is_fast=False, limit=False) == 4 * sum(padded(NUMELS, 4)) > with_limit
 
 
 def test_the_host_may_write_to_offloaded_shards_after_an_evaluation() -> None:
