@@ -13,7 +13,7 @@ import torch
 from .api import MixedPrecision
 from .comm import Transport
 from .errors import AgreementError, warn
-from .peers import number, ranks_in_words
+from .peers import Peers, number, ranks_in_words
 from .stream import Stream, Symbol
 from .watch import expecting
 
@@ -101,6 +101,26 @@ class Agreement(Stream):
         if self.check_values == "raise":
             raise AgreementError(message)
         warn(message)
+
+
+def compare_before_copy(axes: list[Transport], facts: Sequence[tuple[str, str]]) -> None:
+    """Compare `facts`, (subject, value) in a fixed order, before rank 0's values are copied. Collective over all axes.
+
+    Raises:
+        AgreementError: on every rank, naming the first difference.
+    """
+    if not axes:
+        return
+    peers = Peers()
+    peers._over(axes)
+    text = json.dumps(facts)
+    members = sorted({rank for axis in axes for rank in axis.group.ranks})
+    with expecting(members, f"copies the values of {facts[0][0]} from rank {members[0]}"):
+        answers = peers._exchange(number(text))
+    if answers is not None and len({code for code, _ in answers.values()}) > 1:
+        peers._know(list(answers))
+        texts = peers._publish(text, {rank: code for rank, (code, _) in answers.items()})
+        peers._fail(_first_difference({ranks: json.loads(found) for ranks, found in texts.items()}))
 
 
 def _few(names: Sequence[str]) -> str:

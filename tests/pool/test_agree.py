@@ -145,6 +145,17 @@ def test_different_models(pool2: Run, case: str, difference: str) -> None:
     assert told == f"ranks construct different models; the first difference is{difference}{ADVICE}"
 
 
+def copy_unlike(rank: int, world: int) -> str:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + rank))
+    return message_of(lambda: FullyShardedDataParallel(net, sync_module_states=True))  # type: ignore[arg-type, return-value]
+
+
+def test_values_are_not_copied_between_different_models(pool2: Run) -> None:
+    told = same(pool2(copy_unlike))
+    difference = " in a unit of class Sequential, 1.weight: rank 0: float32 (4, 4); rank 1: float32 (5, 4)"
+    assert told == f"ranks construct different models; the first difference is{difference}{ADVICE}"
+
+
 def construct_grid(rank: int, world: int) -> str:
     mesh = dist.init_device_mesh("cpu", (2, 2))
     net = Net(3 if rank < 3 else 2)
