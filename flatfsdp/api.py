@@ -93,7 +93,7 @@ class MixedPrecision:
     """Leave reduced gradients in the reduce dtype, for an optimizer that can step on them."""
 
     cast_forward_inputs: bool = False
-    """Cast the inputs of this unit's forward to ``param_dtype``. For the root the next field decides as well."""
+    """Cast the inputs of this unit's forward to ``param_dtype``. For the root the next field decides instead."""
 
     cast_root_forward_inputs: bool = True
     """Cast the inputs of the root's forward to ``param_dtype``; without effect on units that are not the root."""

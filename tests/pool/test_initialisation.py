@@ -305,5 +305,6 @@ def peak(rank: int, world: int, sync: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("sync", [False, True])
 def test_the_peak_is_the_shards_and_one_unit(sync: bool, pool2: Run) -> None:
     for most, end in pool2(peak, sync):
-        assert end == DEPTH / 2
         assert most <= DEPTH / 2 + 1.1
+        # The last broadcast's tensor is released on a thread of gloo's, which the recording does not see.
+        assert DEPTH / 2 <= end <= DEPTH / 2 + sync
