@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import _torch
+from .agree import compare_before_copy
 from .api import Config, ShardingStrategy
 from .arguments import check_arguments
 from .comm import Group, GroupPlan, Traffic, transport
@@ -187,23 +188,23 @@ def compute_device(module: nn.Module, config: Config) -> torch.device:
 # ----------------------------------------------------------------------------------------------------
 
 
+# Recursion over modules stands in functions of the module: one inside another holds itself, and what it has seen, until
+# the garbage collector comes.
+
+
 def units_in(module: nn.Module) -> list[Unit]:
     """The units of wrapped modules inside `module`, children before parents."""
-    found: list[Unit] = []
+    return list(_units_below(module, {id(module)}))
 
-    seen: set[int] = {id(module)}
 
-    def visit(current: nn.Module) -> None:
-        for child in current._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                visit(child)
-        unit = current.__dict__.get("_unit")
-        if isinstance(unit, Unit):
-            found.append(unit)
-
-    visit(module)
-    return found
+def _units_below(module: nn.Module, seen: set[int]) -> Iterator[Unit]:
+    for child in module._modules.values():
+        if child is not None and id(child) not in seen:
+            seen.add(id(child))
+            yield from _units_below(child, seen)
+    unit = module.__dict__.get("_unit")
+    if isinstance(unit, Unit):
+        yield unit
 
 
 def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[nn.Parameter]]:
@@ -225,20 +226,10 @@ def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[n
 
 def homes_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[nn.Module, str, str]]:
     """(module, attribute, path) of every parameter registered in `module` outside nested units and ignored modules."""
-    seen: set[int] = set()
-
-    def visit(current: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str]]:
-        if id(current) in seen or current in ignored or isinstance(current.__dict__.get("_unit"), Unit):
-            return
-        seen.add(id(current))
-        for attribute, parameter in current._parameters.items():
+    for prefix, holder in _modules_of(module, ignored):
+        for attribute, parameter in holder._parameters.items():
             if parameter is not None:
-                yield current, attribute, prefix + attribute
-        for name, child in current._modules.items():
-            if child is not None:
-                yield from visit(child, f"{prefix}{name}.")
-
-    yield from visit(module, "")
+                yield holder, attribute, f"{prefix}.{attribute}" if prefix else attribute
 
 
 def leaves_of(homes: Iterable[Home]) -> list[tuple[nn.Parameter, str]]:
@@ -251,20 +242,19 @@ def leaves_of(homes: Iterable[Home]) -> list[tuple[nn.Parameter, str]]:
 
 def _modules_of(module: nn.Module, ignored: set[nn.Module]) -> list[tuple[str, nn.Module]]:
     """The modules of `module` outside nested units and ignored modules, with their paths."""
-    out: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
+    return list(_modules_below(module, "", ignored, set()))
 
-    def visit(current: nn.Module, prefix: str) -> None:
-        if id(current) in seen or current in ignored or isinstance(current.__dict__.get("_unit"), Unit):
-            return
-        seen.add(id(current))
-        out.append((prefix, current))
-        for name, child in current._modules.items():
-            if child is not None:
-                visit(child, f"{prefix}.{name}" if prefix else name)
 
-    visit(module, "")
-    return out
+def _modules_below(
+    module: nn.Module, path: str, ignored: set[nn.Module], seen: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in seen or module in ignored or isinstance(module.__dict__.get("_unit"), Unit):
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _modules_below(child, f"{path}.{name}" if path else name, ignored, seen)
 
 
 # -- the unit
@@ -308,7 +298,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     _check_untransformed(homes, owned_elsewhere.values())
     _move_buffers(modules, device)
     if config.sync_module_states:
-        _synchronise(modules, [leaf for leaf, _ in leaves_of(homes)], groups, seam)
+        _synchronise(module, modules, leaves_of(homes), groups, seam)
     homes, extended = transform(homes)
     leaves = leaves_of(homes)
     beginnings = Beginnings(leaves) if config.check_values != "off" else None
@@ -423,17 +413,35 @@ def _move_buffers(modules: Iterable[tuple[str, nn.Module]], device: torch.device
 
 
 def _synchronise(
-    modules: list[tuple[str, nn.Module]], leaves: list[nn.Parameter], groups: GroupPlan, device: Device
+    module: nn.Module,
+    modules: list[tuple[str, nn.Module]],
+    leaves: list[tuple[nn.Parameter, str]],
+    groups: GroupPlan,
+    device: Device,
 ) -> None:
-    """Overwrite parameters and buffers with those of rank 0. Collective over both axes."""
-    axes = [axis for axis in (groups.replicate, groups.shard) if axis is not None and axis.size > 1]
+    """Overwrite parameters and buffers with those of rank 0. Collective over both axes.
+
+    Raises:
+        AgreementError: on every rank, where ranks would send tensors that do not fit each other.
+    """
+    traffic, ledger = Traffic(), Ledger()
+    axes = [
+        transport(axis, device, traffic=traffic, ledger=ledger)
+        for axis in (groups.replicate, groups.shard)
+        if axis is not None and axis.size > 1
+    ]
+    tensors: list[tuple[torch.Tensor, str]] = list(leaves)
+    for path, each in modules:
+        prefix = f"{path}." if path else ""
+        tensors += [(buffer, prefix + name) for name, buffer in each._buffers.items() if buffer is not None]
+    subject = f"a unit of class {type(module).__name__}"
+    facts = [(f"{subject}, {path}", f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}") for t, path in tensors]
+    compare_before_copy(axes, [(subject, f"of {len(tensors)} tensors"), *facts])
     with torch.no_grad():
-        tensors: list[torch.Tensor] = list(leaves)
-        tensors += [b for _, m in modules for b in m._buffers.values() if b is not None]
-        for tensor in tensors:
+        for tensor, _ in tensors:
             on_device = tensor.detach().to(device.device).contiguous()
             for axis in axes:
-                transport(axis, device, traffic=Traffic(), ledger=Ledger()).broadcast(on_device)
+                axis.broadcast(on_device)
             if on_device.data_ptr() != tensor.data_ptr():
                 tensor.copy_(on_device)
 
@@ -475,6 +483,11 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
         unwrap(wrapper.__dict__["_unit"])
 
     return apply_plan(plan, wrap, unmake=unmake)
+
+
+def keep_root(wrapper: nn.Module, unit: Unit) -> None:
+    """Let `wrapper` keep the root that was made over its `unit` alive, and with the root all units."""
+    wrapper.__dict__["_kept_root"], unit.own_root = unit.own_root, None
 
 
 def register_flat_params(wrapper: nn.Module, unit: Unit) -> None:

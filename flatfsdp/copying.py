@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .build import new_root, plan_over, register_flat_params, units_in
+from .build import keep_root, new_root, plan_over, register_flat_params, units_in
 from .comm import GroupPlan
 from .errors import UsageError
 from .extensions import Extended
@@ -44,7 +44,7 @@ _inside = False
 def state_of(wrapper: nn.Module) -> dict[str, Any]:
     """What `restore` needs to build `wrapper` again."""
     unit: Unit = wrapper.__dict__["_unit"]
-    attributes = {key: value for key, value in wrapper.__dict__.items() if key != "_unit"}
+    attributes = {key: value for key, value in wrapper.__dict__.items() if key not in ("_unit", "_kept_root")}
     attributes["_parameters"] = {k: v for k, v in wrapper._parameters.items() if not k.startswith("_flat_param")}
     return {
         "attributes": attributes,
@@ -106,6 +106,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     for each in [*nested, unit]:
         tied = each.__dict__.get("_tied_modules", ())
         each.borrow_from([other for other in nested for module in tied if other.module is module])
+    keep_root(wrapper, unit)
     register_flat_params(wrapper, unit)
 
 

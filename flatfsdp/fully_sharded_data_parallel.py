@@ -131,6 +131,7 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
             self._unit: Unit = build.build_unit(module, config, island=island)
             undo.pop_all()
         self._fsdp_wrapped_module = module
+        build.keep_root(self, self._unit)
         build.register_flat_params(self, self._unit)
 
     @classmethod

@@ -14,7 +14,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -346,32 +346,43 @@ def _ask_function(
     separate: tuple[type[nn.Module], ...],
 ) -> list[nn.Module]:
     """The modules that a policy function wants wrapped; instances of ``separate`` count as units in its numels."""
-    chosen: list[nn.Module] = []
-    known: dict[nn.Module, set[nn.Parameter]] = {}
+    asked = _Asked(root, policy, closed, uncounted, separate)
+    asked.params_in_units(root, ask=True)
+    return asked.chosen
 
-    def params_in_units(module: nn.Module, *, ask: bool) -> set[nn.Parameter]:
+
+@dataclass
+class _Asked:
+    """What a policy function has been asked so far, and ``chosen``, what it wants wrapped."""
+
+    root: nn.Module
+    policy: Callable[..., bool]
+    closed: set[nn.Module]
+    uncounted: set[nn.Parameter]
+    separate: tuple[type[nn.Module], ...]
+    chosen: list[nn.Module] = field(default_factory=list)
+    known: dict[nn.Module, set[nn.Parameter]] = field(default_factory=dict)
+
+    def params_in_units(self, module: nn.Module, *, ask: bool) -> set[nn.Parameter]:
         """Decide about ``module`` and all below; return the parameters there that end in units of their own."""
-        if module in known:  # shared: decided where it was met first
-            return known[module]
+        if module in self.known:  # shared: decided where it was met first
+            return self.known[module]
         held: set[nn.Parameter] = set()
-        known[module] = held
-        params = {param for param in module.parameters() if param not in uncounted}
-        ask = ask and policy(module=module, recurse=True, nonwrapped_numel=_numel(params))
-        if not ask and not separate:
+        self.known[module] = held
+        params = {param for param in module.parameters() if param not in self.uncounted}
+        ask = ask and self.policy(module=module, recurse=True, nonwrapped_numel=_numel(params))
+        if not ask and not self.separate:
             return held
         for child in module.children():
-            if child not in closed:
-                held |= params_in_units(child, ask=ask)
-        if module is not root:
-            wanted = ask and policy(module=module, recurse=False, nonwrapped_numel=_numel(params - held))
+            if child not in self.closed:
+                held |= self.params_in_units(child, ask=ask)
+        if module is not self.root:
+            wanted = ask and self.policy(module=module, recurse=False, nonwrapped_numel=_numel(params - held))
             if wanted:
-                chosen.append(module)
-            if wanted or isinstance(module, separate):
+                self.chosen.append(module)
+            if wanted or isinstance(module, self.separate):
                 held |= params
         return held
-
-    params_in_units(root, ask=True)
-    return chosen
 
 
 def _numel(params: Iterable[nn.Parameter]) -> int:
@@ -386,16 +397,17 @@ def _classes_in_full_precision(precision: MixedPrecision | None) -> tuple[type[n
 
 def _children_first(root: nn.Module, closed: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """(path, module) of everything below ``root`` outside of ``closed``, each once, a parent after its children."""
-    visited = {root}
+    return _below(root, "", closed, {root})
 
-    def below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-        for name, child in module.named_children():
-            if child not in closed and child not in visited:
-                visited.add(child)
-                yield from below(child, f"{prefix}{name}.")
-                yield prefix + name, child
 
-    return below(root, "")
+def _below(
+    module: nn.Module, prefix: str, closed: set[nn.Module], visited: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if child not in closed and child not in visited:
+            visited.add(child)
+            yield from _below(child, f"{prefix}{name}.", closed, visited)
+            yield prefix + name, child
 
 
 def _check_planned(planned: Planned, kwargs: Mapping[str, Any]) -> None:
