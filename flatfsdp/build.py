@@ -7,6 +7,7 @@ All that may fail in a user's hands is checked before the first parameter is tou
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -479,8 +480,11 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
         return make(child, own_config, island=id(child) in islands)
 
     def unmake(wrapper: nn.Module) -> None:
-        disown(wrapper.__dict__["_unit"])
-        unwrap(wrapper.__dict__["_unit"])
+        unit: Unit = wrapper.__dict__["_unit"]
+        disown(unit)
+        failure = f"{type(sys.exc_info()[1]).__name__}: {sys.exc_info()[1]}"
+        with expecting(unit.groups.shard.ranks, f"undoes its wrapping of {type(unit.module).__name__} after {failure}"):
+            unwrap(unit)
 
     return apply_plan(plan, wrap, unmake=unmake)
 
