@@ -83,10 +83,14 @@ class Reduction:
             self._buffer.free()
         self._buffer = None
 
-    def wait(self) -> torch.Tensor:
-        """The summed and scaled gradient of the shard: shape (shard_numel,), reduce dtype."""
+    def finish(self) -> None:
+        """Wait for both stages. Collective over the replicate axis."""
         self.release_input()
         self._second.wait()
+
+    def wait(self) -> torch.Tensor:
+        """The summed and scaled gradient of the shard: shape (shard_numel,), reduce dtype."""
+        self.finish()
         if self._handle.whole:
             self._keep_whole.disown()
         self._handle.ledger.remove("reduced", self._bytes)

@@ -7,6 +7,7 @@ the unit whose forward is the outermost at the moment, usually the same.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -73,7 +74,8 @@ class Backward:
         self.sync = sync
         self.double = False  # create_graph: the weights are needed again
         self.fired = False  # a gradient of a leaf arrived (torch.autograd.grad brings none)
-        self.in_flight: list[Reduction] = []
+        # Reductions of the unit before the last and of the last: their all-reduces and their inputs are in flight.
+        self.in_flight: tuple[list[Reduction], list[Reduction]] = ([], [])
 
 
 def _explained(method: Callable[Concatenate[Root, P], None]) -> Callable[Concatenate[Root, P], None]:
@@ -387,11 +389,13 @@ class Root:
     def _reduce(self, units: list[Unit]) -> None:
         backward = self._running()
         for unit in units:
-            # One reduction's input besides the one being filled: the previous makes way first.
-            for reduction in backward.in_flight:
+            # One input besides the one being filled, and one all-reduce: the previous make way first.
+            older, newer = backward.in_flight
+            for reduction in older:
+                reduction.finish()
+            for reduction in newer:
                 reduction.release_input()
-            launched = unit.reduce()
-            backward.in_flight.extend(launched)
+            backward.in_flight = newer, unit.reduce()
 
     @_explained
     def end_backward(self) -> None:
@@ -407,8 +411,8 @@ class Root:
             if backward.sync:
                 backward.reductions.rest()
                 self._reduce(rest)
-                for reduction in backward.in_flight:
-                    reduction.release_input()
+                for reduction in itertools.chain(*backward.in_flight):
+                    reduction.finish()
             else:
                 for unit in rest:
                     for grads in unit.grads:

@@ -131,7 +131,7 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL,
             "unsharded": 0,  # the shard is the whole
             "slots": MODEL,
-            "exchange": MODEL // 2,  # all-reduces are awaited at the end of the backward
+            "exchange": BLOCK // 2,
             "reduced": 0,  # the slots themselves become the gradients
         },
     ),
