@@ -132,14 +132,18 @@ def warn(message: str) -> None:
             frame = outermost
             break
         frame = frame.f_back
-    warnings.warn_explicit(
-        message,
-        FlatFSDPWarning,
-        filename=frame.f_code.co_filename,
-        lineno=frame.f_lineno,
-        module=frame.f_globals.get("__name__"),
-        registry=frame.f_globals.setdefault("__warningregistry__", {}),
-    )
+    try:
+        warnings.warn_explicit(
+            message,
+            FlatFSDPWarning,
+            filename=frame.f_code.co_filename,
+            lineno=frame.f_lineno,
+            module=frame.f_globals.get("__name__"),
+            registry=frame.f_globals.setdefault("__warningregistry__", {}),
+        )
+    finally:
+        # A frame that holds itself holds every caller's locals, models among them, until the garbage collector comes.
+        del frame, outermost
 
 
 _warned: set[Hashable] = set()
