@@ -313,7 +313,8 @@ def test_an_optimizer_from_before_that_has_state(world: None) -> None:
     net = linear()
     optimizer = torch.optim.Adam(net.parameters())
     step(net, optimizer)
-    model = FullyShardedDataParallel(net, use_orig_params=True)
+    with pytest.warns(FlatFSDPWarning, match="gradients from before wrapping are dropped, of weight, bias"):
+        model = FullyShardedDataParallel(net, use_orig_params=True)
     assert_expected_inline(
         said(lambda: step(model, optimizer)),
         """\
