@@ -138,6 +138,7 @@ class Gradients:
         self._before = self._after = 1.0
         self._reductions: list[Reduction] = []
         self._taken: dict[int, torch.Tensor] | None = None
+        self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
         self._accumulating = False
         # Microbatches without synchronisation came before: the next synchronised backward reduces, on every rank alike,
         # whether or not gradients arrived on this one.
@@ -151,6 +152,27 @@ class Gradients:
         if self._taken is None:
             self._check_marks()
             self._taken = take_grads(self.handle.leaves)
+        else:
+            self._end_pause()
+
+    def pause(self) -> None:
+        """The parameters stay whole until another backward, and what was taken cannot be shown meanwhile.
+
+        A stand-in of the whole shape is shown instead: whoever drops it, by `zero_grad` say, drops what was taken.
+        """
+        for i in self._taken or {}:
+            leaf = self.handle.leaves[i]
+            leaf.grad = torch.zeros_like(leaf)
+            self._stand_ins[i] = leaf.grad, leaf.grad._version
+
+    def _end_pause(self) -> None:
+        for i, (stand_in, version) in self._stand_ins.items():
+            leaf = self.handle.leaves[i]
+            if leaf.grad is not stand_in or stand_in._version != version:
+                assert self._taken is not None
+                del self._taken[i]
+            leaf.grad = None
+        self._stand_ins = {}
 
     def arm(self, expected: frozenset[int], *, world: int, sync: bool) -> None:
         """Await the gradients of `expected`; `world` ranks will be averaged."""
@@ -280,6 +302,7 @@ class Gradients:
     def settle(self) -> None:
         """Wait for the reductions and make them `.grad`, added to what was there. Precondition: leaves show the
         shard."""
+        self._end_pause()
         total: torch.Tensor | None = None
         for reduction in self._reductions:
             result = reduction.wait()
@@ -308,7 +331,7 @@ class Gradients:
             old = taken.get(i)
             if i not in trained or (leaf.numel() == 0 and handle.layout.params[i].numel != 0):
                 if old is not None:
-                    leaf.grad = old
+                    assign_grad(leaf, old)
                 continue
             if old is None:
                 assign_grad(leaf, views[i])
@@ -380,8 +403,9 @@ class Gradients:
         for parameter, share, indices in shares:
             if parameter.grad is None:
                 # `.data` has a version counter of its own: an edit of one mark is not one of its neighbours.
-                parameter.grad = share.data.to(device=parameter.device, dtype=parameter.dtype)
-                self._marks.append(Mark(parameter, parameter.grad, parameter.grad._version, indices, ours=True))
+                mark = share.data.to(device=parameter.device, dtype=handle.precision.grad)
+                assign_grad(parameter, mark)
+                self._marks.append(Mark(parameter, mark, mark._version, indices, ours=True))
             else:
                 self._marks.append(Mark(parameter, parameter.grad, parameter.grad._version, indices, ours=False))
 

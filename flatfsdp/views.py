@@ -247,7 +247,7 @@ def take_grads(leaves: list[nn.Parameter]) -> dict[int, torch.Tensor]:
 def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
     """`parameter.grad = grad`, also where low-precision gradients are kept for a master of another dtype."""
     if grad.dtype != parameter.dtype:
-        parameter.grad_dtype = grad.dtype
+        parameter.grad_dtype = None  # any: with this one, autograd would cast what arrives before it is scaled
     parameter.grad = grad
 
 

@@ -122,6 +122,31 @@ def kept_gradients(rank: int, world: int, orig: bool) -> list[str]:
     return lines
 
 
+def kept_in_half(rank: int, world: int, orig: bool, accumulate: bool) -> list[str]:
+    """In every step gradients beyond the range of fp16 are scaled before they are cast."""
+    lines = []
+    recipe = MixedPrecision(reduce_dtype=HALF, accumulate_dtype=FULL, keep_low_precision_grads=True)
+    model = wrap(nn.Linear(6, 1, bias=False), recipe, orig)
+    for step in range(3):
+        if accumulate:
+            with model.no_sync():
+                model(torch.zeros(1, 6)).sum().backward()
+        if {p.grad.dtype for p in model.parameters() if p.grad is not None} - {HALF}:
+            lines.append(f"step {step}: what a window shows is not in fp16")
+        model(torch.full((1, 6), 1e5 if rank == 0 else 1.0)).sum().backward()
+        (parameter,) = model.parameters()
+        if parameter.grad.dtype != HALF or not (parameter.grad.float() / 50000 - 1).abs().max() < 1e-3:
+            lines.append(f"step {step}: {parameter.grad}")
+        model.zero_grad()
+    return lines
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_kept_gradients_are_scaled_before_they_are_cast(orig: bool, accumulate: bool, pool2: Run) -> None:
+    assert not joined(pool2(kept_in_half, orig, accumulate))
+
+
 def _seeded(build: Any) -> Any:
     torch.manual_seed(11)
     return build()
