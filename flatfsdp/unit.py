@@ -272,7 +272,7 @@ class Unit:
     def _follow_requires_grad(self) -> None:
         """With the flat parameter registered, its `requires_grad` is the one that users set."""
         for handle in self.handles:
-            if not handle.use_orig_params and handle.trainable:
+            if not handle.use_orig_params:
                 for leaf in handle.leaves:
                     if leaf.requires_grad != handle.flat_param.requires_grad:
                         leaf.requires_grad_(handle.flat_param.requires_grad)

@@ -276,8 +276,14 @@ def test_16_requires_grad_flips_between_steps(name: str, pool2: Run) -> None:
     assert not joined(pool2(flipped_by_name, name, timeout=40))
 
 
-def whole_units_flipped(rank: int, world: int) -> list[str]:
-    """With flat parameters, whole units are frozen and trained again."""
+def _partly_frozen() -> nn.Module:
+    net = Net()
+    net.blocks[1].requires_grad_(False)
+    return net
+
+
+def whole_units_flipped(rank: int, world: int, frozen: bool) -> list[str]:
+    """With flat parameters, whole units are frozen and trained again; `frozen`: they were when they were wrapped."""
 
     def program(model: Any, rank: int, step: int) -> Tensor:
         block = model.blocks[1] if isinstance(model, nn.Module) else model
@@ -285,11 +291,13 @@ def whole_units_flipped(rank: int, world: int) -> list[str]:
             parameter.requires_grad_(step % 2 == 0)
         return train(model, rank, step)
 
-    return differences(rank, world, Net, program, under=[s for s in ALL if not s.orig], steps=4)
+    build = _partly_frozen if frozen else Net
+    return differences(rank, world, build, program, under=[s for s in ALL if not s.orig], steps=4)
 
 
-def test_16_whole_units_flip_between_steps(pool2: Run) -> None:
-    assert not joined(pool2(whole_units_flipped))
+@pytest.mark.parametrize("frozen", [False, True])
+def test_16_whole_units_flip_between_steps(frozen: bool, pool2: Run) -> None:
+    assert not joined(pool2(whole_units_flipped, frozen))
 
 
 # --- 17: fp16 reductions at a large world -----------------------------------------------------------------------------
