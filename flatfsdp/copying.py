@@ -119,6 +119,11 @@ def _check_idle(wrapper: nn.Module) -> list[Unit]:
                 f"{unit.phase.value}, with a graph that "
                 "awaits its backward. Run or drop the backward first (a forward under no_grad ends the iteration)"
             )
+        if any(grads.window_open for grads in unit.grads):
+            raise UsageError(
+                "a wrapped model cannot be copied or pickled while gradients accumulate under no_sync(): those of unit "
+                f"{unit.label} are unsharded and would be lost. Run a backward outside of no_sync() first"
+            )
     return units
 
 

@@ -151,6 +151,26 @@ def test_no_copy_between_forward_and_backward(pool2: Run) -> None:
         )
 
 
+def in_a_window(rank: int, world: int, orig: bool) -> list[str]:
+    """Refused while gradients are unsharded; possible again after the backward that synchronises them."""
+    model = Setting(orig=orig).wrap(seeded(Net), (Feedforward,))
+    with model.no_sync():
+        loss_of(model(data(rank, 0))).backward()
+    texts = []
+    for how in ("deepcopy", "pickle"):
+        with pytest.raises(UsageError) as info:
+            round_trip(model, how)
+        texts.append(str(info.value))
+    loss_of(model(data(rank, 0, 1))).backward()
+    return texts + differing(full_parameters(round_trip(model, "deepcopy")), full_parameters(model))
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_no_copy_while_gradients_accumulate(orig: bool, pool2: Run) -> None:
+    for texts in pool2(in_a_window, orig):
+        assert len(texts) == 2 and all("accumulate under no_sync()" in text for text in texts)
+
+
 def shared_optimizer(rank: int, world: int) -> list[str]:
     """Model and optimizer copied together stay together."""
     lines = []
