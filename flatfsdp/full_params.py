@@ -120,10 +120,9 @@ class _Summoned:
             if writeback:
                 flat = self.flat
                 if from_rank0:
-                    flat = flat.to(handle.device)
-                    for axis in (self.unit.replicate, self.unit.gather):
-                        if axis is not None:
-                            axis.broadcast(flat)
+                    flat = self._from_rank0(flat)
+                    if self.grads is not None:
+                        whole_grads = self._grads_of_rank0(whole_grads)
                 start = handle.rank * handle.layout.shard_numel
                 own = flat[start : start + handle.layout.shard_numel]
                 if not torch.equal(own.to(handle.home), handle.shard):
@@ -132,6 +131,28 @@ class _Summoned:
                     self._write_grads(whole_grads)
         handle.ledger.remove("summoned", self.bytes)
         return misfits
+
+    def _from_rank0(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The first rank's `tensor`, on the compute device. Collective over both axes."""
+        tensor = tensor.to(self.handle.device)
+        for axis in (self.unit.replicate, self.unit.gather):
+            if axis is not None:
+                axis.broadcast(tensor)
+        return tensor
+
+    def _grads_of_rank0(self, whole: list[torch.Tensor | None] | None) -> list[torch.Tensor | None]:
+        """The first rank's whole gradients, which it gives as `whole`. Collective over both axes."""
+        layout = self.handle.layout
+        present = torch.zeros(len(layout.params), dtype=torch.int32)
+        if whole is not None:
+            for i, (grad, view) in enumerate(zip(whole, full_views(self.flat_grad, layout), strict=True)):
+                if grad is not None:
+                    present[i] = 1
+                    if grad.data_ptr() != view.data_ptr():
+                        view.copy_(grad)
+        present = self._from_rank0(present)
+        flat = self._from_rank0(self.flat_grad)
+        return [view if there else None for view, there in zip(full_views(flat, layout), present.tolist(), strict=True)]
 
     def _write_grads(self, whole: list[torch.Tensor | None]) -> None:
         handle = self.handle

@@ -208,14 +208,13 @@ def summoned(rank: int, world: int, with_grads: bool) -> list[str]:
                 name: value + 1.0 if writeback and (recurse or not name.startswith("blocks")) else value
                 for name, value in before.items()
             }
-            doubled = with_grads and writeback and not rank0_only
+            doubled = with_grads and writeback
             grown = {
                 name: 2.0 * value if doubled and (recurse or not name.startswith("blocks")) else value
                 for name, value in grads.items()
             }
             lines += [f"{what}: {name} after" for name in unlike(full_parameters(model), written)]
-            if not (with_grads and rank0_only):
-                lines += [f"{what}: gradient of {name} after" for name in unlike(full_gradients(model), grown)]
+            lines += [f"{what}: gradient of {name} after" for name in unlike(full_gradients(model), grown)]
             lines += [f"{what}: {line}" for line in at_rest(model)]
             for unit in model._unit.root.units:
                 for handle in unit.handles:
