@@ -406,6 +406,12 @@ class FlatParamHandle:
         """Whether a leaf was written to in place since the unsharded buffer was filled."""
         return any(leaf._version != seen for leaf, seen in zip(self.leaves, self._filled_versions, strict=True))
 
+    @property
+    def edited(self) -> list[str]:
+        """The names of the leaves that were."""
+        versions = zip(self.layout.params, self.leaves, self._filled_versions, strict=True)
+        return [spec.name for spec, leaf, seen in versions if leaf._version != seen]
+
     def _require_active(self) -> Unsharded:
         if self._active is None:
             raise InternalError(f"{self.name}: the unsharded parameter was asked for while {self.state.value}")

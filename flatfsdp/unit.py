@@ -25,7 +25,7 @@ from .lifecycle import PHASE_STEPS, Phase, ShardState, step
 from .policy.strategy import Traits
 from .trees import cast_floating, map_tensors, move, tensors_in
 from .values import Beginnings
-from .views import Exposure, Home, Shown, check_exposed, check_homes
+from .views import Exposure, Home, Shown, check_exposed, check_homes, check_unwritten
 
 if TYPE_CHECKING:
     from .extensions import Extended
@@ -312,6 +312,9 @@ class Unit:
 
     def _after_forward(self, root: Root, call: Call | None, output: Any) -> Any:
         recomputing = _torch.in_backward()
+        for unit in (self, *self.owners):
+            for handle in unit.handles:
+                check_unwritten(handle, unit.name)
         output = self._own_output(output)
         if self.island and self._outer_dtype is not None:
             output = cast_floating(output, self._outer_dtype)

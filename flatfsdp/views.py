@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -251,16 +251,22 @@ def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
     parameter.grad = grad
 
 
+def check_unwritten(handle: FlatParamHandle, name: str) -> None:
+    """Refuse a change of parameters inside a forward: it would be lost with their unsharded memory."""
+    if handle.state is ShardState.UNSHARDED and handle.owns_unsharded and handle.was_edited:
+        _refuse_writes(handle, name, "inside a forward")
+
+
 def check_exposed(handle: FlatParamHandle, name: str) -> None:
     """Refuse a change of parameters between forward and backward while they are kept unsharded."""
     if handle.state is ShardState.UNSHARDED and handle.is_stale:
-        changed = [
-            spec.name
-            for spec, leaf, seen in zip(handle.layout.params, handle.leaves, handle._filled_versions, strict=True)
-            if leaf._version != seen
-        ] or ["the flat parameter"]
-        raise UsageError(
-            f"unit {name or '<root>'!r}: parameters were written to between forward and backward: "
-            f"{', '.join(changed)}. The backward would not be that of the forward, or the change would be lost; write "
-            "to parameters before the forward or after the backward"
-        )
+        _refuse_writes(handle, name, "between forward and backward")
+
+
+def _refuse_writes(handle: FlatParamHandle, name: str, when: str) -> NoReturn:
+    changed = handle.edited or ["the flat parameter"]
+    raise UsageError(
+        f"unit {name or '<root>'!r}: parameters were written to {when}: {', '.join(changed)}. The backward would not "
+        "be that of the forward, or the change would be lost; write to parameters before the forward or after the "
+        "backward"
+    )

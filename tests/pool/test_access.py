@@ -375,6 +375,28 @@ def test_changed_between_forward_and_backward(pool2: Run) -> None:
     assert not joined(pool2(between))
 
 
+class SelfWriting(nn.Linear):
+    """Writes to its own weight in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+def written_inside(rank: int, world: int, setting: Setting, training: bool) -> str:
+    model = setting.wrap(nn.Sequential(SelfWriting(WIDTH, WIDTH), nn.Linear(WIDTH, 1)), (SelfWriting,))
+    with torch.set_grad_enabled(training):
+        return raised(lambda: model(data(rank, 0)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("setting", [s for s in ALL if s.strategy != "NO_SHARD"], ids=str)
+def test_written_to_inside_a_forward(setting: Setting, training: bool, pool2: Run) -> None:
+    for said in pool2(written_inside, setting, training):
+        assert said.startswith("unit '0': parameters were written to inside a forward: weight.")
+
+
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
