@@ -284,13 +284,13 @@ class FlatParamHandle:
             found = self._unsharded[dtype] = Unsharded(buffer)
         return found
 
-    def launch_unshard(self, transport: Transport, lane: Lane, *, dtype: torch.dtype | None = None) -> None:
-        """Issue the all-gather (in `dtype`, the compute dtype by default). Collective over the shard axis.
+    def launch_unshard(self, transport: Transport, lane: Lane, *, dtype: torch.dtype) -> None:
+        """Issue the all-gather in `dtype`. Collective over the shard axis.
 
         Precondition: sharded. Postcondition: gathering; `wait_unshard` ends it.
         """
         self.state = step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
-        target = self._active = self._target(dtype or self.precision.compute)
+        target = self._active = self._target(dtype)
         if target.buffer is None:
             self._pending = None
             return
@@ -379,11 +379,9 @@ class FlatParamHandle:
         active = self._require_active()
         return self.shard if active.buffer is None else active.buffer.tensor
 
-    @property
-    def buffer(self) -> FlatBuffer | None:
-        """The buffer for the compute dtype, allocated or not (None where the shard is the whole, or before the first
-        use)."""
-        known = self._unsharded.get(self.precision.compute)
+    def buffer(self, dtype: torch.dtype) -> FlatBuffer | None:
+        """The buffer for `dtype`, allocated or not (None where the shard is the whole, or before the first use)."""
+        known = self._unsharded.get(dtype)
         return known.buffer if known is not None else None
 
     @property

@@ -84,25 +84,26 @@ def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:
     return leaf.register_hook(told)
 
 
-def before_backward_of(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
-    """Call `callback` whenever the gradient with respect to `tensor` is about to flow on."""
+def before_backward_of(tensor: torch.Tensor, callback: Callable[[], None]) -> Any:
+    """Call `callback` whenever the gradient with respect to `tensor` is about to flow on; has `remove()`."""
 
     def told(grad: torch.Tensor) -> None:
         callback()
 
-    tensor.register_hook(told)
+    return tensor.register_hook(told)
 
 
-def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> None:
+def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> list[Any]:
     """Call `callback` once per backward when the gradients of all `tensors` that it computes are there.
 
     Leaves among other tensors are not waited for, and leaves alone only if all of their gradients are computed: nothing
     tells whether an `autograd.grad` will reach a leaf.
     """
     inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
+    if len(inner) == 1:  # `register_multi_grad_hook` would leave a cycle through the graph and all that it reaches
+        return [before_backward_of(inner[0], callback)]
     if inner:
-        torch.autograd.graph.register_multi_grad_hook(inner, lambda grads: callback(), mode="all")
-        return
+        return [torch.autograd.graph.register_multi_grad_hook(inner, lambda grads: callback(), mode="all")]
     arrived: dict[int, int] = {}
 
     def told(grad: torch.Tensor) -> None:
@@ -112,8 +113,7 @@ def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], No
             del arrived[task]
             callback()
 
-    for tensor in tensors:
-        tensor.register_hook(told)
+    return [tensor.register_hook(told) for tensor in tensors]
 
 
 class EndOfBackward:
@@ -130,8 +130,8 @@ class EndOfBackward:
         self._called = False
 
     def __call__(self) -> None:
-        self._called = True
         self._ended()
+        self._called = True  # an error at the end is a failed backward, too
 
     def __del__(self) -> None:
         if not self._called:

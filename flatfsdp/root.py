@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
@@ -31,6 +31,7 @@ from .policy.order import ForwardOrder, ForwardRecord, GatherPlan, ReducePlan
 from .storage import FlatBuffer, Ledger
 from .trace import Trace
 from .unit import Call, Unit
+from .views import Exposure
 
 P = ParamSpec("P")
 
@@ -119,6 +120,7 @@ class Root:
         self._limit = settings.limit_all_gathers
         self._depth = 0
         self._sequence: list[Unit] = []
+        self._leaf_hooks: list[Any] = []
         self._anchors: dict[int, tuple[weakref.ref[torch.Tensor], Readers]] = {}  # by id of the tensor
         self._readers: dict[int, tuple[weakref.ref[torch.Tensor], Unit]] = {}  # by id of the tensor
         self._order: ForwardOrder[Unit] = ForwardOrder()
@@ -231,6 +233,9 @@ class Root:
             self.agreement.compare_values(self)
             if self.record.consumed:
                 self.record = ForwardRecord()
+                for hook in self._leaf_hooks:
+                    hook.remove()
+                self._leaf_hooks = []
         self._sequence = []
         self._readers.clear()
         self._anchors.clear()
@@ -273,6 +278,10 @@ class Root:
         for each in (*unit.owners, unit):
             each.wait_unshard()
 
+    def unhook_later(self, registered: list[Any]) -> None:
+        """Remove these hooks on the user's leaves when the next record begins: leaves outlive their graphs."""
+        self._leaf_hooks += registered
+
     def new_anchor(self, output: torch.Tensor) -> Readers:
         """`output` of a unit will tell when a gradient reaches it; the list of calls that then are over, to be
         filled."""
@@ -314,13 +323,18 @@ class Root:
             return
         if not _torch.in_backward():
             return
+        if self._failed:  # the same graph again, after a backward that failed
+            self.settle_down()
         self.agreement.check_backward(self)
         if self._at_rest:  # a graph older than the last rest
             self._follow_writes()
         self.record.consumed = True
         self.backward = Backward(self.record, sync=self.sync)
         self.backward.double = torch.is_grad_enabled()
-        hooks.at_end_of_backward(self.end_backward, self.fail_backward)
+        # Bound to this backward: on an accelerator a failed one may be let go late, by another thread.
+        hooks.at_end_of_backward(
+            functools.partial(self.end_backward, self.backward), functools.partial(self.fail_backward, self.backward)
+        )
         for unit in self.record.entered:
             for grads in unit.grads:
                 grads.take()
@@ -397,13 +411,35 @@ class Root:
                 reduction.release_input()
             backward.in_flight = newer, unit.reduce()
 
+    def _complete_plan(self) -> None:
+        """Do for units that this rank's backward did not reach, or not all of, what the other ranks' backwards did.
+
+        Unit by unit, as a backward goes: whoever waits for a gather has issued the reductions that come before it, else
+        two ranks would wait for each other.
+        """
+        backward = self._running()
+        for unit in backward.gathers.sequence:
+            if unit.completed:
+                continue
+            if not unit.armed:
+                for each in backward.gathers.until(unit):
+                    if each.is_sharded:
+                        each.launch_unshard()
+                unit.arm()
+            if backward.sync and any(grads.awaited for grads in unit.grads):
+                backward.reductions.ready(unit)
+                self._reduce(backward.reductions.due())
+            if not self.keeps_whole(unit):
+                unit.reshard(Exposure.NOTHING)
+
     @_explained
-    def end_backward(self) -> None:
+    def end_backward(self, backward: Backward) -> None:
         """The graph task has ended: flush, and return to between iterations. Collective."""
-        backward = self.backward
-        if backward is None:
+        if self.backward is not backward:
             return
         if backward.fired:
+            if not backward.double:
+                self._complete_plan()
             rest = backward.reductions.rest()
             for unit in rest:
                 if not unit.armed:
@@ -422,25 +458,28 @@ class Root:
             self._whole_for_double = True
             for unit in self.units:
                 unit.pause()
+            self.agreement.rest()
         else:
             self._finish(keep_unsharded=not backward.sync)
-        self.agreement.rest()
 
     def _finish(self, *, keep_unsharded: bool) -> None:
         self._whole_for_double = False
         self._at_rest = True
+        self._failed = True  # until the gradients have settled
         for unit in self.units:
             unit.rest(keep_whole=keep_unsharded and not unit.traits.reshard_without_sync)
         for unit in self.units:
             unit.settle()
         self._end_lanes()
+        self._failed = False
+        self.agreement.rest()
         self.trace.record("end", "", Phase.IDLE.value)
         for unit in self.units:
             unit.run_user_hooks()
 
-    def fail_backward(self) -> None:
+    def fail_backward(self, backward: Backward) -> None:
         """The graph task died: `.grad` is as before at once; the rest waits for the next forward (`settle_down`)."""
-        if self.backward is None:
+        if self.backward is not backward:
             return
         self.backward = None
         self._failed = True
@@ -456,9 +495,10 @@ class Root:
 
     def settle_down(self) -> None:
         """Bring what a failed or a double backward left behind to rest."""
+        if self.backward is not None and not _torch.in_backward():
+            self.fail_backward(self.backward)  # autograd has not let it go yet
         if self._failed:
             self._failed = False
-            self.record = ForwardRecord()
             for unit in self.units:
                 for grads in unit.grads:
                     grads.drop()
@@ -470,7 +510,8 @@ class Root:
     @property
     def is_unsettled(self) -> bool:
         """Whether a forward awaits its backward, or a double backward was left as it was."""
-        return self._whole_for_double or not (self.record.consumed or self.record.empty)
+        left = self._failed or self._whole_for_double or self.backward is not None
+        return left or not (self.record.consumed or self.record.empty)
 
     def rest_for_step(self) -> None:
         """An optimizer is about to step: parameters show their shards. A backward that still comes gathers again."""

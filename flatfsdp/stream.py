@@ -87,6 +87,10 @@ class Stream(Peers):
             return
         self.busy = True
         self._kind = self._opening = TRAINING if training else EVALUATION
+        self._meet_abandoned()
+
+    def _meet_abandoned(self) -> None:
+        """If the last iteration was abandoned here, wait for the others to say the same."""
         if self._abandoned is not None:
             at, symbol = self._abandoned.at, self._abandoned.symbol
             self._meet(at)
@@ -140,6 +144,7 @@ class Stream(Peers):
         how = "" if root.sync else " under no_sync()"
         words = f"began a backward{how} through {len(anchored)} units, {len(reduced)} flat gradients"
         self.busy = True
+        self._meet_abandoned()
         self._start("a backward")
         symbol = Symbol(number(f"{root.sync} {entered} {anchored} {reduced}"), words)
         self._next(symbol, opens=not self._sharded, completes=True)

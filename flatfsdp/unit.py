@@ -95,7 +95,7 @@ class Unit:
         # Calls whose backward has begun and has not reached their inputs: something in it may still read the
         # parameters.
         self._open_calls: set[Call] = set()
-        self._completed = False
+        self.completed = False  # every gradient that the running backward awaits has arrived
         self.needed_whole = False  # nothing tells when its backward is over: unsharded until the end of the backward
         self.beginnings: Beginnings | None = None  # until they have been compared with the other ranks'
         self.gather: Transport
@@ -167,8 +167,9 @@ class Unit:
         launched = False
         for handle in self.handles:
             if handle.state is ShardState.SHARDED:
-                self.root.make_room(handle.buffer, ahead=ahead)
-                dtype = handle.precision.master if self.root.in_full_precision(self) else None
+                full = self.root.in_full_precision(self)
+                dtype = handle.precision.master if full else handle.precision.compute
+                self.root.make_room(handle.buffer(dtype), ahead=ahead)
                 handle.launch_unshard(self.gather, self.root.lanes.unshard, dtype=dtype)
                 if handle.offload:
                     self.root.uploaded = self.root.lanes.unshard.mark()
@@ -307,7 +308,9 @@ class Unit:
             if unit is not None:
                 unit.inputs_ready(call)
 
-        hooks.after_backward_to(awaited, arrived)
+        registered = hooks.after_backward_to(awaited, arrived)
+        if all(tensor.grad_fn is None for tensor in awaited):
+            root.unhook_later(registered)
         return call
 
     def _after_forward(self, root: Root, call: Call | None, output: Any) -> Any:
@@ -353,7 +356,9 @@ class Unit:
             if (unit := me()) is not None:
                 unit.before_backward(call)
 
-        hooks.before_backward_of(output, reached)
+        registered = hooks.before_backward_of(output, reached)
+        if output.grad_fn is None:
+            root.unhook_later([registered])
 
     @property
     def _lent(self) -> bool:
@@ -425,7 +430,7 @@ class Unit:
         for handle in self.handles:
             check_exposed(handle, self.name)
         root.gather_for_backward(self)
-        if not self._completed:
+        if not self.completed:
             self.arm()
         self.enter_phase(Phase.PRE_BACKWARD)
         self.note("backward")
@@ -443,7 +448,7 @@ class Unit:
     @property
     def armed(self) -> bool:
         """Whether gradients are awaited (or all have come) in the running backward."""
-        return self.phase is Phase.PRE_BACKWARD or self._completed
+        return self.phase is Phase.PRE_BACKWARD or self.completed
 
     def leaf_ready(self, kind: int, index: int) -> None:
         """Autograd accumulated the gradient of a leaf: move it to its slot; all in: reduce and reshard."""
@@ -459,7 +464,8 @@ class Unit:
             return
         root.gradient_arrived()
         self.grads[kind].arrive(index, grad.detach())
-        if self._completed:
+        del grad  # moved, or collected: what follows may take memory
+        if self.completed:
             root.expect_gradients(self)  # a late one: a second reduction, at the end of the backward
         self._advance()
 
@@ -475,12 +481,23 @@ class Unit:
         if self._open_calls or root.backward is None:
             return
         expecting = any(grads.expected for grads in self.grads)
-        if expecting and not self._completed and all(grads.complete for grads in self.grads):
-            self._completed = True
+        if expecting and not self.completed and all(grads.complete for grads in self.grads):
+            self.completed = True
             self.enter_phase(Phase.POST_BACKWARD)
             self.note("grads")
+            # The parameters make way before the reduction takes memory.
+            self._release(root)
             root.gradients_ready(self)
-        if (self._completed or not expecting) and not self.needed_whole and not root.keeps_whole(self):
+        elif self.completed or not expecting:
+            self._release(root)
+        for owner in self.owners:
+            if owner.armed:
+                owner._advance()
+
+    def _release(self, root: Root) -> None:
+        """Reshard after the unit's part of the backward, unless the parameters are needed still."""
+        lent = any(unit._open_calls for unit in self._borrowers)
+        if not lent and not self.needed_whole and not root.keeps_whole(self):
             self.reshard(Exposure.NOTHING)
             root.released(self)
 
@@ -503,14 +520,16 @@ class Unit:
             self.reshard(Exposure.SHARD)
         self.phase = Phase.IDLE
         self.needed_whole = False
-        self._completed = False
+        self.completed = False
         self._open_calls.clear()
 
     def pause(self) -> None:
         """A backward that will be differentiated again has ended: parameters stay whole, gradients stay in flight."""
         self.phase = Phase.IDLE
-        self._completed = False
+        self.completed = False
         self._open_calls.clear()
+        for grads in self.grads:
+            grads.pause()
 
     def settle(self) -> None:
         """Make the reduced gradients `.grad`."""

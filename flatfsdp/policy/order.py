@@ -64,6 +64,11 @@ class GatherPlan(Generic[U]):
         self._position = {unit: i for i, unit in enumerate(self._sequence)}
         self._next = 0
 
+    @property
+    def sequence(self) -> tuple[U, ...]:
+        """The whole plan, in order."""
+        return self._sequence
+
     def until(self, unit: U) -> tuple[U, ...]:
         """The units to gather, in order, so that `unit` may be gathered; just `unit` where the plan is past it or lacks
         it."""

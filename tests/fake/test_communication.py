@@ -286,28 +286,28 @@ BACKWARD = ("gather", "backward", "grads", "reduce", "reshard", "end", "compute"
 def test_backward_pre_gathers_the_next_unit_before_this_ones_gradients() -> None:
     with tower() as model:
         assert story(model, forward(model).backward, *BACKWARD) == (
-            "gather:c backward:root gather:b backward:c grads:c reduce:c reshard:c "
-            "gather:a backward:b grads:b reduce:b reshard:b compute:between backward:a grads:a reduce:a reshard:a "
-            "grads:root reduce:root reshard:root end:root"
+            "gather:c backward:root gather:b backward:c grads:c reshard:c reduce:c "
+            "gather:a backward:b grads:b reshard:b reduce:b compute:between backward:a grads:a reshard:a reduce:a "
+            "grads:root reshard:root reduce:root end:root"
         )
 
 
 def test_backward_post_gathers_the_next_unit_right_after_this_ones_gradients() -> None:
     with tower(backward_prefetch="BACKWARD_POST") as model:
         assert story(model, forward(model).backward, *BACKWARD) == (
-            "backward:root gather:c backward:c grads:c reduce:c reshard:c "
-            "gather:b backward:b grads:b reduce:b reshard:b gather:a "
-            "compute:between backward:a grads:a reduce:a reshard:a grads:root reduce:root reshard:root end:root"
+            "backward:root gather:c backward:c grads:c reshard:c gather:b reduce:c "
+            "backward:b grads:b reshard:b gather:a reduce:b "
+            "compute:between backward:a grads:a reshard:a reduce:a grads:root reshard:root reduce:root end:root"
         )
 
 
 def test_without_backward_prefetch_a_unit_is_gathered_when_its_backward_begins() -> None:
     with tower(backward_prefetch=None) as model:
         assert story(model, forward(model).backward, *BACKWARD) == (
-            "backward:root gather:c backward:c grads:c reduce:c reshard:c "
-            "gather:b backward:b grads:b reduce:b reshard:b "
-            "compute:between gather:a backward:a grads:a reduce:a reshard:a "
-            "grads:root reduce:root reshard:root end:root"
+            "backward:root gather:c backward:c grads:c reshard:c reduce:c "
+            "gather:b backward:b grads:b reshard:b reduce:b "
+            "compute:between gather:a backward:a grads:a reshard:a reduce:a "
+            "grads:root reshard:root reduce:root end:root"
         )
 
 
@@ -392,3 +392,25 @@ def test_fp16_reduction_of_healthy_gradients_does_not_overflow_at_world_64(strat
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.float32
         torch.testing.assert_close(parameter.grad, torch.full((10,), largest), rtol=5e-3, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("served", "expected"), [("cpu:gloo,meta:nccl", "cpu"), ("meta:nccl", "meta"), ("cpu:gloo", "cpu")]
+)
+def test_flags_travel_on_a_device_that_the_backend_serves(
+    served: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a scaler on the CPU; the meta device stands in for an accelerator."""
+    sent: list[str] = []
+
+    def sending(tensor: torch.Tensor, **options: Any) -> None:
+        sent.append(tensor.device.type)
+        raise InterruptedError  # nothing comes back from the meta device
+
+    with fake_world(2):
+        monkeypatch.setattr(comm, "accelerator", lambda: torch.device("meta"))
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: served)
+        monkeypatch.setattr(dist, "all_reduce", sending)
+        with pytest.raises(InterruptedError):
+            comm.agree_on_maximum({torch.device("cpu"): torch.zeros(())}, None)
+    assert sent == [expected]

@@ -176,6 +176,7 @@ def test_a_backward_in_order_of_issue() -> None:
         # The root's own gradients are in. Their reduction waits for its turn, their parameters are done with.
         "record compute",
         "compute waits for unshard",  # the inner unit's backward begins
+        "record compute",  # its gradients are in, its parameters are done with
         "allocate slots on compute",
         "reduce waits for compute",
         "record reduce",
@@ -185,7 +186,6 @@ def test_a_backward_in_order_of_issue() -> None:
         "allocate slots on compute",
         "reduce waits for compute",
         "record reduce",
-        "record compute",  # the inner unit's parameters are done with
         "compute waits for reduce",
         "free slots on compute",
         # The end: all memory goes back.

@@ -1,0 +1,169 @@
+"""Backwards that end early, come again or differ between ranks, and what they leave behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel
+from tests.conftest import Run
+
+WIDTH = 6
+
+
+class Cut(nn.Module):
+    """A chain of units; the backward stops in front of unit `cut`."""
+
+    def __init__(self, depth: int = 5) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+
+    def forward(self, x: Tensor, cut: int = -1) -> Tensor:
+        for index, unit in enumerate(self.units):
+            x = unit(x.detach() if index == cut else x)
+        return x
+
+
+def _net() -> Cut:
+    torch.manual_seed(0)
+    return Cut()
+
+
+def _data(rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def _wrap(net: nn.Module, **kwargs: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=True, **kwargs)
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def _expected(nets: list[nn.Module]) -> list[Tensor]:
+    grads = [[torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()] for net in nets]
+    return [sum(of_ranks[1:], of_ranks[0]) / len(nets) for of_ranks in zip(*grads, strict=True)]
+
+
+def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def cut_on_one_rank(rank: int, world: int, prefetch: str | None) -> bool:
+    model = _wrap(_net(), backward_prefetch=prefetch)
+    nets = [_net() for _ in range(world)]
+    for _ in range(2):
+        model(_data(rank), cut=3 * rank).sum().backward()
+        for each, net in enumerate(nets):
+            net(_data(each), cut=3 * each).sum().backward()
+    return _same(_gradients(model), _expected(nets))
+
+
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
+def test_a_backward_that_does_not_reach_all_units_of_the_other_ranks(pool2: Run, prefetch: str | None) -> None:
+    assert all(pool2(cut_on_one_rank, prefetch, timeout=20))
+
+
+def again_after_a_failure(rank: int, world: int, strategy: str) -> bool:
+    model = _wrap(_net(), sharding_strategy=strategy)
+    fail = [True]
+
+    def refuse(grad: Tensor) -> None:
+        if fail[0]:
+            raise ValueError("out of luck")
+
+    loss = model(_data(rank)).sum()
+    model(_data(rank)).sum().backward()  # what `.grad` holds before
+    output = model(_data(rank))
+    hidden = output * 1.0
+    model.module.units[1].register_forward_hook(lambda module, args, out: out.register_hook(refuse) and None)
+    loss = model(_data(rank)).sum() + hidden.sum() * 0
+    with pytest.raises(ValueError, match="out of luck"):
+        loss.backward(retain_graph=True)
+    fail[0] = False
+    loss.backward()
+    nets = [_net() for _ in range(world)]
+    for each, net in enumerate(nets):
+        net(_data(each)).sum().backward()
+        net(_data(each)).sum().backward()
+    found, expected = _gradients(model), _expected(nets)
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_the_same_backward_again_after_it_failed(pool2: Run, strategy: str) -> None:
+    assert all(pool2(again_after_a_failure, strategy, timeout=20))
+
+
+def penalty(model: nn.Module, x: Tensor, zero: Callable[[], None]) -> None:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+    zero()  # between the two: the gradients of the step before are to be gone
+    slope.square().sum().backward()
+
+
+def zero_between(rank: int, world: int, strategy: str, to_none: bool) -> bool:
+    model = _wrap(_net(), sharding_strategy=strategy)
+    nets = [_net() for _ in range(world)]
+    for _ in range(3):
+        penalty(model, _data(rank), lambda: model.zero_grad(set_to_none=to_none))
+        for each, net in enumerate(nets):
+            penalty(net, _data(each), lambda net=net: net.zero_grad(set_to_none=to_none))
+    found, expected = _gradients(model), _expected(nets)
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_gradients_zeroed_between_a_differentiable_backward_and_the_next(
+    pool2: Run, strategy: str, to_none: bool
+) -> None:
+    assert all(pool2(zero_between, strategy, to_none))
+
+
+class Borrowed(nn.Module):
+    """A frozen weight that a nested unit owns and the root uses first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight.requires_grad_(False)
+        self.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x @ self.weight)
+
+
+def frozen_tie(rank: int, world: int) -> bool:
+    torch.manual_seed(0)
+    net = Borrowed()
+    nets = [copy.deepcopy(net) for _ in range(world)]
+    model = FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=True)
+    x = _data(rank).requires_grad_()
+    model(x).square().sum().backward()
+    inputs = [_data(each).requires_grad_() for each in range(world)]
+    for net, own in zip(nets, inputs, strict=True):
+        net(own).square().sum().backward()
+    return torch.equal(x.grad, inputs[rank].grad) and _same(_gradients(model), _expected(nets))
+
+
+def test_a_frozen_parameter_that_two_units_hold(pool2: Run) -> None:
+    assert all(pool2(frozen_tie))
+
+
+def hooks_on_a_leaf(rank: int, world: int) -> int:
+    model, prompt = _wrap(_net()), nn.Parameter(_data(rank))
+    for _ in range(10):
+        model(prompt).sum().backward()
+    return len(prompt._backward_hooks or {})
+
+
+def test_leaves_of_the_user_s_keep_no_old_hooks(pool2: Run) -> None:
+    assert max(pool2(hooks_on_a_leaf)) <= 2
