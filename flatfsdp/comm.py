@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .api import ShardingStrategy
-from .device import DONE, Device, Lane, Pending
+from .device import DONE, Device, Lane, Pending, accelerator
 from .storage import Ledger
 
 # torch renames its flat collectives; the newest name that exists is the one without a deprecation warning. Both are
@@ -192,6 +192,7 @@ class RankOrder(Base):
             dist.all_to_all_single(others, outgoing, receive, send, group=self.group.process_group)
             flat[:start].copy_(others[:start])
             flat[start + sizes[rank] :].copy_(others[start:])
+            _give_back(others, outgoing)
 
         return Pending(finish=share)
 
@@ -203,9 +204,10 @@ class RankOrder(Base):
         receive = [0 if r == rank else sizes[rank] for r in range(len(sizes))]
         # all_to_all wants the pieces it sends in one tensor: leaving out our own costs no copy where we are first or
         # last.
+        copied = 0 < rank < len(sizes) - 1
         outgoing = (
             torch.cat([full[:own_start], full[own_start + sizes[rank] :]])
-            if 0 < rank < len(sizes) - 1
+            if copied
             else (full[sizes[0] :] if rank == 0 else full[:own_start])
         )
         scratch = full.new_empty(sum(receive))
@@ -222,6 +224,7 @@ class RankOrder(Base):
                 for piece in pieces[2:]:
                     total.add_(piece)
                 output.copy_(total)
+            _give_back(scratch, *([outgoing] if copied else []))
             self.ledger.remove("exchange", scratch.numel() * scratch.element_size())
 
         return Pending(work=work, keep=(outgoing, scratch, full), finish=sum_in_rank_order)
@@ -313,6 +316,12 @@ class Late(Base):
         return Pending(work=inner, keep=(output, hidden, *keep), finish=arrive)
 
 
+def _give_back(*scratch: torch.Tensor) -> None:
+    # Now: gloo's thread may hold a finished work, and the tensors in it, a little longer than we do.
+    for tensor in scratch:
+        tensor.untyped_storage().resize_(0)
+
+
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     # Backends know few dtypes; a gather only moves bytes. Floating types stay as they are where all backends know them.
     if tensor.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
@@ -360,12 +369,15 @@ def agree_on_maximum(flags: dict[torch.device, torch.Tensor], process_group: Any
     """The maximum over `process_group` (None: the default group) of scalars that this rank holds per device.
     Collective.
 
-    All scalars travel as one, on the device that the group's backend serves, and each device gets the answer.
+    All scalars travel as one, on a device that the group's backend serves (the accelerator's where flags are on the CPU
+    and the backend does not serve it), and each device gets the answer.
     """
     if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
         return flags
-    config = str(dist.get_backend_config(process_group))
-    home = next((device for device in flags if device.type in config), torch.device("cpu"))
+    served = {part.partition(":")[0] for part in str(dist.get_backend_config(process_group)).split(",")}
+    here = accelerator()
+    candidates = [*flags, *([here] if here is not None else [])]
+    home = next((device for device in candidates if device.type in served), torch.device("cpu"))
     worst = torch.stack([flag.detach().to(home, torch.float32).reshape(()) for flag in flags.values()]).amax()
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=process_group)
     for flag in flags.values():

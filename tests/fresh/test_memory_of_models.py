@@ -45,10 +45,14 @@ class Model(nn.Module):
         return self.head(self.blocks(self.embedding(tokens)))
 
 
-def _model(strategy: str) -> Any:
+def _model(strategy: str, prefetch: str | None) -> Any:
     torch.manual_seed(0)
     return FullyShardedDataParallel(
-        Model(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+        Model(),
+        sharding_strategy=strategy,
+        backward_prefetch=prefetch,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=True,
     )
 
 
@@ -57,12 +61,12 @@ def _step(model: Any, rank: int, step: int) -> None:
     F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
 
 
-def measure(rank: int, world: int, strategy: str) -> dict[str, float]:
+def measure(rank: int, world: int, strategy: str, prefetch: str | None) -> dict[str, float]:
     """Peaks in MiB over what was live before the step, at steps 2 and 20; and what is live between steps."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     with Recording() as recording:
-        model = _model(strategy)
+        model = _model(strategy, prefetch)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(21):
             if step in (2, 20):
@@ -79,30 +83,38 @@ def measure(rank: int, world: int, strategy: str) -> dict[str, float]:
         "left 2": (usage[2].end - usage[2].start) / MIB,
         "at rest 2": usage[2].start / MIB,
         "at rest 20": usage[20].start / MIB,
-        "peak of the ledger": model._unit.root.ledger.peak_total / MIB,
     }
 
 
 ROOT, BLOCK, BLOCKS = 2 * VOCABULARY * WIDTH * 4 / MIB, 2 * WIDTH * WIDTH * 4 / MIB, 4  # 8 MiB and 2 MiB
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_peak_of_a_step_is_a_stated_sum(strategy: str) -> None:
-    for outcome in fresh.run(2, measure, strategy, timeout=120):
+# Where a step is highest: what is unsharded, the root's slots, the slots of the block whose backward runs and the
+# gradient that has just arrived, and the reductions: shards of all that were issued, and of the last the slots and what
+# the other rank sends. A gather that gloo has not finished takes its output once more, inside gloo.
+@pytest.mark.parametrize(
+    ("strategy", "prefetch", "expected", "inside_gloo"),
+    [
+        # The root's last gradient, that of the embedding, arrives.
+        ("FULL_SHARD", None, ROOT + ROOT + ROOT / 2 + 4 * BLOCK / 2 + BLOCK + BLOCK / 2, 0),
+        # The third block's first gradient, while the fourth is gathered.
+        ("FULL_SHARD", "BACKWARD_PRE", ROOT + 2 * BLOCK + ROOT + 1.5 * BLOCK + 2 * BLOCK / 2 + 1.5 * BLOCK, BLOCK),
+        # The second block's first gradient: three blocks are still unsharded.
+        ("SHARD_GRAD_OP", "BACKWARD_PRE", ROOT + 3 * BLOCK + ROOT + 1.5 * BLOCK + BLOCK / 2 + 1.5 * BLOCK, 0),
+    ],
+)
+def test_peak_of_a_step_is_a_stated_sum(
+    strategy: str, prefetch: str | None, expected: float, inside_gloo: float
+) -> None:
+    for outcome in fresh.run(2, measure, strategy, prefetch, timeout=120):
         assert outcome.error is None, outcome.error
         found = outcome.result
-        assert found["peak 2"] == pytest.approx(found["peak 20"], abs=0.01)
-        assert found["at rest 2"] == pytest.approx(found["at rest 20"], abs=0.01)
         shards = (ROOT + BLOCKS * BLOCK) / 2
-        assert found["at rest 2"] == pytest.approx(shards, abs=0.5)
-        assert found["left 2"] == pytest.approx(shards, abs=0.5)  # the gradients
-        # The highest point: the root's last gradient, that of the embedding, has arrived, and its reduction is issued.
-        unsharded = slots = ROOT
-        arrived = ROOT / 2  # the embedding's gradient, as autograd hands it over
-        reduced = (BLOCKS * BLOCK + ROOT) / 2  # gradient shards of all units
-        exchange = ROOT / 2  # what the other rank sends
-        expected = unsharded + slots + arrived + reduced + exchange
-        assert found["peak 2"] == pytest.approx(expected, abs=0.5), found
+        assert found["at rest 2"] == pytest.approx(shards, abs=0.1)
+        assert found["at rest 20"] == pytest.approx(found["at rest 2"], abs=0.01)
+        assert found["left 2"] == pytest.approx(shards, abs=0.1)  # the gradients
+        for step in (2, 20):
+            assert expected <= found[f"peak {step}"] <= expected + inside_gloo + 0.25, found  # 0.25 for activations
 
 
 def delete(rank: int, world: int, orig: bool) -> tuple[int, list[str]]:
@@ -125,6 +137,7 @@ def delete(rank: int, world: int, orig: bool) -> tuple[int, list[str]]:
 
 def _train(rank: int, orig: bool) -> list[weakref.ref[Any]]:
     """Train a model and let it go; weak references to its parts."""
+    torch.manual_seed(0)
     module = Model()
     model = FullyShardedDataParallel(module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=orig)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -138,10 +151,6 @@ def _train(rank: int, orig: bool) -> list[weakref.ref[Any]]:
     return [weakref.ref(each) for each in (*parts, *(handle.shard for unit in units for handle in unit.handles))]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="on two real ranks one Parameter, or 4 MiB, is still held; alone and on the fake group everything is freed",
-)
 @pytest.mark.parametrize("orig", [True, False])
 def test_deleting_a_model_frees_it_without_the_collector(orig: bool) -> None:
     for outcome in fresh.run(2, delete, orig, timeout=120):
