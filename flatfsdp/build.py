@@ -31,7 +31,7 @@ from .full_params import unwrap
 from .materialise import materialise
 from .optimizers import guard_optimizers
 from .policy.strategy import traits
-from .registry import disown, own, owners, roots
+from .registry import disown, extended, own, owner_of, roots, unit_around
 from .root import Root, RootSettings
 from .storage import Ledger
 from .unit import Unit
@@ -273,9 +273,8 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     ignored_modules, ignored_params = ignored_of(module, config)
     seam = Device(device)
     modules = _modules_of(module, ignored_modules)
-    owned_elsewhere = owners()
-    _check_unwrapped(module, owned_elsewhere.values())
-    materialise(modules, device, config.param_init_fn, skip=ignored_params, owners=owned_elsewhere)
+    _check_unwrapped(module)
+    materialise(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
     homes: list[Home] = []
     aliases: list[Home] = []
     tied: dict[int, Unit] = {}
@@ -284,7 +283,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         assert leaf is not None
         if leaf in ignored_params:
             continue
-        owner = owned_elsewhere.get(id(leaf))
+        owner = owner_of(leaf)
         if owner is not None:
             _check_tie(owner, module, path, config)
             tied[id(owner)] = owner
@@ -296,11 +295,11 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
                 "original module, once"
             )
         homes.append(Home(holder, attribute, path, leaf))
-    _check_untransformed(homes, owned_elsewhere.values())
+    _check_untransformed(homes)
     _move_buffers(modules, device)
     if config.sync_module_states:
         _synchronise(module, modules, leaves_of(homes), groups, seam)
-    homes, extended = transform(homes)
+    homes, transformed = transform(homes)
     leaves = leaves_of(homes)
     beginnings = Beginnings(leaves) if config.check_values != "off" else None
     _drop_gradients(leaves)
@@ -338,7 +337,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         aliases=aliases,
         island=island,
     )
-    unit.extend(extended)
+    unit.extend(transformed)
     if beginnings is not None:
         beginnings.seal(handles)
     unit.beginnings = beginnings
@@ -361,7 +360,7 @@ def new_root(unit: Unit, device: torch.device, ledger: Ledger, settings: RootSet
     return root
 
 
-def _check_unwrapped(module: nn.Module, alive: Iterable[Unit]) -> None:
+def _check_unwrapped(module: nn.Module) -> None:
     """Refuse a module that is in a unit already, as a wrapper or inside of one."""
     wrapped = module.__dict__.get("_unit")
     if isinstance(wrapped, Unit):
@@ -369,12 +368,12 @@ def _check_unwrapped(module: nn.Module, alive: Iterable[Unit]) -> None:
             f"module: {type(module).__name__} is a wrapper already, of {type(wrapped.module).__name__}. Wrap the "
             "original module, once"
         )
-    for unit in alive:
-        if any(module is each for each in unit.modules):
-            raise UsageError(
-                f"module: {type(module).__name__} is in a unit already, that of {type(unit.module).__name__}, and its "
-                "parameters are flattened there. Wrap inner modules before outer ones, each once"
-            )
+    unit = unit_around(module)
+    if unit is not None:
+        raise UsageError(
+            f"module: {type(module).__name__} is in a unit already, that of {type(unit.module).__name__}, and its "
+            "parameters are flattened there. Wrap inner modules before outer ones, each once"
+        )
 
 
 def _check_tie(owner: Unit, module: nn.Module, path: str, config: Config) -> None:
@@ -387,8 +386,8 @@ def _check_tie(owner: Unit, module: nn.Module, path: str, config: Config) -> Non
         )
 
 
-def _check_untransformed(homes: Iterable[Home], alive: Iterable[Unit]) -> None:
-    for unit in set(alive):
+def _check_untransformed(homes: Iterable[Home]) -> None:
+    for unit in extended:
         for each in (each for shown in unit.shown for each in shown.extended):
             for home in homes:
                 if each.replaced(home.leaf):

@@ -27,12 +27,12 @@ def materialise(
     initialise: Callable[[nn.Module], Any] | None,
     *,
     skip: set[nn.Parameter],
-    owners: dict[int, Unit],
+    owner_of: Callable[[torch.Tensor], Unit | None],
 ) -> None:
     """Give memory and values to modules that hold parameters or buffers on the meta device.
 
     `initialise(module)` is called for each, or the module's `reset_parameters()`. What the module holds elsewhere keeps
-    its values. Parameters in `skip` are left where they are; those in `owners` (by id) belong to units already.
+    its values. Parameters in `skip` are left where they are; those with an owner belong to a unit already.
     """
     for path, module in modules:
         if not any(tensor.is_meta and tensor not in skip for _, _, tensor in _held(module)):
@@ -51,8 +51,8 @@ def materialise(
                 given.add(id(tensor))
                 if tensor.is_meta and tensor not in skip:
                     undo.callback(_give_memory(module, tensor, device))
-                elif id(tensor) in owners:
-                    after.callback(_lend_stand_in(registry, name, tensor, owners[id(tensor)]))
+                elif (owner := owner_of(tensor)) is not None:
+                    after.callback(_lend_stand_in(registry, name, tensor, owner))
                 else:
                     after.callback(tensor.copy_, tensor.clone())
             (initialise or _reset_parameters)(module)

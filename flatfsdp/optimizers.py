@@ -41,10 +41,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    owned = registry.owners()
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            unit = owned.get(id(parameter))
+            unit = registry.owner_of(parameter)
             if unit is None:
                 continue
             handle = next(h for h in unit.handles if any(leaf is parameter for leaf in h.leaves))

@@ -5,6 +5,7 @@ Counted are the operations that torch's dispatcher sees, not what the engine say
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -414,3 +415,32 @@ def test_flags_travel_on_a_device_that_the_backend_serves(
         with pytest.raises(InterruptedError):
             comm.agree_on_maximum({torch.device("cpu"): torch.zeros(())}, None)
     assert sent == [expected]
+
+
+def _calls_of(work: Callable[[], object]) -> int:
+    """Python functions entered and generators resumed by `work`."""
+    count = 0
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_wrapping_takes_time_in_proportion_to_the_blocks() -> None:
+    """Time is measured in calls, which no other program on the machine changes."""
+
+    def wrapping(blocks: int) -> int:
+        net = nn.Sequential(*[Block() for _ in range(blocks)])
+        return _calls_of(lambda: FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block})))
+
+    with fake_world(1):
+        wrapping(2)  # what is done once
+        assert wrapping(200) < 2.2 * wrapping(100)
