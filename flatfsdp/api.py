@@ -44,6 +44,9 @@ class ShardingStrategy(Enum):
     _HYBRID_SHARD_ZERO2 = 5
 
 
+HYBRIDS = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
+
+
 class BackwardPrefetch(Enum):
     """When, in backward, the next unit's all-gather is issued; ``None`` in its place means when that unit is reached.
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .api import (
+    HYBRIDS,
     BackwardPrefetch,
     Config,
     CPUOffload,
@@ -126,7 +127,7 @@ def _check_module(module: Any) -> None:
 
 
 def _process_group(value: Any, strategy: ShardingStrategy) -> Any:
-    hybrid = strategy in _HYBRID
+    hybrid = strategy in HYBRIDS
     accepted = (
         f"None, or a pair (shard group, replicate group), for {strategy.name}"
         if hybrid
@@ -159,7 +160,7 @@ def _is_group(value: Any) -> bool:
 def _device_mesh(value: Any, strategy: ShardingStrategy) -> Any:
     if value is None:
         return None
-    hybrid = strategy in _HYBRID
+    hybrid = strategy in HYBRIDS
     accepted = f"None, or a {'2-D' if hybrid else '1-D or 2-D'} DeviceMesh, for {strategy.name}"
     if not (isinstance(getattr(value, "ndim", None), int) and callable(getattr(value, "get_group", None))):
         refuse_type("device_mesh", value, accepted)
@@ -301,21 +302,18 @@ def _check_values(value: Any) -> str:
     return value
 
 
-_HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
-
-
 def _check_combination(config: Config) -> None:
     """What no argument shows alone: combinations that cannot work, and those that quietly do less than they say."""
     strategy, precision = config.sharding_strategy, config.mixed_precision
     if config.process_group is not None and config.device_mesh is not None:
         raise ConfigValueError("process_group, device_mesh: got both. Accepted: one of them.")
-    if strategy in _HYBRID and config.process_group is config.device_mesh is config.auto_wrap_policy is None:
+    if strategy in HYBRIDS and config.process_group is config.device_mesh is config.auto_wrap_policy is None:
         raise ConfigValueError(
             f"sharding_strategy: got {strategy.name} without process_group, device_mesh or auto_wrap_policy. Units "
             "wrapped one by one would each make groups of their own. Accepted: a pair (shard group, replicate group) "
             "as process_group, a 2-D device_mesh, or an auto_wrap_policy, whose units share one pair."
         )
-    if strategy not in _HYBRID and config.device_mesh is not None and config.device_mesh.ndim == 2:
+    if strategy not in HYBRIDS and config.device_mesh is not None and config.device_mesh.ndim == 2:
         warn(
             f"device_mesh: {strategy.name} uses only axis 0 of a 2-D mesh; ranks along axis 1 exchange nothing here. "
             "If that is meant (tensor parallelism), pass the 1-D mesh of that axis; to replicate, use HYBRID_SHARD."

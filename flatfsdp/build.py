@@ -20,7 +20,7 @@ from torch import nn
 
 from . import _torch
 from .agree import compare_before_copy
-from .api import Config, ShardingStrategy
+from .api import HYBRIDS, Config, ShardingStrategy
 from .arguments import check_arguments
 from .comm import Group, GroupPlan, Traffic, transport
 from .device import Device, accelerator, accelerator_count
@@ -39,9 +39,6 @@ from .values import Beginnings
 from .views import Home
 from .watch import expecting
 from .wrap import apply_plan, plan_wrapping
-
-HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-
 
 # -- groups
 # --------------------------------------------------------------------------------------------------------------

@@ -102,10 +102,9 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     wrapper.__dict__["_unit"] = unit
     nested = units_in(unit.module)
     new_root(unit, handles[0].device if handles else plan["root"].device, ledger, plan["root"], nested)
-    unit.__dict__["_tied_modules"] = plan["tied"]
+    unit.tied_modules = plan["tied"]
     for each in [*nested, unit]:
-        tied = each.__dict__.get("_tied_modules", ())
-        each.borrow_from([other for other in nested for module in tied if other.module is module])
+        each.borrow_from([other for other in nested for module in each.tied_modules if other.module is module])
     keep_root(wrapper, unit)
     register_flat_params(wrapper, unit)
 

@@ -77,11 +77,9 @@ class Reduction:
         assert self._buffer is not None
         if self._replicate is not None:
             self._second = self._replicate.all_reduce(self._result, self._lane)
-        if self._handle.whole:
-            self._keep_whole = self._buffer
-        else:
+        if not self._handle.whole:
             self._buffer.free()
-        self._buffer = None
+            self._buffer = None
 
     def finish(self) -> None:
         """Wait for both stages. Collective over the replicate axis."""
@@ -91,8 +89,9 @@ class Reduction:
     def wait(self) -> torch.Tensor:
         """The summed and scaled gradient of the shard: shape (shard_numel,), reduce dtype."""
         self.finish()
-        if self._handle.whole:
-            self._keep_whole.disown()
+        if self._buffer is not None:  # the whole, whose memory is the result
+            self._buffer.disown()
+            self._buffer = None
         self._handle.ledger.remove("reduced", self._bytes)
         if self._scale != 1.0:
             self._result.mul_(self._scale)
@@ -121,7 +120,6 @@ class Gradients:
     Attributes:
         expected: indices of the leaves whose gradients this backward awaits.
         arrived: those that came.
-        fired: whether any gradient came in this backward.
     """
 
     def __init__(self, handle: FlatParamHandle, shown: Shown) -> None:

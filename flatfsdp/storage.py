@@ -85,7 +85,6 @@ class FlatBuffer:
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, ledger: Ledger, kind: str) -> None:
-        # Requested on the device and given back at once: a tensor of the right size whose storage is empty.
         self.tensor = torch.empty(0, dtype=dtype, device=device)
         self._numel = numel
         self._bytes = numel * self.tensor.element_size()
@@ -122,11 +121,6 @@ class FlatBuffer:
         self.allocated = False
         self._ledger.remove(self._kind, self._bytes)
         return given
-
-    @property
-    def bytes(self) -> int:
-        """Bytes when allocated."""
-        return self._bytes
 
 
 class Versions:

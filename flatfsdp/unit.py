@@ -81,6 +81,7 @@ class Unit:
         self.modules = list(modules)
         self.owners: list[Unit] = []
         self._borrowers: weakref.WeakSet[Unit] = weakref.WeakSet()
+        self.tied_modules: list[nn.Module] = []  # those of the owners, in a copy: all are there once its root is
         self.borrow_from(owners)
         self.aliases = list(aliases)
         # A full-precision module (batch norm) in a low-precision model: inputs are widened, outputs narrowed again.

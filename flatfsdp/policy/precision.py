@@ -30,13 +30,12 @@ class Precision:
         return self.compute != self.master
 
 
-def resolve(mixed: MixedPrecision, master: torch.dtype, *, full: bool = False) -> Precision:
+def resolve(mixed: MixedPrecision, master: torch.dtype) -> Precision:
     """The dtypes for parameters stored as `master`.
 
-    Parameters that are not floating point (packed bytes, integers, booleans) are never cast. `full` asks for full
-    precision (evaluation with full precision on request).
+    Parameters that are not floating point (packed bytes, integers, booleans) are never cast.
     """
-    if full or not (master.is_floating_point or master.is_complex):
+    if not (master.is_floating_point or master.is_complex):
         return Precision(master, master, master, master, master)
     compute = mixed.param_dtype or master
     # FSDP1's rule: a reduce dtype that is not given follows the compute dtype.
