@@ -136,6 +136,7 @@ def _impatient(reduction: Reduction) -> None:
         reduction._halfway = True
         assert reduction._buffer is not None
         reduction._buffer.free()
+        reduction._buffer = None
 
 
 @pytest.mark.parametrize(("without", "race"), [wait[1:] for wait in WAITS], ids=[wait[0] for wait in WAITS])
