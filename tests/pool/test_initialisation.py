@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
+from flatfsdp.comm import Base
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.memory import Recording
@@ -288,11 +291,23 @@ class Wide(nn.Module):
         return x @ self.weight
 
 
+def patient(self: Base, tensor: Tensor, *, source: int = 0) -> None:
+    """`Base.broadcast` that returns when gloo's thread has let go of `tensor` too.
+
+    Else that thread is now and then the last to hold it, and the recording does not see what is released there.
+    """
+    broadcast(self, tensor, source=source)
+    time.sleep(0.1)
+
+
+broadcast = Base.broadcast
+
+
 def peak(rank: int, world: int, sync: bool) -> tuple[int, int]:
     """(peak, end) in units of one unsharded unit, while a model is made from the meta device."""
     gc.collect()  # what an earlier job left would be released meanwhile
     net = on_meta(lambda: nn.Sequential(*(Wide() for _ in range(DEPTH))))
-    with Recording() as recording:
+    with Recording() as recording, patch.object(Base, "broadcast", patient):
         recording.mark("begin")
         model = FullyShardedDataParallel(net, auto_wrap_policy={Wide}, sync_module_states=sync, check_values="off")
         recording.mark("end")
