@@ -15,15 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from .build import keep_root, new_root, plan_over, register_flat_params, units_in
+from .build import new_root
 from .comm import GroupPlan
 from .errors import UsageError
 from .extensions import Extended
 from .flat_param import FlatParamHandle
+from .groups import plan_over
 from .lifecycle import Phase
 from .storage import Ledger
+from .traversal import units_in
 from .unit import Unit
 from .views import Exposure, Home
+from .wrapper import keep_root, register_flat_params
 
 _SETTINGS = ("traits", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch", "island")
 _HANDLE_SETTINGS = (
@@ -115,8 +118,7 @@ def _check_idle(wrapper: nn.Module) -> list[Unit]:
         if unit.phase is not Phase.IDLE or not unit.is_between():
             raise UsageError(
                 f"a wrapped model can be copied or pickled between steps only; unit {unit.label} is in "
-                f"{unit.phase.value}, with a graph that "
-                "awaits its backward. Run or drop the backward first (a forward under no_grad ends the iteration)"
+                f"{unit.phase.value}, with a graph that awaits its backward. Run or drop the backward first (a forward under no_grad ends the iteration)"
             )
         if any(grads.window_open for grads in unit.grads):
             raise UsageError(

@@ -9,13 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import build, copying, full_params
+from . import copying, full_params
 from .api import BackwardPrefetch, Config, CPUOffload, MixedPrecision, ShardingStrategy
 from .arguments import check_arguments
+from .auto_wrap import auto_wrapped
+from .build import build_unit
 from .clip import clip_grad_norm
 from .fsdp1_names import FSDP1Names, wrapped_inside
+from .groups import resolve_groups
+from .placement import apply_to_tensors
 from .summary import group_line
+from .traversal import units_at, units_in
 from .unit import Unit
+from .wrapper import flat_params_hidden, keep_root, no_sync, register_flat_params, root_of
 
 
 class FullyShardedDataParallel(FSDP1Names, nn.Module):
@@ -124,15 +130,15 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
             check_values=check_values,
         )
         super().__init__()
-        self._wrap(module, build.resolve_groups(config))
+        self._wrap(module, resolve_groups(config))
 
     def _wrap(self, module: nn.Module, config: Config, *, island: bool = False) -> None:
-        with build.auto_wrapped(module, config, type(self)._of) as undo:
-            self._unit: Unit = build.build_unit(module, config, island=island)
+        with auto_wrapped(module, config, type(self)._of) as undo:
+            self._unit: Unit = build_unit(module, config, island=island)
             undo.pop_all()
         self._fsdp_wrapped_module = module
-        build.keep_root(self, self._unit)
-        build.register_flat_params(self, self._unit)
+        keep_root(self, self._unit)
+        register_flat_params(self, self._unit)
 
     @classmethod
     def _of(cls, module: nn.Module, config: Config, *, island: bool = False) -> FullyShardedDataParallel:
@@ -186,7 +192,7 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        build.apply_to_tensors(self, fn, lambda: super(FullyShardedDataParallel, self)._apply(fn, recurse))
+        apply_to_tensors(self, fn, lambda: super(FullyShardedDataParallel, self)._apply(fn, recurse))
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -240,7 +246,7 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
         Raises:
             UsageError: on a nested wrapper.
         """
-        return build.no_sync(self._unit)
+        return no_sync(self._unit)
 
     @staticmethod
     @contextmanager
@@ -268,9 +274,9 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
         Raises:
             UsageError: inside itself, and inside a forward or a backward.
         """
-        units = build.units_in(module) if recurse else build.units_at(module)
+        units = units_in(module) if recurse else units_at(module)
         with (
-            build.flat_params_hidden(module),
+            flat_params_hidden(module),
             full_params.summon(
                 units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
             ),
@@ -287,4 +293,4 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
             UsageError: on a nested wrapper.
             ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
         """
-        return clip_grad_norm(build.root_of(self._unit, "clip_grad_norm_"), self, max_norm, norm_type)
+        return clip_grad_norm(root_of(self._unit, "clip_grad_norm_"), self, max_norm, norm_type)

@@ -30,18 +30,19 @@ ROWS: tuple[tuple[int, str], ...] = (
     (2, "storage"),
     (2, "comm"),
     (2, "values watch peers stream agree"),
+    (2, "groups"),
     (3, "flat_param"),
     (3, "views"),
     (3, "extensions"),
     (3, "grads"),
-    (4, "trees buffers hooks materialise unit root"),
+    (4, "trees buffers hooks materialise unit traversal placement root"),
     (4, "registry"),
     (4, "optimizers"),
     (5, "consolidate state_dict optim_state checkpoint full_params clip"),
     (5, "summary fsdp1_names"),
-    (6, "wrap"),
+    (6, "wrapper wrap"),
     (6, "build"),
-    (6, "copying"),
+    (6, "auto_wrap copying"),
     (7, "fully_sharded_data_parallel sharded_grad_scaler __init__"),
     (7, "interop as_torch"),
     (8, "trainer train env examples"),
@@ -52,7 +53,7 @@ PROGRAMS = frozenset(ROWS[-1][1].split())  # what a user could have written: pub
 PUBLIC_MODULES = frozenset({"flatfsdp", "flatfsdp.wrap", "flatfsdp.errors"})
 
 # The seams: what stands in one place, and where.
-DISTRIBUTED = PROGRAMS | {"comm", "watch", "agree", "build", "checkpoint", "interop", "as_torch"}
+DISTRIBUTED = PROGRAMS | {"comm", "watch", "agree", "groups", "checkpoint", "interop", "as_torch"}
 ACCELERATOR = frozenset({"device"})
 PRIVATE_TORCH = frozenset({"_torch"})
 AUTOGRAD_HOOKS = frozenset({"hooks", "_torch"})

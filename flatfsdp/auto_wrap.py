@@ -1,0 +1,59 @@
+"""Wrap what a policy chooses inside a module, all of it or nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from .api import Config
+from .arguments import check_arguments
+from .errors import ConfigValueError
+from .full_params import unwrap
+from .groups import resolve_groups
+from .registry import disown
+from .traversal import ignored_of
+from .unit import Unit
+from .watch import expecting
+from .wrap import apply_plan, plan_wrapping
+
+
+def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Module]) -> ExitStack:
+    """Wrap what `config.auto_wrap_policy` chooses inside `module`, by `make(child, config, island=...)`.
+
+    Closing the result undoes it; `pop_all()` keeps it.
+    """
+    policy = config.auto_wrap_policy
+    if policy is None:
+        return ExitStack()
+    ignored_modules, ignored_params = ignored_of(module, config)
+    nested = config.replace(auto_wrap_policy=None)
+    kwargs = {
+        f.name: getattr(nested, f.name) for f in fields(nested) if f.name not in ("ignored_modules", "ignored_params")
+    }
+    plan = plan_wrapping(module, policy, kwargs=kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params)
+    islands = {id(planned.module) for planned in plan if planned.in_full_precision}
+
+    def wrap(child: nn.Module, **overrides: Any) -> nn.Module:
+        changed = {name for name, value in overrides.items() if value is not kwargs.get(name)}
+        if {"ignored_modules", "ignored_states"} & changed:
+            raise ConfigValueError(
+                "auto_wrap_policy: it gives a unit ignored_modules or ignored_states of its own; give them to the "
+                "outermost wrapper, which passes them to all units"
+            )
+        checked = resolve_groups(check_arguments(child, **overrides)) if changed else nested
+        own_config = checked.replace(ignored_modules=tuple(ignored_modules), ignored_params=tuple(ignored_params))
+        return make(child, own_config, island=id(child) in islands)
+
+    def unmake(wrapper: nn.Module) -> None:
+        unit: Unit = wrapper.__dict__["_unit"]
+        disown(unit)
+        failure = f"{type(sys.exc_info()[1]).__name__}: {sys.exc_info()[1]}"
+        with expecting(unit.groups.shard.ranks, f"undoes its wrapping of {type(unit.module).__name__} after {failure}"):
+            unwrap(unit)
+
+    return apply_plan(plan, wrap, unmake=unmake)

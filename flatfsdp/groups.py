@@ -1,0 +1,165 @@
+"""Process groups and the axes that they span: those a user gave, those of a node's ranks, those that a pickle names.
+
+[Note: groups] The groups that are made here are made once and kept for as long as the group that they were made for.
+Making one is collective over its members, and says who is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _torch
+from .api import HYBRIDS, Config, ShardingStrategy
+from .comm import Group, GroupPlan
+from .device import accelerator_count
+from .errors import ConfigValueError, UsageError, set_rank, warn_once
+from .watch import expecting
+
+# Communicators for reductions, one per process group and living as long as it does.
+_reduction_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# Groups of the ranks of a node and across nodes, made once per default process group.
+_node_groups: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+# Groups over some ranks of a default process group, made for pickles.
+_groups_by_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def require_process_group() -> None:
+    """Refuse to go on without a default process group, with the lines that make one."""
+    if not dist.is_initialized():
+        raise UsageError(
+            "no process group: FullyShardedDataParallel needs torch.distributed to be initialised. Under torchrun add\n"
+            "    torch.distributed.init_process_group()\n"
+            "before wrapping; in a single process without a launcher add\n"
+            '    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), '
+            "rank=0, world_size=1)"
+        )
+
+
+def resolve_groups(config: Config) -> Config:
+    """`config` with its process groups made explicit: one group, or (shard group, replicate group) for the hybrids.
+
+    Collective over the default group where a hybrid strategy was given neither groups nor a mesh.
+    """
+    require_process_group()
+    set_rank(dist.get_rank())
+    if newer := _torch.untested():
+        warn_once("newer torch", newer)
+    mesh, given = config.device_mesh, config.process_group
+    hybrid = config.sharding_strategy in HYBRIDS
+    if mesh is not None:
+        group = (mesh.get_group(1), mesh.get_group(0)) if hybrid else mesh.get_group(0)
+    elif given is not None:
+        group = given
+    else:
+        group = _groups_of_nodes() if hybrid else dist.group.WORLD
+    members: tuple[Any, ...] = tuple(group) if hybrid else (group,)
+    for each in members:
+        if dist.get_rank(each) < 0:
+            raise ConfigValueError(f"process_group: rank {dist.get_rank()} is not a member of the group it was given")
+    return config.replace(process_group=group, device_mesh=None)
+
+
+def serves(process_group: Any, device: torch.device) -> bool:
+    """Whether a backend of `process_group` (the first, of a pair) takes tensors on `device`."""
+    group = process_group[0] if isinstance(process_group, tuple) else process_group
+    return device.type in str(dist.get_backend_config(group))
+
+
+def plan_groups(config: Config, device: torch.device) -> GroupPlan:
+    """The axes for `config` (its groups resolved). Makes, once per group, the communicator for reductions."""
+    return _plan(config.sharding_strategy, config.process_group, device)
+
+
+def _plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> GroupPlan:
+    alone = Group.alone()
+    if strategy in HYBRIDS:
+        shard_group, replicate_group = given
+        across = _axis(replicate_group, device)
+        axes = _axis(shard_group, device), _axis(_for_reductions(shard_group), device), across
+    elif strategy is ShardingStrategy.NO_SHARD:
+        axes = alone, alone, _axis(_for_reductions(given), device)
+    else:
+        axes = _axis(given, device), _axis(_for_reductions(given), device), alone
+    shard, scatter, replicate = axes
+    return GroupPlan(shard, scatter, replicate if replicate.size > 1 else None, strategy, given, device)
+
+
+def _axis(process_group: Any, device: torch.device) -> Group:
+    return Group.alone() if dist.get_world_size(process_group) == 1 else Group.of(process_group, device)
+
+
+def _for_reductions(process_group: Any) -> Any:
+    if dist.get_world_size(process_group) == 1:
+        return process_group
+    made = _reduction_groups.get(process_group)
+    if made is None or not _exists(made):
+        ranks = dist.get_process_group_ranks(process_group)
+        # Only members take part: models on different halves of the world are wrapped independently.
+        with expecting(ranks, f"wraps a module over ranks {', '.join(map(str, ranks))}"):
+            made = dist.new_group(ranks, use_local_synchronization=True, group_desc="flatfsdp reductions")
+        _reduction_groups[process_group] = made
+    return made
+
+
+def _exists(process_group: Any) -> bool:
+    """Whether nobody has destroyed `process_group` since it was made."""
+    try:
+        return bool(dist.get_process_group_ranks(process_group))
+    except KeyError:
+        return False
+
+
+def _groups_of_nodes() -> tuple[Any, Any]:
+    world = dist.group.WORLD
+    found = _node_groups.get(world)
+    if found is None or not all(map(_exists, found)):
+        size, rank = dist.get_world_size(), dist.get_rank()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or accelerator_count()
+        if local < 1 or size % local:
+            raise ConfigValueError(
+                "process_group: the hybrid strategies shard over the ranks of a node, but LOCAL_WORLD_SIZE is "
+                f"{os.environ.get('LOCAL_WORLD_SIZE', 'not set')} and does not divide the world of {size}. Launch with "
+                "torchrun, or give process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, "
+                "shard)"
+            )
+        shard = replicate = None
+        with expecting(range(size), f"wraps a module over nodes of {local} ranks"):
+            for start in range(0, size, local):
+                members = list(range(start, start + local))
+                group = dist.new_group(members)
+                shard = group if rank in members else shard
+            for offset in range(local):
+                members = list(range(offset, size, local))
+                group = dist.new_group(members)
+                replicate = group if rank in members else replicate
+        found = _node_groups[world] = (shard, replicate)
+    return found
+
+
+def plan_over(strategy: ShardingStrategy, ranks: tuple[Any, ...], device: torch.device) -> GroupPlan:
+    """The axes of `strategy` over these global ranks, in groups found or made for them.
+
+    Collective over the members where a group is made.
+    """
+    if strategy in HYBRIDS:
+        return _plan(strategy, tuple(_group_over(each) for each in ranks), device)
+    return _plan(strategy, _group_over(ranks), device)
+
+
+def _group_over(ranks: tuple[int, ...]) -> Any:
+    require_process_group()
+    if ranks == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD
+    if dist.get_rank() not in ranks:
+        raise UsageError(
+            f"this model was pickled on a rank of the group {ranks}; rank {dist.get_rank()} is not one of them"
+        )
+    known = _groups_by_ranks.setdefault(dist.group.WORLD, {})
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return known[ranks]
