@@ -148,8 +148,8 @@ def _check_tie(owner: Unit, module: nn.Module, path: str, config: Config) -> Non
     if owner.groups.shard.ranks != plan_groups(config, owner.handles[0].device).shard.ranks:
         raise UsageError(
             f"{path!r} of {type(module).__name__} is tied to a parameter of another unit "
-            f"({type(owner.module).__name__}) that is sharded over other ranks, so no order of gathers serves both. Put "
-            "both modules into one unit, or wrap them with the same process group"
+            f"({type(owner.module).__name__}) that is sharded over other ranks, so no order of gathers serves both. "
+            "Put both modules into one unit, or wrap them with the same process group"
         )
 
 

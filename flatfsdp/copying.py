@@ -118,7 +118,8 @@ def _check_idle(wrapper: nn.Module) -> list[Unit]:
         if unit.phase is not Phase.IDLE or not unit.is_between():
             raise UsageError(
                 f"a wrapped model can be copied or pickled between steps only; unit {unit.label} is in "
-                f"{unit.phase.value}, with a graph that awaits its backward. Run or drop the backward first (a forward under no_grad ends the iteration)"
+                f"{unit.phase.value}, with a graph that awaits its backward. Run or drop the "
+                "backward first (a forward under no_grad ends the iteration)"
             )
         if any(grads.window_open for grads in unit.grads):
             raise UsageError(
