@@ -161,5 +161,6 @@ def _group_over(ranks: tuple[int, ...]) -> Any:
         )
     known = _groups_by_ranks.setdefault(dist.group.WORLD, {})
     if ranks not in known:
-        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        with expecting(ranks, f"loads a pickled model over ranks {', '.join(map(str, ranks))}"):
+            known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return known[ranks]

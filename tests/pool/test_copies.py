@@ -8,13 +8,15 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FullyShardedDataParallel, MixedPrecision
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, watch
 from flatfsdp.errors import UsageError
 from flatfsdp.extensions import set_extensions
 from tests.conftest import Run
@@ -187,6 +189,32 @@ def shared_optimizer(rank: int, world: int) -> list[str]:
 
 def test_a_model_copied_with_its_optimizer(pool2: Run) -> None:
     assert not joined(pool2(shared_optimizer))
+
+
+def loaded_late(rank: int, world: int) -> list[str]:
+    """What rank 0 says while rank 1 of its group does not load its pickle, which it does in the end."""
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return []
+    pickled = pickle.dumps(FullyShardedDataParallel(seeded(Net), process_group=group))
+    board, said = watch.Board(), []
+
+    def speak(sentence: str) -> None:
+        said.append(sentence)
+        board.post("loaded_late", "told")
+
+    if rank == 0:
+        with patch.object(watch, "speak", speak), patch.object(watch, "PERIOD", 0.02):
+            pickle.loads(pickled)
+    else:
+        assert board.wait(lambda: board.read("loaded_late"), 10.0)
+        pickle.loads(pickled)
+    return said[:1]
+
+
+def test_a_rank_that_does_not_unpickle_is_named(pool3: Run) -> None:
+    told = "still waiting for rank 1: this rank loads a pickled model over ranks 0, 1, and they do not"
+    assert pool3(loaded_late) == [[f"[flatfsdp, rank 0] {told}"], [], []]
 
 
 # --- extensions -------------------------------------------------------------------------------------------------------
