@@ -24,7 +24,7 @@ from .policy.strategy import traits
 from .registry import extended, own, owner_of, roots, unit_around
 from .root import Root, RootSettings
 from .storage import Ledger
-from .traversal import homes_of, ignored_of, leaves_of, modules_of, units_in
+from .traversal import homes_of, ignored_of, leave_alone, leaves_of, modules_of, units_in
 from .unit import Unit
 from .values import Beginnings
 from .views import Home
@@ -46,10 +46,12 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     homes: list[Home] = []
     aliases: list[Home] = []
     tied: dict[int, Unit] = {}
+    ignored_here: dict[nn.Module, set[str]] = {}
     for holder, attribute, path in homes_of(module, ignored_modules):
         leaf = holder._parameters[attribute]
         assert leaf is not None
         if leaf in ignored_params:
+            ignored_here.setdefault(holder, set()).add(attribute)
             continue
         owner = owner_of(leaf)
         if owner is not None:
@@ -111,6 +113,10 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     unit.beginnings = beginnings
     for home in unit.hidden:
         home.unregister()
+    for each in ignored_modules:
+        leave_alone(each, None)
+    for each, attributes in ignored_here.items():
+        leave_alone(each, attributes)
     settings = RootSettings(device, config.limit_all_gathers, config.check_values)
     new_root(unit, device, ledger, settings, nested)
     return unit

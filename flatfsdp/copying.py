@@ -23,7 +23,7 @@ from .flat_param import FlatParamHandle
 from .groups import plan_over
 from .lifecycle import Phase
 from .storage import Ledger
-from .traversal import units_in
+from .traversal import leave_alone, left_alone_in, units_in
 from .unit import Unit
 from .views import Exposure, Home
 from .wrapper import keep_root, register_flat_params
@@ -64,6 +64,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
             "aliases": [(home.module, home.attribute, home.path, home.leaf) for home in unit.aliases],
             "extended": [(e.leaf, e.state, e.extensions) for shown in unit.shown for e in shown.extended],
             "modules": unit.modules,
+            "left_alone": left_alone_in(unit.module),
             "tied": [owner.module for owner in unit.owners],
             "groups": unit.groups,
             "root": unit.root.settings,
@@ -103,6 +104,8 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         ]
     )
     wrapper.__dict__["_unit"] = unit
+    for module, attributes in plan["left_alone"]:
+        leave_alone(module, attributes)
     nested = units_in(unit.module)
     new_root(unit, handles[0].device if handles else plan["root"].device, ledger, plan["root"], nested)
     unit.tied_modules = plan["tied"]

@@ -1,5 +1,4 @@
-"""A model's first values: from the meta device to memory, and rank 0's for all; and the check that everything is where
-it computes.
+"""A model's first values: from the meta device to memory, and rank 0's for all.
 
 [Note: materialise] A parameter on the meta device gets its memory in place: it stays the same object, so that ties
 inside a unit and across units, and optimizers that hold it, survive. A module whose initialisation raises is put back
@@ -22,7 +21,6 @@ from .errors import UsageError
 from .storage import Ledger
 
 if TYPE_CHECKING:
-    from .root import Root
     from .unit import Unit
 
 
@@ -147,45 +145,3 @@ def synchronise(
                 axis.broadcast(on_device)
             if on_device.data_ptr() != tensor.data_ptr():
                 tensor.copy_(on_device)
-
-
-def check_placed(root: Root) -> None:
-    """Refuse to compute while something is on the meta device, or on another device than its unit computes on.
-
-    Ignored parameters and buffers may be on any real device: they are the user's.
-
-    Raises:
-        UsageError: naming all of them.
-    """
-    on_meta: list[str] = []
-    elsewhere: list[str] = []
-    managed: set[int] = set()
-    for unit in root.units:
-        prefix = f"{unit.name}." if unit.name else ""
-        for handle in unit.handles:
-            managed.update(map(id, handle.leaves))
-            managed.add(id(handle.flat_param))
-            found, expected = handle.shard.device, torch.device("cpu") if handle.offload else root.device.device
-            for spec in handle.layout.params:
-                if found.type == "meta":
-                    on_meta.append(prefix + spec.name)
-                elif found != expected:
-                    elsewhere.append(f"{prefix}{spec.name} ({found}, expected {expected})")
-        for module in unit.modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta and buffer.device != root.device.device:
-                    elsewhere.append(f"buffer {name} of {type(module).__name__} ({buffer.device})")
-    for name, tensor in [*root.unit.module.named_parameters(), *root.unit.module.named_buffers()]:
-        if tensor.is_meta and id(tensor) not in managed:
-            on_meta.append(name)
-    if on_meta:
-        raise UsageError(
-            f"these parameters or buffers are on the meta device, which has no values: {', '.join(on_meta)}. Modules "
-            "that are wrapped are given memory by the constructor; what is ignored, or moved to the meta device after "
-            "wrapping, is yours to initialise before the first forward"
-        )
-    if elsewhere:
-        raise UsageError(
-            f"the model computes on {root.device.device}, but these are elsewhere: {', '.join(elsewhere)}. Move the "
-            "whole model with model.to(device) before wrapping, or pass device_id="
-        )

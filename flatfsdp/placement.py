@@ -1,9 +1,10 @@
-"""Where parameters and buffers are, and in which dtype: the device of a unit, and `.to()` and its like on a wrapper."""
+"""Where parameters and buffers are: the device of a unit, `.to()` and its like on a wrapper, and the checks before a
+forward that everything is in a unit, and on the device where it computes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,7 +13,11 @@ from .api import Config
 from .device import accelerator
 from .errors import ConfigValueError, UsageError
 from .groups import serves
+from .traversal import strays
 from .unit import Unit
+
+if TYPE_CHECKING:
+    from .root import Root
 
 
 def compute_device(module: nn.Module, config: Config) -> torch.device:
@@ -80,3 +85,60 @@ def apply_to_tensors(
             if changed is not handle.shard:
                 shown.replace_shard(changed.detach())
     unit.root.placed = False
+
+
+def check_registered(root: Root) -> None:
+    """Refuse to compute with parameters that were registered after wrapping: no unit holds them.
+
+    Raises:
+        UsageError: naming all of them.
+    """
+    found = strays(root.unit.module, root.units)
+    if found:
+        raise UsageError(
+            f"these parameters were registered after wrapping: {', '.join(found)}. No unit holds them, so they are not "
+            "sharded and their gradients are not averaged over ranks. Register them before wrapping; what is to stay "
+            "outside goes into a module that ignored_modules= names"
+        )
+
+
+def check_placed(root: Root) -> None:
+    """Refuse to compute while something is on the meta device, or on another device than its unit computes on.
+
+    Ignored parameters and buffers may be on any real device: they are the user's.
+
+    Raises:
+        UsageError: naming all of them.
+    """
+    on_meta: list[str] = []
+    elsewhere: list[str] = []
+    managed: set[int] = set()
+    for unit in root.units:
+        prefix = f"{unit.name}." if unit.name else ""
+        for handle in unit.handles:
+            managed.update(map(id, handle.leaves))
+            managed.add(id(handle.flat_param))
+            found, expected = handle.shard.device, torch.device("cpu") if handle.offload else root.device.device
+            for spec in handle.layout.params:
+                if found.type == "meta":
+                    on_meta.append(prefix + spec.name)
+                elif found != expected:
+                    elsewhere.append(f"{prefix}{spec.name} ({found}, expected {expected})")
+        for module in unit.modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device != root.device.device:
+                    elsewhere.append(f"buffer {name} of {type(module).__name__} ({buffer.device})")
+    for name, tensor in [*root.unit.module.named_parameters(), *root.unit.module.named_buffers()]:
+        if tensor.is_meta and id(tensor) not in managed:
+            on_meta.append(name)
+    if on_meta:
+        raise UsageError(
+            f"these parameters or buffers are on the meta device, which has no values: {', '.join(on_meta)}. Modules "
+            "that are wrapped are given memory by the constructor; what is ignored, or moved to the meta device after "
+            "wrapping, is yours to initialise before the first forward"
+        )
+    if elsewhere:
+        raise UsageError(
+            f"the model computes on {root.device.device}, but these are elsewhere: {', '.join(elsewhere)}. Move the "
+            "whole model with model.to(device) before wrapping, or pass device_id="
+        )

@@ -26,7 +26,7 @@ from .errors import UsageError, logger, warn
 from .flat_param import FlatParamHandle
 from .grads import Reduction
 from .lifecycle import Phase
-from .materialise import check_placed
+from .placement import check_placed, check_registered
 from .policy.order import ForwardOrder, ForwardRecord, GatherPlan, ReducePlan
 from .storage import FlatBuffer, Ledger
 from .trace import Trace
@@ -181,6 +181,7 @@ class Root:
         }
 
     def _check_placed(self) -> None:
+        check_registered(self)
         check_placed(self)
         self.placed = True
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Collection, Iterable, Iterator
 
 from torch import nn
 
@@ -10,6 +11,10 @@ from .api import Config
 from .errors import ConfigValueError
 from .unit import Unit
 from .views import Home
+
+# What wrapping ignored: the attributes of a module that held ignored parameters; None for an ignored module, whatever
+# it will hold. What is in no unit and not here came later.
+_left_alone: weakref.WeakKeyDictionary[nn.Module, frozenset[str] | None] = weakref.WeakKeyDictionary()
 
 # Recursion over modules stands in functions of the module: one inside another holds itself, and what it has seen, until
 # the garbage collector comes.
@@ -84,3 +89,43 @@ def _modules_below(
     for name, child in module._modules.items():
         if child is not None:
             yield from _modules_below(child, f"{path}.{name}" if path else name, ignored, seen)
+
+
+def leave_alone(module: nn.Module, attributes: Collection[str] | None) -> None:
+    """Wrapping ignores these parameters of `module`, or with None the module itself."""
+    _left_alone[module] = None if attributes is None else frozenset(attributes)
+
+
+def left_alone_in(module: nn.Module) -> list[tuple[nn.Module, frozenset[str] | None]]:
+    """What wrapping ignored in `module`, as arguments of `leave_alone`."""
+    return [(each, _left_alone[each]) for each in module.modules() if each in _left_alone]
+
+
+def strays(module: nn.Module, units: Collection[Unit]) -> list[str]:
+    """Paths of the parameters in `module` that none of its `units` holds, though wrapping did not ignore them.
+
+    Wrappers of other units are not looked into: they are models of their own.
+    """
+    held = {(id(home.module), home.attribute) for unit in units for home in (*unit.homes, *unit.aliases)}
+    flat = {id(handle.flat_param) for unit in units for handle in unit.handles}
+    return list(_strays_below(module, "", set(map(id, units)), held, flat, set()))
+
+
+def _strays_below(
+    module: nn.Module, path: str, units: set[int], held: set[tuple[int, str]], flat: set[int], seen: set[int]
+) -> Iterator[str]:
+    unit = module.__dict__.get("_unit")
+    foreign = isinstance(unit, Unit) and id(unit) not in units
+    ignored: frozenset[str] | None = _left_alone.get(module, frozenset())
+    if id(module) in seen or foreign or ignored is None:
+        return
+    seen.add(id(module))
+    prefix = f"{path}." if path else ""
+    for name, parameter in module._parameters.items():
+        known = name in ignored or (id(module), name) in held or id(parameter) in flat
+        if parameter is not None and not known:
+            yield prefix + name
+    for name, child in module._modules.items():
+        if child is not None:
+            inside = path if name == "_fsdp_wrapped_module" else prefix + name
+            yield from _strays_below(child, inside, units, held, flat, seen)

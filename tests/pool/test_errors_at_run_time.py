@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
@@ -434,3 +435,38 @@ the parameters of unit '<root>' changed from torch.float32 to torch.float16 one 
 wrapping; call .to()/.half()/.double() on the FullyShardedDataParallel module itself, or before
 wrapping""",
     )
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_parameters_registered_after_wrapping(world: None, orig: bool) -> None:
+    net = nn.Sequential(linear(bias=False), nn.Sequential(linear()))
+    model = FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=orig)
+    net[0].module.bias = nn.Parameter(torch.zeros(4))
+    net[1].append(linear())
+    net[1].shift = nn.Parameter(torch.zeros(4))
+    assert_expected_inline(
+        said(lambda: model(torch.ones(1, 4))),
+        """\
+these parameters were registered after wrapping: 0.bias, 1.shift, 1.1.weight, 1.1.bias. No unit
+holds them, so they are not sharded and their gradients are not averaged over ranks. Register them
+before wrapping; what is to stay outside goes into a module that ignored_modules= names""",
+    )
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states"])
+def test_what_may_be_registered_after_wrapping(world: None, argument: str, copied: bool, orig: bool) -> None:
+    """In ignored modules and in the place of ignored parameters anything, elsewhere new values and new wrappers."""
+    net = nn.Sequential(linear(), nn.Sequential(linear(bias=False)))
+    ignored = {"ignored_modules": [net[1]], "ignored_states": [net[1][0].weight]}[argument]
+    model: Any = FullyShardedDataParallel(net, use_orig_params=orig, **{argument: ignored})  # type: ignore[arg-type]
+    if copied:
+        model = copy.deepcopy(model)
+    if argument == "ignored_modules":
+        model[1].append(linear())
+    model[1][0].weight = nn.Parameter(torch.zeros(4, 4))
+    model[0].weight = nn.Parameter(torch.zeros(4, 4))
+    model.module.append(nn.ReLU())
+    model.module.append(FullyShardedDataParallel(linear(), use_orig_params=orig))
+    assert model(torch.ones(1, 4)).shape == (1, 4)
