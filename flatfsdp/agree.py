@@ -103,8 +103,13 @@ class Agreement(Stream):
         warn(message)
 
 
-def compare_before_copy(axes: list[Transport], facts: Sequence[tuple[str, str]]) -> None:
-    """Compare `facts`, (subject, value) in a fixed order, before rank 0's values are copied. Collective over all axes.
+def compare_facts(
+    axes: list[Transport], facts: Sequence[tuple[str, str]], *, doing: str, reason: str | None = None
+) -> None:
+    """Compare `facts`, (subject, value) in a fixed order, inside constructors. Collective over all axes.
+
+    `doing` completes "rank 0 ..." while this rank waits for the others. `reason` is told with the first fact where
+    ranks differ, and is not compared.
 
     Raises:
         AgreementError: on every rank, naming the first difference.
@@ -113,13 +118,14 @@ def compare_before_copy(axes: list[Transport], facts: Sequence[tuple[str, str]])
         return
     peers = Peers()
     peers._over(axes)
-    text = json.dumps(facts)
+    (subject, value), *rest = facts
     members = sorted({rank for axis in axes for rank in axis.group.ranks})
-    with expecting(members, f"copies the values of {facts[0][0]} from rank {members[0]}"):
-        answers = peers._exchange(number(text))
+    with expecting(members, doing):
+        answers = peers._exchange(number(json.dumps(facts)))
     if answers is not None and len({code for code, _ in answers.values()}) > 1:
         peers._know(list(answers))
-        texts = peers._publish(text, {rank: code for rank, (code, _) in answers.items()})
+        told = [(subject, value if reason is None else f"{value}: {reason}"), *rest]
+        texts = peers._publish(json.dumps(told), {rank: code for rank, (code, _) in answers.items()})
         peers._fail(_first_difference({ranks: json.loads(found) for ranks, found in texts.items()}))
 
 
@@ -139,7 +145,7 @@ def _axes(root: Root) -> list[Transport]:
 
 def describe(root: Root) -> list[tuple[str, str]]:
     """All that the ranks of a model must have in common, as (subject, value) in a fixed order."""
-    facts = [("check_values", root.agreement.check_values)]
+    facts = [("construction", "succeeded"), ("check_values", root.agreement.check_values)]
     for unit in root.units:
         subject = f"unit {unit.label}"
         groups = unit.groups

@@ -12,13 +12,13 @@ from torch import nn
 
 from .api import Config
 from .arguments import check_arguments
-from .errors import ConfigValueError
+from .constructing import agree_to_undo, meeting_axes
+from .errors import AgreementError, ConfigValueError
 from .full_params import unwrap
 from .groups import resolve_groups
 from .registry import disown
 from .traversal import ignored_of
 from .unit import Unit
-from .watch import expecting
 from .wrap import apply_plan, plan_wrapping
 
 
@@ -37,6 +37,7 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
     }
     plan = plan_wrapping(module, policy, kwargs=kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params)
     islands = {id(planned.module) for planned in plan if planned.in_full_precision}
+    made = _Made()
 
     def wrap(child: nn.Module, **overrides: Any) -> nn.Module:
         changed = {name for name, value in overrides.items() if value is not kwargs.get(name)}
@@ -47,13 +48,38 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
             )
         checked = resolve_groups(check_arguments(child, **overrides)) if changed else nested
         own_config = checked.replace(ignored_modules=tuple(ignored_modules), ignored_params=tuple(ignored_params))
-        return make(child, own_config, island=id(child) in islands)
+        return made.add(make(child, own_config, island=id(child) in islands))
 
-    def unmake(wrapper: nn.Module) -> None:
+    return apply_plan(plan, wrap, unmake=made.undo)
+
+
+class _Made:
+    """The wrappers that one constructor has made."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._parted = False  # other ranks keep theirs
+
+    def add(self, wrapper: nn.Module) -> nn.Module:
+        """One more."""
+        self._count += 1
+        return wrapper
+
+    def undo(self, wrapper: nn.Module) -> None:
+        """Give the module of the last `wrapper` its whole parameters back. Collective over the unit's axes.
+
+        Raises:
+            AgreementError: other ranks did not fail, so the shards that they hold do not come back.
+        """
         unit: Unit = wrapper.__dict__["_unit"]
         disown(unit)
-        failure = f"{type(sys.exc_info()[1]).__name__}: {sys.exc_info()[1]}"
-        with expecting(unit.groups.shard.ranks, f"undoes its wrapping of {type(unit.module).__name__} after {failure}"):
-            unwrap(unit)
-
-    return apply_plan(plan, wrap, unmake=unmake)
+        count, self._count = self._count, self._count - 1
+        if unit.groups.shard.size > 1:
+            if self._parted:
+                return
+            try:
+                agree_to_undo(count, meeting_axes(unit.groups, unit.root.device), sys.exc_info()[1])
+            except AgreementError:
+                self._parted = True
+                raise
+        unwrap(unit)

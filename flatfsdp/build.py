@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from .api import Config
+from .constructing import failing_together, meeting_axes, synchronise
 from .device import Device
 from .errors import UsageError, warn
 from .extensions import transform
 from .flat_param import FlatParamHandle
 from .groups import plan_groups
-from .materialise import materialise, synchronise
+from .materialise import materialise
 from .optimizers import guard_optimizers
 from .placement import compute_device, move_buffers
 from .policy.strategy import traits
@@ -37,38 +38,17 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     """
     device = compute_device(module, config)
     groups = plan_groups(config, device)
+    axes = meeting_axes(groups, Device(device)) if config.sync_module_states else []
     nested = units_in(module)
-    ignored_modules, ignored_params = ignored_of(module, config)
-    seam = Device(device)
-    modules = modules_of(module, ignored_modules)
-    _check_unwrapped(module)
-    materialise(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
-    homes: list[Home] = []
-    aliases: list[Home] = []
-    tied: dict[int, Unit] = {}
-    ignored_here: dict[nn.Module, set[str]] = {}
-    for holder, attribute, path in homes_of(module, ignored_modules):
-        leaf = holder._parameters[attribute]
-        assert leaf is not None
-        if leaf in ignored_params:
-            ignored_here.setdefault(holder, set()).add(attribute)
-            continue
-        owner = owner_of(leaf)
-        if owner is not None:
-            _check_tie(owner, module, path, config)
-            tied[id(owner)] = owner
-            aliases.append(Home(holder, attribute, path, leaf))
-            continue
-        if getattr(leaf, "_fsdp_flattened", False):
-            raise UsageError(
-                f"{path!r} is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the "
-                "original module, once"
-            )
-        homes.append(Home(holder, attribute, path, leaf))
-    _check_untransformed(homes)
-    move_buffers(modules, device)
-    if config.sync_module_states:
-        synchronise(module, modules, leaves_of(homes), groups, seam)
+    with failing_together(axes):
+        _check_unwrapped(module)
+        ignored_modules, ignored_params = ignored_of(module, config)
+        modules = modules_of(module, ignored_modules)
+        materialise(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
+        homes, aliases, ignored_homes = _homes(module, config, ignored_modules, ignored_params)
+        _check_untransformed(homes)
+        move_buffers(modules, device)
+    synchronise(module, modules, leaves_of(homes), axes)
     homes, transformed = transform(homes)
     leaves = leaves_of(homes)
     beginnings = Beginnings(leaves) if config.check_values != "off" else None
@@ -103,7 +83,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         backward_prefetch=config.backward_prefetch,
         forward_prefetch=config.forward_prefetch,
         modules=[each for _, each in modules],
-        owners=list(tied.values()),
+        owners=list({id(owner): owner for home in aliases if (owner := owner_of(home.leaf)) is not None}.values()),
         aliases=aliases,
         island=island,
     )
@@ -115,11 +95,36 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         home.unregister()
     for each in ignored_modules:
         leave_alone(each, None)
-    for each, attributes in ignored_here.items():
+    for each, attributes in ignored_homes.items():
         leave_alone(each, attributes)
     settings = RootSettings(device, config.limit_all_gathers, config.check_values)
     new_root(unit, device, ledger, settings, nested)
     return unit
+
+
+def _homes(
+    module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
+) -> tuple[list[Home], list[Home], dict[nn.Module, set[str]]]:
+    """(homes of what the unit will own, homes of what other units own, attributes that hold ignored parameters)."""
+    homes: list[Home] = []
+    aliases: list[Home] = []
+    ignored: dict[nn.Module, set[str]] = {}
+    for holder, attribute, path in homes_of(module, ignored_modules):
+        leaf = holder._parameters[attribute]
+        assert leaf is not None
+        if leaf in ignored_params:
+            ignored.setdefault(holder, set()).add(attribute)
+        elif (owner := owner_of(leaf)) is not None:
+            _check_tie(owner, module, path, config)
+            aliases.append(Home(holder, attribute, path, leaf))
+        elif getattr(leaf, "_fsdp_flattened", False):
+            raise UsageError(
+                f"{path!r} is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the "
+                "original module, once"
+            )
+        else:
+            homes.append(Home(holder, attribute, path, leaf))
+    return homes, aliases, ignored
 
 
 def new_root(unit: Unit, device: torch.device, ledger: Ledger, settings: RootSettings, nested: list[Unit]) -> Root:

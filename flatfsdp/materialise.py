@@ -1,4 +1,4 @@
-"""A model's first values: from the meta device to memory, and rank 0's for all.
+"""From the meta device to memory and values.
 
 [Note: materialise] A parameter on the meta device gets its memory in place: it stays the same object, so that ties
 inside a unit and across units, and optimizers that hold it, survive. A module whose initialisation raises is put back
@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .agree import compare_before_copy
-from .comm import GroupPlan, Traffic, transport
-from .device import Device
 from .errors import UsageError
-from .storage import Ledger
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -111,37 +107,3 @@ def _lend_stand_in(registry: dict[str, Any], name: str, leaf: torch.Tensor, owne
 
 def _reset_parameters(module: nn.Module) -> None:
     module.reset_parameters()  # type: ignore[operator]  # checked by the caller
-
-
-def synchronise(
-    module: nn.Module,
-    modules: list[tuple[str, nn.Module]],
-    leaves: list[tuple[nn.Parameter, str]],
-    groups: GroupPlan,
-    device: Device,
-) -> None:
-    """Overwrite parameters and buffers with those of rank 0. Collective over both axes.
-
-    Raises:
-        AgreementError: on every rank, where ranks would send tensors that do not fit each other.
-    """
-    traffic, ledger = Traffic(), Ledger()
-    axes = [
-        transport(axis, device, traffic=traffic, ledger=ledger)
-        for axis in (groups.replicate, groups.shard)
-        if axis is not None and axis.size > 1
-    ]
-    tensors: list[tuple[torch.Tensor, str]] = list(leaves)
-    for path, each in modules:
-        prefix = f"{path}." if path else ""
-        tensors += [(buffer, prefix + name) for name, buffer in each._buffers.items() if buffer is not None]
-    subject = f"a unit of class {type(module).__name__}"
-    facts = [(f"{subject}, {path}", f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}") for t, path in tensors]
-    compare_before_copy(axes, [(subject, f"of {len(tensors)} tensors"), *facts])
-    with torch.no_grad():
-        for tensor, _ in tensors:
-            on_device = tensor.detach().to(device.device).contiguous()
-            for axis in axes:
-                axis.broadcast(on_device)
-            if on_device.data_ptr() != tensor.data_ptr():
-                tensor.copy_(on_device)

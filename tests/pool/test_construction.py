@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.comm import Base, doubled
-from flatfsdp.errors import ConfigValueError
+from flatfsdp.errors import AgreementError, ConfigValueError
 from flatfsdp.wrap import CustomPolicy
 from tests.conftest import Run
 from tests.harness.models import WIDTH, Feedforward
@@ -386,6 +386,88 @@ def usable_after(rank: int, world: int, failure: str, orig: bool) -> list[str]:
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_constructor_that_raises(failure: str, orig: bool, pool2: Run) -> None:
     assert not joined(pool2(usable_after, failure, orig))
+
+
+# --- a constructor that raises on one rank only -----------------------------------------------------------------------
+
+
+def constant(module: nn.Module) -> None:
+    for p in module.parameters(recurse=False):
+        nn.init.constant_(p, 0.25)
+
+
+def out_of_luck(module: nn.Module) -> None:
+    raise Broken("out of luck")
+
+
+def wrapped_with_luck(rank: int, net: nn.Module, **options: Any) -> tuple[Any, str]:
+    """`net` wrapped, its third block from the meta device, where initialising it fails on rank 1; what is said."""
+    net[2].to("meta")
+    try:
+        model = FullyShardedDataParallel(net, param_init_fn=out_of_luck if rank == 1 else constant, **options)
+        return model, ""
+    except (Broken, AgreementError) as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def one_fails(rank: int, world: int, **options: Any) -> tuple[str, list[str]]:
+    """What each rank is told, and whether ranks that were told can wrap the module in a second try."""
+    net, expected = seeded(stack), seeded(stack)
+    model, told = wrapped_with_luck(rank, net, use_orig_params=True, **options)
+    if model is None:
+        model = FullyShardedDataParallel(net, param_init_fn=constant, use_orig_params=True, **options)
+    expected[2].apply(constant)
+    other = FullyShardedDataParallel(expected, use_orig_params=True, **options)
+    for each in (model, other):
+        loss_of(each(data(rank, 0))).backward()
+    found, right = full_gradients(model), full_gradients(other)
+    return told, [f"{name} has another gradient" for name in right if not torch.equal(found[name], right[name])]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_one_constructor_fails_while_values_are_copied(strategy: str, nested: bool, pool2: Run) -> None:
+    """All constructors fail, and all modules are usable."""
+    policy = {Feedforward} if nested else None
+    ends = pool2(one_fails, sync_module_states=True, sharding_strategy=strategy, auto_wrap_policy=policy)
+    assert [lines for _, lines in ends] == [[], []]
+    assert [told for told, _ in ends] == [
+        "AgreementError: ranks construct different models; the first difference is in construction: rank 0: goes on; "
+        "rank 1: failed: Broken: out of luck. Build the same module with the same arguments of "
+        "FullyShardedDataParallel on every rank",
+        "Broken: out of luck",
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "nested"), [("FULL_SHARD", False), ("NO_SHARD", False), ("NO_SHARD", True)])
+def test_one_constructor_fails_where_nothing_is_sharded_yet(strategy: str, nested: bool, pool2: Run) -> None:
+    """It fails alone, and its second try joins the others."""
+    policy = {Feedforward} if nested else None
+    ends = pool2(one_fails, sharding_strategy=strategy, auto_wrap_policy=policy)
+    assert ends == [("", []), ("Broken: out of luck", [])]
+
+
+def one_fails_late(rank: int, world: int) -> tuple[str, str]:
+    """What is said in the constructor, and in the first forward where it went well."""
+    model, told = wrapped_with_luck(rank, seeded(stack), auto_wrap_policy={Feedforward})
+    if model is None:
+        return told, ""
+    with pytest.raises(AgreementError) as info:
+        model(data(rank, 0))
+    return told, f"AgreementError: {info.value}"
+
+
+def test_one_constructor_fails_where_others_hold_its_shards(pool2: Run) -> None:
+    """It meets the others in their first forward: its shards do not come back."""
+    message = (
+        "AgreementError: ranks construct different models; the first difference is in construction: rank 0: succeeded; "
+        "rank 1: failed with 2 modules wrapped: Broken: out of luck. Build the same module with the same arguments of "
+        "FullyShardedDataParallel on every rank"
+    )
+    assert pool2(one_fails_late) == [("", message), (message, "")]
+
+
+# --- ties as users see them -------------------------------------------------------------------------------------------
 
 
 def test_what_apply_and_summon_see_of_ties(pool2: Run) -> None:

@@ -40,7 +40,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (4, "optimizers"),
     (5, "consolidate state_dict optim_state checkpoint full_params clip"),
     (5, "summary fsdp1_names"),
-    (6, "wrapper wrap"),
+    (6, "wrapper wrap constructing"),
     (6, "build"),
     (6, "auto_wrap copying"),
     (7, "fully_sharded_data_parallel sharded_grad_scaler __init__"),
