@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 def main() -> None:
     """Learn the sine of a sum, on every rank together."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()

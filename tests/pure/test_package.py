@@ -32,7 +32,7 @@ def pip(*arguments: str | Path) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the sources, so that building leaves no traces in the tree."""
-    pytest.importorskip("setuptools")
+    pytest.importorskip("setuptools", minversion="70.1")  # the first that builds wheels by itself
     folder = tmp_path_factory.mktemp("package")
     sources = folder / "sources"
     shutil.copytree(ROOT / "flatfsdp", sources / "flatfsdp", ignore=shutil.ignore_patterns("__pycache__"))
