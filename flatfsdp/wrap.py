@@ -278,8 +278,8 @@ def plan_wrapping(
         chosen = policy._run_policy(root, closed, dict(kwargs))
     else:
         chosen = {module: dict(kwargs) for module in _ask_function(root, policy, closed, uncounted, separate)}
-    if not chosen and not wrapped:
-        _warn_nothing_chosen(root, policy)
+    if not wrapped and all(module is not root and _has_no_parameters(module) for module in chosen):
+        _warn_nothing_chosen(root, policy, chosen)
 
     overridden = {module for module in root.modules() if module not in closed and isinstance(module, separate)}
     overridden.discard(root)
@@ -422,12 +422,17 @@ def _check_planned(planned: Planned, kwargs: Mapping[str, Any]) -> None:
     check_argument_names(own, where=f"auto_wrap_policy, for {described}")
 
 
-def _warn_nothing_chosen(root: nn.Module, policy: Any) -> None:
+def _has_no_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is None
+
+
+def _warn_nothing_chosen(root: nn.Module, policy: Any, chosen: Collection[nn.Module]) -> None:
     function = getattr(policy, "func", policy)  # of a functools.partial
     name = getattr(function, "__name__", None) or repr(policy)
+    matched = f"only submodules without parameters ({_names_of_classes(chosen)})" if chosen else "no submodule"
     warn(
-        f"auto_wrap_policy: {name} matched no submodule of {type(root).__name__}, which becomes a single unit: all of "
-        f"its parameters are gathered at once. Classes inside: {_names_of_classes(root.modules(), apart_from=root)}."
+        f"auto_wrap_policy: {name} matched {matched} of {type(root).__name__}, which becomes a single unit: all of its "
+        f"parameters are gathered at once. Classes inside: {_names_of_classes(root.modules(), apart_from=root)}."
     )
 
 

@@ -471,6 +471,18 @@ def test_a_policy_that_matches_nothing_warns(policy, name):
     ]
 
 
+def test_a_policy_that_matches_what_has_no_parameters_warns():
+    root = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Dropout())
+    with pytest.warns(FlatFSDPWarning) as caught:
+        plan = plan_wrapping(root, ModuleWrapPolicy({nn.ReLU, nn.Dropout}), kwargs={})
+    assert [planned.path for planned in plan] == ["1", "2"]
+    assert [str(warning.message) for warning in caught] == [
+        "auto_wrap_policy: ModuleWrapPolicy({Dropout, ReLU}) matched only submodules without parameters (Dropout, "
+        "ReLU) of Sequential, which becomes a single unit: all of its parameters are gathered at once. Classes inside: "
+        "Dropout, Linear, ReLU."
+    ]
+
+
 def test_a_policy_whose_one_match_is_the_root_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
