@@ -1,0 +1,77 @@
+"""The benchmark's arithmetic: models of the stated size, paired ratios, rows that must not be believed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tools.benchmark.models import MODELS
+from tools.benchmark.rows import Timings
+from tools.benchmark.statistics import distance, joined, paired_ratio
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("model", "units", "mib"),
+    [("gpt", 11, 91.787), ("small", 64, 1.281), ("mlp", 8, 32.047), ("mlp8x", 8, 256.266), ("experts", 4, 32.133)],
+)
+def test_models_have_the_stated_bytes(model: str, units: int, mib: float) -> None:
+    sizes = MODELS[model].unit_bytes()
+    assert (len(sizes), round(sum(sizes) / MIB, 3)) == (units, mib)
+
+
+@pytest.mark.parametrize("model", ["gpt", "small", "experts"])
+def test_models_and_batches_are_the_same_at_every_call(model: str) -> None:
+    case = MODELS[model]
+    first, second = ([*case.build().parameters(), *case.batch(1, 2)] for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(case.batch(0, 2)[0], case.batch(1, 2)[0])
+
+
+def test_a_slow_round_does_not_change_a_ratio() -> None:
+    assert paired_ratio([2.0, 20.0, 2.2], [4.0, 40.0, 4.0]) == (0.5, 0.5, 0.55)
+
+
+def test_distances_of_trajectories() -> None:
+    assert distance([1.0, 2.02], [1.0, 2.0]) == pytest.approx(0.01)
+    assert distance([1.0, float("nan")], [1.0, float("nan")]) == float("inf")
+    assert distance([1.0], [1.0, 2.0]) == float("inf")
+
+
+def test_small_neighbours_are_sent_together() -> None:
+    assert joined([3, 3, 9, 1, 4, 2], 5) == [6, 9, 5, 2]
+
+
+def cell(engine: str, number: int, seconds: float, losses: list[float]) -> dict[str, Any]:
+    phases = dict.fromkeys(("forward", "backward", "optimizer", "forward cpu", "backward cpu", "optimizer cpu"), 1.0)
+    steps = [{**phases, "step": seconds, "cpu": seconds, "faults": 0, "loss": loss} for loss in losses]
+    return {"round": number, "model": "m", "engine": engine, "ranks": [{"steps": steps, "resident_peak": 0}] * 2}
+
+
+def timings(*cells: dict[str, Any]) -> Timings:
+    truth = [cell(engine, number, 4.0 * (1 + number), [3, 2, 1]) for engine in ("ddp", "fsdp1") for number in range(2)]
+    return Timings([*truth, *cells], "m")
+
+
+def test_rows_pair_rounds() -> None:
+    row = timings(*(cell("flatfsdp", number, 2.0 * (1 + number), [3, 2, 1]) for number in range(2))).row("flatfsdp")
+    assert row["step"] == (3.0, 2.0, 4.0)
+    assert row["step ratio"] == (0.5, 0.5, 0.5)
+
+
+def test_a_row_that_trains_something_else_is_invalid() -> None:
+    wrong = timings(*(cell("flatfsdp", number, 2.0, [3, 2, 1 - 0.1 * number]) for number in range(2)))
+    assert wrong.row("flatfsdp") == {"failure": "INVALID: losses of rank 0 differ from ddp's by 1.0e-01 (round 1)"}
+
+
+def test_one_process_is_compared_while_its_data_are_the_same() -> None:
+    alone = timings(*(cell("floor", number, 1.0, [3, 9, 9]) for number in range(2)))
+    assert alone.failure("floor") is None
+
+
+def test_a_row_that_failed_says_why() -> None:
+    failed = {"round": 0, "model": "m", "engine": "fsdp2", "error": "rank 1: Traceback\n  ...\nValueError: no\n"}
+    assert timings(failed).row("fsdp2") == {"failure": "ValueError: no"}

@@ -1,0 +1,1 @@
+"""The benchmark behind `tools/bench`: flatfsdp beside torch's own engines and a process without communication."""

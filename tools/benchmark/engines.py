@@ -1,0 +1,126 @@
+"""Every engine and all of its settings: the one place to look for whether a comparison is fair.
+
+Settings are each engine's defaults but for what is spelt out here, and the same for the optimizer. What is timed never
+asks which engine it times.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import flatfsdp
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank computes, which modules are units, and how they are sharded.
+
+    Attributes:
+        strategy: FULL_SHARD or SHARD_GRAD_OP.
+        bf16: compute in bfloat16, reduce in float32.
+    """
+
+    device: torch.device
+    unit: type[nn.Module]
+    strategy: str = "FULL_SHARD"
+    bf16: bool = False
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A way to train.
+
+    Attributes:
+        wrap: ``wrap(model, place)``, with the model on its device; collective.
+        alone: one process without a process group.
+        sharded: whether `Place.strategy` means something.
+    """
+
+    title: str
+    wrap: Callable[[nn.Module, Place], nn.Module]
+    alone: bool = False
+    sharded: bool = True
+
+
+def _flat(use_orig_params: bool) -> Callable[[nn.Module, Place], nn.Module]:
+    def wrap(model: nn.Module, place: Place) -> nn.Module:
+        mixed = flatfsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return flatfsdp.FullyShardedDataParallel(
+            model,
+            sharding_strategy=place.strategy,
+            auto_wrap_policy={place.unit},
+            device_id=place.device,
+            use_orig_params=use_orig_params,
+            mixed_precision=mixed if place.bf16 else None,
+        )
+
+    return wrap
+
+
+def _fsdp1(use_orig_params: bool) -> Callable[[nn.Module, Place], nn.Module]:
+    def wrap(model: nn.Module, place: Place) -> nn.Module:
+        from torch.distributed.fsdp import MixedPrecision
+
+        mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is deprecated, and that a world of one rank shards nothing
+            return FSDP1(
+                model,
+                sharding_strategy=ShardingStrategy[place.strategy],
+                auto_wrap_policy=ModuleWrapPolicy({place.unit}),
+                device_id=place.device,
+                use_orig_params=use_orig_params,
+                mixed_precision=mixed if place.bf16 else None,
+            )
+
+    return wrap
+
+
+def _fsdp2(model: nn.Module, place: Place) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = mixed if place.bf16 else MixedPrecisionPolicy()
+    mesh = dist.device_mesh.init_device_mesh(place.device.type, (dist.get_world_size(),))
+    for module in model.modules():
+        if isinstance(module, place.unit):
+            reshard = place.strategy == "FULL_SHARD"
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _ddp(model: nn.Module, place: Place) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def _floor(model: nn.Module, place: Place) -> nn.Module:
+    return model
+
+
+ENGINES = {
+    "flatfsdp": Engine("flatfsdp", _flat(False)),
+    "flatfsdp-orig": Engine("flatfsdp, use_orig_params", _flat(True)),
+    "fsdp1": Engine("FSDP1", _fsdp1(False)),
+    "fsdp1-orig": Engine("FSDP1, use_orig_params", _fsdp1(True)),
+    "fsdp2": Engine("FSDP2", _fsdp2),
+    "ddp": Engine("DDP", _ddp, sharded=False),
+    "floor": Engine("one process", _floor, alone=True, sharded=False),
+}
+BASE = "fsdp1"  # what ratios are relative to
+TRUTH = "ddp"  # whose losses are right
+FLOOR = "floor"
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """The same for all."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)

@@ -1,0 +1,83 @@
+"""What an engine costs the host: CPU time of a step of tiny units in a world whose collectives do nothing."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .engines import ENGINES, Place
+from .models import tiny_case
+from .ranks import World, fake_world
+from .rounds import Cell, attempt, note
+
+UNITS = 16
+BARE = "bare"  # the collectives of a step and nothing else
+STEPS = 12
+TENSORS = (2, 12)
+
+
+def host_rounds(engines: Sequence[str], worlds: Sequence[int], rounds: int) -> list[Cell]:
+    """Microseconds per unit and step, ``{"tensors": {"world": ...}}``, of every engine that a fake world suits."""
+    cells = []
+    for number in range(rounds):
+        for engine in [*engines, BARE]:
+            if engine != "ddp":  # it has no units
+                cell = attempt(World(1, ""), host_microseconds, engine, list(worlds))
+                cells.append({"round": number, "model": "host", "engine": engine, **cell})
+                note(cells[-1])
+    return cells
+
+
+def host_microseconds(rank: int, engine: str, worlds: list[int]) -> dict[str, dict[str, float]]:
+    """Median CPU microseconds of forward and backward per unit, by number of tensors in a unit and by world."""
+    return {str(n): {str(world): _cell(engine, n, world) for world in worlds} for n in TENSORS}
+
+
+def _cell(engine: str, tensors: int, world: int) -> float:
+    case = tiny_case(UNITS, tensors)
+    fake_world(world)
+    try:
+        if engine == BARE:
+            size = case.unit_bytes()[0] // 4
+            step: Any = _Collectives(-(-size // world), world)
+        else:
+            model = ENGINES[engine].wrap(case.build(), Place(torch.device("cpu"), case.unit))
+            batch = case.batch(0, 0)
+
+            def step() -> None:
+                model(*batch).backward()
+                model.zero_grad()
+
+        costs = []
+        gc.collect()
+        for _ in range(3 + STEPS):
+            before = time.process_time_ns()
+            step()
+            costs.append(time.process_time_ns() - before)
+        return median(costs[3:]) / 1000 / UNITS
+    finally:
+        dist.destroy_process_group()
+
+
+class _Collectives:
+    """Two gathers and a reduction for each unit."""
+
+    def __init__(self, shard: int, world: int) -> None:
+        self._shard, self._whole = torch.zeros(shard), torch.zeros(shard * world)
+
+    def __call__(self) -> None:
+        for _ in range(UNITS):
+            _gather(self._whole, self._shard)
+            _gather(self._whole, self._shard)
+            _reduce_scatter(self._shard, self._whole)
+
+
+# torch renames its flat collectives; the newest name is the one without a deprecation warning.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

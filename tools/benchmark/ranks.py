@@ -1,0 +1,102 @@
+"""Fresh processes for every measurement, quickly: forked from a server that has imported torch and computed nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - importing it registers the backend "fake"
+
+_FRESH = multiprocessing.get_context("forkserver")
+_FRESH.set_forkserver_preload(["torch.distributed.fsdp", "torch.testing._internal.distributed.fake_pg"])
+
+
+class RankFailed(Exception):
+    """A rank raised, died, or did not answer in time; the message has the traceback."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The process group that a job finds.
+
+    Attributes:
+        size: ranks; each is a process of its own, except in a fake world, where only rank 0 exists.
+        backend: "gloo", "nccl", "fake", or "" for none.
+    """
+
+    size: int
+    backend: str
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.backend in ("fake", "") else self.size
+
+
+def run(world: World, job: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
+    """``job(rank, *args)`` in a fresh process for every rank of ``world``; what each returned, in rank order.
+
+    A rank computes on one thread, and finds the process group initialised. Raises `RankFailed`.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    for rank in range(world.processes):
+        ours, theirs = _FRESH.Pipe(duplex=False)
+        process = _FRESH.Process(target=_main, args=(rank, world, store.port, theirs, job, args), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    deadline = time.monotonic() + timeout
+    try:
+        return [_answer(rank, pipe, deadline) for rank, pipe in enumerate(pipes)]
+    finally:
+        for process in processes:
+            process.join(0.5)
+            process.kill()
+            process.join()
+
+
+def _answer(rank: int, pipe: Connection, deadline: float) -> Any:
+    try:
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise RankFailed(f"rank {rank} did not answer in time")
+        result, error = pipe.recv()
+    except EOFError:
+        raise RankFailed(f"rank {rank} died") from None
+    if error is not None:
+        raise RankFailed(f"rank {rank}: {error}")
+    return result
+
+
+def _main(rank: int, world: World, port: int, pipe: Connection, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    size = str(world.processes)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        if world.backend == "fake":
+            fake_world(world.size)
+        elif world.backend:
+            if world.backend == "nccl":
+                torch.cuda.set_device(rank)
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group(world.backend, store=store, rank=rank, world_size=world.size)
+        result, error = job(rank, *args), None
+    except BaseException:
+        result, error = None, traceback.format_exc()
+    pipe.send((result, error))
+    if error is None and world.backend and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def fake_world(size: int) -> None:
+    """Make this process rank 0 of a world of ``size`` whose collectives return at once and move nothing."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)

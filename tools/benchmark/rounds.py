@@ -1,0 +1,77 @@
+"""The order of measurements: engines take turns within a round, so that a slow minute hits all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from . import ranks
+from .engines import ENGINES
+from .figures import inspect
+from .jobs import Setting, time_exchange, time_steps
+from .machine import Watch
+from .models import Case
+from .ranks import RankFailed, World
+from .statistics import joined
+
+RANKS = 2
+EXCHANGE = "exchange"  # the pseudo engine that only communicates
+JOIN = 2**20  # bytes: the bare exchange sends what is smaller together with its neighbours
+Cell = dict[str, Any]
+
+
+def world_of(engine: str, backend: str = "gloo", size: int = RANKS) -> World:
+    """Where an engine runs."""
+    return World(1, "") if ENGINES[engine].alone else World(size, backend)
+
+
+def time_rounds(cases: Sequence[Case], engines: Sequence[str], rounds: int, steps: int | None) -> Cell:
+    """Every engine on every model, ``rounds`` times: ``{"cells": [...], "load": [...]}``.
+
+    A cell is one (round, model, engine), with what `time_steps` returned on every rank, or the error.
+    """
+    cells, loads = [], []
+    for number in range(rounds):
+        watch = Watch()
+        for case in cases:
+            # Each engine is the first after the others' turn once: what a turn leaves behind falls on everybody.
+            turn = number % len(engines)
+            for engine in [*engines[turn:], *engines[:turn], EXCHANGE]:
+                count = steps or case.steps
+                if engine == EXCHANGE:
+                    sizes = joined(case.unit_bytes(), JOIN)
+                    cell = attempt(World(RANKS, "gloo"), time_exchange, sizes, count)
+                else:
+                    cell = attempt(world_of(engine), time_steps, Setting(case, engine), count)
+                for rank in cell.get("ranks", []):
+                    watch.used(rank["process_cpu"])
+                cells.append({"round": number, "model": case.name, "engine": engine, **cell})
+                note(cells[-1])
+        loads.append(watch.end())
+    return {"cells": cells, "load": loads}
+
+
+def inspect_all(cases: Sequence[Case], engines: Sequence[str]) -> list[Cell]:
+    """Exact figures of every engine on every model, for each strategy that it has, on rank 0."""
+    cells = []
+    for case in cases:
+        for engine in engines:
+            for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")[: 2 if ENGINES[engine].sharded else 1]:
+                cell = attempt(world_of(engine), inspect, Setting(case, engine, strategy))
+                cells.append({"model": case.name, "engine": engine, "strategy": strategy, **cell})
+                note(cells[-1])
+    return cells
+
+
+def attempt(world: World, job: Any, *args: Any) -> Cell:
+    """What every rank returned, or the error in words: one engine that fails takes no other's figures along."""
+    try:
+        return {"ranks": ranks.run(world, job, *args)}
+    except RankFailed as error:
+        return {"error": str(error)}
+
+
+def note(cell: Cell) -> None:
+    """One line on the terminal for a measurement that is done."""
+    words = [str(value) for key, value in cell.items() if key in ("round", "model", "engine", "strategy", "world")]
+    print(*words, "FAILED" if "error" in cell else "", flush=True)
