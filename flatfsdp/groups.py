@@ -52,15 +52,15 @@ def resolve_groups(config: Config) -> Config:
     mesh, given = config.device_mesh, config.process_group
     hybrid = config.sharding_strategy in HYBRIDS
     if mesh is not None:
+        if mesh.get_coordinate() is None:
+            raise ConfigValueError(
+                f"device_mesh: rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}. Wrap on its ranks only"
+            )
         group = (mesh.get_group(1), mesh.get_group(0)) if hybrid else mesh.get_group(0)
     elif given is not None:
         group = given
     else:
         group = _groups_of_nodes() if hybrid else dist.group.WORLD
-    members: tuple[Any, ...] = tuple(group) if hybrid else (group,)
-    for each in members:
-        if dist.get_rank(each) < 0:
-            raise ConfigValueError(f"process_group: rank {dist.get_rank()} is not a member of the group it was given")
     return config.replace(process_group=group, device_mesh=None)
 
 
@@ -119,13 +119,13 @@ def _groups_of_nodes() -> tuple[Any, Any]:
     found = _node_groups.get(world)
     if found is None or not all(map(_exists, found)):
         size, rank = dist.get_world_size(), dist.get_rank()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or accelerator_count()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or accelerator_count()
         if local < 1 or size % local:
+            source = "LOCAL_WORLD_SIZE" if os.environ.get("LOCAL_WORLD_SIZE") else "the accelerators of this machine"
+            count = f"{local}, by {source}, do not divide the world of {size}" if local else "nothing tells how many"
             raise ConfigValueError(
-                "process_group: the hybrid strategies shard over the ranks of a node, but LOCAL_WORLD_SIZE is "
-                f"{os.environ.get('LOCAL_WORLD_SIZE', 'not set')} and does not divide the world of {size}. Launch with "
-                "torchrun, or give process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, "
-                "shard)"
+                f"process_group: the hybrid strategies shard over the ranks of a node, but {count}. Launch with "
+                "torchrun, or give process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"
             )
         shard = replicate = None
         with expecting(range(size), f"wraps a module over nodes of {local} ranks"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, groups
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
+from flatfsdp.wrap import CustomPolicy
 from tests.harness.fake import fake_world
 
 
@@ -208,6 +211,49 @@ single unit: all of its parameters are gathered at once. Classes inside: Linear,
     )
 
 
+def test_a_mesh_without_this_rank() -> None:
+    with fake_world(4):
+        mesh = DeviceMesh("cpu", [2, 3])
+        assert_expected_inline(
+            said(lambda: FullyShardedDataParallel(linear(), device_mesh=mesh), ConfigValueError),
+            """device_mesh: rank 0 is not in the mesh [2, 3]. Wrap on its ranks only""",
+        )
+
+
+@pytest.mark.parametrize(
+    ("variable", "accelerators", "found"),
+    [
+        ("3", 0, "3, by LOCAL_WORLD_SIZE, do not divide the world of 4"),
+        (None, 3, "3, by the accelerators of this machine, do not divide the world of 4"),
+        (None, 0, "nothing tells how many"),
+    ],
+)
+def test_hybrid_over_unknown_nodes(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, accelerators: int, found: str
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", variable or "")
+    monkeypatch.setattr(groups, "accelerator_count", lambda: accelerators)
+    net = nn.Sequential(linear())
+    options: Any = {"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": {nn.Linear}}
+    with fake_world(4):
+        message = said(lambda: FullyShardedDataParallel(net, **options), ConfigValueError).replace("\n", " ")
+    assert message == (
+        f"process_group: the hybrid strategies shard over the ranks of a node, but {found}. Launch with torchrun, or "
+        "give process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"
+    )
+
+
+def test_a_policy_that_ignores(world: None) -> None:
+    net = nn.Sequential(nn.Sequential(linear(), linear()))
+    policy = CustomPolicy(lambda module: {"ignored_modules": [net[0][1]]} if module is net[0] else False)
+    assert_expected_inline(
+        said(lambda: FullyShardedDataParallel(net, auto_wrap_policy=policy), ConfigValueError),
+        """\
+auto_wrap_policy: it gives a unit ignored_modules or ignored_states of its own; give them to the
+outermost wrapper, which passes them to all units""",
+    )
+
+
 def test_a_tie_over_different_ranks() -> None:
     with fake_world(4):
         net = Pair(tied=True)
@@ -291,6 +337,42 @@ def test_no_sync_on_a_nested_unit(world: None) -> None:
 no_sync() was called on a nested unit (Linear); call it on the outermost FullyShardedDataParallel
 module (Sequential)""",
     )
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("change", [nn.Module.half, nn.Module.cpu])
+def test_a_cast_or_a_move_before_the_backward(world: None, change: Callable[[nn.Module], Any], orig: bool) -> None:
+    net = nn.Sequential(linear(), linear())
+    model = FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=orig)
+    output = model(torch.ones(1, 4)).sum()
+    assert_expected_inline(
+        said(lambda: change(model)),
+        """\
+unit '0': .to(), .half() and their like change parameters between iterations only; a forward here
+still awaits its backward""",
+    )
+    output.backward()
+    change(model)
+
+
+# --- pickles ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pickle_of_another_rank() -> None:
+    with fake_world(4):
+        pair = pickle.dumps(FullyShardedDataParallel(linear(), process_group=dist.new_group([0, 1])))
+        all_four = pickle.dumps(FullyShardedDataParallel(linear()))
+    with fake_world(4, rank=3):
+        assert_expected_inline(
+            said(lambda: pickle.loads(pair)),
+            """this model was pickled on a rank of the group (0, 1); rank 3 is not one of them""",
+        )
+        assert_expected_inline(
+            said(lambda: pickle.loads(all_four)),
+            """\
+this model was pickled on rank 0 of its shard group and is loaded on rank 3; load each rank's own
+pickle""",
+        )
 
 
 # --- optimizers built before wrapping ---------------------------------------------------------------------------------
