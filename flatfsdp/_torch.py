@@ -18,6 +18,7 @@ REASONS = {
     "torch._C._autograd._unsafe_set_version_counter": "a unit gathered again with unchanged weights must look "
     "unchanged to saved tensors (retain_graph), and only this sets a version back",
     "torch._C._current_graph_task_id": "a forward inside a backward is a recomputation; nothing public tells",
+    "torch._C._will_engine_execute_node": "which of several gradients a backward will bring; nothing public tells",
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded "
     "gradient, after ours",
@@ -32,6 +33,7 @@ def missing() -> list[str]:
     probes: dict[str, Callable[[], object]] = {
         "torch._C._autograd._unsafe_set_version_counter": lambda: torch._C._autograd._unsafe_set_version_counter,
         "torch._C._current_graph_task_id": lambda: torch._C._current_graph_task_id,
+        "torch._C._will_engine_execute_node": lambda: torch._C._will_engine_execute_node,
         "torch.autograd.Variable._execution_engine.queue_callback": lambda: (
             torch.autograd.Variable._execution_engine.queue_callback
         ),
@@ -74,6 +76,11 @@ def in_backward() -> bool:
 def graph_task() -> int:
     """The id of the running graph task, -1 outside a backward."""
     return torch._C._current_graph_task_id()
+
+
+def will_compute(node: Any) -> bool:
+    """Whether the running graph task brings a gradient to `node`, which is no leaf's."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -207,7 +207,8 @@ def summon(
 ) -> Iterator[None]:
     """Whole parameters for the units' modules inside the context. Collective over their axes, on entry (and on exit
     with `writeback` and `rank0_only`)."""
-    for root in {id(unit.root): unit.root for unit in units}.values():
+    roots = {id(unit.root): unit.root for unit in units}.values()
+    for root in roots:
         root.lazy_init()
         if not _torch.in_backward():
             root.settle_down()
@@ -222,13 +223,19 @@ def summon(
                 f"summon_full_params() inside a forward or backward (unit {unit.label} is in {unit.phase.value}); call "
                 "it between iterations"
             )
+        if with_grads and any(grads.window_open for grads in unit.grads):
+            raise UsageError(
+                f"summon_full_params(with_grads=True): the gradients of unit {unit.label} were accumulated under "
+                "no_sync() and differ between ranks, so there is no whole one. Summon them after a backward outside of "
+                "no_sync(), or leave with_grads out"
+            )
+    for root in roots:
+        if not all(unit.is_between() for unit in units if unit.root is root):
+            root.come_to_rest()
     with ExitStack() as undo:
         summoned = []
         for unit in units:
-            if unit.is_between():
-                unit.write_back()
-            else:
-                unit.rest()
+            unit.write_back()
             for kind in range(len(unit.handles)):
                 summoned.append(
                     _Summoned(

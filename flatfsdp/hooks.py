@@ -93,17 +93,50 @@ def before_backward_of(tensor: torch.Tensor, callback: Callable[[], None]) -> An
     return tensor.register_hook(told)
 
 
-def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> list[Any]:
+class Arrivals:
+    """Told once per backward when the gradients of all its tensors that this backward computes are there.
+
+    [Note: arrivals] torch's own `register_multi_grad_hook` lets each tensor's hook hold the nodes of all: a cycle
+    through the graph that only the garbage collector breaks, and all activations in it. Here the hooks hold this object
+    weakly, and whoever stands downstream of the tensors keeps it: what it holds then points the way the graph does.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> None:
+        self._nodes = [tensor.grad_fn for tensor in tensors]
+        self._callback = callback
+        self._missing: dict[int, int] = {}  # by graph task
+
+    def arrive(self) -> None:
+        """One of the gradients is there."""
+        task = _torch.graph_task()
+        missing = self._missing.get(task)
+        if missing is None:
+            missing = sum(map(_torch.will_compute, self._nodes))
+        self._missing[task] = missing - 1
+        if missing == 1:
+            del self._missing[task]
+            self._callback()
+
+
+def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> tuple[list[Any], object]:
     """Call `callback` once per backward when the gradients of all `tensors` that it computes are there.
 
-    Leaves among other tensors are not waited for, and leaves alone only if all of their gradients are computed: nothing
-    tells whether an `autograd.grad` will reach a leaf.
+    Returns what removes the hooks, and what must be kept alive, downstream of `tensors`, for as long as they shall
+    work. Leaves among other tensors are not waited for, and leaves alone only if all of their gradients are computed:
+    nothing tells whether an `autograd.grad` will reach a leaf.
     """
     inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
-    if len(inner) == 1:  # `register_multi_grad_hook` would leave a cycle through the graph and all that it reaches
-        return [before_backward_of(inner[0], callback)]
+    if len(inner) == 1:
+        return [before_backward_of(inner[0], callback)], None
     if inner:
-        return [torch.autograd.graph.register_multi_grad_hook(inner, lambda grads: callback(), mode="all")]
+        arrivals = Arrivals(inner, callback)
+        this = weakref.ref(arrivals)
+
+        def one_arrived(grad: torch.Tensor) -> None:
+            if (found := this()) is not None:
+                found.arrive()
+
+        return [tensor.register_hook(one_arrived) for tensor in inner], arrivals
     arrived: dict[int, int] = {}
 
     def told(grad: torch.Tensor) -> None:
@@ -113,7 +146,7 @@ def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], No
             del arrived[task]
             callback()
 
-    return [tensor.register_hook(told) for tensor in tensors]
+    return [tensor.register_hook(told) for tensor in tensors], None
 
 
 class EndOfBackward:
@@ -130,8 +163,12 @@ class EndOfBackward:
         self._called = False
 
     def __call__(self) -> None:
-        self._ended()
-        self._called = True  # an error at the end is a failed backward, too
+        self._called = True
+        try:
+            self._ended()
+        except BaseException:  # at once: the traceback keeps this object, and the destructor would come late
+            self._failed()
+            raise
 
     def __del__(self) -> None:
         if not self._called:

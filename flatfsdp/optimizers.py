@@ -34,7 +34,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for root in unsettled:
             if any(id(leaf) in stepped for unit in root.units for handle in unit.handles for leaf in handle.leaves):
-                root.rest_for_step()
+                root.come_to_rest()
     if _checked.get(optimizer) != registry.generation:
         _check(optimizer)
         _checked[optimizer] = registry.generation

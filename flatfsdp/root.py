@@ -228,8 +228,12 @@ class Root:
             return
         self.agreement.begin_forward(training=torch.is_grad_enabled())
         self.settle_down()
-        for each in self.units:
-            each.write_back()
+        try:
+            for each in self.units:
+                each.write_back()
+        except BaseException:
+            self.abandon()
+            raise
         if torch.is_grad_enabled():
             self.agreement.compare_values(self)
             if self.record.consumed:
@@ -386,7 +390,11 @@ class Root:
 
     def gradient_arrived(self) -> None:
         """This backward computes gradients of parameters."""
-        self._running().fired = True
+        backward = self._running()
+        if not backward.fired:
+            backward.fired = True
+            if backward.sync:
+                self.agreement.check_gradients(came=True)
 
     def expect_gradients(self, unit: Unit) -> None:
         """`unit` takes part in the reductions of this backward."""
@@ -454,6 +462,8 @@ class Root:
                 for unit in rest:
                     for grads in unit.grads:
                         grads.keep()
+        elif backward.sync and backward.reductions.rest():
+            self.agreement.check_gradients(came=False)
         self.backward = None
         if backward.double:
             self._whole_for_double = True
@@ -514,11 +524,12 @@ class Root:
         left = self._failed or self._whole_for_double or self.backward is not None
         return left or not (self.record.consumed or self.record.empty)
 
-    def rest_for_step(self) -> None:
-        """An optimizer is about to step: parameters show their shards. A backward that still comes gathers again."""
+    def come_to_rest(self) -> None:
+        """Shards are about to be written to: parameters show them. A backward that still comes gathers again."""
         self.settle_down()
         for unit in self.units:
-            unit.rest()
+            if unit.phase is not Phase.SUMMONED:
+                unit.rest()
         self._end_lanes()
         self._at_rest = True
 
@@ -541,21 +552,22 @@ class Root:
         buffer = handle.reshard()
         if buffer is None:
             return
-        held = Held(handle.name, self.device.mark(), buffer)
         if self.device.has_streams:
-            self._held.append(held)
+            self._held.append(Held(handle.name, self.device.mark(), buffer))
         else:
-            self._give_back([held])
+            buffer.free()
 
     def make_room(self, needed: FlatBuffer | None, *, ahead: bool) -> None:
         """Memory is about to be taken on the unshard lane, for `needed` if that exists; `ahead` of its use."""
+        if not self._held:
+            return
         for held in self._held:
             if held.buffer is needed:
                 self.lanes.unshard.await_mark(held.mark)
         self._held = [held for held in self._held if held.buffer is not needed]
         if not self._limit:
             due = [held for held in self._held if self.device.is_past(held.mark)]
-        elif ahead or not self._held:
+        elif ahead or not self._held:  # all but `needed`, which is in use again
             due = self._held
         else:
             due = [held for held in self._held if held.unit != self._held[-1].unit]

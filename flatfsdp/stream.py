@@ -46,6 +46,8 @@ class Said(NamedTuple):
     step: int
 
 
+_CAME = Symbol(number("came"), "computed gradients of parameters in its backward")
+_NONE_CAME = Symbol(number("none came"), "ended a backward that computed no gradient of a parameter")
 _ENDED = {kind: Symbol(number(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
 
 
@@ -88,6 +90,8 @@ class Stream(Peers):
         self.busy = True
         self._kind = self._opening = TRAINING if training else EVALUATION
         self._meet_abandoned()
+        if self._sharded:
+            self._start("the beginning of a forward")
 
     def _meet_abandoned(self) -> None:
         """If the last iteration was abandoned here, wait for the others to say the same."""
@@ -148,6 +152,28 @@ class Stream(Peers):
         self._start("a backward")
         symbol = Symbol(number(f"{root.sync} {entered} {anchored} {reduced}"), words)
         self._next(symbol, opens=not self._sharded, completes=True)
+
+    def check_gradients(self, *, came: bool) -> None:
+        """The first gradient of a parameter came in a backward that reduces, or it ended and none `came`.
+
+        Where none comes a rank reduces nothing (`torch.autograd.grad` brings none), so all ranks must be alike. That
+        none comes is the rare case and part of the stream; that some come is only where the other was expected. No
+        collective.
+
+        Raises:
+            AgreementError: on every rank, within seconds.
+        """
+        if self._watch is None:
+            return
+        self._raise_verdict()
+        expected, symbol = self._habit.expected(), _CAME if came else _NONE_CAME
+        if came and expected not in (_CAME.code, _NONE_CAME.code):
+            return
+        if expected != symbol.code:
+            self._met.append(self._place)
+            self._leave_note(self._place, symbol, issued=None if came else self._issued(), alarm=True)
+            self._meet(self._place)
+        self._follow(symbol, completes=True)
 
     def rest(self) -> None:
         """Back to between iterations, where this rank waits for nobody."""

@@ -8,7 +8,7 @@ backward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from .lifecycle import PHASE_STEPS, Phase, ShardState, step
 from .policy.strategy import Traits
 from .trees import cast_floating, map_tensors, move, tensors_in
 from .values import Beginnings
-from .views import Exposure, Home, Shown, check_exposed, check_homes, check_unwritten
+from .views import Exposure, Home, Shown, check_exposed, check_homes, check_unwritten, refuse_gradient
 
 if TYPE_CHECKING:
     from .extensions import Extended
@@ -33,9 +33,16 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """One forward of a unit: a name for what its backward still has to do."""
+    """One forward of a unit: a name for what its backward still has to do.
 
-    __slots__ = ()
+    The anchors of its outputs hold it, and with it `kept`, what watches its inputs; the inputs' hooks hold it weakly
+    ([Note: arrivals]).
+    """
+
+    __slots__ = ("__weakref__", "kept")
+
+    def __init__(self) -> None:
+        self.kept: object = None
 
 
 class Unit:
@@ -80,7 +87,7 @@ class Unit:
         self.forward_prefetch = forward_prefetch
         self.modules = list(modules)
         self.owners: list[Unit] = []
-        self._borrowers: weakref.WeakSet[Unit] = weakref.WeakSet()
+        self._borrowers: list[weakref.ref[Unit]] = []
         self.tied_modules: list[nn.Module] = []  # those of the owners, in a copy: all are there once its root is
         self.borrow_from(owners)
         self.aliases = list(aliases)
@@ -92,7 +99,8 @@ class Unit:
         self.grads = [Gradients(handle, shown) for handle, shown in zip(self.handles, self.shown, strict=True)]
         self._root: weakref.ref[Root] | None = None
         self.own_root: Root | None = None  # until the wrapper takes it: a root owns its units, and no cycle may remain
-        self._watched: set[tuple[int, int]] = set()
+        self._watched: list[set[int]] = [set() for _ in self.handles]  # leaves that tell when their gradient is there
+        self._foretelling: set[int] = set()  # ids of leaves that tell before
         # Calls whose backward has begun and has not reached their inputs: something in it may still read the
         # parameters.
         self._open_calls: set[Call] = set()
@@ -113,7 +121,7 @@ class Unit:
         """Hold parameters of `owners` too."""
         self.owners = list(owners)
         for owner in self.owners:
-            owner._borrowers.add(self)
+            owner._borrowers.append(weakref.ref(self))
 
     # -- identity ----------------------------------------------------------------------------------------------------
 
@@ -128,6 +136,7 @@ class Unit:
     def join(self, root: Root) -> None:
         """Belong to `root` from now on."""
         self._root = weakref.ref(root)
+        self._trace = root.trace
         for handle in self.handles:
             handle.move_to_ledger(root.ledger)
 
@@ -138,11 +147,11 @@ class Unit:
 
     def enter_phase(self, phase: Phase) -> None:
         """Change the phase, by the table."""
-        self.phase = step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self.root.trace)
+        self.phase = step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self._trace)
 
     def note(self, kind: str) -> None:
         """Record an event of this unit."""
-        self.root.trace.record(kind, self.name, self.phase.value)
+        self._trace.record(kind, self.name, self.phase._value_)
 
     @property
     def hidden(self) -> list[Home]:
@@ -163,26 +172,32 @@ class Unit:
         """Whether all data is sharded."""
         return all(handle.state is ShardState.SHARDED for handle in self.handles)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all data is unsharded, or on its way."""
+        return not any(handle.state is ShardState.SHARDED for handle in self.handles)
+
     def launch_unshard(self, *, ahead: bool = False) -> None:
         """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis."""
-        launched = False
+        if self.is_whole:
+            return
+        root = self.root
+        full = root.in_full_precision(self)
         for handle in self.handles:
             if handle.state is ShardState.SHARDED:
-                full = self.root.in_full_precision(self)
                 dtype = handle.precision.master if full else handle.precision.compute
-                self.root.make_room(handle.buffer(dtype), ahead=ahead)
-                handle.launch_unshard(self.gather, self.root.lanes.unshard, dtype=dtype)
+                root.make_room(handle.buffer(dtype), ahead=ahead)
+                handle.launch_unshard(self.gather, root.lanes.unshard, dtype=dtype)
                 if handle.offload:
-                    self.root.uploaded = self.root.lanes.unshard.mark()
-                launched = True
-        if launched:
-            self.note("gather")
+                    root.uploaded = root.lanes.unshard.mark()
+        self.note("gather")
 
     def wait_unshard(self) -> None:
         """Order the caller after the gathers and let the leaves show the whole."""
         arrived = False
-        for handle in self.handles:
+        for handle, shown in zip(self.handles, self.shown, strict=True):
             if handle.state is ShardState.GATHERING:
+                shown.unhide()
                 handle.wait_unshard()
                 arrived = True
         if arrived:
@@ -199,8 +214,8 @@ class Unit:
                 handle.wait_unshard()
             if handle.state is ShardState.UNSHARDED:
                 if handle.owns_unsharded or exposure is Exposure.SHARD:
-                    shown.show(exposure)
                     self.root.free(handle)
+                    shown.show(exposure)
                     freed = True
             else:
                 shown.show(exposure)
@@ -275,15 +290,19 @@ class Unit:
         """With the flat parameter registered, its `requires_grad` is the one that users set."""
         for handle in self.handles:
             if not handle.use_orig_params:
+                wanted = handle.flat_param.requires_grad
                 for leaf in handle.leaves:
-                    if leaf.requires_grad != handle.flat_param.requires_grad:
-                        leaf.requires_grad_(handle.flat_param.requires_grad)
+                    if leaf.requires_grad != wanted:
+                        leaf.requires_grad_(wanted)
 
     def _watch_leaves(self) -> None:
         for kind, handle in enumerate(self.handles):
+            watched = self._watched[kind]
+            if len(watched) == len(handle.leaves):
+                continue
             for index, leaf in enumerate(handle.leaves):
-                if leaf.requires_grad and (kind, index) not in self._watched:
-                    self._watched.add((kind, index))
+                if leaf.requires_grad and index not in watched:
+                    watched.add(index)
                     hooks.watch_leaf(leaf, self, kind, index)
 
     def _watch_inputs(self, root: Root, inputs: Any) -> Call | None:
@@ -300,16 +319,16 @@ class Unit:
         if not awaited:
             return None
         call = Call()
-        me = weakref.ref(self)
+        me, this = weakref.ref(self), weakref.ref(call)
         if len(awaited) == 1 and root.follow_anchor(awaited[0], me, call):
             return call
 
         def arrived() -> None:
-            unit = me()
-            if unit is not None:
-                unit.inputs_ready(call)
+            unit, known = me(), this()
+            if unit is not None and known is not None:
+                unit.inputs_ready(known)
 
-        registered = hooks.after_backward_to(awaited, arrived)
+        registered, call.kept = hooks.after_backward_to(awaited, arrived)
         if all(tensor.grad_fn is None for tensor in awaited):
             root.unhook_later(registered)
         return call
@@ -364,7 +383,12 @@ class Unit:
     @property
     def _lent(self) -> bool:
         """Whether a unit that holds some of these parameters too is in its forward."""
-        return any(unit.phase is Phase.FORWARD for unit in self._borrowers)
+        return any(unit.phase is Phase.FORWARD for unit in self._alive_borrowers())
+
+    def _alive_borrowers(self) -> Iterator[Unit]:
+        for ref in self._borrowers:
+            if (unit := ref()) is not None:
+                yield unit
 
     def lent_no_more(self) -> None:
         """A unit that holds some of these parameters too has run its forward: reshard, unless they are needed still."""
@@ -406,10 +430,10 @@ class Unit:
             if unit is not None and unit.phase is Phase.IDLE:
                 unit.before_backward()
 
-        for kind, handle in enumerate(self.handles):
-            for index, leaf in enumerate(handle.leaves):
-                if leaf.requires_grad and (kind, -1 - index) not in self._watched:
-                    self._watched.add((kind, -1 - index))
+        for handle in self.handles:
+            for leaf in handle.leaves:
+                if leaf.requires_grad and id(leaf) not in self._foretelling:
+                    self._foretelling.add(id(leaf))
                     hooks.before_leaf(leaf, reached)
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -426,7 +450,7 @@ class Unit:
         root.begin_backward()
         if call is not None:
             self._open_calls.add(call)
-        if self.phase is Phase.PRE_BACKWARD and not any(h.state is ShardState.SHARDED for h in self.handles):
+        if self.phase is Phase.PRE_BACKWARD and self.is_whole:
             return
         for handle in self.handles:
             check_exposed(handle, self.name)
@@ -458,11 +482,14 @@ class Unit:
         if not self.armed:
             self.arm()
             self.enter_phase(Phase.PRE_BACKWARD)
-        leaf = self.handles[kind].leaves[index]
+        handle = self.handles[kind]
+        leaf = handle.leaves[index]
         grad = leaf.grad
         leaf.grad = None
         if grad is None:
             return
+        if grad.shape != handle.layout.params[index].shape:
+            refuse_gradient(handle, index, grad)
         root.gradient_arrived()
         self.grads[kind].arrive(index, grad.detach())
         del grad  # moved, or collected: what follows may take memory
@@ -497,7 +524,7 @@ class Unit:
 
     def _release(self, root: Root) -> None:
         """Reshard after the unit's part of the backward, unless the parameters are needed still."""
-        lent = any(unit._open_calls for unit in self._borrowers)
+        lent = any(unit._open_calls for unit in self._alive_borrowers())
         if not lent and not self.needed_whole and not root.keeps_whole(self):
             self.reshard(Exposure.NOTHING)
             root.released(self)

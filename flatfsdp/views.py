@@ -2,7 +2,7 @@
 
 [Note: exposure] A handle's leaves show one of three things, together: their place in the *shard* (at rest), the *whole*
 (N-D views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded and the backward,
-where a shard of one element would broadcast unnoticed).
+where a shard of one element would broadcast unnoticed; [Note: hidden]).
 
 [Note: homes] A home is a (module, attribute) under which a parameter is registered. Tied parameters have several,
 perhaps in modules of other units. With `use_orig_params=False` the homes inside a unit give up the registration (the
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import nn
 
-from .errors import UsageError
+from .errors import UsageError, fail
 from .flat_param import FlatParamHandle, dense
+from .hidden import hide, may_hide, unhide
 from .lifecycle import ShardState
 
 if TYPE_CHECKING:
@@ -73,23 +74,33 @@ class Shown:
         self.extended: list[Extended] = []  # those of the leaves that modules see transformed
         self.exposure = Exposure.WHOLE
         self.show(Exposure.SHARD)
+        may_hide(handle)
 
     def show(self, exposure: Exposure) -> None:
         """Let every leaf show `exposure`."""
         if exposure is self.exposure:
             return
         handle = self.handle
+        self.unhide()
         if exposure is Exposure.NOTHING:
+            nothing = handle.nothing
             for leaf in handle.leaves:
-                leaf.data = handle.nothing
+                leaf.data = nothing
+                hide(leaf)
         else:
             views = handle.sharded_views if exposure is Exposure.SHARD else handle.unsharded_views
             for leaf, view in zip(handle.leaves, views, strict=True):
                 leaf.data = view
         self.exposure = exposure
-        if exposure is not Exposure.WHOLE:
+        if self.extended and exposure is not Exposure.WHOLE:
             for each in self.extended:
                 each.uninstall(hidden=not handle.use_orig_params)
+
+    def unhide(self) -> None:
+        """The leaves are about to show something: nobody but the engine asks them until then."""
+        if self.exposure is Exposure.NOTHING:
+            for leaf in self.handle.leaves:
+                unhide(leaf)
 
     def install_extended(self) -> None:
         """Let modules see what extensions make of the leaves, anew: each pass has a graph of its own.
@@ -111,7 +122,7 @@ class Shown:
 
     def show_again(self) -> None:
         """Point the leaves at the shard anew (it moved)."""
-        self.exposure = Exposure.NOTHING
+        self.exposure = Exposure.WHOLE
         self.show(Exposure.SHARD)
 
     def replace_shard(self, shard: torch.Tensor) -> None:
@@ -261,6 +272,19 @@ def check_exposed(handle: FlatParamHandle, name: str) -> None:
     """Refuse a change of parameters between forward and backward while they are kept unsharded."""
     if handle.state is ShardState.UNSHARDED and handle.is_stale:
         _refuse_writes(handle, name, "between forward and backward")
+
+
+def refuse_gradient(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> NoReturn:
+    """Refuse a gradient of leaf `index` that is not that of the whole parameter."""
+    spec = handle.layout.params[index]
+    fail(
+        UsageError(
+            f"parameter {spec.name!r} of unit {handle.name or '<root>'!r} received a gradient of shape "
+            f"{tuple(grad.shape)}; expected {spec.shape}. It was used outside the forward of its unit, where it shows "
+            "this rank's shard: compute terms over parameters (an L2 penalty, say) inside the forward of the module "
+            "that holds them, or under torch.no_grad()"
+        )
+    )
 
 
 def _refuse_writes(handle: FlatParamHandle, name: str, when: str) -> NoReturn:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flatfsdp.errors import UsageError
 from tests.harness import fresh
 from tests.pool.test_agree import PARTING, Net, step, wrap
 
@@ -47,6 +48,13 @@ def part(rank: int, world: int, case: str) -> None:
         model.module.blocks[1].linear.weight.register_hook(refuse)
         with contextlib.suppress(ValueError):
             step(model)
+    elif case == "a value's shape":
+        weight = model.module.blocks[1].linear.weight
+        good = weight.data
+        weight.data = torch.zeros(3) if odd else good
+        with contextlib.suppress(UsageError):
+            step(model)
+        weight.data = good
     step(model)
     step(model)
 
@@ -73,10 +81,54 @@ def told_to_all(outcomes: list[fresh.Outcome]) -> str:
             "rank 1 entered unit 'blocks.1'",
         ),
         ("backward", "rank 0 went on in a backward; rank 1 abandoned its iteration in a backward"),
+        (
+            "a value's shape",
+            "rank 0 began a training forward at unit <root>; rank 1 abandoned its iteration in the beginning of a "
+            "forward after UsageError: the .data of 'linear.weight' was replaced by a tensor of shape (3,); expected "
+            "this rank's shard of it, (6,), or the whole parameter, (4, 4). Inside summon_full_params() parameters "
+            "have their whole shape",
+        ),
     ],
 )
 def test_ranks_part(case: str, told: str) -> None:
-    assert told_to_all(fresh.run(2, part, case, timeout=LIMIT)) == f"ranks part ways in step 3: {told}{PARTING}"
+    begun = 2 if case == "a value's shape" else 3  # there the third iteration has not begun
+    assert told_to_all(fresh.run(2, part, case, timeout=LIMIT)) == f"ranks part ways in step {begun}: {told}{PARTING}"
+
+
+class Aside(Net):
+    """Returns its input, too: a gradient of that reaches no parameter."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x), 2 * x
+
+
+def reach(rank: int, world: int, usual: str) -> None:
+    """Backwards of one kind on all ranks, then one that is not on the last."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = wrap(Aside())
+    for i in range(5):
+        output, aside = model(torch.ones(2, 4, requires_grad=True))
+        reaches = (usual == "parameters") != (i == 3 and rank == world - 1)
+        (output if reaches else aside).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("usual", "told"),
+    [
+        (
+            "parameters",
+            "rank 0 went on in a backward; rank 1 ended a backward that computed no gradient of a parameter",
+        ),
+        (
+            "nothing",
+            "rank 0 ended a backward that computed no gradient of a parameter; rank 1 computed gradients of "
+            "parameters in its backward",
+        ),
+    ],
+)
+def test_one_backward_reaches_no_parameter(usual: str, told: str) -> None:
+    assert told_to_all(fresh.run(2, reach, usual, timeout=LIMIT)).startswith(f"ranks part ways in step 4: {told}.")
 
 
 def test_one_of_three_parts() -> None:

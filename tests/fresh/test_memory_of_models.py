@@ -117,6 +117,50 @@ def test_peak_of_a_step_is_a_stated_sum(
             assert expected <= found[f"peak {step}"] <= expected + inside_gloo + 0.25, found  # 0.25 for activations
 
 
+class Gate(nn.Module):
+    """A unit that is given two tensors of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self.linear(x) * gate
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(Gate() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gate in self.gates:
+            x = gate(x, torch.sigmoid(x))
+        return x
+
+
+def activations(rank: int, world: int) -> list[int]:
+    """Bytes alive after each of some steps, with the collector off."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    model = FullyShardedDataParallel(Gated(), auto_wrap_policy=ModuleWrapPolicy({Gate}), sync_module_states=True)
+    gc.collect()
+    gc.disable()
+    with Recording() as recording:
+        recording.mark("begin")
+        for step in range(4):
+            model(torch.ones(256, WIDTH, requires_grad=True)).sum().backward()
+            recording.mark(f"{step}")
+    return [recording.between("begin", f"{step}").end for step in range(4)]
+
+
+def test_a_unit_with_several_inputs_keeps_no_activations() -> None:
+    for outcome in fresh.run(2, activations, timeout=120):
+        assert outcome.error is None, outcome.error
+        first, *_, last = outcome.result
+        assert last - first < 256 * WIDTH * 4, outcome.result  # one activation
+
+
 def delete(rank: int, world: int, orig: bool) -> tuple[int, list[str]]:
     """What is alive of a trained model that nobody holds, with the collector off: bytes, and kinds of objects."""
     dist.init_process_group("gloo")

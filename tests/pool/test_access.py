@@ -360,10 +360,10 @@ def between(rank: int, world: int) -> list[str]:
             model = setting.wrap(seeded(Net), (Feedforward,))
             train(model, rank)
             loss = loss_of(model(data(rank, 1)))
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.5)
             try:
+                with torch.no_grad():
+                    for parameter in reversed(list(model.parameters())):  # the root's first: those are not hidden
+                        parameter.mul_(0.5)
                 loss.backward()
                 lines.append(f"{setting}: the backward went on with other weights")
             except (UsageError, RuntimeError):

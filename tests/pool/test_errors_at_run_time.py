@@ -552,3 +552,54 @@ def test_what_may_be_registered_after_wrapping(world: None, argument: str, copie
     model.module.append(nn.ReLU())
     model.module.append(FullyShardedDataParallel(linear(), use_orig_params=orig))
     assert model(torch.ones(1, 4)).shape == (1, 4)
+
+
+# --- parameters used where they are not whole -------------------------------------------------------------------------
+
+
+def test_a_parameter_used_between_forward_and_backward(world: None) -> None:
+    model = FullyShardedDataParallel(nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear})
+    weight = model.module[0].module.weight
+    output = model(torch.ones(1, 4)).sum()
+    expected = """\
+pow() reads parameter 'weight' of unit '0' outside the forward of its unit, between a forward and
+its backward, where it is sharded and shows nothing. Compute terms over parameters (an L2 penalty,
+say) inside the forward of the module that holds them; to look at values, use summon_full_params()
+after the backward, or .detach() before the forward, which sees this rank's shard"""
+    assert_expected_inline(said(lambda: weight.pow(2)), expected)
+    for use in (lambda: 2 * weight, lambda: torch.stack([weight]), lambda: torch._foreach_norm([weight])):
+        assert "reads parameter 'weight' of unit '0'" in said(use)
+    assert weight.requires_grad
+    assert weight.grad is None
+    assert isinstance(weight, nn.Parameter)
+    output.backward()
+    assert type(weight) is nn.Parameter
+    (2 * weight).sum()
+
+
+def test_a_gradient_of_a_shard(world: None) -> None:
+    model = FullyShardedDataParallel(nn.Sequential(linear(), linear()), use_orig_params=True)
+    model(torch.ones(1, 4)).sum().backward()
+    penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
+    assert_expected_inline(
+        said(lambda: penalty.backward()),  # type: ignore[union-attr]
+        """\
+parameter '1.weight' of unit '<root>' received a gradient of shape (0,); expected (4, 4). It was
+used outside the forward of its unit, where it shows this rank's shard: compute terms over
+parameters (an L2 penalty, say) inside the forward of the module that holds them, or under
+torch.no_grad()""",
+    )
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def test_gradients_of_a_window_are_not_summoned(world: None) -> None:
+    model = FullyShardedDataParallel(linear(), use_orig_params=True)
+    with model.no_sync():
+        model(torch.ones(1, 4)).sum().backward()
+    assert_expected_inline(
+        said(lambda: FullyShardedDataParallel.summon_full_params(model, with_grads=True).__enter__()),
+        """\
+summon_full_params(with_grads=True): the gradients of unit <root> were accumulated under no_sync()
+and differ between ranks, so there is no whole one. Summon them after a backward outside of
+no_sync(), or leave with_grads out""",
+    )

@@ -32,6 +32,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (2, "values watch peers stream agree"),
     (2, "groups"),
     (3, "flat_param"),
+    (3, "hidden"),
     (3, "views"),
     (3, "extensions"),
     (3, "grads"),

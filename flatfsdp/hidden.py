@@ -1,0 +1,83 @@
+"""A parameter that shows nothing, and says so where it is used.
+
+[Note: hidden] Between a forward that resharded and the backward a leaf has no elements. A term over
+`model.parameters()` would then be zero without a word, and its gradient of a shape that autograd refuses in words of
+its own. So for that time the leaf is of a class whose operations refuse. It stays the same object, a `Parameter`, and
+what only asks about it (shape, `.grad`, `requires_grad`, hooks) is answered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import UsageError
+from .flat_param import FlatParamHandle
+
+# What asks about a tensor, or hangs something on it, without reading its elements.
+_ASKS = frozenset(
+    "__get__ __set__ __delete__ __repr__ __hash__ __len__ __format__ size dim ndimension numel nelement stride "
+    "storage_offset element_size is_contiguous is_floating_point is_complex is_signed get_device data_ptr "
+    "untyped_storage requires_grad_ register_hook register_post_accumulate_grad_hook".split()
+)
+
+
+class HiddenParameter(nn.Parameter):
+    """What `nn.Parameter` objects are while they show nothing; never constructed."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _ASKS:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise UsageError(_refusal(getattr(func, "__name__", str(func)), (*args, *(kwargs or {}).values())))
+
+
+def hide(leaf: nn.Parameter) -> None:
+    """Refuse operations on `leaf`; parameters of users' own classes stay what they are."""
+    if type(leaf) is nn.Parameter:
+        leaf.__class__ = HiddenParameter
+
+
+def unhide(leaf: nn.Parameter) -> None:
+    """End of `hide`."""
+    if type(leaf) is HiddenParameter:
+        leaf.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _hidden_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if type(value) is HiddenParameter:
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _hidden_in(value)
+
+
+# Whose leaves may be hidden: asked for names only when one was used.
+_handles: weakref.WeakSet[FlatParamHandle] = weakref.WeakSet()
+
+
+def may_hide(handle: FlatParamHandle) -> None:
+    """The leaves of `handle` will be hidden: errors look for their names there."""
+    _handles.add(handle)
+
+
+def _refusal(operation: str, arguments: Iterable[Any]) -> str:
+    used = {id(leaf) for leaf in _hidden_in(arguments)}
+    named = [
+        f"{spec.name!r} of unit {handle.name or '<root>'!r}"
+        for handle in _handles
+        for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)
+        if id(leaf) in used
+    ]
+    return (
+        f"{operation}() reads parameter {', '.join(named) or '(unnamed)'} outside the forward of its unit, between a "
+        "forward and its backward, where it is sharded and shows nothing. Compute terms over parameters (an L2 "
+        "penalty, say) inside the forward of the module that holds them; to look at values, use summon_full_params() "
+        "after the backward, or .detach() before the forward, which sees this rank's shard"
+    )
