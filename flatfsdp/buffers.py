@@ -9,19 +9,20 @@ statistics without bumping any.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 
-@contextmanager
-def cast_buffers(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
+def cast_buffers(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> AbstractContextManager[None]:
     """The floating-point buffers registered in `modules` themselves (not in their children) in `dtype` inside the
-    context."""
-    if dtype is None:
-        yield
-        return
+    context; as they are where it is None."""
+    return nullcontext() if dtype is None else _cast(modules, dtype)
+
+
+@contextmanager
+def _cast(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
     swapped = []
     for module in modules:
         for name, buffer in module._buffers.items():

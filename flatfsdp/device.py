@@ -11,7 +11,7 @@ that allocated it, after an event of the lane that used it last. `record_stream`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -91,6 +91,9 @@ class Device:
         return event is None or event.query()
 
 
+_HERE: AbstractContextManager[None] = nullcontext()
+
+
 class Lane:
     """An order of execution: a stream on an accelerator, the host on CPU."""
 
@@ -99,14 +102,9 @@ class Lane:
         self._device = device
         self._stream = stream
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Issue the enclosed work on this lane."""
-        if self._stream is None:
-            yield
-        else:
-            with self._device.running_on(self._stream):
-                yield
+        return _HERE if self._stream is None else self._device.running_on(self._stream)
 
     def follow_compute(self) -> None:
         """Order what this lane runs next after everything that the caller's stream was given so far."""

@@ -25,7 +25,7 @@ from .errors import InternalError, UsageError
 from .layout import FlatLayout, ParamSpec
 from .lifecycle import SHARD_STEPS, ShardState, step
 from .policy.precision import resolve
-from .storage import FlatBuffer, Ledger, Versions
+from .storage import FlatBuffer, Ledger, Versions, versions_of
 
 
 class FlatParameter(nn.Parameter):
@@ -297,11 +297,10 @@ class FlatParamHandle:
         with lane.running():
             target.buffer.allocate()
             flat = target.buffer.tensor
-            own = flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
             source = self.shard
-            if source.dtype != flat.dtype or source.device != flat.device or self.offload:
-                own.copy_(source, non_blocking=True)
-                source = own
+            if self.offload or source.dtype != flat.dtype or source.device != flat.device:
+                own = flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
+                source = own.copy_(source, non_blocking=True)
         self._pending = transport.all_gather_base(flat, source, lane)
 
     def wait_unshard(self) -> None:
@@ -313,18 +312,20 @@ class FlatParamHandle:
         active = self._require_active()
         if not active.views:
             active.views = full_views(self.shard if active.buffer is None else active.buffer.tensor, self.layout)
+        writes = self._writes
         if active.buffer is not None:
-            self._versions.on_fill(changed=self._writes != self._shard_version)
-        elif self._writes != self._shard_version:
-            # The leaves see the write, made through the flat parameter, without having been told.
-            torch.autograd.graph.increment_version(self.leaves)
-        self._shard_version = self._writes
-        self._filled_versions = [leaf._version for leaf in self.leaves]
+            self._filled_versions = self._versions.on_fill(changed=writes != self._shard_version)
+        else:
+            if writes != self._shard_version:
+                # The leaves see the write, made through the flat parameter, without having been told.
+                torch.autograd.graph.increment_version(self.leaves)
+            self._filled_versions = versions_of(self.leaves)
+        self._shard_version = writes
 
     def reshard(self) -> FlatBuffer | None:
         """Give up the unsharded buffer and return it for the caller to free (None where the shard is the whole).
 
-        Precondition: unsharded, and the leaves do not show the buffer any more. Postcondition: sharded.
+        Precondition: unsharded. Postcondition: sharded; the caller lets the leaves show something else at once.
         """
         self.state = step(self.state, ShardState.SHARDED, SHARD_STEPS, self.name, None)
         buffer = self._require_active().buffer
@@ -402,7 +403,7 @@ class FlatParamHandle:
     @property
     def was_edited(self) -> bool:
         """Whether a leaf was written to in place since the unsharded buffer was filled."""
-        return any(leaf._version != seen for leaf, seen in zip(self.leaves, self._filled_versions, strict=True))
+        return versions_of(self.leaves) != self._filled_versions
 
     @property
     def edited(self) -> list[str]:

@@ -18,6 +18,8 @@ from .trace import Trace
 class ShardState(enum.Enum):
     """Where a flat parameter's data is on this rank."""
 
+    __hash__ = object.__hash__  # members are singletons; enum's own hash is Python code on the way of every step
+
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
@@ -25,6 +27,8 @@ class ShardState(enum.Enum):
 
 class Phase(enum.Enum):
     """When a unit is: between iterations, in its forward, between or in its backward, or summoned by the user."""
+
+    __hash__ = object.__hash__
 
     IDLE = "idle"
     FORWARD = "forward"

@@ -123,6 +123,11 @@ class FlatBuffer:
         return given
 
 
+def versions_of(leaves: Sequence[torch.Tensor]) -> list[int]:
+    """The version counters of `leaves`."""
+    return [leaf._version for leaf in leaves]
+
+
 class Versions:
     """The version counters of the parameters that live in one buffer. [Note: versions]"""
 
@@ -133,18 +138,24 @@ class Versions:
 
     def on_free(self) -> None:
         """The buffer is about to be unreadable: saved views of it must be refused."""
-        self._filled = [leaf._version for leaf in self._leaves]
+        self._filled = versions_of(self._leaves)
         torch.autograd.graph.increment_version(self._leaves)
-        self._at_rest = [leaf._version for leaf in self._leaves]
+        self._at_rest = versions_of(self._leaves)
 
-    def on_fill(self, *, changed: bool) -> None:
-        """The buffer holds weights again; `changed` says that the shard was written to by other means than a leaf."""
+    def on_fill(self, *, changed: bool) -> list[int]:
+        """The buffer holds weights again; `changed` says that the shard was written to by other means than a leaf.
+
+        The versions of the leaves from now on.
+        """
+        found = versions_of(self._leaves)
         if changed or not self._at_rest:
-            return
-        leaves, versions = [], []
-        for leaf, filled, rest in zip(self._leaves, self._filled, self._at_rest, strict=True):
-            if leaf._version == rest:
-                leaves.append(leaf)
-                versions.append(filled)
-        _torch.set_versions(leaves, versions)
+            return found
+        if found == self._at_rest:
+            versions = self._filled
+            _torch.set_versions(self._leaves, versions)
+        else:
+            rows = list(zip(self._leaves, found, self._filled, self._at_rest, strict=True))
+            versions = [filled if now == rest else now for _, now, filled, rest in rows]
+            _torch.set_versions(self._leaves, versions)
         self._at_rest = []
+        return versions

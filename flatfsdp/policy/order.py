@@ -94,11 +94,14 @@ class ReducePlan(Generic[U]):
     def __init__(self, record: ForwardRecord[U]) -> None:
         self._record = record
         self._outstanding: dict[U, int] = {}
+        self._in_order: list[U] | None = []  # the outstanding, the next last; None when it has to be sorted anew
         self._ready: set[U] = set()
 
     def expect(self, unit: U) -> None:
         """`unit` will have a reduction (again, if it had one)."""
-        self._outstanding.setdefault(unit, self._record.position(unit))
+        if unit not in self._outstanding:
+            self._outstanding[unit] = self._record.position(unit)
+            self._in_order = None
 
     def ready(self, unit: U) -> None:
         """All gradients that `unit` expects have arrived."""
@@ -108,23 +111,26 @@ class ReducePlan(Generic[U]):
     def due(self) -> list[U]:
         """The units whose turn has come, in order; each is handed out once."""
         out = []
-        for unit, _ in sorted(self._outstanding.items(), key=lambda item: -item[1]):
-            if unit not in self._ready:
-                break
-            out.append(unit)
-        self._forget(out)
+        in_order = self._sorted()
+        while in_order and in_order[-1] in self._ready:
+            out.append(self._hand_out(in_order))
         return out
 
     def rest(self) -> list[U]:
         """All outstanding units in order, ready or not: the flush at the end of a backward."""
-        out = [unit for unit, _ in sorted(self._outstanding.items(), key=lambda item: -item[1])]
-        self._forget(out)
-        return out
+        in_order = self._sorted()
+        return [self._hand_out(in_order) for _ in range(len(in_order))]
 
-    def _forget(self, units: list[U]) -> None:
-        for unit in units:
-            del self._outstanding[unit]
-            self._ready.discard(unit)
+    def _sorted(self) -> list[U]:
+        if self._in_order is None:
+            self._in_order = sorted(self._outstanding, key=self._outstanding.__getitem__)
+        return self._in_order
+
+    def _hand_out(self, in_order: list[U]) -> U:
+        unit = in_order.pop()
+        del self._outstanding[unit]
+        self._ready.discard(unit)
+        return unit
 
 
 class ForwardOrder(Generic[U]):
