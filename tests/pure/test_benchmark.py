@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tools.benchmark.gpu import kernels_of, overlap
 from tools.benchmark.models import MODELS
 from tools.benchmark.rows import Timings
 from tools.benchmark.statistics import distance, joined, paired_ratio
@@ -75,3 +76,21 @@ def test_one_process_is_compared_while_its_data_are_the_same() -> None:
 def test_a_row_that_failed_says_why() -> None:
     failed = {"round": 0, "model": "m", "engine": "fsdp2", "error": "rank 1: Traceback\n  ...\nValueError: no\n"}
     assert timings(failed).row("fsdp2") == {"failure": "ValueError: no"}
+
+
+def test_overlap_is_read_from_the_ranges_of_kernels() -> None:
+    def event(name: str, start: float, end: float, category: str = "kernel") -> dict[str, Any]:
+        return {"name": name, "cat": category, "ts": start, "dur": end - start, "args": {"stream": 7}}
+
+    events = [
+        event("void spin_kernel(long)", 0, 10),
+        event("ncclDevKernel_AllGather", 8, 20),
+        event("gemm", 5, 9),
+        event("Memcpy DtoD", 8, 12, "gpu_memcpy"),
+        event("forward", 0, 100, "gpu_user_annotation"),
+        {"name": "process_name", "ph": "M"},
+    ]
+    kernels = kernels_of({"traceEvents": events})
+    assert [kernel.copies for kernel in kernels] == [False, False, False, True]
+    assert overlap(kernels) == pytest.approx(7 / 20)
+    assert overlap(kernels[2:]) is None

@@ -1,6 +1,7 @@
 """`tools/bench`: flatfsdp beside torch's FSDP1, FSDP2, DDP and a process without communication, in one table.
 
-Two ranks on gloo, one thread each, every measurement in fresh processes. It writes table.md, results.json and plot.png.
+Two ranks on gloo, one thread each, every measurement in fresh processes. It writes results.md, results.json and
+results.png; with --sweep, sweep.md and so on.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import memory, rounds
 from .engines import ENGINES
+from .host import host_rounds
 from .machine import ROOT, describe
-from .models import MODELS
+from .models import MODELS, SWEEPS
+from .plot import draw, draw_sweep
 from .table import render
 
 RESULTS = ROOT / "tools" / "bench_results"
 SKETCH = Path("/tmp/flatfsdp-bench")
+HOST_WORLDS = (1, 8, 64, 512)
+PARTS = ("cells", "figures", "host")
 QUICK = ("small", "mlp")
 
 
@@ -47,6 +54,10 @@ def arguments() -> argparse.Namespace:
     add("--rounds", type=int, help="how often engines take turns (default: 3; 1 with --quick)")
     add("--steps", type=int, help="timed steps per round (default: by model; 2 with --quick)")
     add("--quick", action="store_true", help=f"for a look: {', '.join(QUICK)}, one round, few steps")
+    add("--sweep", action="store_true", help="instead, MLP stacks of 1 to 64 units, and of 1 to 8 times the size")
+    add(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL over all GPUs, and a fake group of 8 ranks"
+    )
     add("--out", type=Path, metavar="FOLDER", help=f"where to write (default: {RESULTS.name}; {SKETCH} with --quick)")
     given = parser.parse_args()
     given.models = given.models or (list(QUICK) if given.quick else list(MODELS))
@@ -59,20 +70,42 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Measure, and write what was found."""
     given = arguments()
-    cases = [MODELS[name] for name in given.models]
-    if not memory.preload():
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("tools/bench: this machine has no GPU that torch can use", file=sys.stderr)
+        return 2
+    if given.device == "cpu" and not memory.preload():
         print("no C compiler (cc): the table has no bytes of live tensors", file=sys.stderr)
     command = f"tools/bench {shlex.join(sys.argv[1:])}".strip()
-    results: dict[str, Any] = {"machine": {**describe("cpu"), "command": command}}
-    results["models"] = [{"name": case.name, "unit_bytes": case.unit_bytes()} for case in cases]
-    results |= rounds.time_rounds(cases, given.engines, given.rounds, given.steps)
-    results["figures"] = rounds.inspect_all(cases, given.engines)
+    results: dict[str, Any] = {"machine": {**describe(given.device), "command": command}}
+    results |= sweep(given) if given.sweep else compare(given)
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "results.json").write_text(json.dumps(results) + "\n")
+    stem = ("sweep" if given.sweep else "results") + ("-cuda" if given.device == "cuda" else "")
+    (given.out / f"{stem}.json").write_text(json.dumps(results) + "\n")
     text = render(results)
-    (given.out / "table.md").write_text(text)
-    print("", text, f"Written to {given.out}", sep="\n")
-    return 1 if any("error" in cell for cell in [*results["cells"], *results["figures"]]) else 0
+    (given.out / f"{stem}.md").write_text(text)
+    (draw_sweep if given.sweep else draw)(results, given.out / f"{stem}.png")
+    print("", text, f"Written to {given.out}/{stem}.md, .json and .png", sep="\n")
+    return 1 if any("error" in cell for part in PARTS for cell in results.get(part, [])) else 0
+
+
+def compare(given: argparse.Namespace) -> dict[str, Any]:
+    """Times, figures and host times."""
+    cases = [MODELS[name] for name in given.models]
+    results: dict[str, Any] = {"models": [{"name": case.name, "unit_bytes": case.unit_bytes()} for case in cases]}
+    results |= rounds.time_rounds(cases, given.engines, given.rounds, given.steps, given.device)
+    results["figures"] = rounds.inspect_all(cases, given.engines, given.device)
+    results["host"] = host_rounds(given.engines, HOST_WORLDS[:2] if given.quick else HOST_WORLDS, given.rounds)
+    return results
+
+
+def sweep(given: argparse.Namespace) -> dict[str, Any]:
+    """Times of models of many sizes."""
+    cases = {case.name: case for cases in SWEEPS.values() for case in cases.values()}
+    sweeps = {title: {size: case.name for size, case in cases.items()} for title, cases in SWEEPS.items()}
+    return {
+        "sweeps": sweeps,
+        **rounds.time_rounds(list(cases.values()), given.engines, given.rounds, given.steps, given.device),
+    }
 
 
 if __name__ == "__main__":

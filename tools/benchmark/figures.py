@@ -140,11 +140,15 @@ def inspect(rank: int, setting: Setting) -> dict[str, Any]:
         peak.append(counter.peak())
         time.sleep(0.05)
         held.append(counter.live())
-    counting = Counting(training.model)
-    batch = training.batch()
+    return {"peak": peak, "held": held, **count(training)}
+
+
+def count(training: Training) -> dict[str, Any]:
+    """What `Counting` sees of the next step. Collective."""
+    counting, batch = Counting(training.model), training.batch()
     with counting:
         train_step(training.model, training.optimizer, batch, counting)
-    return {"peak": peak, "held": held, **counting.totals()}
+    return counting.totals()
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from .engines import ENGINES, Place
 from .models import tiny_case
-from .ranks import World, fake_world
-from .rounds import Cell, attempt, note
+from .ranks import fake_world
+from .rounds import ALONE, Cell, attempt, note
 
 UNITS = 16
 BARE = "bare"  # the collectives of a step and nothing else
@@ -28,7 +28,7 @@ def host_rounds(engines: Sequence[str], worlds: Sequence[int], rounds: int) -> l
     for number in range(rounds):
         for engine in [*engines, BARE]:
             if engine != "ddp":  # it has no units
-                cell = attempt(World(1, ""), host_microseconds, engine, list(worlds))
+                cell = attempt(ALONE, host_microseconds, engine, list(worlds))
                 cells.append({"round": number, "model": "host", "engine": engine, **cell})
                 note(cells[-1])
     return cells

@@ -128,9 +128,9 @@ class Regression(nn.Module):
         return (self.blocks(x) - target).square().mean()
 
 
-def mlp(blocks: int = 8, factor: int = 1) -> nn.Module:
-    """Residual blocks of ``factor`` times 4 MiB, and their biases."""
-    return Regression(*(MLPBlock(WIDTH, 1024 * factor) for _ in range(blocks)))
+def mlp(blocks: int = 8, factor: int = 1, width: int = WIDTH) -> nn.Module:
+    """Residual blocks of ``factor`` times 4 MiB at the usual width, and their biases."""
+    return Regression(*(MLPBlock(width, 1024 * factor) for _ in range(blocks)))
 
 
 def tiny(units: int, tensors: int) -> nn.Module:
@@ -178,9 +178,9 @@ class Case:
         return [*size, root] if root else size
 
 
-def mlp_case(blocks: int, factor: int, *, steps: int = 5) -> Case:
+def mlp_case(blocks: int, factor: int) -> Case:
     """A point of the scaling sweep."""
-    return Case(f"mlp {blocks}x{factor}", partial(mlp, blocks, factor), MLPBlock, 16, WIDTH, steps)
+    return Case(f"mlp {blocks}x{factor}", partial(mlp, blocks, factor), MLPBlock, 16, WIDTH, 3)
 
 
 def tiny_case(units: int, tensors: int) -> Case:
@@ -205,4 +205,10 @@ MODELS = {
         Case("mlp8x", partial(mlp, 8, 8), MLPBlock, 16, WIDTH, 3),
         Case("experts", _experts, ExpertsBlock, 64, 256, 8),
     )
+}
+
+# By title, the models by size.
+SWEEPS = {
+    "Units of 4 MiB": {str(units): mlp_case(units, 1) for units in (1, 4, 16, 64)},
+    "8 units of 4 MiB times": {str(factor): mlp_case(8, factor) for factor in (1, 2, 4, 8)},
 }

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from . import ranks
+import torch
+
+from . import figures, gpu, ranks
 from .engines import ENGINES
-from .figures import inspect
+from .gpu import FAKE_RANKS
 from .jobs import Setting, time_exchange, time_steps
 from .machine import Watch
 from .models import Case
@@ -15,17 +17,20 @@ from .ranks import RankFailed, World
 from .statistics import joined
 
 RANKS = 2
+ALONE = World(1, "")
 EXCHANGE = "exchange"  # the pseudo engine that only communicates
 JOIN = 2**20  # bytes: the bare exchange sends what is smaller together with its neighbours
 Cell = dict[str, Any]
 
 
-def world_of(engine: str, backend: str = "gloo", size: int = RANKS) -> World:
-    """Where an engine runs."""
-    return World(1, "") if ENGINES[engine].alone else World(size, backend)
+def world_of(device: str) -> World:
+    """The ranks of this machine: on GPUs one for each, otherwise `RANKS`."""
+    return World(RANKS, "gloo") if device == "cpu" else World(torch.cuda.device_count(), "nccl")
 
 
-def time_rounds(cases: Sequence[Case], engines: Sequence[str], rounds: int, steps: int | None) -> Cell:
+def time_rounds(
+    cases: Sequence[Case], engines: Sequence[str], rounds: int, steps: int | None, device: str = "cpu"
+) -> Cell:
     """Every engine on every model, ``rounds`` times: ``{"cells": [...], "load": [...]}``.
 
     A cell is one (round, model, engine), with what `time_steps` returned on every rank, or the error.
@@ -36,13 +41,14 @@ def time_rounds(cases: Sequence[Case], engines: Sequence[str], rounds: int, step
         for case in cases:
             # Each engine is the first after the others' turn once: what a turn leaves behind falls on everybody.
             turn = number % len(engines)
-            for engine in [*engines[turn:], *engines[:turn], EXCHANGE]:
+            bare = [EXCHANGE] if device == "cpu" else []
+            for engine in [*engines[turn:], *engines[:turn], *bare]:
                 count = steps or case.steps
                 if engine == EXCHANGE:
-                    sizes = joined(case.unit_bytes(), JOIN)
-                    cell = attempt(World(RANKS, "gloo"), time_exchange, sizes, count)
+                    cell = attempt(world_of(device), time_exchange, joined(case.unit_bytes(), JOIN), count)
                 else:
-                    cell = attempt(world_of(engine), time_steps, Setting(case, engine), count)
+                    world = ALONE if ENGINES[engine].alone else world_of(device)
+                    cell = attempt(world, time_steps, Setting(case, engine, device=device), count)
                 for rank in cell.get("ranks", []):
                     watch.used(rank["process_cpu"])
                 cells.append({"round": number, "model": case.name, "engine": engine, **cell})
@@ -51,13 +57,15 @@ def time_rounds(cases: Sequence[Case], engines: Sequence[str], rounds: int, step
     return {"cells": cells, "load": loads}
 
 
-def inspect_all(cases: Sequence[Case], engines: Sequence[str]) -> list[Cell]:
+def inspect_all(cases: Sequence[Case], engines: Sequence[str], device: str = "cpu") -> list[Cell]:
     """Exact figures of every engine on every model, for each strategy that it has, on rank 0."""
+    world, inspect = (world_of("cpu"), figures.inspect) if device == "cpu" else (World(FAKE_RANKS, "fake"), gpu.inspect)
     cells = []
     for case in cases:
         for engine in engines:
             for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")[: 2 if ENGINES[engine].sharded else 1]:
-                cell = attempt(world_of(engine), inspect, Setting(case, engine, strategy))
+                where = ALONE if ENGINES[engine].alone else world
+                cell = attempt(where, inspect, Setting(case, engine, strategy, device))
                 cells.append({"model": case.name, "engine": engine, "strategy": strategy, **cell})
                 note(cells[-1])
     return cells

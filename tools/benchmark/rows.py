@@ -99,10 +99,9 @@ def figures_row(cells: Sequence[Cell], model: str, engine: str) -> dict[str, Any
     if "FULL_SHARD" not in mine:
         return {}
     full = mine["FULL_SHARD"]
-    row: dict[str, Any] = {
-        "peak": {s: f["peak"] for s, f in mine.items()},
-        "held": {s: f["held"] for s, f in mine.items()},
-    }
+    # On a GPU the allocator keeps other books, which have a table of their own.
+    memory = [key for key in ("peak", "held") if key in full]
+    row: dict[str, Any] = {key: {strategy: figures[key] for strategy, figures in mine.items()} for key in memory}
     row |= {"calls": full["calls"], "sent": sum(full["bytes"].values())}
     if alone is not None:
         for phase in ("forward", "backward"):
@@ -110,3 +109,14 @@ def figures_row(cells: Sequence[Cell], model: str, engine: str) -> dict[str, Any
         row["own slot"] = full["copied"].get("own slot", 0)
         row["scaled"] = full["scaled"] - alone["scaled"]
     return row
+
+
+def host_row(cells: Sequence[Cell], engine: str) -> dict[str, dict[str, Spread]]:
+    """Microseconds per unit and step by number of tensors and by world, over rounds."""
+    mine = [cell["ranks"][0] for cell in cells if cell["engine"] == engine and "ranks" in cell]
+    if not mine:
+        return {}
+    return {
+        tensors: {world: Spread.of([one[tensors][world] for one in mine]) for world in by_world}
+        for tensors, by_world in mine[0].items()
+    }

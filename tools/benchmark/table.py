@@ -7,7 +7,7 @@ from typing import Any
 
 from .engines import BASE, ENGINES, TRUTH
 from .machine import QUIET
-from .rows import Timings, figures_row
+from .rows import Timings, figures_row, host_row
 from .statistics import Spread
 
 MIB = 2**20
@@ -19,6 +19,10 @@ def render(results: dict[str, Any]) -> str:
     for model in results.get("models", []):
         lines += [f"## {model['name']}", "", _model_line(model), ""]
         lines += _timings(results["cells"], model["name"]) + _figures(results.get("figures", []), model["name"])
+        lines += _gpu(results.get("figures", []), model["name"])
+    lines += _host(results.get("host", []))
+    for title, models in results.get("sweeps", {}).items():
+        lines += _sweep(results["cells"], title, models)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -96,6 +100,21 @@ def _timings(cells: Sequence[dict[str, Any]], model: str) -> list[str]:
     return markdown(header, rows) + (["Not comparable:", "", *failures, ""] if failures else [])
 
 
+def _gpu(cells: Sequence[dict[str, Any]], model: str) -> list[str]:
+    """Figures of the fake group on a GPU."""
+    rows = []
+    for cell in cells:
+        if cell["model"] == model and "kernels" in cell.get("ranks", [{}])[0]:
+            figures = cell["ranks"][0]
+            sizes = (f"{figures[key] / MIB:.1f}" for key in ("allocated", "reserved", "left"))
+            share = "-" if figures["overlap"] is None else f"{figures['overlap']:.0%}"
+            counts = (str(figures[key]) for key in ("retries", "kernels", "copy kernels"))
+            rows.append([ENGINES[cell["engine"]].title, cell["strategy"], *sizes, *counts, share])
+    header = ("engine", "strategy", "peak MiB allocated", "reserved", "held", "allocator retries", "kernels per step",
+              "copies among them", "collectives overlapped")  # fmt: skip
+    return markdown(header, rows)
+
+
 def _figures(cells: Sequence[dict[str, Any]], model: str) -> list[str]:
     rows = []
     for engine, definition in ENGINES.items():
@@ -104,8 +123,8 @@ def _figures(cells: Sequence[dict[str, Any]], model: str) -> list[str]:
             rows.append(
                 [
                     definition.title,
-                    _by_strategy(row["peak"]),
-                    _by_strategy(row["held"]),
+                    _by_strategy(row.get("peak", {})),
+                    _by_strategy(row.get("held", {})),
                     ", ".join(f"{count} {kind}" for kind, count in row["calls"].items()) or "none",
                     *(
                         f"{row[key] / MIB:.1f}" if key in row else "-"
@@ -116,6 +135,43 @@ def _figures(cells: Sequence[dict[str, Any]], model: str) -> list[str]:
     header = ("engine", "peak MiB, FULL_SHARD / SHARD_GRAD_OP", "held MiB", "collectives per step", "MiB sent",
               "MiB copied in forward", "in backward", "into the own slot", "MiB scaled")  # fmt: skip
     return markdown(header, rows)
+
+
+def _host(cells: Sequence[dict[str, Any]]) -> list[str]:
+    rows, columns = [], []
+    for engine in dict.fromkeys(cell["engine"] for cell in cells):
+        row = host_row(cells, engine)
+        columns = columns or [(tensors, world) for tensors, by_world in row.items() for world in by_world]
+        title = ENGINES[engine].title if engine in ENGINES else "bare collectives"
+        rows.append([title, *(_spread(row[n][world], 1, ".0f") if row else "failed" for n, world in columns)])
+    lines = [
+        "## Host time",
+        "",
+        "CPU microseconds of forward and backward per unit and step, with collectives that do nothing (a fake process",
+        "group) and linear layers of 8 x 8; one process has the layers alone, bare collectives the two gathers and one",
+        "reduction of a unit.",
+        "",
+    ]
+    header = ["engine", *(f"{tensors} tensors, {world} ranks" for tensors, world in columns)]
+    return lines + markdown(header, rows) if rows else []
+
+
+def _sweep(cells: Sequence[dict[str, Any]], title: str, models: dict[str, str]) -> list[str]:
+    """By engine, the step's wall clock and CPU time at every size, with the ratio of the latter."""
+    timings = {size: Timings(cells, model) for size, model in models.items()}
+    rows = []
+    for engine in next(iter(timings.values())).engines:
+        row = [ENGINES[engine].title]
+        for each in timings.values():
+            figures = each.row(engine)
+            if "failure" in figures:
+                row.append("invalid")
+                continue
+            ratio = f" ({figures['cpu ratio'].median:.2f})" if "cpu ratio" in figures else ""
+            row.append(f"{1000 * figures['step'].median:.0f}, {1000 * figures['cpu'].median:.0f}{ratio}")
+        rows.append(row)
+    lines = [f"## {title}", "", "Milliseconds of wall clock per step, of CPU time per rank (and its ratio).", ""]
+    return lines + markdown(["engine", *timings], rows)
 
 
 def _by_strategy(values: dict[str, list[int | None]]) -> str:

@@ -1,0 +1,138 @@
+"""What only a GPU shows: kernels, copies among them, the allocator's peaks, and which kernels ran side by side.
+
+One GPU is enough. Real collectives have as many ranks as there are GPUs. What a larger world costs one rank is read in
+a fake group, whose collectives move nothing; where overlap is asked for, each of them is a kernel that spins for a
+while on the stream that the engine chose (`Spinning`).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .figures import count
+from .jobs import Setting, Training
+
+FAKE_RANKS = 8
+SPIN_MS = 2.0  # of one stand-in for a collective
+COPIES = ("memcpy dtod", "copy", "catarray", "chunk_cat", "split_with_sizes")
+
+
+class Spinning(TorchDispatchMode):
+    """Every collective is preceded by a kernel of ``milliseconds`` on the stream that it is issued on."""
+
+    def __init__(self, milliseconds: float) -> None:
+        super().__init__()
+        self._cycles = int(milliseconds * _cycles_per_ms())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            torch.cuda._sleep(self._cycles)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One piece of work of the device: microseconds from ``start`` to ``end`` on a stream."""
+
+    name: str
+    stream: int
+    start: float
+    end: float
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it is a collective or the stand-in for one."""
+        return "spin_kernel" in self.name or self.name.startswith("nccl")
+
+    @property
+    def copies(self) -> bool:
+        """Whether it moves bytes within the device and does nothing else."""
+        return any(word in self.name.lower() for word in COPIES)
+
+
+def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
+    """The device's work in a trace as the profiler exports it."""
+    return [
+        Kernel(event["name"], event["args"].get("stream", 0), event["ts"], event["ts"] + event["dur"])
+        for event in trace["traceEvents"]
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+
+
+def overlap(kernels: Sequence[Kernel]) -> float | None:
+    """The share of the time in collectives during which something else computes; None without collectives."""
+    busy = _union((k.start, k.end) for k in kernels if not k.communicates)
+    communicating = _union((k.start, k.end) for k in kernels if k.communicates)
+    total = sum(end - start for start, end in communicating)
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in communicating for b in busy)
+    return both / total if total else None
+
+
+def _union(ranges: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same points in disjoint ranges, in order."""
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def record(training: Training, *, spin: bool) -> list[Kernel]:
+    """The device's work in one step, collectives spinning or doing nothing."""
+    around: AbstractContextManager[Any] = Spinning(SPIN_MS) if spin else nullcontext()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded, around:
+        training.step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        return kernels_of(json.loads(path.read_text()))
+
+
+def inspect(rank: int, setting: Setting) -> dict[str, Any]:
+    """Figures of one step: bytes allocated and reserved at its peak and left after it, allocator retries since the
+    start, kernels and copies among them, the same on the lanes of collectives, overlap, and what `count` says.
+    Collective.
+    """
+    training = Training(rank, setting)
+    training.warm_up()
+    torch.cuda.reset_peak_memory_stats()
+    training.step()
+    torch.cuda.synchronize()
+    figures: dict[str, Any] = {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "left": torch.cuda.memory_allocated(),
+    }
+    plain = record(training, spin=False)
+    figures |= {"kernels": len(plain), "copy kernels": sum(kernel.copies for kernel in plain)}
+    spun = record(training, spin=True)
+    lanes = {kernel.stream for kernel in spun if kernel.communicates}
+    on_lanes = [kernel for kernel in spun if kernel.stream in lanes and not kernel.communicates]
+    figures["overlap"] = overlap(spun)
+    figures["on lanes"] = {"kernels": len(on_lanes), "copies": sum(kernel.copies for kernel in on_lanes)}
+    return {**figures, **count(training), "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0)}
+
+
+def _cycles_per_ms() -> float:
+    """How many cycles a kernel spins in a millisecond."""
+    torch.cuda._sleep(1_000_000)  # the first one is compiled
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    torch.cuda._sleep(20_000_000)
+    end.record()
+    end.synchronize()
+    return 20_000_000 / start.elapsed_time(end)
