@@ -7,11 +7,13 @@ All that may fail in a user's hands is checked before the first parameter is tou
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 from torch import nn
 
 from .api import Config
+from .comm import GroupPlan
 from .constructing import failing_together, meeting_axes, synchronise
 from .device import Device
 from .errors import UsageError, warn
@@ -49,29 +51,16 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         _check_untransformed(homes)
         move_buffers(modules, device)
     synchronise(module, modules, leaves_of(homes), axes)
-    homes, transformed = transform(homes)
-    leaves = leaves_of(homes)
-    beginnings = Beginnings(leaves) if config.check_values != "off" else None
-    _drop_gradients(leaves)
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[nn.Parameter, str]]] = {}
-    for leaf, path in leaves:
-        kinds.setdefault((leaf.dtype, leaf.requires_grad), []).append((leaf, path))
     ledger = Ledger()
-    handles = [
-        FlatParamHandle.flatten(
-            [leaf for leaf, _ in members],
-            [path for _, path in members],
-            world=groups.shard.size,
-            rank=groups.shard.rank,
-            mixed_precision=config.mixed_precision,
-            device=device,
-            offload=config.cpu_offload.offload_params,
-            pin_memory=config.cpu_offload.pin_memory,
-            use_orig_params=config.use_orig_params,
-            ledger=ledger,
-        )
-        for members in kinds.values()
-    ]
+    with ExitStack() as undo:
+        for home in homes:
+            undo.callback(home.register)
+        homes, transformed = transform(homes)
+        leaves = leaves_of(homes)
+        beginnings = Beginnings(leaves) if config.check_values != "off" else None
+        handles = _flatten(leaves, config, groups, device, ledger)
+        undo.pop_all()
+    _drop_gradients(leaves)
     unit = Unit(
         module,
         handles,
@@ -125,6 +114,30 @@ def _homes(
         else:
             homes.append(Home(holder, attribute, path, leaf))
     return homes, aliases, ignored
+
+
+def _flatten(
+    leaves: list[tuple[nn.Parameter, str]], config: Config, groups: GroupPlan, device: torch.device, ledger: Ledger
+) -> list[FlatParamHandle]:
+    """A handle for each kind among `leaves`, given with their paths. They still show their own memory."""
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[nn.Parameter, str]]] = {}
+    for leaf, path in leaves:
+        kinds.setdefault((leaf.dtype, leaf.requires_grad), []).append((leaf, path))
+    return [
+        FlatParamHandle.flatten(
+            [leaf for leaf, _ in members],
+            [path for _, path in members],
+            world=groups.shard.size,
+            rank=groups.shard.rank,
+            mixed_precision=config.mixed_precision,
+            device=device,
+            offload=config.cpu_offload.offload_params,
+            pin_memory=config.cpu_offload.pin_memory,
+            use_orig_params=config.use_orig_params,
+            ledger=ledger,
+        )
+        for members in kinds.values()
+    ]
 
 
 def new_root(unit: Unit, device: torch.device, ledger: Ledger, settings: RootSettings, nested: list[Unit]) -> Root:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.comm import Base, doubled
 from flatfsdp.errors import AgreementError, ConfigValueError
+from flatfsdp.flat_param import FlatParamHandle
 from flatfsdp.wrap import CustomPolicy
 from tests.conftest import Run
 from tests.harness.models import WIDTH, Feedforward
@@ -349,7 +352,23 @@ def failing_root(net: nn.Module, orig: bool) -> None:
         FullyShardedDataParallel(net, auto_wrap_policy={Feedforward}, sync_module_states=True, use_orig_params=orig)
 
 
-FAILURES = {f.__name__: f for f in (bad_argument, failing_initialisation, failing_synchronisation, failing_root)}
+def failing_memory(net: nn.Module, orig: bool) -> None:
+    flatten, calls = FlatParamHandle.flatten, itertools.count()
+
+    def second_kind_of_the_root(*args: Any, **kwargs: Any) -> FlatParamHandle:
+        if next(calls) == 4:
+            raise Broken
+        return flatten(*args, **kwargs)
+
+    net[3].weight.grad = torch.ones_like(net[3].weight)
+    with patch.object(FlatParamHandle, "flatten", second_kind_of_the_root), pytest.raises(Broken):
+        FullyShardedDataParallel(net, auto_wrap_policy={Feedforward}, use_orig_params=orig)
+    assert next(calls) == 5 and (net[3].weight.grad == 1).all()
+
+
+FAILURES = {
+    f.__name__: f for f in (bad_argument, failing_initialisation, failing_synchronisation, failing_root, failing_memory)
+}
 
 
 def usable_after(rank: int, world: int, failure: str, orig: bool) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, watch
 from flatfsdp.errors import UsageError
 from flatfsdp.extensions import set_extensions
+from flatfsdp.flat_param import FlatParamHandle
 from tests.conftest import Run
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import (
@@ -315,20 +317,31 @@ def untouched(rank: int, world: int) -> list[str]:
         set_extensions(None)
 
 
-def undone(rank: int, world: int) -> list[str]:
+def undone(rank: int, world: int, fails_at: str) -> list[str]:
+    """A constructor fails with two units made and transformed, before or after it transforms the third, the root."""
     net, plain = seeded(Net), seeded(Net)
-    with halving(), pytest.raises(ZeroDivisionError):
-        FullyShardedDataParallel(
-            net,
-            auto_wrap_policy={Feedforward},
-            param_init_fn=lambda module: 1 / 0,
-            mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16),
-            use_orig_params=True,
-        ) if net.head.to("meta") else None
-    net.head.to_empty(device="cpu")
-    net.head.load_state_dict(plain.head.state_dict())
-    return [n for n, p in net.named_parameters() if not torch.equal(p, plain.get_parameter(n))]
+    flatten, calls = FlatParamHandle.flatten, itertools.count()
+
+    def root(*args: Any, **kwargs: Any) -> FlatParamHandle:
+        return flatten(*args, **kwargs) if next(calls) < len(plain.blocks) else 1 / 0  # type: ignore[return-value]
+
+    def bad(module: nn.Module) -> None:
+        raise ZeroDivisionError
+
+    if fails_at == "initialisation":
+        net.head.to("meta")
+    identities = [id(p) for p in net.head.parameters()]
+    options: dict[str, Any] = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.bfloat16), "param_init_fn": bad}
+    how = patch.object(FlatParamHandle, "flatten", root) if fails_at == "flattening" else nullcontext()
+    with halving(), how, pytest.raises(ZeroDivisionError):
+        FullyShardedDataParallel(net, auto_wrap_policy={Feedforward}, use_orig_params=True, **options)
+    lines = [] if [id(p) for p in net.head.parameters()] == identities else ["the head has other parameters"]
+    if fails_at == "initialisation":
+        net.head.to_empty(device="cpu")
+        net.head.load_state_dict(plain.head.state_dict())
+    return lines + [n for n, p in net.named_parameters() if not torch.equal(p, plain.get_parameter(n))]
 
 
-def test_a_failed_constructor_undoes_extensions(pool2: Run) -> None:
-    assert not joined(pool2(undone))
+@pytest.mark.parametrize("fails_at", ["initialisation", "flattening"])
+def test_a_failed_constructor_undoes_extensions(fails_at: str, pool2: Run) -> None:
+    assert not joined(pool2(undone, fails_at))
