@@ -72,7 +72,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         backward_prefetch=config.backward_prefetch,
         forward_prefetch=config.forward_prefetch,
         modules=[each for _, each in modules],
-        owners=list({id(owner): owner for home in aliases if (owner := owner_of(home.leaf)) is not None}.values()),
+        owners=list(dict.fromkeys(owner for home in aliases if (owner := owner_of(home.leaf)) is not None)),
         aliases=aliases,
         island=island,
     )

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
@@ -458,6 +459,19 @@ def test_one_constructor_fails_while_values_are_copied(strategy: str, nested: bo
     ]
 
 
+def one_fails_on_a_mesh(rank: int, world: int) -> tuple[str, list[str]]:
+    mesh = dist.init_device_mesh("cpu", (2, world // 2))
+    options: dict[str, Any] = {"device_mesh": mesh, "sharding_strategy": "HYBRID_SHARD"}
+    return one_fails(rank, world, sync_module_states=True, auto_wrap_policy={Feedforward}, **options)
+
+
+def test_one_constructor_fails_on_a_mesh(pool4: Run) -> None:
+    ends = pool4(one_fails_on_a_mesh)
+    assert [lines for _, lines in ends] == [[]] * 4
+    assert "ranks 0, 2, 3: goes on; rank 1: failed: Broken: out of luck" in ends[0][0]
+    assert [told for told, _ in ends] == [ends[0][0], "Broken: out of luck", ends[0][0], ends[0][0]]
+
+
 @pytest.mark.parametrize(("strategy", "nested"), [("FULL_SHARD", False), ("NO_SHARD", False), ("NO_SHARD", True)])
 def test_one_constructor_fails_where_nothing_is_sharded_yet(strategy: str, nested: bool, pool2: Run) -> None:
     """It fails alone, and its second try joins the others."""
@@ -466,9 +480,13 @@ def test_one_constructor_fails_where_nothing_is_sharded_yet(strategy: str, neste
     assert ends == [("", []), ("Broken: out of luck", [])]
 
 
-def one_fails_late(rank: int, world: int) -> tuple[str, str]:
+def one_fails_late(rank: int, world: int, mesh: bool = False) -> tuple[str, str]:
     """What is said in the constructor, and in the first forward where it went well."""
-    model, told = wrapped_with_luck(rank, seeded(stack), auto_wrap_policy={Feedforward})
+    options: dict[str, Any] = {"auto_wrap_policy": {Feedforward}}
+    if mesh:
+        options["device_mesh"] = dist.init_device_mesh("cpu", (2, world // 2))
+        options["sharding_strategy"] = "HYBRID_SHARD"
+    model, told = wrapped_with_luck(rank, seeded(stack), **options)
     if model is None:
         return told, ""
     with pytest.raises(AgreementError) as info:
@@ -484,6 +502,12 @@ def test_one_constructor_fails_where_others_hold_its_shards(pool2: Run) -> None:
         "FullyShardedDataParallel on every rank"
     )
     assert pool2(one_fails_late) == [("", message), (message, "")]
+
+
+def test_one_constructor_fails_where_others_of_a_mesh_hold_its_shards(pool4: Run) -> None:
+    (_, message), *_ = ends = pool4(one_fails_late, mesh=True)
+    assert "ranks 0, 2, 3: succeeded; rank 1: failed with 2 modules wrapped: Broken: out of luck" in message
+    assert ends == [("", message), (message, ""), ("", message), ("", message)]
 
 
 # --- ties as users see them -------------------------------------------------------------------------------------------
