@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,22 +43,19 @@ def _cell(engine: str, tensors: int, world: int) -> float:
     fake_world(world)
     try:
         if engine == BARE:
-            size = case.unit_bytes()[0] // 4
-            step: Any = _Collectives(-(-size // world), world)
+            bare = _Collectives(-(-case.unit_bytes()[0] // 4 // world), world)
+            step, clean = bare, lambda: None
         else:
             model = ENGINES[engine].wrap(case.build(), Place(torch.device("cpu"), case.unit))
             batch = case.batch(0, 0)
-
-            def step() -> None:
-                model(*batch).backward()
-                model.zero_grad()
-
+            step, clean = lambda: model(*batch).backward(), model.zero_grad
         costs = []
         gc.collect()
         for _ in range(3 + STEPS):
             before = time.process_time_ns()
             step()
             costs.append(time.process_time_ns() - before)
+            clean()
         return median(costs[3:]) / 1000 / UNITS
     finally:
         dist.destroy_process_group()
