@@ -11,6 +11,7 @@ from tools.benchmark.gpu import kernels_of, overlap
 from tools.benchmark.models import MODELS
 from tools.benchmark.rows import Timings
 from tools.benchmark.statistics import distance, joined, paired_ratio
+from tools.benchmark.table import render
 
 MIB = 2**20
 
@@ -94,3 +95,14 @@ def test_overlap_is_read_from_the_ranges_of_kernels() -> None:
     assert [kernel.copies for kernel in kernels] == [False, False, False, True]
     assert overlap(kernels) == pytest.approx(7 / 20)
     assert overlap(kernels[2:]) is None
+
+
+def test_what_failed_stands_in_the_table() -> None:
+    machine = dict.fromkeys("date commit torch python cores cpu memory_gib device command".split(), "?")
+    failed = {"model": "m", "engine": "fsdp2", "strategy": "FULL_SHARD", "error": "rank 1: Traceback\nValueError: no\n"}
+    cells = [{**failed, "round": 0}]
+    text = render(
+        {"machine": machine, "models": [{"name": "m", "unit_bytes": [4]}], "cells": cells, "figures": [failed]}
+    )
+    assert "- FSDP2: ValueError: no\n" in text
+    assert "- FSDP2, FULL_SHARD: failed, ValueError: no\n" in text

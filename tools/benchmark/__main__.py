@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import memory, rounds
-from .engines import ENGINES
+from .engines import ENGINES, TRUTH
 from .host import host_rounds
 from .machine import ROOT, describe
 from .models import MODELS, SWEEPS
@@ -61,6 +61,8 @@ def arguments() -> argparse.Namespace:
     add("--out", type=Path, metavar="FOLDER", help=f"where to write (default: {RESULTS.name}; {SKETCH} with --quick)")
     given = parser.parse_args()
     given.models = given.models or (list(QUICK) if given.quick else list(MODELS))
+    if TRUTH not in given.engines:
+        given.engines.append(TRUTH)  # or nothing would say whether the others' losses are right
     given.rounds = given.rounds or (1 if given.quick else 3)
     given.steps = given.steps or (2 if given.quick else None)
     given.out = given.out or (SKETCH if given.quick else RESULTS)

@@ -20,6 +20,7 @@ def render(results: dict[str, Any]) -> str:
         lines += [f"## {model['name']}", "", _model_line(model), ""]
         lines += _timings(results["cells"], model["name"]) + _figures(results.get("figures", []), model["name"])
         lines += _gpu(results.get("figures", []), model["name"])
+        lines += _failed(results.get("figures", []), model["name"])
     lines += _host(results.get("host", []))
     for title, models in results.get("sweeps", {}).items():
         lines += _sweep(results["cells"], title, models)
@@ -135,6 +136,16 @@ def _figures(cells: Sequence[dict[str, Any]], model: str) -> list[str]:
     header = ("engine", "peak MiB, FULL_SHARD / SHARD_GRAD_OP", "held MiB", "collectives per step", "MiB sent",
               "MiB copied in forward", "in backward", "into the own slot", "MiB scaled")  # fmt: skip
     return markdown(header, rows)
+
+
+def _failed(cells: Sequence[dict[str, Any]], model: str) -> list[str]:
+    """What has no row because it raised."""
+    lines = [
+        f"- {ENGINES[cell['engine']].title}, {cell['strategy']}: failed, {cell['error'].strip().splitlines()[-1]}"
+        for cell in cells
+        if cell["model"] == model and "error" in cell
+    ]
+    return [*lines, ""] if lines else []
 
 
 def _host(cells: Sequence[dict[str, Any]]) -> list[str]:
