@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp import FullyShardedDataParallel, groups
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
+from flatfsdp.extensions import set_extensions
 from flatfsdp.wrap import CustomPolicy
 from tests.harness.fake import fake_world
 
@@ -602,4 +603,68 @@ def test_gradients_of_a_window_are_not_summoned(world: None) -> None:
 summon_full_params(with_grads=True): the gradients of unit <root> were accumulated under no_sync()
 and differ between ranks, so there is no whole one. Summon them after a backward outside of
 no_sync(), or leave with_grads out""",
+    )
+
+
+# --- arguments of methods, and objects that other programs hand over --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (("1",), ConfigTypeError, "max_norm: got '1'. Accepted: a number"),
+        ((True,), ConfigTypeError, "max_norm: got True. Accepted: a number"),
+        ((1.0, "two"), ConfigTypeError, "norm_type: got 'two'. Accepted: a number, or 'inf'"),
+        ((1.0, -1), ConfigValueError, "norm_type: got -1. Accepted: 0, a positive number, or inf"),
+    ],
+)
+def test_arguments_of_clip_grad_norm(world: None, given: Any, error: type[Exception], message: str) -> None:
+    model = FullyShardedDataParallel(linear())
+    assert said(lambda: model.clip_grad_norm_(*given), error) == message
+
+
+def test_extensions_without_the_methods() -> None:
+    assert_expected_inline(
+        said(lambda: set_extensions(len), ConfigTypeError),  # type: ignore[arg-type]
+        """\
+extensions: got <built-in function len>, which has no method pre_flatten_transform. Accepted: an
+object with pre_flatten_transform and post_unflatten_transform, or None""",
+    )
+
+
+def test_an_extension_that_makes_no_tensor(world: None) -> None:
+    class Listing:
+        def pre_flatten_transform(self, tensor: Tensor) -> Any:
+            return tensor.tolist(), "a list"
+
+        def post_unflatten_transform(self, tensor: Tensor, state: Any) -> Tensor:
+            raise AssertionError
+
+    net = linear()
+    set_extensions(Listing())
+    try:
+        message = said(lambda: FullyShardedDataParallel(net))
+    finally:
+        set_extensions(None)
+    assert message == "pre_flatten_transform of 'weight' returned list; expected a tensor and a state"
+    assert net(torch.ones(1, 4)).shape == (1, 4)
+
+
+def test_a_flat_parameter_without_its_model(world: None) -> None:
+    flat_param = FullyShardedDataParallel(linear())._flat_param
+    assert_expected_inline(
+        said(lambda: flat_param._fqns),
+        """\
+this FlatParameter belongs to no FullyShardedDataParallel module any more (a copy, or the model was
+deleted); read the layout from the model's own `_flat_param`""",
+    )
+
+
+def test_a_flat_parameter_of_another_shape(world: None) -> None:
+    model = FullyShardedDataParallel(linear())
+    model._flat_param.data = torch.zeros(3)
+    assert_expected_inline(
+        said(lambda: model(torch.ones(1, 4))),
+        """\
+the flat parameter of unit '<root>' was given data of shape (3,); expected this rank's shard, (10,)""",
     )
