@@ -72,7 +72,12 @@ class FullyShardedDataParallel(FSDP1Names, nn.Module):
 
     Raises:
         ConfigTypeError, ConfigValueError: an argument; the message names it, what was given and what is accepted.
-        UsageError: there is no process group, or `module` cannot be wrapped. `module` is then as it was.
+        UsageError: there is no process group, or `module` cannot be wrapped.
+        AgreementError: with `sync_module_states`, ranks hand in different modules, or the constructor of another rank
+            failed. Without it, this constructor failed in a user's function after it had wrapped modules by policy, and
+            other ranks went on.
+
+    After an error `module` is as it was, but for that last case: its shards are then with the other ranks.
 
     Collective are forward, backward, and the methods that say so. The first of them after construction compares what
     the ranks have built, and raises `AgreementError` on all of them if it differs. Construction sends no values unless
