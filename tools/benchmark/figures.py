@@ -124,8 +124,8 @@ class Counting(TorchDispatchMode):
 
 
 def inspect(rank: int, setting: Setting) -> dict[str, Any]:
-    """Bytes of live tensors in a step (``peak``) and after it (``held``), of the third step and of the fourth, and what
-    `Counting` saw of a fifth. Collective.
+    """Bytes of live tensors in a step (``peak``) and after it (``held``), of the third step and of the fourth; under
+    FULL_SHARD also what `Counting` saw of a fifth. Collective.
     """
     counter = Counter()
     training = Training(rank, setting)
@@ -140,7 +140,8 @@ def inspect(rank: int, setting: Setting) -> dict[str, Any]:
         peak.append(counter.peak())
         time.sleep(0.05)
         held.append(counter.live())
-    return {"peak": peak, "held": held, **count(training)}
+    figures: dict[str, Any] = {"peak": peak, "held": held}
+    return figures | (count(training) if setting.strategy == "FULL_SHARD" else {})
 
 
 def count(training: Training) -> dict[str, Any]:

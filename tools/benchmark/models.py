@@ -199,11 +199,11 @@ def _experts() -> nn.Module:
 MODELS = {
     case.name: case
     for case in (
-        Case("gpt", GPT, GPTBlock, 64, 8192, 6),
-        Case("small", _small, SmallUnit, 16, 32, 6),
-        Case("mlp", mlp, MLPBlock, 16, WIDTH, 8),
-        Case("mlp8x", partial(mlp, 8, 8), MLPBlock, 16, WIDTH, 3),
-        Case("experts", _experts, ExpertsBlock, 64, 256, 8),
+        Case("gpt", GPT, GPTBlock, 64, 8192, 5),
+        Case("small", _small, SmallUnit, 16, 32, 5),
+        Case("mlp", mlp, MLPBlock, 16, WIDTH, 6),
+        Case("mlp8x", partial(mlp, 8, 8), MLPBlock, 16, WIDTH, 2),
+        Case("experts", _experts, ExpertsBlock, 64, 256, 6),
     )
 }
 
