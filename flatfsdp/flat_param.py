@@ -334,6 +334,25 @@ class FlatParamHandle:
         self._active = None
         return buffer
 
+    def can_hold(self, dtype: torch.dtype) -> bool:
+        """Whether the unsharded buffer is there, and could hold gradients of `dtype` in the parameters' places.
+
+        Where the shard is the whole, the memory of the reduced gradient is that of the slots, and lasts.
+        """
+        there = self.state is ShardState.UNSHARDED and not self.whole
+        return there and self.unsharded.dtype == dtype
+
+    def overwrite(self, index: int) -> None:
+        """The place of this parameter in the unsharded buffer will hold its gradient: nobody may read it any more."""
+        self._filled_versions[index] = self._versions.on_overwrite(index)
+
+    @property
+    def place(self) -> FlatBuffer:
+        """The unsharded buffer; only while unsharded, and where it is not the shard."""
+        buffer = self._require_active().buffer
+        assert buffer is not None
+        return buffer
+
     @contextmanager
     def to_cpu(self) -> Iterator[torch.Tensor]:
         """A context in which the unsharded flat parameter is on the CPU, 1-D and without padding, and nowhere else.

@@ -6,12 +6,20 @@ place in a flat buffer laid out like the parameter. Large ones are moved at once
 (`Reduction`). Slots that received nothing count as zero. Without synchronisation the buffer stays and the next
 microbatch adds to it: a *window*.
 
+[Note: slot sharing] A parameter whose gradient has arrived is read no more, so its own place in the unsharded buffer
+can be its slot: the unit's memory is not needed twice. That takes equal dtypes, a backward that reduces and will not be
+differentiated, and a unit of which an earlier backward has shown that each gradient comes once and in the backward's own
+graph task; elsewhere (recomputation in tasks of their own) a parameter may be read after its gradient has come. What
+is overwritten cannot be read unnoticed: saved views of it are refused by their version, the leaf itself is hidden
+([Note: hidden]). A unit that is asked for again before its reduction moves the gradients out and gathers anew.
+
 [Note: undo] Reduced gradients become `.grad` only at the end of a backward (`Gradients.settle`); until then a failed
 backward can be forgotten.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,13 +53,16 @@ class Reduction:
         replicate: Transport | None,
         lane: Lane,
         scale: float,
+        give_back: Callable[[FlatBuffer], None],
     ) -> None:
-        """Issue the first stage. Collective over the shard axis; `buffer` belongs to the reduction from now on."""
+        """Issue the first stage. Collective over the shard axis; `buffer` belongs to the reduction from now on, until
+        it is given back."""
         self._handle = handle
         self._buffer: FlatBuffer | None = buffer
         self._replicate = replicate
         self._lane = lane
         self._scale = scale
+        self._give_back = give_back
         lane.follow_compute()
         if handle.whole:
             # The whole is the shard: nothing to scatter, and the buffer itself becomes the result.
@@ -78,7 +89,7 @@ class Reduction:
         if self._replicate is not None:
             self._second = self._replicate.all_reduce(self._result, self._lane)
         if not self._handle.whole:
-            self._buffer.free()
+            self._give_back(self._buffer)
             self._buffer = None
 
     def finish(self) -> None:
@@ -138,6 +149,9 @@ class Gradients:
         self._taken: dict[int, torch.Tensor] | None = None
         self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
         self._accumulating = False
+        # [Note: slot sharing]: whether gradients go to the parameters' places; how to return them, once they are ours.
+        self._sharing = False
+        self._return_place: Callable[[FlatBuffer], None] | None = None
         # Microbatches without synchronisation came before: the next synchronised backward reduces, on every rank alike,
         # whether or not gradients arrived on this one.
         self.window_open = False
@@ -172,13 +186,15 @@ class Gradients:
             leaf.grad = None
         self._stand_ins = {}
 
-    def arm(self, expected: frozenset[int], *, world: int, sync: bool) -> None:
-        """Await the gradients of `expected`; `world` ranks will be averaged."""
+    def arm(self, expected: frozenset[int], *, world: int, sync: bool, share: bool) -> None:
+        """Await the gradients of `expected`; `world` ranks will be averaged. `share`: the places of parameters whose
+        gradients have come may be overwritten."""
         self.take()
         self.expected = expected
         self.arrived = set()
         self._accumulating = not sync
         self._before, self._after = gradient_scaling(world, self.handle.precision.reduce)
+        self._sharing = share and self._buffer is None and self.handle.can_hold(self.handle.precision.reduce)
 
     @property
     def complete(self) -> bool:
@@ -190,6 +206,9 @@ class Gradients:
     def arrive(self, index: int, grad: torch.Tensor) -> None:
         """Move `grad` (shaped like leaf `index`, compute dtype) into its slot, now or with the other small ones."""
         self.arrived.add(index)
+        if self._sharing:
+            self.handle.overwrite(index)
+            self._shown.hide(index)
         size = grad.numel() * grad.element_size()
         if size > SMALL_BYTES or grad.is_sparse:
             self._move([index], [grad])
@@ -230,6 +249,9 @@ class Gradients:
         if self._buffer is not None:
             return
         handle = self.handle
+        if self._sharing:
+            self._buffer, self._slots = handle.place, handle.unsharded_views
+            return
         dtype = handle.precision.accumulate if self._accumulating else handle.precision.reduce
         buffer, views = self._buffers.get(dtype, (None, []))
         if buffer is not None and buffer.allocated:
@@ -256,6 +278,42 @@ class Gradients:
             end = max(end, span.stop)
         flat[end:].zero_()
 
+    # -- the parameters' own places ----------------------------------------------------------------------------------
+
+    @property
+    def occupies_place(self) -> bool:
+        """Whether gradients lie in places of parameters of which others may still be read."""
+        return self._sharing and self._return_place is None and bool(self.arrived)
+
+    def take_place(self, return_place: Callable[[FlatBuffer], None]) -> bool:
+        """The handle is about to give its buffer up: keep it for the reduction, if gradients lie there.
+
+        `return_place` gives its memory back.
+        """
+        if not self.occupies_place:
+            self._sharing = False
+            return False
+        self._move_collected()
+        self._open_buffer()
+        assert self._buffer is not None
+        self._buffer.now_holds("slots")
+        self._return_place = return_place
+        return True
+
+    def move_out(self) -> None:
+        """The parameters are needed again: gradients go to a buffer of their own."""
+        self._move_collected()
+        filled = {i: self._slots[i] for i in self._filled}
+        self._sharing = False
+        self._buffer = None
+        self._open_buffer()
+        _torch.foreach_copy_([self._slots[i] for i in filled], list(filled.values()))
+
+    def return_inputs(self) -> None:
+        """The unsharded buffer is needed again: wait for the reductions that read it."""
+        for reduction in self._reductions:
+            reduction.release_input()
+
     # -- reduction ---------------------------------------------------------------------------------------------------
 
     @property
@@ -269,7 +327,10 @@ class Gradients:
         self.window_open = self.window_open or bool(self.expected)
 
     def launch(self, scatter: Transport, replicate: Transport | None, lane: Lane) -> Reduction:
-        """Issue the reduction of what arrived, zeros for what did not. Collective over the shard axis."""
+        """Issue the reduction of what arrived, zeros for what did not. Collective over the shard axis.
+
+        Precondition: a place that gradients occupy was taken.
+        """
         self._move_collected()
         self._open_buffer()
         buffer = self._buffer
@@ -287,11 +348,9 @@ class Gradients:
                 wide.free()
         if self.handle.whole:
             del self._buffers[buffer.tensor.dtype]
-        self._buffer = None
-        self._slots = []
-        self._filled = set()
-        self.window_open = False
-        reduction = Reduction(buffer, self.handle, scatter, replicate, lane, self._after)
+        give_back = self._return_place or FlatBuffer.free
+        self._forget_buffer()
+        reduction = Reduction(buffer, self.handle, scatter, replicate, lane, self._after, give_back)
         self._reductions.append(reduction)
         return reduction
 
@@ -371,12 +430,19 @@ class Gradients:
         return lost
 
     def _close_window(self) -> None:
-        if self._buffer is not None:
+        if self._return_place is not None and self._buffer is not None:
+            self._return_place(self._buffer)
+        elif self._buffer is not None and not self._sharing:
             self._buffer.free()
+        self._forget_buffer()
+        self._marks = []
+
+    def _forget_buffer(self) -> None:
         self._buffer = None
         self._slots = []
         self._filled = set()
-        self._marks = []
+        self._sharing = False
+        self._return_place = None
         self.window_open = False
 
     # -- windows -----------------------------------------------------------------------------------------------------

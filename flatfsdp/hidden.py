@@ -44,6 +44,11 @@ def hide(leaf: nn.Parameter) -> None:
         leaf.__class__ = HiddenParameter
 
 
+def is_hidden(leaf: torch.Tensor) -> bool:
+    """Whether operations on `leaf` are refused."""
+    return type(leaf) is HiddenParameter
+
+
 def unhide(leaf: nn.Parameter) -> None:
     """End of `hide`."""
     if type(leaf) is HiddenParameter:

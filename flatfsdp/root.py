@@ -22,7 +22,7 @@ from .agree import Agreement
 from .api import BackwardPrefetch
 from .comm import Group, Traffic, Transport, transport
 from .device import Device, Lane
-from .errors import UsageError, logger, warn
+from .errors import UsageError, logger, warn, warn_once
 from .flat_param import FlatParamHandle
 from .grads import Reduction
 from .lifecycle import Phase
@@ -73,6 +73,7 @@ class Backward:
         self.gathers = GatherPlan(record.anchored)
         self.reductions = ReducePlan(record)
         self.sync = sync
+        self.task = _torch.graph_task()
         self.double = False  # create_graph: the weights are needed again
         self.fired = False  # a gradient of a leaf arrived (torch.autograd.grad brings none)
         # Reductions of the unit before the last and of the last: their all-reduces and their inputs are in flight.
@@ -388,13 +389,20 @@ class Root:
         backward = self._running()
         return backward.double or not (backward.sync or unit.traits.reshard_without_sync)
 
-    def gradient_arrived(self) -> None:
-        """This backward computes gradients of parameters."""
+    def shares_slots(self, unit: Unit) -> bool:
+        """Whether gradients of `unit` may take the places of its parameters in this backward. [Note: slot sharing]"""
+        backward = self._running()
+        once = unit.reads_once is True and self.record.entered_once(unit)
+        return once and backward.sync and not backward.double and not unit.is_tied and not unit.needed_whole
+
+    def gradient_arrived(self) -> bool:
+        """This backward computes gradients of parameters. True if this one comes from a graph task of its own."""
         backward = self._running()
         if not backward.fired:
             backward.fired = True
             if backward.sync:
                 self.agreement.check_gradients(came=True)
+        return _torch.graph_task() != backward.task
 
     def expect_gradients(self, unit: Unit) -> None:
         """`unit` takes part in the reductions of this backward."""
@@ -494,6 +502,7 @@ class Root:
             return
         self.backward = None
         self._failed = True
+        self._stop_sharing()
         self.agreement.say_abandoned(None)
         self.agreement.rest()
         lost = [unit.label for unit in self.units if unit.undo()]
@@ -503,6 +512,23 @@ class Root:
                 f"dropped with it ({len(lost)} units, "
                 f"first {lost[0]}). Run the window again from its first microbatch"
             )
+
+    def _stop_sharing(self) -> None:
+        """A backward failed: units where gradients were taking the parameters' places do without from now on."""
+        sharing = [unit for unit in self.units if unit.places_are_taken]
+        if not sharing:
+            return
+        warn_once(
+            ("failed sharing", id(self)),
+            f"a backward failed in unit {sharing[0].label}, while gradients took the places of its parameters. If "
+            "autograd complained of a variable that was modified by an inplace operation, a parameter is read after its "
+            "gradient has come (a detached use, say): run the step again; in units of this class gradients have memory "
+            "of their own from now on",
+        )
+        classes = {type(unit.module) for unit in sharing}
+        for unit in self.units:
+            if type(unit.module) in classes:
+                unit.reads_once = False
 
     def settle_down(self) -> None:
         """Bring what a failed or a double backward left behind to rest."""
@@ -552,8 +578,12 @@ class Root:
         buffer = handle.reshard()
         if buffer is None:
             return
+        self.give_back(handle.name, buffer)
+
+    def give_back(self, unit: str, buffer: FlatBuffer) -> None:
+        """Free `buffer`, memory of the unshard lane, once the caller's stream is done with it. [Note: limiter]"""
         if self.device.has_streams:
-            self._held.append(Held(handle.name, self.device.mark(), buffer))
+            self._held.append(Held(unit, self.device.mark(), buffer))
         else:
             buffer.free()
 

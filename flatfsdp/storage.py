@@ -89,8 +89,14 @@ class FlatBuffer:
         self._numel = numel
         self._bytes = numel * self.tensor.element_size()
         self._ledger = ledger
-        self._kind = kind
+        self._kind = self._usual_kind = kind
         self.allocated = False
+
+    def now_holds(self, kind: str) -> None:
+        """What lies in the memory is of another `kind` until it is freed."""
+        self._ledger.remove(self._kind, self._bytes)
+        self._ledger.add(kind, self._bytes)
+        self._kind = kind
 
     def allocate(self) -> None:
         """Take the memory; nothing happens if it is there."""
@@ -114,6 +120,7 @@ class FlatBuffer:
         self.tensor.untyped_storage().resize_(0)
         self.allocated = False
         self._ledger.remove(self._kind, self._bytes)
+        self._kind = self._usual_kind
 
     def disown(self) -> torch.Tensor:
         """Hand the memory to the caller for good; the next `allocate` takes new memory in a new tensor."""
@@ -134,13 +141,27 @@ class Versions:
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         self._leaves = leaves
         self._filled: list[int] = []  # versions that saved tensors of this content carry
+        self._overwritten: dict[int, int] = {}  # by index: the same, of parameters whose place holds something else now
         self._at_rest: list[int] = []  # versions right after the last bump
+
+    def on_overwrite(self, index: int) -> int:
+        """The place of this parameter will hold something else: saved views of it must be refused. Its version now."""
+        leaf = self._leaves[index]
+        version = self._overwritten[index] = leaf._version
+        torch.autograd.graph.increment_version(leaf)
+        return version + 1
 
     def on_free(self) -> None:
         """The buffer is about to be unreadable: saved views of it must be refused."""
-        self._filled = versions_of(self._leaves)
+        if not self._overwritten:
+            self._filled = versions_of(self._leaves)
+            self._at_rest = [version + 1 for version in self._filled]
+        else:  # those are hidden, and slow to ask
+            known = self._overwritten
+            self._filled = [known[i] if i in known else leaf._version for i, leaf in enumerate(self._leaves)]
+            self._at_rest = [version + (2 if i in known else 1) for i, version in enumerate(self._filled)]
+            self._overwritten = {}
         torch.autograd.graph.increment_version(self._leaves)
-        self._at_rest = versions_of(self._leaves)
 
     def on_fill(self, *, changed: bool) -> list[int]:
         """The buffer holds weights again; `changed` says that the shard was written to by other means than a leaf.

@@ -7,6 +7,7 @@ backward.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,8 @@ class Unit:
         # parameters.
         self._open_calls: set[Call] = set()
         self.completed = False  # every gradient that the running backward awaits has arrived
+        # Whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot sharing]
+        self.reads_once: bool | None = None
         self.needed_whole = False  # nothing tells when its backward is over: unsharded until the end of the backward
         self.beginnings: Beginnings | None = None  # until they have been compared with the other ranks'
         self.gather: Transport
@@ -179,12 +182,15 @@ class Unit:
 
     def launch_unshard(self, *, ahead: bool = False) -> None:
         """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis."""
+        root = self.root
+        if self.places_are_taken:
+            self._regain(root)
         if self.is_whole:
             return
-        root = self.root
         full = root.in_full_precision(self)
-        for handle in self.handles:
+        for handle, grads in zip(self.handles, self.grads, strict=True):
             if handle.state is ShardState.SHARDED:
+                grads.return_inputs()
                 dtype = handle.precision.master if full else handle.precision.compute
                 root.make_room(handle.buffer(dtype), ahead=ahead)
                 handle.launch_unshard(self.gather, root.lanes.unshard, dtype=dtype)
@@ -209,18 +215,36 @@ class Unit:
     def reshard(self, exposure: Exposure) -> None:
         """Free the unsharded parameters; the leaves show `exposure` (the whole again where the shard is the whole)."""
         freed = False
-        for handle, shown in zip(self.handles, self.shown, strict=True):
+        root = self.root
+        for handle, shown, grads in zip(self.handles, self.shown, self.grads, strict=True):
             if handle.state is ShardState.GATHERING:
                 handle.wait_unshard()
             if handle.state is ShardState.UNSHARDED:
                 if handle.owns_unsharded or exposure is Exposure.SHARD:
-                    self.root.free(handle)
+                    if grads.take_place(functools.partial(root.give_back, handle.name)):
+                        handle.reshard()
+                    else:
+                        root.free(handle)
                     shown.show(exposure)
                     freed = True
             else:
                 shown.show(exposure)
         if freed:
             self.note("reshard")
+
+    @property
+    def places_are_taken(self) -> bool:
+        """Whether gradients lie in places of parameters while the unit is unsharded. [Note: slot sharing]"""
+        return any(grads.occupies_place for grads in self.grads)
+
+    def _regain(self, root: Root) -> None:
+        """Parameters are asked for whose places gradients have taken: move those out, so that a gather may follow."""
+        self.reads_once = False
+        for handle, shown, grads in zip(self.handles, self.shown, self.grads, strict=True):
+            if grads.occupies_place:
+                grads.move_out()
+                root.free(handle)
+                shown.show(Exposure.NOTHING)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -381,6 +405,11 @@ class Unit:
             root.unhook_later([registered])
 
     @property
+    def is_tied(self) -> bool:
+        """Whether modules of several units hold some of these parameters, or see them transformed."""
+        return bool(self.owners or self._borrowers) or any(shown.extended for shown in self.shown)
+
+    @property
     def _lent(self) -> bool:
         """Whether a unit that holds some of these parameters too is in its forward."""
         return any(unit.phase is Phase.FORWARD for unit in self._alive_borrowers())
@@ -456,16 +485,16 @@ class Unit:
             check_exposed(handle, self.name)
         root.gather_for_backward(self)
         if not self.completed:
-            self.arm()
+            self.arm(share=root.shares_slots(self))
         self.enter_phase(Phase.PRE_BACKWARD)
         self.note("backward")
 
-    def arm(self) -> None:
-        """Await the gradients of all leaves that require one."""
+    def arm(self, *, share: bool = False) -> None:
+        """Await the gradients of all leaves that require one. `share`: in the parameters' own places."""
         root = self.root
         for handle, grads in zip(self.handles, self.grads, strict=True):
             expected = frozenset(i for i, leaf in enumerate(handle.leaves) if leaf.requires_grad)
-            grads.arm(expected, world=self.groups.world, sync=root.sync_now)
+            grads.arm(expected, world=self.groups.world, sync=root.sync_now, share=share)
             for i in expected:
                 hooks.defer_user_hooks(handle.leaves[i])
         root.expect_gradients(self)
@@ -490,8 +519,10 @@ class Unit:
             return
         if grad.shape != handle.layout.params[index].shape:
             refuse_gradient(handle, index, grad)
-        root.gradient_arrived()
-        self.grads[kind].arrive(index, grad.detach())
+        grads = self.grads[kind]
+        if root.gradient_arrived() or index in grads.arrived:
+            self.reads_once = False
+        grads.arrive(index, grad.detach())
         del grad  # moved, or collected: what follows may take memory
         if self.completed:
             root.expect_gradients(self)  # a late one: a second reduction, at the end of the backward
@@ -511,6 +542,8 @@ class Unit:
         expecting = any(grads.expected for grads in self.grads)
         if expecting and not self.completed and all(grads.complete for grads in self.grads):
             self.completed = True
+            if self.reads_once is None:
+                self.reads_once = True
             self.enter_phase(Phase.POST_BACKWARD)
             self.note("grads")
             # The parameters make way before the reduction takes memory.
@@ -532,6 +565,8 @@ class Unit:
     def reduce(self) -> list[Reduction]:
         """Issue the reductions of all kinds that take part. Collective over the shard axis."""
         lane = self.root.lanes.reduce
+        if self.places_are_taken:
+            self.reshard(Exposure.NOTHING)
         self.note("reduce")
         return [grads.launch(self.scatter, self.replicate, lane) for grads in self.grads if grads.awaited]
 

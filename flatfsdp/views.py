@@ -21,7 +21,7 @@ from torch import nn
 
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle, dense
-from .hidden import hide, may_hide, unhide
+from .hidden import hide, is_hidden, may_hide, unhide
 from .lifecycle import ShardState
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Shown:
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
         self.extended: list[Extended] = []  # those of the leaves that modules see transformed
+        self._some_hidden = False
         self.exposure = Exposure.WHOLE
         self.show(Exposure.SHARD)
         may_hide(handle)
@@ -81,13 +82,11 @@ class Shown:
         if exposure is self.exposure:
             return
         handle = self.handle
-        self.unhide()
         if exposure is Exposure.NOTHING:
-            nothing = handle.nothing
-            for leaf in handle.leaves:
-                leaf.data = nothing
-                hide(leaf)
+            for index in range(len(handle.leaves)):
+                self.hide(index)
         else:
+            self.unhide()
             views = handle.sharded_views if exposure is Exposure.SHARD else handle.unsharded_views
             for leaf, view in zip(handle.leaves, views, strict=True):
                 leaf.data = view
@@ -96,9 +95,18 @@ class Shown:
             for each in self.extended:
                 each.uninstall(hidden=not handle.use_orig_params)
 
+    def hide(self, index: int) -> None:
+        """Let one leaf show nothing."""
+        leaf = self.handle.leaves[index]
+        if not is_hidden(leaf):
+            leaf.data = self.handle.nothing
+            hide(leaf)
+        self._some_hidden = True
+
     def unhide(self) -> None:
         """The leaves are about to show something: nobody but the engine asks them until then."""
-        if self.exposure is Exposure.NOTHING:
+        if self._some_hidden:
+            self._some_hidden = False
             for leaf in self.handle.leaves:
                 unhide(leaf)
 

@@ -23,12 +23,16 @@ class ForwardRecord(Generic[U]):
 
     def __init__(self) -> None:
         self._entered: dict[U, int] = {}  # first entry; dict order = order of first entry
+        self._again: set[U] = set()  # entered more than once
         self._anchored: dict[U, None] = {}  # last anchoring; dict order = order of last anchoring
         self.consumed = False  # a backward has begun: the next forward opens a new record
 
     def enter(self, unit: U) -> None:
         """`unit` began its forward."""
-        self._entered.setdefault(unit, len(self._entered))
+        if unit in self._entered:
+            self._again.add(unit)
+        else:
+            self._entered[unit] = len(self._entered)
 
     def anchor(self, unit: U) -> None:
         """`unit` finished its forward and its output can bring it a gradient."""
@@ -37,8 +41,11 @@ class ForwardRecord(Generic[U]):
 
     def position(self, unit: U) -> int:
         """The position at which `unit` was first entered; entering it now if it was not (a recomputation)."""
-        self.enter(unit)
-        return self._entered[unit]
+        return self._entered.setdefault(unit, len(self._entered))
+
+    def entered_once(self, unit: U) -> bool:
+        """Whether one call of `unit` is all that a backward can reach."""
+        return unit in self._entered and unit not in self._again
 
     @property
     def entered(self) -> tuple[U, ...]:

@@ -174,27 +174,24 @@ def test_a_backward_in_order_of_issue() -> None:
         # still there: it is filled again, after its last use.
         "unshard waits for compute",
         "record unshard",
-        # The root's own gradients are in. Their reduction waits for its turn, their parameters are done with.
-        "record compute",
+        # The root's gradients are in, in its parameters' places. Their reduction waits for its turn.
         "compute waits for unshard",  # the inner unit's backward begins
-        "record compute",  # its gradients are in, its parameters are done with
-        "allocate slots on compute",
-        "reduce waits for compute",
+        "reduce waits for compute",  # its gradients are in, in its parameters' places
         "record reduce",
         # The root's turn. One reduction's input besides the one that is filled: the inner unit's makes way.
         "compute waits for reduce",
-        "free slots on compute",
-        "allocate slots on compute",
+        "record compute",
         "reduce waits for compute",
         "record reduce",
         "compute waits for reduce",
-        "free slots on compute",
+        "record compute",
         # The end: all memory goes back.
         "unshard waits for compute",
         "free unsharded on unshard",
         "unshard waits for compute",
         "free unsharded on unshard",
     ]
+    assert device.races == []
 
 
 def test_a_gather_runs_beside_the_unit_before() -> None:
