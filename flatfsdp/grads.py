@@ -8,9 +8,9 @@ microbatch adds to it: a *window*.
 
 [Note: slot sharing] A parameter whose gradient has arrived is read no more, so its own place in the unsharded buffer
 can be its slot: the unit's memory is not needed twice. That takes equal dtypes, a backward that reduces and will not be
-differentiated, and a unit of which an earlier backward has shown that each gradient comes once and in the backward's own
-graph task; elsewhere (recomputation in tasks of their own) a parameter may be read after its gradient has come. What
-is overwritten cannot be read unnoticed: saved views of it are refused by their version, the leaf itself is hidden
+differentiated, and a unit of which an earlier backward has shown that each gradient comes once and in the backward's
+own graph task; elsewhere (recomputation in tasks of their own) a parameter may be read after its gradient has come.
+What is overwritten cannot be read unnoticed: saved views of it are refused by their version, the leaf itself is hidden
 ([Note: hidden]). A unit that is asked for again before its reduction moves the gradients out and gathers anew.
 
 [Note: undo] Reduced gradients become `.grad` only at the end of a backward (`Gradients.settle`); until then a failed

@@ -521,9 +521,9 @@ class Root:
         warn_once(
             ("failed sharing", id(self)),
             f"a backward failed in unit {sharing[0].label}, while gradients took the places of its parameters. If "
-            "autograd complained of a variable that was modified by an inplace operation, a parameter is read after its "
-            "gradient has come (a detached use, say): run the step again; in units of this class gradients have memory "
-            "of their own from now on",
+            "autograd complained of a variable that was modified by an inplace operation, a parameter is read after "
+            "its gradient has come (a detached use, say): run the step again; in units of this class gradients have "
+            "memory of their own from now on",
         )
         classes = {type(unit.module) for unit in sharing}
         for unit in self.units:

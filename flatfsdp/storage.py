@@ -158,8 +158,9 @@ class Versions:
             self._at_rest = [version + 1 for version in self._filled]
         else:  # those are hidden, and slow to ask
             known = self._overwritten
-            self._filled = [known[i] if i in known else leaf._version for i, leaf in enumerate(self._leaves)]
-            self._at_rest = [version + (2 if i in known else 1) for i, version in enumerate(self._filled)]
+            rows = [(known[i], 2) if i in known else (leaf._version, 1) for i, leaf in enumerate(self._leaves)]
+            self._filled = [version for version, _ in rows]
+            self._at_rest = [version + bumps for version, bumps in rows]
             self._overwritten = {}
         torch.autograd.graph.increment_version(self._leaves)
 
