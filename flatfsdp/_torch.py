@@ -6,7 +6,8 @@ that an upgrade fails in words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ REASONS = {
     "gradient, after ours",
     "torch.amp.GradScaler._unscale_grads_": "ranks must agree on found-inf between unscaling and the step, and this is "
     "the only place in between",
+    "torch.distributed.distributed_c10d._process_group_name": "a group made by its members alone is named after the "
+    "number of groups that the process is in; ranks in different numbers of them would wait for each other for ever",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
 }
 
@@ -39,6 +42,9 @@ def missing() -> list[str]:
         ),
         "torch.Tensor._post_accumulate_grad_hooks": lambda: getattr(torch.Tensor, "_post_accumulate_grad_hooks"),  # noqa: B009
         "torch.amp.GradScaler._unscale_grads_": lambda: torch.amp.GradScaler._unscale_grads_,
+        "torch.distributed.distributed_c10d._process_group_name": lambda: (
+            torch.distributed.distributed_c10d._process_group_name
+        ),
         "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
     }
     absent = []
@@ -95,6 +101,18 @@ def accumulate_hooks(leaf: torch.Tensor) -> dict[int, Callable[[torch.Tensor], N
     """The live dictionary of post-accumulate hooks of `leaf` (empty where none was ever registered)."""
     hooks: Any = leaf._post_accumulate_grad_hooks
     return hooks if hooks is not None else {}
+
+
+@contextmanager
+def name_of_group(name: str) -> Iterator[None]:
+    """Inside, `torch.distributed.new_group` gives what it makes this name, by which its members find each other."""
+    c10d: Any = torch.distributed.distributed_c10d
+    by_count = c10d._process_group_name
+    c10d._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        c10d._process_group_name = by_count
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .api import HYBRIDS, Config, ShardingStrategy
 from .comm import Group, GroupPlan
 from .device import accelerator_count
 from .errors import ConfigValueError, UsageError, set_rank, warn_once
+from .peers import number
 from .watch import expecting
 
 # Communicators for reductions, one per process group and living as long as it does.
@@ -26,6 +28,8 @@ _reduction_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictiona
 _node_groups: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 # Groups over some ranks of a default process group, made for pickles.
 _groups_by_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+# How many groups were made over the same ranks of a default process group; part of their names.
+_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def require_process_group() -> None:
@@ -99,11 +103,20 @@ def _for_reductions(process_group: Any) -> Any:
     made = _reduction_groups.get(process_group)
     if made is None or not _exists(made):
         ranks = dist.get_process_group_ranks(process_group)
-        # Only members take part: models on different halves of the world are wrapped independently.
-        with expecting(ranks, f"wraps a module over ranks {', '.join(map(str, ranks))}"):
-            made = dist.new_group(ranks, use_local_synchronization=True, group_desc="flatfsdp reductions")
-        _reduction_groups[process_group] = made
+        made = _reduction_groups[process_group] = _new_group(tuple(ranks), "wraps a module")
     return made
+
+
+def _new_group(ranks: tuple[int, ...], doing: str) -> Any:
+    """One more group over `ranks`, made by them alone: models on different halves of the world are independent.
+
+    Collective over `ranks`; `doing` completes "rank 0 ..." for those who wait.
+    """
+    counts = _made.setdefault(dist.group.WORLD, Counter())
+    counts[ranks] += 1
+    name = f"flatfsdp {number(str(ranks)):x} {counts[ranks]}"
+    with expecting(ranks, f"{doing} over ranks {', '.join(map(str, ranks))}"), _torch.name_of_group(name):
+        return dist.new_group(list(ranks), use_local_synchronization=True, group_desc="flatfsdp")
 
 
 def _exists(process_group: Any) -> bool:
@@ -161,6 +174,5 @@ def _group_over(ranks: tuple[int, ...]) -> Any:
         )
     known = _groups_by_ranks.setdefault(dist.group.WORLD, {})
     if ranks not in known:
-        with expecting(ranks, f"loads a pickled model over ranks {', '.join(map(str, ranks))}"):
-            known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        known[ranks] = _new_group(ranks, "loads a pickled model")
     return known[ranks]

@@ -290,6 +290,25 @@ def test_ranks_of_nothing_but_padding(pool3: Run) -> None:
     assert not joined(pool3(small))
 
 
+# --- groups that overlap ----------------------------------------------------------------------------------------------
+
+
+def over_pairs(rank: int, world: int) -> list[tuple[int, ...]]:
+    """Wrap and train over each pair of ranks that this rank is in: ranks have been in different numbers of groups."""
+    trained = []
+    for pair in ((0, 1), (0, 2), (1, 2), (0, 2)):
+        group = dist.new_group(list(pair))
+        if rank in pair:
+            model = FullyShardedDataParallel(seeded(Padded), process_group=group)
+            loss_of(model(data(rank, 0))).backward()
+            trained.append(pair)
+    return trained
+
+
+def test_overlapping_groups(pool3: Run) -> None:
+    assert pool3(over_pairs) == [[(0, 1), (0, 2), (0, 2)], [(0, 1), (1, 2)], [(0, 2), (1, 2), (0, 2)]]
+
+
 # --- nothing is left half-wrapped -------------------------------------------------------------------------------------
 
 

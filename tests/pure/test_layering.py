@@ -54,7 +54,7 @@ PROGRAMS = frozenset(ROWS[-1][1].split())  # what a user could have written: pub
 PUBLIC_MODULES = frozenset({"flatfsdp", "flatfsdp.wrap", "flatfsdp.errors"})
 
 # The seams: what stands in one place, and where.
-DISTRIBUTED = PROGRAMS | {"comm", "watch", "agree", "groups", "checkpoint", "interop", "as_torch"}
+DISTRIBUTED = PROGRAMS | {"_torch", "comm", "watch", "agree", "groups", "checkpoint", "interop", "as_torch"}
 ACCELERATOR = frozenset({"device"})
 PRIVATE_TORCH = frozenset({"_torch"})
 AUTOGRAD_HOOKS = frozenset({"hooks", "_torch"})
