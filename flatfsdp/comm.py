@@ -4,7 +4,8 @@
 [Note: transports] How a collective is carried out depends on the backend and stands here only. `Base` takes torch's
 flat collectives. `RankOrder` serves gloo, whose reductions sum in an order of their own: every rank sends each peer its
 piece and sums what it receives in rank order, so that worlds of any size are reproducible, bit for bit, however late a
-rank is. `Alone` serves an axis of one rank.
+rank is. Where the ranks are few and on one host, it gathers by such messages, too (`gloo.py`). `Alone` serves an axis
+of one rank.
 
 [Note: reduction] Reductions are SUM; scaling is the caller's (`policy.precision.gradient_scaling`). Inputs are complete
 when an operation is issued. On an accelerator the caller has made the lane follow what produced them.
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from .api import ShardingStrategy
 from .device import DONE, Device, Lane, Pending, accelerator
+from .gloo import AllToAll, Pairs, is_near
 from .storage import Ledger
 
 # torch renames its flat collectives; the newest name that exists is the one without a deprecation warning. Both are
@@ -34,10 +36,11 @@ _reduce_scatter_base = getattr(dist, "reduce_scatter_single", None) or dist.redu
 @dataclass
 class Traffic:
     """Collectives by kind: how many were issued and the bytes of their unsharded side (input of a reduction, output of
-    a gather)."""
+    a gather); and the messages, sent and received, of those that are carried out pairwise."""
 
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    messages: int = 0
     issued: int = 0  # collectives of all kinds, never reset
 
     def log(self, kind: str, count: int) -> None:
@@ -46,10 +49,15 @@ class Traffic:
         self.counts[kind] += 1
         self.bytes[kind] += count
 
+    def log_messages(self, count: int) -> None:
+        """`count` messages to and from single ranks."""
+        self.messages += count
+
     def reset(self) -> None:
         """Forget everything."""
         self.counts.clear()
         self.bytes.clear()
+        self.messages = 0
 
 
 @dataclass(frozen=True)
@@ -165,69 +173,26 @@ class Base:
 
 
 class RankOrder(Base):
-    """Reductions as an exchange of pieces, summed in rank order. [Note: transports]
+    """gloo: reductions sum in rank order, and few ranks on one host exchange pairwise. [Note: transports]"""
 
-    Per rank and reduce-scatter of n bytes: n (W-1)/W sent, as many received into scratch. An all-reduce is a
-    reduce-scatter and a gather.
-    """
+    def __init__(self, group: Group, device: Device, *, traffic: Traffic, ledger: Ledger) -> None:
+        super().__init__(group, device, traffic=traffic, ledger=ledger)
+        self._pairs = Pairs(group.process_group, ledger=ledger, log=traffic.log_messages)
+        self._all_to_all = AllToAll(group.process_group, ledger=ledger)
+
+    def _gather(self, output: torch.Tensor, shard: torch.Tensor, wait: bool) -> Pending:
+        return self._pairs.gather(output, shard) if self._near else super()._gather(output, shard, wait)
 
     def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wait: bool) -> Pending:
-        size = full.numel() // self.group.size
-        return self._exchange(output, full, [size] * self.group.size)
+        return (self._pairs if self._near else self._all_to_all).reduce_scatter(output, full)
 
     def _all_reduce(self, tensor: torch.Tensor, wait: bool) -> Pending:
-        world, rank = self.group.size, self.group.rank
-        flat = tensor.view(-1)
-        sizes = [flat.numel() // world + (1 if r < flat.numel() % world else 0) for r in range(world)]
-        start = sum(sizes[:rank])
-        mine = flat[start : start + sizes[rank]]
-        exchange = self._exchange(mine, flat, sizes)
+        return (self._pairs if self._near else self._all_to_all).all_reduce(tensor)
 
-        def share() -> None:
-            exchange.wait()
-            others = flat.new_empty(flat.numel() - sizes[rank])
-            outgoing = mine.repeat(world - 1)
-            receive = [0 if r == rank else size for r, size in enumerate(sizes)]
-            send = [0 if r == rank else sizes[rank] for r in range(world)]
-            dist.all_to_all_single(others, outgoing, receive, send, group=self.group.process_group)
-            flat[:start].copy_(others[:start])
-            flat[start + sizes[rank] :].copy_(others[start:])
-            _give_back(others, outgoing)
-
-        return Pending(finish=share)
-
-    def _exchange(self, output: torch.Tensor, full: torch.Tensor, sizes: list[int]) -> Pending:
-        rank = self.group.rank
-        own_start = sum(sizes[:rank])
-        own = full[own_start : own_start + sizes[rank]]
-        send = [0 if r == rank else size for r, size in enumerate(sizes)]
-        receive = [0 if r == rank else sizes[rank] for r in range(len(sizes))]
-        # all_to_all wants the pieces it sends in one tensor: leaving out our own costs no copy where we are first or
-        # last.
-        copied = 0 < rank < len(sizes) - 1
-        outgoing = (
-            torch.cat([full[:own_start], full[own_start + sizes[rank] :]])
-            if copied
-            else (full[sizes[0] :] if rank == 0 else full[:own_start])
-        )
-        scratch = full.new_empty(sum(receive))
-        self.ledger.add("exchange", scratch.numel() * scratch.element_size())
-        work: Any = dist.all_to_all_single(
-            scratch, outgoing, receive, send, group=self.group.process_group, async_op=True
-        )
-
-        def sum_in_rank_order() -> None:
-            pieces = list(scratch.split(sizes[rank])) if sizes[rank] else []
-            if pieces:
-                pieces.insert(rank, own)
-                total = torch.add(pieces[0], pieces[1])
-                for piece in pieces[2:]:
-                    total.add_(piece)
-                output.copy_(total)
-            _give_back(scratch, *([outgoing] if copied else []))
-            self.ledger.remove("exchange", scratch.numel() * scratch.element_size())
-
-        return Pending(work=work, keep=(outgoing, scratch, full), finish=sum_in_rank_order)
+    @property
+    def _near(self) -> bool:
+        # gloo sends no message from an accelerator's memory.
+        return self.device.device.type == "cpu" and is_near(self.group.process_group)
 
 
 class Alone(Base):
@@ -314,12 +279,6 @@ class Late(Base):
         if output.is_floating_point():
             output.fill_(float("nan"))
         return Pending(work=inner, keep=(output, hidden, *keep), finish=arrive)
-
-
-def _give_back(*scratch: torch.Tensor) -> None:
-    # Now: gloo's thread may hold a finished work, and the tensors in it, a little longer than we do.
-    for tensor in scratch:
-        tensor.untyped_storage().resize_(0)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

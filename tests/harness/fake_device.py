@@ -118,8 +118,9 @@ class Memory:
         return [*self.reads.values(), *([self.write] if self.write else [])]
 
 
-# Operations on process groups do not declare what they write: these arguments.
-_WRITTEN = dict.fromkeys(["_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_", "alltoall_base_"], 0)
+# Operations on process groups do not declare what they write: their first argument, or nothing.
+_WRITTEN = {"_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_", "alltoall_base_", "recv_"}
+_NOT_WRITTEN = {"send"}
 _NOT_TOUCHING = {"set_", "resize_", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
@@ -278,7 +279,8 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _written(func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor]:
     if func.namespace == "c10d":
-        return _tensors([args[_WRITTEN[name]]])
+        assert name in _WRITTEN | _NOT_WRITTEN, f"say whether {name} writes its first argument"
+        return _tensors([args[0]]) if name in _WRITTEN else []
     declared = func._schema.arguments
     positional = [value for value, argument in zip(args, declared, strict=False) if _is_written(argument)]
     return _tensors([*positional, *(kwargs[a.name] for a in declared if _is_written(a) and a.name in kwargs)])

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatfsdp import comm
 from flatfsdp.flat_param import FlatParamHandle
+from flatfsdp.gloo import Pairs
 from tests.harness import parity, pool
 from tests.harness.fake_device import streams
 from tests.harness.matrix import Cell, covering_array, each_alone, hostile_world, legal_cells, pairs_of
@@ -77,13 +77,13 @@ def test_other_settings(recipe: Recipe, options: dict[str, Any]) -> None:
 @contextmanager
 def one_late_rank() -> Iterator[None]:
     """Rank 1 is the last to send its gradients."""
-    exchange = comm.RankOrder._exchange
+    scatter = Pairs._scatter
 
-    def late(self: comm.RankOrder, *args: Any) -> Any:
+    def late(self: Pairs, *args: Any) -> Any:
         time.sleep(0.02 if dist.get_rank() == 1 else 0)
-        return exchange(self, *args)
+        return scatter(self, *args)
 
-    with patch.object(comm.RankOrder, "_exchange", late):
+    with patch.object(Pairs, "_scatter", late):
         yield
 
 

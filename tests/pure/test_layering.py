@@ -28,6 +28,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (1, "lifecycle"),
     (2, "device"),
     (2, "storage"),
+    (2, "gloo"),
     (2, "comm"),
     (2, "values watch peers stream agree"),
     (2, "groups"),
@@ -54,7 +55,7 @@ PROGRAMS = frozenset(ROWS[-1][1].split())  # what a user could have written: pub
 PUBLIC_MODULES = frozenset({"flatfsdp", "flatfsdp.wrap", "flatfsdp.errors"})
 
 # The seams: what stands in one place, and where.
-DISTRIBUTED = PROGRAMS | {"_torch", "comm", "watch", "agree", "groups", "checkpoint", "interop", "as_torch"}
+DISTRIBUTED = PROGRAMS | {"_torch", "comm", "gloo", "watch", "agree", "groups", "checkpoint", "interop", "as_torch"}
 ACCELERATOR = frozenset({"device"})
 PRIVATE_TORCH = frozenset({"_torch"})
 AUTOGRAD_HOOKS = frozenset({"hooks", "_torch"})

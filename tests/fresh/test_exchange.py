@@ -1,0 +1,164 @@
+"""What ends a process where an exchange is careless with gloo: late peers, the user's own messages, dead peers."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel, comm
+from flatfsdp.comm import Group, Traffic, Transport
+from flatfsdp.device import Device
+from flatfsdp.storage import Ledger
+from flatfsdp.watch import is_lost_connection
+from flatfsdp.wrap import ModuleWrapPolicy
+from tests.harness import fresh
+
+WIDTH = 192  # a piece of a unit takes more than the sockets hold
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.before: Any = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before()
+        return x + self.linear(x).relu()
+
+
+def train(rank: int, disturb: Any) -> list[float]:
+    """Losses of four steps; `disturb(rank, step, block)` runs in every block's forward."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(
+        nn.Sequential(*(Block() for _ in range(3))),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        forward_prefetch=True,
+        use_orig_params=True,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses: list[float] = []
+    for index, block in enumerate(model.module):
+        block.module.before = lambda index=index: disturb(rank, len(losses), index)
+    for step in range(4):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(2 * step + rank))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert model._unit.root.traffic.messages > 0
+    return losses
+
+
+def undisturbed(rank: int, step: int, block: int) -> None:
+    pass
+
+
+def late(rank: int, world: int) -> tuple[list[float], list[float]]:
+    """Rank 1 sleeps before a step, so that rank 0 is through with its own, and inside a forward."""
+    dist.init_process_group("gloo")
+
+    def sleep(rank: int, step: int, block: int) -> None:
+        if rank == 1 and (step, block) in ((1, 0), (2, 1)):
+            time.sleep(2)
+
+    return train(rank, undisturbed), train(rank, sleep)
+
+
+def test_a_peer_sleeps_while_this_rank_frees_and_steps() -> None:
+    for outcome in fresh.run(2, late, timeout=60):
+        assert outcome.error is None and outcome.exit_code == 0, outcome
+        plain, disturbed = outcome.result
+        assert plain == disturbed
+
+
+def users_own(rank: int, world: int) -> tuple[list[float], list[float]]:
+    """The user's own messages, with the tag that a user takes, and collectives, over the group that the engine uses,
+    while a gather is in flight. Rank 1 posts its messages a gather later."""
+    dist.init_process_group("gloo")
+    waiting: list[tuple[Any, Tensor, float]] = []
+
+    def communicate(rank: int, step: int, block: int) -> None:
+        if block == rank:
+            mine, theirs = torch.full((500,), 1.0 + rank), torch.empty(500)
+            waiting.append((dist.isend(mine, 1 - rank, tag=0), mine, 1.0 + rank))
+            waiting.append((dist.irecv(theirs, 1 - rank, tag=0), theirs, 2.0 - rank))
+        total = torch.ones(3)
+        waiting.append((dist.all_reduce(total, async_op=True), total, 2.0))
+        dist.monitored_barrier(timeout=timedelta(seconds=20))
+        if block == 2:
+            for work, tensor, expected in waiting:
+                work.wait()
+                assert tensor.eq(expected).all()
+            waiting.clear()
+
+    return train(rank, undisturbed), train(rank, communicate)
+
+
+def test_the_users_own_messages_are_in_flight() -> None:
+    for outcome in fresh.run(2, users_own, timeout=60):
+        assert outcome.error is None and outcome.exit_code == 0, outcome
+        plain, disturbed = outcome.result
+        assert plain == disturbed
+
+
+CPU = torch.device("cpu")
+
+
+def over_all() -> Transport:
+    dist.init_process_group("gloo")
+    return comm.transport(Group.of(dist.group.WORLD, CPU), Device(CPU), traffic=Traffic(), ledger=Ledger())
+
+
+def die(rank: int, world: int, kind: str) -> str:
+    """Rank 1 dies with an exchange under way; what rank 0 is told."""
+    transport = over_all()
+    lane, size = Device(CPU).lane("test"), 8 * 1024 * 1024
+    shard, whole = torch.ones(size), torch.empty(world * size)
+    transport.all_gather_base(whole, shard, lane).wait()
+    try:
+        if kind == "gather":
+            pending = transport.all_gather_base(whole, shard, lane)
+        elif kind == "reduce-scatter":
+            pending = transport.reduce_scatter_base(shard, whole, lane)
+        else:
+            pending = transport.all_reduce(whole, lane)
+        if rank == 1:
+            os._exit(7)
+        pending.wait()
+    except RuntimeError as error:
+        assert is_lost_connection(error)
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce-scatter", "all-reduce"])
+def test_a_peer_dies_in_the_middle_of_a_large_message(kind: str) -> None:
+    survivor, dead = fresh.run(2, die, kind, timeout=30)
+    assert dead.exit_code == 7
+    assert survivor.error is None, survivor
+    assert "Connection closed by peer" in survivor.result or "reset by peer" in survivor.result
+
+
+def forget(rank: int, world: int) -> None:
+    """Neither rank keeps what it has posted."""
+    transport = over_all()
+    lane, size = Device(CPU).lane("test"), 8 * 1024 * 1024
+    for _ in range(3):
+        transport.all_gather_base(torch.empty(2 * size), torch.ones(size), lane)
+    dist.barrier()
+    transport.all_gather_base(torch.empty(2 * size), torch.ones(size), lane).wait()
+
+
+def test_an_exchange_that_nobody_waits_for_does_no_harm() -> None:
+    for outcome in fresh.run(2, forget, timeout=30):
+        assert (outcome.exit_code, outcome.error) == (0, None), outcome

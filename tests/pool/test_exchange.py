@@ -1,0 +1,175 @@
+"""Exchanges on gloo, pairwise and by all-to-all: equal to torch's collectives and to sums in rank order, in whatever
+order they are waited for, with the stated scratch and the stated number of messages."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+import weakref
+from collections.abc import Iterator
+from functools import reduce
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatfsdp import comm, gloo
+from flatfsdp.comm import Group, Traffic, Transport
+from flatfsdp.device import Device, Pending
+from flatfsdp.storage import Ledger
+from tests.conftest import Run
+from tests.harness.memory import peak_bytes
+
+CPU = torch.device("cpu")
+LARGE = gloo.HELD_BY_SOCKETS  # elements of a piece: more bytes than this
+SIZES = [0, 1, 17, LARGE]  # elements of a piece
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.uint8, torch.bool]
+
+
+def over(group: dist.ProcessGroup | None = None) -> Transport:
+    return comm.transport(Group.of(group or dist.group.WORLD, CPU), Device(CPU), traffic=Traffic(), ledger=Ledger())
+
+
+@contextlib.contextmanager
+def hosts_of_their_own(rank: int, apart: bool) -> Iterator[None]:
+    """Every rank seems to be on another host, if they are `apart`."""
+    with contextlib.ExitStack() as stack:
+        if apart:
+            stack.enter_context(patch.object(gloo, "_near", weakref.WeakKeyDictionary()))
+            stack.enter_context(patch("platform.node", lambda: f"host {rank}"))
+        yield
+
+
+def values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Numbers of very different sizes, so that the order of a sum shows."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-3, 4, (numel,), generator=generator)
+    return (numbers * 1e-2).to(dtype)
+
+
+def in_rank_order(world: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return reduce(torch.add, [values(numel, dtype, seed + rank) for rank in range(world)])
+
+
+def wrong_answers(rank: int, world: int, apart: bool) -> list[str]:
+    """Which exchanges did not bring what they should."""
+    with hosts_of_their_own(rank, apart):
+        transport, lane = over(), Device(CPU).lane("test")
+        wrong = []
+        for size in SIZES:
+            for dtype in DTYPES:
+                shard = values(size, dtype, rank)
+                whole = torch.cat([values(size, dtype, each) for each in range(world)])
+                output, in_place = torch.zeros_like(whole), torch.zeros_like(whole)
+                transport.all_gather_base(output, shard, lane).wait()
+                in_place.chunk(world)[rank].copy_(shard) if size else None
+                slot = in_place.narrow(0, rank * size, size)
+                transport.all_gather_base(in_place, slot, lane).wait()
+                if not (torch.equal(output, whole) and torch.equal(in_place, whole)):
+                    wrong.append(f"gather of {size} {dtype}")
+                if dtype in (torch.uint8, torch.bool):
+                    continue
+                total = in_rank_order(world, world * size, dtype, 7)
+                piece = torch.empty(size, dtype=dtype)
+                transport.reduce_scatter_base(piece, values(world * size, dtype, 7 + rank), lane).wait()
+                if not torch.equal(piece, total.narrow(0, rank * size, size)):
+                    wrong.append(f"reduce-scatter of {size} {dtype}")
+                for numel in {size, world * size + 1}:  # pieces of different sizes, and fewer elements than ranks
+                    tensor = values(numel, dtype, 11 + rank)
+                    transport.all_reduce(tensor, lane).wait()
+                    if not torch.equal(tensor, in_rank_order(world, numel, dtype, 11)):
+                        wrong.append(f"all-reduce of {numel} {dtype}")
+        assert (transport.traffic.messages == 0) == apart
+        assert not any(transport.ledger.live.values())
+        return wrong
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["pairwise", "all-to-all"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_exchanges_bring_what_collectives_bring_and_sum_in_rank_order(run: Run, world: int, apart: bool) -> None:
+    assert run(world, wrong_answers, apart) == [[]] * world
+
+
+def many_in_flight(rank: int, world: int) -> list[str]:
+    """Gathers, reduce-scatters and all-reduces of different sizes, issued by a rank that is sometimes late, and waited
+    for in an order that ranks do not share."""
+    gathers, sums, lane = over(), over(dist.new_group()), Device(CPU).lane("test")
+    order = random.Random(rank)
+    wrong = []
+    for turn in range(3):
+        waits: list[tuple[str, Pending, Tensor, Tensor]] = []
+        for k in range(12):
+            if rank == world - 1 and k % 5 == turn:
+                time.sleep(0.03)
+            size = (k + 1) * (7 if k % 2 else 4099)
+            output = torch.full((world * size,), torch.nan)
+            whole = torch.cat([values(size, torch.float32, 100 * k + each) for each in range(world)])
+            shard = values(size, torch.float32, 100 * k + rank)
+            waits.append((f"gather {k}", gathers.all_gather_base(output, shard, lane), output, whole))
+            piece, full = torch.full((size,), torch.nan), values(world * size, torch.float32, 50 * k + rank)
+            total = in_rank_order(world, world * size, torch.float32, 50 * k)[rank * size : (rank + 1) * size]
+            waits.append((f"reduce-scatter {k}", sums.reduce_scatter_base(piece, full, lane), piece, total))
+        order.shuffle(waits)
+        for name, pending, found, expected in waits:
+            pending.wait()
+            if not torch.equal(found, expected):
+                wrong.append(f"{turn}: {name}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_many_exchanges_in_flight_are_not_confused(run: Run, world: int) -> None:
+    assert run(world, many_in_flight) == [[]] * world
+
+
+def messages_of(rank: int, world: int, size: int) -> list[int]:
+    transport, lane = over(), Device(CPU).lane("test")
+    seen = []
+    for pending in (
+        lambda: transport.all_gather_base(torch.empty(world * size), torch.empty(size), lane),
+        lambda: transport.reduce_scatter_base(torch.empty(size), torch.empty(world * size), lane),
+        lambda: transport.all_reduce(torch.empty(world * size), lane),
+    ):
+        before = transport.traffic.messages
+        pending().wait()
+        seen.append(transport.traffic.messages - before)
+    assert transport.traffic.counts == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+    return seen
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("size", "each"), [(0, 0), (5, 1), (LARGE, 2)])
+def test_messages_are_two_for_each_peer(run: Run, world: int, size: int, each: int) -> None:
+    """One each way, and their ends where they are large; an all-reduce is a reduce-scatter and a gather."""
+    pairs = 2 * (world - 1) * each
+    assert run(world, messages_of, size) == [[pairs, pairs, 2 * pairs]] * world
+
+
+def memory(rank: int, world: int) -> dict[str, tuple[int, int]]:
+    """Bytes that each exchange takes at its peak, in pieces: by the allocator, and by the ledger."""
+    size = 1024 * 1024
+    shard, piece, full = torch.randn(size), torch.randn(size), torch.randn(world * size)
+    transport, lane = over(), Device(CPU).lane("test")
+    gloo.is_near(dist.group.WORLD)  # asked once
+    found = {}
+    for name, exchange in {
+        "gather": lambda: transport.all_gather_base(full, shard, lane).wait(),
+        "reduce-scatter": lambda: transport.reduce_scatter_base(piece, full, lane).wait(),
+        "all-reduce": lambda: transport.all_reduce(full, lane).wait(),
+    }.items():
+        transport.ledger.reset_peaks()
+        peak, left = peak_bytes(exchange)
+        assert left == 0
+        found[name] = round(peak / size / 4, 2), round(transport.ledger.peak("exchange") / size / 4, 2)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_scratch_is_at_most_two_pieces_of_peers(run: Run, world: int) -> None:
+    """None of a gather; the first peer's piece of a sum arrives in its output; an all-reduce takes that output, too."""
+    sums, everything = world - 2, world - 1
+    expected = {"gather": (0, 0), "reduce-scatter": (sums, sums), "all-reduce": (everything, everything)}
+    assert run(world, memory) == [expected] * world

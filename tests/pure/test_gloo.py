@@ -1,0 +1,54 @@
+"""What waiting for messages means, without a backend."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatfsdp.gloo import FIRST_TAG, TAGS, Line, Messages
+
+
+class Group:
+    """Stands for a process group."""
+
+
+class Message:
+    """A message that fails so many times before it is through."""
+
+    def __init__(self, log: list[str], name: str, failures: int = 0) -> None:
+        self._log, self._name, self._failures = log, name, failures
+
+    def wait(self) -> None:
+        self._log.append(self._name)
+        if self._failures:
+            self._failures -= 1
+            raise RuntimeError("gloo: connection closed")
+
+
+def test_messages_are_waited_for_once_each_and_the_last_one_first() -> None:
+    log: list[str] = []
+    messages = Messages([Message(log, name) for name in ("sent", "received", "end")], Line(Group()))
+    messages.wait()
+    messages.wait()
+    assert log == ["end", "received", "sent"]
+
+
+def test_what_failed_is_kept_and_can_be_waited_for_again() -> None:
+    log: list[str] = []
+    line = Line(Group())
+    messages = Messages([Message(log, "sent"), Message(log, "received", failures=2)], line)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="connection closed"):
+            messages.wait()
+        assert line.under_way == {messages}
+    messages.wait()
+    assert not line.under_way
+    assert log == ["received"] * 3 + ["sent"]
+
+
+def test_tags_are_out_of_the_way_and_do_not_run_out() -> None:
+    line = Line(Group())
+    tags = [line.tag() for _ in range(TAGS + 3)]
+    assert min(tags) == FIRST_TAG == 2**30
+    assert max(tags) < 2**31  # gloo's largest
+    assert len(set(tags[:TAGS])) == TAGS
+    assert tags[TAGS:] == tags[:3]
