@@ -1,0 +1,213 @@
+"""Communication runs beside computation: the time of a step where each collective and each unit's computation takes
+one *beat*.
+
+The communicator is a double: one thread a communicator, as a backend would have, which serves one operation after the
+other. Once its beats are those of a clock that the test winds, which gives exact times; and once they are real.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel, comm
+from flatfsdp.device import Pending
+from flatfsdp.wrap import ModuleWrapPolicy
+from tests.harness.fake import fake_world
+
+UNITS = 8
+
+
+class Clock(Protocol):
+    """Where time passes."""
+
+    def compute(self) -> None:
+        """One beat of computation."""
+
+    def backend(self) -> Callable[[], Any]:
+        """A new communicator: each call issues an operation of one beat and returns what waits for its end."""
+
+
+class Wound:
+    """Time as a number: that of the host."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def compute(self) -> None:
+        self.now += 1
+
+    def backend(self) -> Callable[[], Any]:
+        free = 0
+
+        def issue() -> Any:
+            nonlocal free
+            free = end = max(free, self.now) + 1
+
+            def wait() -> None:
+                self.now = max(self.now, end)
+
+            return wait
+
+        return issue
+
+
+class Real:
+    """Beats of 20 ms. `blocking`: a communicator that nothing runs beside."""
+
+    BEAT = 0.02
+
+    def __init__(self, *, blocking: bool) -> None:
+        self._blocking = blocking
+        self._queues: list[queue.SimpleQueue[threading.Event | None]] = []
+
+    def compute(self) -> None:
+        time.sleep(self.BEAT)
+
+    def backend(self) -> Callable[[], Any]:
+        due: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
+        self._queues.append(due)
+
+        def serve() -> None:
+            while (done := due.get()) is not None:
+                time.sleep(self.BEAT)
+                done.set()
+
+        threading.Thread(target=serve, daemon=True).start()
+
+        def issue() -> Any:
+            done = threading.Event()
+            due.put(done)
+            if self._blocking:
+                done.wait()
+            return done.wait
+
+        return issue
+
+    def close(self) -> None:
+        """End the threads."""
+        for due in self._queues:
+            due.put(None)
+
+
+class Issued:
+    """A backend's work."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        self.wait = wait
+
+
+class Slow(comm.Base):
+    """Every operation takes a beat of its communicator."""
+
+    def __init__(self, inner: comm.Transport, clock: Clock) -> None:
+        super().__init__(inner.group, inner.device, traffic=inner.traffic, ledger=inner.ledger)
+        self._begin = clock.backend()
+
+    def all_gather_base(self, output: Tensor, shard: Tensor, lane: Any) -> Pending:
+        output.zero_()
+        return Pending(work=Issued(self._begin()), keep=(output, shard))
+
+    def reduce_scatter_base(self, output: Tensor, full: Tensor, lane: Any) -> Pending:
+        output.zero_()
+        return Pending(work=Issued(self._begin()), keep=(output, full))
+
+    def all_reduce(self, tensor: Tensor, lane: Any) -> Pending:
+        return Pending(work=Issued(self._begin()), keep=(tensor,))
+
+
+class Beat(torch.autograd.Function):
+    """Identity that computes for a beat, in its backward as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock) -> Tensor:
+        ctx.clock = clock
+        clock.compute()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.clock.compute()
+        return grad, None
+
+
+class Block(nn.Module):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self._clock = clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Beat.apply(self.linear(x), self._clock)
+
+
+@contextmanager
+def steps(clock: Clock, strategy: str, **options: Any) -> Iterator[Callable[[], None]]:
+    """A function that runs a step of `UNITS` units, and what happens once is over."""
+    with fake_world(4), comm.doubled(lambda inner: Slow(inner, clock)):
+        if strategy == "HYBRID_SHARD":
+            options["device_mesh"] = torch.distributed.init_device_mesh("cpu", (2, 2))
+        model = FullyShardedDataParallel(
+            nn.Sequential(*(Block(clock) for _ in range(UNITS))),
+            sharding_strategy=strategy,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+            **options,
+        )
+
+        def step() -> None:
+            model(torch.ones(1, 4)).sum().backward()
+            model.zero_grad()
+
+        step()
+        yield step
+
+
+N = UNITS
+
+
+# One beat a unit, and what nothing runs beside: the first gather, the last reduction; and each gather that is not
+# prefetched, or only when the unit before it has computed.
+@pytest.mark.parametrize(
+    ("strategy", "options", "forward", "backward"),
+    [
+        ("FULL_SHARD", {"forward_prefetch": True}, N + 1, N + 2),
+        ("FULL_SHARD", {}, 2 * N, N + 2),
+        ("FULL_SHARD", {"backward_prefetch": "BACKWARD_POST"}, 2 * N, 2 * N + 1),
+        ("FULL_SHARD", {"backward_prefetch": None}, 2 * N, 2 * N + 1),
+        ("SHARD_GRAD_OP", {"forward_prefetch": True}, N + 1, N + 1),
+        ("NO_SHARD", {}, N, N + 2),  # an all-reduce begins when the next unit's gradients are there: one at a time
+        ("HYBRID_SHARD", {"forward_prefetch": True}, N + 1, N + 3),
+    ],
+    ids=str,
+)
+def test_beats_of_a_step(strategy: str, options: dict[str, Any], forward: int, backward: int) -> None:
+    clock = Wound()
+    with steps(clock, strategy, **options) as step:
+        before = clock.now
+        step()
+        assert clock.now - before == forward + backward
+
+
+def test_a_step_takes_less_than_seven_tenths_of_the_serial_time() -> None:
+    """The best of three each, in turn: other programs on the machine only make a step longer."""
+    took: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(3):
+        for blocking in took:
+            clock = Real(blocking=blocking)
+            with steps(clock, "FULL_SHARD") as step:
+                began = time.perf_counter()
+                step()
+                took[blocking].append(time.perf_counter() - began)
+            clock.close()
+    overlapped, serial = min(took[False]), min(took[True])
+    assert serial >= 5 * (N - 1) * Real.BEAT  # gather and compute, twice, and a reduction
+    assert overlapped < 0.7 * serial
