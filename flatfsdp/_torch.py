@@ -7,7 +7,7 @@ that an upgrade fails in words.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ REASONS = {
     "the only place in between",
     "torch.distributed.distributed_c10d._process_group_name": "a group made by its members alone is named after the "
     "number of groups that the process is in; ranks in different numbers of them would wait for each other for ever",
+    "torch._C.DisableTorchFunctionSubclass": "a hidden parameter's gradient is asked for on the way of every backward",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
 }
 
@@ -45,6 +46,7 @@ def missing() -> list[str]:
         "torch.distributed.distributed_c10d._process_group_name": lambda: (
             torch.distributed.distributed_c10d._process_group_name
         ),
+        "torch._C.DisableTorchFunctionSubclass": lambda: torch._C.DisableTorchFunctionSubclass,
         "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
     }
     absent = []
@@ -72,6 +74,11 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
     """Set the version counters of `tensors`."""
     if tensors:
         torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Inside the context tensors of subclasses are asked without their `__torch_function__`, which is slow."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def in_backward() -> bool:

@@ -218,10 +218,19 @@ class FlatParamHandle:
     def refresh_views(self) -> None:
         """Rebuild the views of the shard (it moved or changed its dtype)."""
         self.sharded_views = self.views_of_shard(self.shard)
+        self._shown_at_rest = _facts(self.sharded_views)
         self.nothing = torch.empty(0, dtype=self.precision.compute, device=self.device)
         self._unsharded.clear()
         self._shard_version = self._writes
         self._filled_versions: list[int] = []
+
+    def replaced_leaves(self) -> list[int]:
+        """The leaves that do not show their place in the shard, though they should: the user replaced their `.data`."""
+        found = _facts(self.leaves)
+        if found == self._shown_at_rest:
+            return []
+        return [i for i, facts in enumerate(zip(*found, strict=True)) if facts != tuple(f[i] for f in
+        self._shown_at_rest)]
 
     def replace_shard(self, shard: torch.Tensor) -> None:
         """Take `shard` (same number of elements, maybe another dtype or device) as the new shard; only while
@@ -434,6 +443,11 @@ class FlatParamHandle:
         if self._active is None:
             raise InternalError(f"{self.name}: the unsharded parameter was asked for while {self.state.value}")
         return self._active
+
+
+def _facts(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Size], list[torch.dtype]]:
+    # What tells that a tensor's memory was replaced; lists, because whole lists are compared at every forward.
+    return [t.data_ptr() for t in tensors], [t.shape for t in tensors], [t.dtype for t in tensors]
 
 
 def _is_dense(leaf: torch.Tensor) -> bool:

@@ -266,17 +266,8 @@ class Gradients:
             views = full_views(buffer.tensor, handle.layout)
         self._buffers[dtype] = (buffer, views)
         self._buffer, self._slots = buffer, views
-        self._zero_padding()
-
-    def _zero_padding(self) -> None:
-        assert self._buffer is not None
-        end = 0
-        flat = self._buffer.tensor
-        for span in self.handle.layout.spans:
-            if span.start > end:
-                flat[end : span.start].zero_()
-            end = max(end, span.stop)
-        flat[end:].zero_()
+        for gap in handle.layout.gaps:
+            buffer.tensor[gap.slice].zero_()
 
     # -- the parameters' own places ----------------------------------------------------------------------------------
 
@@ -336,9 +327,10 @@ class Gradients:
         buffer = self._buffer
         assert buffer is not None
         with torch.no_grad():
-            for i, slot in enumerate(self._slots):
-                if i not in self._filled:
-                    slot.zero_()
+            if len(self._filled) < len(self._slots):
+                for i, slot in enumerate(self._slots):
+                    if i not in self._filled:
+                        slot.zero_()
             if buffer.tensor.dtype != self.handle.precision.reduce:
                 wide, self._buffer, self._accumulating = buffer, None, False
                 self._open_buffer()

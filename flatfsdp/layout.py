@@ -291,6 +291,13 @@ class FlatLayout:
             index += 1
 
     @cached_property
+    def gaps(self) -> tuple[Span, ...]:
+        """What no parameter covers: alignment padding and world padding, in order."""
+        starts = (*(span.start for span in self.spans), self.padded_numel)
+        ends = (0, *(span.stop for span in self.spans))
+        return tuple(Span(end, start) for end, start in zip(ends, starts, strict=True) if start > end)
+
+    @cached_property
     def _stops(self) -> tuple[int, ...]:
         return tuple(span.stop for span in self.spans)
 

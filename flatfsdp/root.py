@@ -395,14 +395,17 @@ class Root:
         once = unit.reads_once is True and self.record.entered_once(unit)
         return once and backward.sync and not backward.double and not unit.is_tied and not unit.needed_whole
 
-    def gradient_arrived(self) -> bool:
-        """This backward computes gradients of parameters. True if this one comes from a graph task of its own."""
+    def in_inner_task(self) -> bool:
+        """Whether a graph task inside that of the running backward runs (a recomputation's, say)."""
+        return _torch.graph_task() != self._running().task
+
+    def gradient_arrived(self) -> None:
+        """This backward computes gradients of parameters."""
         backward = self._running()
         if not backward.fired:
             backward.fired = True
             if backward.sync:
                 self.agreement.check_gradients(came=True)
-        return _torch.graph_task() != backward.task
 
     def expect_gradients(self, unit: Unit) -> None:
         """`unit` takes part in the reductions of this backward."""

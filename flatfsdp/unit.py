@@ -507,8 +507,8 @@ class Unit:
     def leaf_ready(self, kind: int, index: int) -> None:
         """Autograd accumulated the gradient of a leaf: move it to its slot; all in: reduce and reshard."""
         root = self.root
-        root.begin_backward()
-        if not self.armed:
+        if not self.armed or root.backward is None:
+            root.begin_backward()
             self.arm()
             self.enter_phase(Phase.PRE_BACKWARD)
         handle = self.handles[kind]
@@ -520,13 +520,15 @@ class Unit:
         if grad.shape != handle.layout.params[index].shape:
             refuse_gradient(handle, index, grad)
         grads = self.grads[kind]
-        if root.gradient_arrived() or index in grads.arrived:
+        if self.reads_once is not False and (root.in_inner_task() or index in grads.arrived):
             self.reads_once = False
+        root.gradient_arrived()
         grads.arrive(index, grad.detach())
         del grad  # moved, or collected: what follows may take memory
         if self.completed:
             root.expect_gradients(self)  # a late one: a second reduction, at the end of the backward
-        self._advance()
+        if self.completed or grads.complete:
+            self._advance()
 
     def inputs_ready(self, call: Call) -> None:
         """The gradients of the inputs of one call are there."""

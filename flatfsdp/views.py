@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import nn
 
+from . import _torch
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle, dense
 from .hidden import hide, is_hidden, may_hide, unhide
@@ -165,11 +166,7 @@ class Shown:
             self._store(index, held.detach(), f"the parameter now registered as {home.path!r}")
             home.register() if handle.use_orig_params else home.unregister()
             found = True
-        replaced = [
-            i
-            for i, (leaf, view) in enumerate(zip(handle.leaves, handle.sharded_views, strict=True))
-            if leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
-        ]
+        replaced = handle.replaced_leaves()
         if replaced:
             found = True
             dtypes = {leaf.dtype for leaf in handle.leaves}
@@ -254,12 +251,10 @@ def check_homes(changed: Iterable[Home], aliases: Iterable[Home], names: Mapping
 
 def take_grads(leaves: list[nn.Parameter]) -> dict[int, torch.Tensor]:
     """Take the `.grad` of each leaf away, so that a backward finds none; by index."""
-    taken = {}
-    for i, leaf in enumerate(leaves):
-        grad = leaf.grad
-        if grad is not None:
-            taken[i] = grad
-            leaf.grad = None
+    with _torch.as_plain_tensors():  # they may be hidden
+        taken = {i: grad for i, leaf in enumerate(leaves) if (grad := leaf.grad) is not None}
+        for i in taken:
+            leaves[i].grad = None
     return taken
 
 

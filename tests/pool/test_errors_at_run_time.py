@@ -590,7 +590,6 @@ used outside the forward of its unit, where it shows this rank's shard: compute 
 parameters (an L2 penalty, say) inside the forward of the module that holds them, or under
 torch.no_grad()""",
     )
-    model(torch.ones(1, 4)).sum().backward()
 
 
 def test_gradients_of_a_window_are_not_summoned(world: None) -> None:
