@@ -5,6 +5,7 @@ from __future__ import annotations
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .flat_param import FlatParameter
 from .fully_sharded_data_parallel import FullyShardedDataParallel
+from .host_memory import keep_host_memory
 from .sharded_grad_scaler import ShardedGradScaler
 from .summary import Stats, stats, summary
 
@@ -19,6 +20,7 @@ __all__ = [
     "ShardedGradScaler",
     "ShardingStrategy",
     "Stats",
+    "keep_host_memory",
     "stats",
     "summary",
 ]

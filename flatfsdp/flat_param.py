@@ -229,8 +229,9 @@ class FlatParamHandle:
         found = _facts(self.leaves)
         if found == self._shown_at_rest:
             return []
-        return [i for i, facts in enumerate(zip(*found, strict=True)) if facts != tuple(f[i] for f in
-        self._shown_at_rest)]
+        return [
+            i for i, facts in enumerate(zip(*found, strict=True)) if facts != tuple(f[i] for f in self._shown_at_rest)
+        ]
 
     def replace_shard(self, shard: torch.Tensor) -> None:
         """Take `shard` (same number of elements, maybe another dtype or device) as the new shard; only while

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from flatfsdp import keep_host_memory
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.options import Options
 
@@ -106,7 +107,9 @@ def _spawned(rank: int, port: int, job: Job, plan: Plan, options: Options) -> No
 
 def _run_rank(rank: int, local_rank: int, store: dist.Store | None, job: Job, plan: Plan, options: Options) -> None:
     device = torch.device(plan.device_type)
-    if device.type != "cpu":
+    if device.type == "cpu":
+        keep_host_memory()
+    else:
         device = torch.device(device.type, local_rank)
         torch.get_device_module(device).set_device(device)
     dist.init_process_group(

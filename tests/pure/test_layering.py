@@ -23,6 +23,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (0, "api"),
     (0, "arguments"),
     (0, "trace"),
+    (0, "host_memory"),
     (1, "layout"),
     (1, "policy"),
     (1, "lifecycle"),

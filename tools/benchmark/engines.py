@@ -67,6 +67,11 @@ def _flat(use_orig_params: bool) -> Callable[[nn.Module, Place], nn.Module]:
     return wrap
 
 
+def _flat_keeping_memory(model: nn.Module, place: Place) -> nn.Module:
+    flatfsdp.keep_host_memory()
+    return _flat(False)(model, place)
+
+
 def _fsdp1(use_orig_params: bool) -> Callable[[nn.Module, Place], nn.Module]:
     def wrap(model: nn.Module, place: Place) -> nn.Module:
         from torch.distributed.fsdp import MixedPrecision
@@ -110,6 +115,7 @@ def _floor(model: nn.Module, place: Place) -> nn.Module:
 ENGINES = {
     "flatfsdp": Engine("flatfsdp", _flat(False)),
     "flatfsdp-orig": Engine("flatfsdp, use_orig_params", _flat(True)),
+    "flatfsdp-kept": Engine("flatfsdp, keep_host_memory()", _flat_keeping_memory),
     "fsdp1": Engine("FSDP1", _fsdp1(False)),
     "fsdp1-orig": Engine("FSDP1, use_orig_params", _fsdp1(True)),
     "fsdp2": Engine("FSDP2", _fsdp2),
