@@ -28,7 +28,7 @@ from .unit import Unit
 from .views import Exposure, Home
 from .wrapper import keep_root, register_flat_params
 
-_SETTINGS = ("traits", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch", "island")
+_SETTINGS = ("traits", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch", "island", "schedule")
 _HANDLE_SETTINGS = (
     "layout",
     "rank",

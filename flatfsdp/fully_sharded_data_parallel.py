@@ -15,6 +15,7 @@ from .arguments import check_arguments
 from .auto_wrap import auto_wrapped
 from .build import build_unit
 from .clip import clip_grad_norm
+from .controls import ScheduleControls
 from .fsdp1_names import FSDP1Names, wrapped_inside
 from .groups import resolve_groups
 from .placement import apply_to_tensors
@@ -24,7 +25,7 @@ from .unit import Unit
 from .wrapper import flat_params_hidden, keep_root, no_sync, register_flat_params, root_of
 
 
-class FullyShardedDataParallel(FSDP1Names, nn.Module):
+class FullyShardedDataParallel(FSDP1Names, ScheduleControls, nn.Module):
     """Train `module` with its parameters, gradients and optimizer state split over ranks.
 
     The parameters of `module` that no nested wrapper owns become one *unit*: they lie in a flat parameter, of which

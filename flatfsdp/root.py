@@ -10,9 +10,9 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -69,15 +69,28 @@ Readers = list[tuple["weakref.ref[Unit]", Call]]
 class Backward:
     """What lives for one backward."""
 
-    def __init__(self, record: ForwardRecord[Unit], *, sync: bool) -> None:
+    def __init__(self, record: ForwardRecord[Unit], *, unreduced: frozenset[Unit], sync: bool) -> None:
         self.gathers = GatherPlan(record.anchored)
         self.reductions = ReducePlan(record)
-        self.sync = sync
+        self.windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
+        self._unreduced = unreduced
+        self.sync = sync  # whether there is a unit that reduces
         self.task = _torch.graph_task()
         self.double = False  # create_graph: the weights are needed again
         self.fired = False  # a gradient of a leaf arrived (torch.autograd.grad brings none)
         # Reductions of the unit before the last and of the last: their all-reduces and their inputs are in flight.
         self.in_flight: tuple[list[Reduction], list[Reduction]] = ([], [])
+
+    def reduces(self, unit: Unit) -> bool:
+        """Whether `unit` reduces its gradients in this backward."""
+        return unit not in self._unreduced
+
+    def expect(self, unit: Unit) -> None:
+        """`unit` takes part with gradients."""
+        if self.reduces(unit):
+            self.reductions.expect(unit)
+        else:
+            self.windows[unit] = None
 
 
 def _explained(method: Callable[Concatenate[Root, P], None]) -> Callable[Concatenate[Root, P], None]:
@@ -132,6 +145,7 @@ class Root:
         self._at_rest = True  # between iterations, where shards may be written to
         self._whole_for_double = False
         self.agreement = Agreement(check_values=settings.check_values)
+        self._told: str | None = None  # what was set, None when it has to be put together anew
 
     # -- construction and lazy init ----------------------------------------------------------------------------------
 
@@ -197,6 +211,26 @@ class Root:
         """Whether `unit` computes in its master dtype now (evaluation, if asked for)."""
         return unit.mixed_precision.full_precision_in_eval and not unit.module.training
 
+    def set_schedule(self, unit: Unit, **settings: Any) -> None:
+        """Change settings of `unit`. [Note: schedule]"""
+        unit.schedule = replace(unit.schedule, **settings)
+        self._told = None
+
+    @property
+    def told_schedule(self) -> str:
+        """What was set, in words that are equal on all ranks; "" if nothing was."""
+        if self._told is None:
+            found: dict[str, list[str]] = {}
+            for unit in self.units:
+                for words in unit.schedule.told():
+                    found.setdefault(words, []).append(unit.label)
+            everywhere = len(self.units)
+            self._told = "; ".join(
+                f"{words} in {'all units' if len(labels) == everywhere else ', '.join(labels)}"
+                for words, labels in sorted(found.items())
+            )
+        return self._told
+
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def enter(self, unit: Unit) -> bool:
@@ -247,6 +281,11 @@ class Root:
         self._anchors.clear()
         self._follow_writes()
 
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of any unit runs."""
+        return self._depth > 0
+
     def leave(self, unit: Unit, *, failed: bool = False) -> None:
         """A forward of `unit` has ended."""
         self._depth -= 1
@@ -261,7 +300,7 @@ class Root:
             self._at_rest = True
             for each in self.units:
                 if not each.needed_whole:
-                    each.rest()
+                    each.rest(keep_whole=each.schedule.reshard_after_forward is False)
             self._end_lanes()
 
     def gather_for_forward(self, unit: Unit) -> None:
@@ -269,7 +308,9 @@ class Root:
         recomputing = _torch.in_backward()
         if not recomputing:
             self._sequence.append(unit)
-            self.agreement.check_order(unit)
+            self.agreement.check_order(unit, schedule=self.told_schedule)
+            if len(self._sequence) == 1:
+                self._follow_other_ranks()
             if torch.is_grad_enabled():
                 self.record.enter(unit)
         for each in (*unit.owners, unit):
@@ -283,6 +324,16 @@ class Root:
                 following.launch_unshard(ahead=True)
         for each in (*unit.owners, unit):
             each.wait_unshard()
+
+    def _follow_other_ranks(self) -> None:
+        """Gather anew what users keep unsharded, if any rank has written to its shards. Collective if they do.
+
+        An optimizer writes on some ranks only where others have no element of a unit.
+        """
+        kept = [unit for unit in self.units if unit.kept]
+        if kept and self.agreement.any_rank(not all(unit.is_whole for unit in kept)):
+            for unit in kept:
+                unit.reshard(Exposure.SHARD)
 
     def unhook_later(self, registered: list[Any]) -> None:
         """Remove these hooks on the user's leaves when the next record begins: leaves outlive their graphs."""
@@ -335,7 +386,8 @@ class Root:
         if self._at_rest:  # a graph older than the last rest
             self._follow_writes()
         self.record.consumed = True
-        self.backward = Backward(self.record, sync=self.sync)
+        unreduced = frozenset(unit for unit in self.units if not self.reduces(unit))
+        self.backward = Backward(self.record, unreduced=unreduced, sync=len(unreduced) < len(self.units))
         self.backward.double = torch.is_grad_enabled()
         # Bound to this backward: on an accelerator a failed one may be let go late, by another thread.
         hooks.at_end_of_backward(
@@ -346,23 +398,27 @@ class Root:
                 grads.take()
         for unit in self.units:
             if any(grads.window_open for grads in unit.grads):
-                self.backward.reductions.expect(unit)
+                self.backward.expect(unit)
         for unit in self.record.anchored:
             if any(leaf.requires_grad for handle in unit.handles for leaf in handle.leaves):
-                self.backward.reductions.expect(unit)
+                self.backward.expect(unit)
 
-    @property
-    def sync_now(self) -> bool:
-        """Whether the running backward reduces gradients."""
-        return self.backward.sync if self.backward is not None else self.sync
+    def reduces(self, unit: Unit) -> bool:
+        """Whether gradients of `unit` are reduced, in the running backward or else in the next."""
+        return self.backward.reduces(unit) if self.backward is not None else self.sync and unit.schedule.reduce
 
     def _running(self) -> Backward:
         assert self.backward is not None
         return self.backward
 
     def _gather_in_turn(self, unit: Unit) -> None:
-        for each in self._running().gathers.until(unit):
-            each.launch_unshard()
+        self._gather_what_is_read(self._running().gathers.until(unit))
+
+    @staticmethod
+    def _gather_what_is_read(units: Iterable[Unit], *, ahead: bool = False) -> None:
+        for unit in units:
+            if unit.schedule.unshard_in_backward:
+                unit.launch_unshard(ahead=ahead)
 
     @_explained
     def gather_for_backward(self, unit: Unit) -> None:
@@ -372,12 +428,15 @@ class Root:
         if unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch()
         for each in (*unit.owners, unit):
-            each.wait_unshard()
+            if each.is_whole:
+                each.wait_unshard()
+            else:
+                each.show_shapes()
 
     def _prefetch(self) -> None:
         following = self._running().gathers.ahead()
         if following is not None:
-            following.launch_unshard(ahead=True)
+            self._gather_what_is_read([following], ahead=True)
 
     def released(self, unit: Unit) -> None:
         """`unit` was resharded after its backward."""
@@ -387,13 +446,14 @@ class Root:
     def keeps_whole(self, unit: Unit) -> bool:
         """Whether `unit` stays unsharded after its backward."""
         backward = self._running()
-        return backward.double or not (backward.sync or unit.traits.reshard_without_sync)
+        return backward.double or not unit.reshards_after_backward(reduced=backward.reduces(unit))
 
     def shares_slots(self, unit: Unit) -> bool:
         """Whether gradients of `unit` may take the places of its parameters in this backward. [Note: slot sharing]"""
         backward = self._running()
         once = unit.reads_once is True and self.record.entered_once(unit)
-        return once and backward.sync and not backward.double and not unit.is_tied and not unit.needed_whole
+        freed = backward.reduces(unit) and not self.keeps_whole(unit) and not unit.needed_whole
+        return once and freed and not unit.is_tied
 
     def in_inner_task(self) -> bool:
         """Whether a graph task inside that of the running backward runs (a recomputation's, say)."""
@@ -410,13 +470,13 @@ class Root:
     def expect_gradients(self, unit: Unit) -> None:
         """`unit` takes part in the reductions of this backward."""
         if any(grads.awaited for grads in unit.grads):
-            self._running().reductions.expect(unit)
+            self._running().expect(unit)
 
     @_explained
     def gradients_ready(self, unit: Unit) -> None:
         """All gradients of `unit` are in their slots: reduce it if it is its turn. Collective."""
         backward = self._running()
-        if backward.sync:
+        if backward.reduces(unit):
             backward.reductions.ready(unit)
             self._reduce(backward.reductions.due())
 
@@ -442,11 +502,9 @@ class Root:
             if unit.completed:
                 continue
             if not unit.armed:
-                for each in backward.gathers.until(unit):
-                    if each.is_sharded:
-                        each.launch_unshard()
+                self._gather_what_is_read(each for each in backward.gathers.until(unit) if each.is_sharded)
                 unit.arm()
-            if backward.sync and any(grads.awaited for grads in unit.grads):
+            if backward.reduces(unit) and any(grads.awaited for grads in unit.grads):
                 backward.reductions.ready(unit)
                 self._reduce(backward.reductions.due())
             if not self.keeps_whole(unit):
@@ -460,19 +518,17 @@ class Root:
         if backward.fired:
             if not backward.double:
                 self._complete_plan()
-            rest = backward.reductions.rest()
-            for unit in rest:
+            rest, windows = backward.reductions.rest(), list(backward.windows)
+            for unit in (*rest, *windows):
                 if not unit.armed:
                     unit.arm()
-            if backward.sync:
-                backward.reductions.rest()
-                self._reduce(rest)
-                for reduction in itertools.chain(*backward.in_flight):
-                    reduction.finish()
-            else:
-                for unit in rest:
-                    for grads in unit.grads:
-                        grads.keep()
+            backward.reductions.rest()
+            self._reduce(rest)
+            for reduction in itertools.chain(*backward.in_flight):
+                reduction.finish()
+            for unit in windows:
+                for grads in unit.grads:
+                    grads.keep()
         elif backward.sync and backward.reductions.rest():
             self.agreement.check_gradients(came=False)
         self.backward = None
@@ -482,14 +538,15 @@ class Root:
                 unit.pause()
             self.agreement.rest()
         else:
-            self._finish(keep_unsharded=not backward.sync)
+            self._finish(backward)
 
-    def _finish(self, *, keep_unsharded: bool) -> None:
+    def _finish(self, backward: Backward | None = None) -> None:
         self._whole_for_double = False
         self._at_rest = True
         self._failed = True  # until the gradients have settled
         for unit in self.units:
-            unit.rest(keep_whole=keep_unsharded and not unit.traits.reshard_without_sync)
+            keep = backward is not None and not unit.reshards_after_backward(reduced=backward.reduces(unit))
+            unit.rest(keep_whole=keep)
         for unit in self.units:
             unit.settle()
         self._end_lanes()
@@ -545,7 +602,7 @@ class Root:
                 unit.rest()
             self._end_lanes()
         elif self._whole_for_double:
-            self._finish(keep_unsharded=False)
+            self._finish()
 
     @property
     def is_unsettled(self) -> bool:

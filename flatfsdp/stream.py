@@ -102,10 +102,11 @@ class Stream(Peers):
             self._habit.forget_present()
             self._follow(symbol)
 
-    def check_order(self, unit: Unit) -> None:
+    def check_order(self, unit: Unit, *, schedule: str) -> None:
         """`unit` is about to be gathered: is it the one that all ranks gather? Collective in the first iteration.
 
-        Where no unit is sharded a forward communicates nothing, and ranks may differ in it.
+        `schedule`: what users set, in words. Where no unit is sharded a forward communicates nothing, and ranks may
+        differ in it.
 
         Raises:
             AgreementError: on every rank, within seconds.
@@ -114,8 +115,8 @@ class Stream(Peers):
             return
         symbol = self._entries[id(unit)]
         if self._opening is not None:
-            words = f"began {self._opening} forward at unit {unit.label}"
-            opening = Symbol(number(f"{self._opening} {symbol.code}"), words)
+            words = f"began {self._opening} forward at unit {unit.label}{_with(schedule)}"
+            opening = Symbol(number(f"{self._opening} {symbol.code} {schedule}"), words)
             self._opening = None
             self._start(f"the forward of unit {unit.label}")
             self._next(opening, unit=symbol.code, opens=True)
@@ -145,12 +146,13 @@ class Stream(Peers):
             for kind, handle in enumerate(unit.handles)
             if any(leaf.requires_grad for leaf in handle.leaves)
         ]
+        schedule = root.told_schedule
         how = "" if root.sync else " under no_sync()"
-        words = f"began a backward{how} through {len(anchored)} units, {len(reduced)} flat gradients"
+        words = f"began a backward{how} through {len(anchored)} units, {len(reduced)} flat gradients{_with(schedule)}"
         self.busy = True
         self._meet_abandoned()
         self._start("a backward")
-        symbol = Symbol(number(f"{root.sync} {entered} {anchored} {reduced}"), words)
+        symbol = Symbol(number(f"{root.sync} {entered} {anchored} {reduced} {schedule}"), words)
         self._next(symbol, opens=not self._sharded, completes=True)
 
     def check_gradients(self, *, came: bool) -> None:
@@ -214,6 +216,11 @@ class Stream(Peers):
             # The connection broke, and the reason may still be on its way.
             self._watch.board.wait(lambda: self._verdict, 2.5 * watch.PERIOD)
         self._raise_verdict(error)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank. Collective over all axes."""
+        answers = self._exchange(int(flag)) if self._axes else None
+        return flag if answers is None else any(code for code, _ in answers.values())
 
     def _start(self, doing: str) -> None:
         self._doing = doing
@@ -338,3 +345,7 @@ class Stream(Peers):
             self._verdict = error
             end_process_unless(lambda: self._told or not self.busy)
         return True
+
+
+def _with(schedule: str) -> str:
+    return f" with {schedule}" if schedule else ""

@@ -23,6 +23,7 @@ from .errors import UsageError, warn_once
 from .flat_param import FlatParamHandle
 from .grads import Gradients, Reduction
 from .lifecycle import PHASE_STEPS, Phase, ShardState, step
+from .policy.schedule import AS_BUILT, Schedule
 from .policy.strategy import Traits
 from .trees import cast_floating, map_tensors, move, tensors_in
 from .values import Beginnings
@@ -56,6 +57,7 @@ class Unit:
         modules: the modules of this unit, whose buffers it computes with.
         owners: units that own parameters which modules of this unit hold too (tied); unsharded whenever this one is.
         aliases: where modules of this unit hold those.
+        schedule: what users set. [Note: schedule]
         phase: [Note: lifecycle].
     """
 
@@ -75,6 +77,7 @@ class Unit:
         owners: Sequence[Unit] = (),
         aliases: Sequence[Home] = (),
         island: bool = False,
+        schedule: Schedule = AS_BUILT,
     ) -> None:
         self.name = ""
         self.module = module
@@ -86,6 +89,7 @@ class Unit:
         self.cpu_offload = cpu_offload
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
+        self.schedule = schedule
         self.modules = list(modules)
         self.owners: list[Unit] = []
         self._borrowers: list[weakref.ref[Unit]] = []
@@ -108,6 +112,7 @@ class Unit:
         self.completed = False  # every gradient that the running backward awaits has arrived
         # Whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot sharing]
         self.reads_once: bool | None = None
+        self.kept = False  # stays unsharded between iterations, because a user said so
         self.needed_whole = False  # nothing tells when its backward is over: unsharded until the end of the backward
         self.beginnings: Beginnings | None = None  # until they have been compared with the other ranks'
         self.gather: Transport
@@ -187,11 +192,10 @@ class Unit:
             self._regain(root)
         if self.is_whole:
             return
-        full = root.in_full_precision(self)
         for handle, grads in zip(self.handles, self.grads, strict=True):
             if handle.state is ShardState.SHARDED:
                 grads.return_inputs()
-                dtype = handle.precision.master if full else handle.precision.compute
+                dtype = self._dtype_of(handle)
                 root.make_room(handle.buffer(dtype), ahead=ahead)
                 handle.launch_unshard(self.gather, root.lanes.unshard, dtype=dtype)
                 if handle.offload:
@@ -211,6 +215,11 @@ class Unit:
         for shown in self.shown:
             shown.show(Exposure.WHOLE)
             shown.install_extended()
+
+    def show_shapes(self) -> None:
+        """A backward that does not read the parameters begins."""
+        for shown in self.shown:
+            shown.show(Exposure.SHAPE)
 
     def reshard(self, exposure: Exposure) -> None:
         """Free the unsharded parameters; the leaves show `exposure` (the whole again where the shard is the whole)."""
@@ -367,7 +376,7 @@ class Unit:
             output = cast_floating(output, self._outer_dtype)
         if not torch.is_grad_enabled():
             self._forget_autocast(root)
-        keep = recomputing or self is root.unit or self._lent or not self.traits.reshard_after_forward
+        keep = recomputing or self._lent or not self.reshards_after_forward
         if torch.is_grad_enabled():
             anchors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             if anchors:
@@ -384,6 +393,20 @@ class Unit:
             for owner in self.owners:
                 owner.lent_no_more()
         return output
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether the unsharded parameters are freed between forward and backward.
+
+        The root's backward begins where its forward ends: unless a user says so, freeing them would gain nothing.
+        """
+        chosen = self.schedule.reshard_after_forward
+        return chosen if chosen is not None else self.traits.reshard_after_forward and self is not self.root.unit
+
+    def reshards_after_backward(self, *, reduced: bool) -> bool:
+        """Whether the unsharded parameters are freed after a backward that `reduced` gradients or did not."""
+        chosen = self.schedule.reshard_after_backward
+        return chosen if chosen is not None else reduced or self.traits.reshard_without_sync
 
     def _anchor(self, root: Root, output: torch.Tensor, call: Call | None) -> None:
         """Begin this unit's backward when the gradient of `output` is there; the backward of its readers is over then.
@@ -421,8 +444,8 @@ class Unit:
 
     def lent_no_more(self) -> None:
         """A unit that holds some of these parameters too has run its forward: reshard, unless they are needed still."""
-        in_use = self.phase is Phase.FORWARD or self is self.root.unit or self.needed_whole or self._lent
-        if not in_use and self.traits.reshard_after_forward:
+        in_use = self.phase is Phase.FORWARD or self.needed_whole or self._lent
+        if not in_use and self.reshards_after_forward:
             self.reshard(Exposure.NOTHING)
 
     def _own_output(self, output: Any) -> Any:
@@ -479,7 +502,7 @@ class Unit:
         root.begin_backward()
         if call is not None:
             self._open_calls.add(call)
-        if self.phase is Phase.PRE_BACKWARD and self.is_whole:
+        if self.phase is Phase.PRE_BACKWARD and (self.is_whole or not self.schedule.unshard_in_backward):
             return
         for handle in self.handles:
             check_exposed(handle, self.name)
@@ -494,7 +517,7 @@ class Unit:
         root = self.root
         for handle, grads in zip(self.handles, self.grads, strict=True):
             expected = frozenset(i for i, leaf in enumerate(handle.leaves) if leaf.requires_grad)
-            grads.arm(expected, world=self.groups.world, sync=root.sync_now, share=share)
+            grads.arm(expected, world=self.groups.world, sync=root.reduces(self), share=share)
             for i in expected:
                 hooks.defer_user_hooks(handle.leaves[i])
         root.expect_gradients(self)
@@ -576,6 +599,8 @@ class Unit:
 
     def rest(self, *, keep_whole: bool = False) -> None:
         """Return to between iterations: leaves show the shard; unsharded memory is freed unless it is to be kept."""
+        by_choice = self.schedule.keeps_by_choice and self.groups.shard.size > 1
+        self.kept = keep_whole and by_choice and self.is_whole
         if keep_whole:
             for handle, shown in zip(self.handles, self.shown, strict=True):
                 if handle.state is ShardState.GATHERING:
@@ -638,10 +663,19 @@ class Unit:
         for handle, shown in zip(self.handles, self.shown, strict=True):
             if shown.exposure is Exposure.SHARD:
                 wrote = shown.write_back(changed)
-                if handle.state is ShardState.UNSHARDED and handle.owns_unsharded and (wrote or handle.is_stale):
+                if handle.state is ShardState.UNSHARDED and (wrote or self._is_out_of_date(handle)):
                     self.root.free(handle)
             else:
                 check_exposed(handle, self.name)
+
+    def _dtype_of(self, handle: FlatParamHandle) -> torch.dtype:
+        """In which dtype the unit computes with the handle's parameters now."""
+        return handle.precision.master if self.root.in_full_precision(self) else handle.precision.compute
+
+    def _is_out_of_date(self, handle: FlatParamHandle) -> bool:
+        """Whether what was kept unsharded is not what a gather would bring: the shard was written to since, or the
+        dtype is that of evaluation, and this is training."""
+        return handle.is_stale or handle.unsharded.dtype != self._dtype_of(handle)
 
 
 def _storage_pointer(tensor: torch.Tensor) -> int:

@@ -1,8 +1,9 @@
 """What the user's parameters show, and where modules hold them. The only file that assigns a parameter's `.data`.
 
-[Note: exposure] A handle's leaves show one of three things, together: their place in the *shard* (at rest), the *whole*
+[Note: exposure] A handle's leaves show one of these things, together: their place in the *shard* (at rest), the *whole*
 (N-D views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded and the backward,
-where a shard of one element would broadcast unnoticed; [Note: hidden]).
+where a shard of one element would broadcast unnoticed; [Note: hidden]). In a backward that does not read them they
+show their *shape*: NaN without memory, since autograd lays a gradient out like the leaf that it comes to.
 
 [Note: homes] A home is a (module, attribute) under which a parameter is registered. Tied parameters have several,
 perhaps in modules of other units. With `use_orig_params=False` the homes inside a unit give up the registration (the
@@ -35,6 +36,7 @@ class Exposure(enum.Enum):
     SHARD = "shard"
     WHOLE = "whole"
     NOTHING = "nothing"
+    SHAPE = "shape"
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,19 @@ class Shown:
                 self.hide(index)
         else:
             self.unhide()
-            views = handle.sharded_views if exposure is Exposure.SHARD else handle.unsharded_views
-            for leaf, view in zip(handle.leaves, views, strict=True):
+            for leaf, view in zip(handle.leaves, self._views(exposure), strict=True):
                 leaf.data = view
         self.exposure = exposure
         if self.extended and exposure is not Exposure.WHOLE:
             for each in self.extended:
                 each.uninstall(hidden=not handle.use_orig_params)
+
+    def _views(self, exposure: Exposure) -> list[torch.Tensor]:
+        handle = self.handle
+        if exposure is Exposure.SHAPE:
+            nothing = handle.nothing.new_full((), torch.nan if handle.nothing.is_floating_point() else 0)
+            return [nothing.expand(spec.shape) for spec in handle.layout.params]
+        return handle.sharded_views if exposure is Exposure.SHARD else handle.unsharded_views
 
     def hide(self, index: int) -> None:
         """Let one leaf show nothing."""

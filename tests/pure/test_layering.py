@@ -42,7 +42,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (4, "registry"),
     (4, "optimizers"),
     (5, "consolidate state_dict optim_state checkpoint full_params clip"),
-    (5, "summary fsdp1_names"),
+    (5, "summary fsdp1_names controls"),
     (6, "wrapper wrap constructing"),
     (6, "build"),
     (6, "auto_wrap copying"),

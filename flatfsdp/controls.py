@@ -1,0 +1,137 @@
+"""What a wrapper's owner may say about its schedule while training goes on, under FSDP2's names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from . import _torch
+from .errors import UsageError, refuse_type
+from .traversal import units_in
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+class ScheduleControls:
+    """Methods of the wrapper that change when it communicates and when it gives memory back. [Note: schedule]
+
+    They hold until they are changed again. Every rank sets the same; the next forward or backward compares it. Copies
+    and pickles of a model have the settings, too.
+    """
+
+    _unit: Unit
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether the next backwards reduce gradients, as `no_sync()` does for a whole model and a while.
+
+        Without it whole gradients add up, in the memory that they take, until a backward that reduces them.
+
+        Args:
+            requires_gradient_sync: False to add up.
+            recurse: whether for all wrappers inside as well.
+
+        Raises:
+            ConfigTypeError: an argument is no bool.
+            UsageError: inside a forward or a backward.
+        """
+        self._set(recurse, "requires_gradient_sync", requires_gradient_sync, "reduce")
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed between a forward and its backward, in place of what the strategy says.
+
+        True also for the outermost wrapper, which otherwise stays whole until its backward; with False parameters stay
+        whole after a forward without gradients, too, until a backward or for as long as nobody writes to them: several
+        evaluations gather once.
+
+        Args:
+            reshard_after_forward: False saves a gather in backward and takes the memory of whole parameters.
+            recurse: whether for all wrappers inside as well.
+
+        Raises:
+            ConfigTypeError: an argument is no bool.
+            UsageError: inside a forward or a backward.
+        """
+        self._set(recurse, "reshard_after_forward", reshard_after_forward, "reshard_after_forward")
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are freed after a backward, in place of what the strategy says.
+
+        With False, parameters stay whole between microbatches, which then gather nothing. Once an optimizer has written
+        to the shards of any rank, the next forward gathers all that was kept anew.
+
+        Args:
+            reshard_after_backward: False saves gathers in the next forward and takes the memory of whole parameters.
+            recurse: whether for all wrappers inside as well.
+
+        Raises:
+            ConfigTypeError: an argument is no bool.
+            UsageError: inside a forward or a backward.
+        """
+        self._set(recurse, "reshard_after_backward", reshard_after_backward, "reshard_after_backward")
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this wrapper's backward reads its parameters; wrappers inside are not meant.
+
+        An embedding's does not: with False they are not gathered for it. A backward that reads them after all fails, in
+        words of autograd's.
+
+        Args:
+            unshard_in_backward: False saves a gather.
+
+        Raises:
+            ConfigTypeError: no bool.
+            UsageError: inside a forward or a backward.
+        """
+        self._set(False, "unshard_in_backward", unshard_in_backward, "unshard_in_backward")
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Without effect: every backward ends with its reductions waited for, and may be the last. For FSDP2's users.
+
+        Args:
+            is_last_backward: checked for its type.
+
+        Raises:
+            ConfigTypeError: no bool.
+        """
+        _check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Without effect: all reductions are sums, scaled before or after them. For FSDP2's users.
+
+        Args:
+            enable: checked for its type.
+
+        Raises:
+            ConfigTypeError: no bool.
+        """
+        _check_bool("set_force_sum_reduction_for_comms", "enable", enable)
+
+    def _set(self, recurse: bool, name: str, value: object, field: str) -> None:
+        method = f"set_{name}"
+        _check_bool(method, name, value)
+        _check_bool(method, "recurse", recurse)
+        _check_outside(self._unit, method)
+        for unit in units_in(_module(self)) if recurse else [self._unit]:
+            unit.root.set_schedule(unit, **{field: value})
+
+
+def _module(wrapper: object) -> nn.Module:
+    assert isinstance(wrapper, nn.Module)
+    return wrapper
+
+
+def _check_bool(method: str, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        refuse_type(f"{method}: {name}", value, "True or False")
+
+
+def _check_outside(unit: Unit, method: str) -> None:
+    """Refuse a change while a forward or a backward runs: what its ranks have agreed on would no longer hold."""
+    if _torch.in_backward() or unit.root.in_forward:
+        raise UsageError(
+            f"{method} of unit {unit.label} was called inside a "
+            f"{'backward' if _torch.in_backward() else 'forward'}; call it before the forward, or between forward and "
+            "backward"
+        )

@@ -1,0 +1,175 @@
+"""Schedules that users change while training goes on, as lists of events; and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.errors import ConfigTypeError, UsageError
+from flatfsdp.wrap import ModuleWrapPolicy
+from tests.fake.test_communication import BACKWARD, UNITS, Collectives, forward, root_of, settled, story, tower, wrapped
+from tests.harness.fake import fake_world
+
+FORWARD = ("gather", "forward", "reshard", "end")
+
+
+def live(model: FullyShardedDataParallel) -> set[str]:
+    """The kinds of memory that are in use."""
+    return {kind for kind, count in root_of(model).ledger.live.items() if count}
+
+
+def evaluate(model: FullyShardedDataParallel) -> None:
+    with torch.no_grad():
+        forward(model)
+
+
+def gathers(model: FullyShardedDataParallel) -> list[str]:
+    """Which units a forward gathers."""
+    return story(model, lambda: evaluate(model), "gather").split()
+
+
+def test_units_kept_after_forward_are_not_gathered_in_backward() -> None:
+    with tower() as model:
+        model.module.b.set_reshard_after_forward(False)
+        assert story(model, lambda: forward(model).backward(), *FORWARD) == (
+            "gather:root forward:root gather:a forward:a reshard:a gather:b forward:b gather:c forward:c reshard:c "
+            "gather:c reshard:c gather:a reshard:b reshard:a reshard:root end:root"
+        )
+
+
+def test_the_root_can_be_resharded_after_forward() -> None:
+    with tower() as model:
+        model.set_reshard_after_forward(True, recurse=False)
+        assert story(model, lambda: forward(model).backward(), "gather", "reshard") == (
+            "gather:root gather:a reshard:a gather:b reshard:b gather:c reshard:c reshard:root "
+            "gather:root gather:c gather:b reshard:c gather:a reshard:b reshard:a reshard:root"
+        )
+
+
+def test_evaluations_gather_once_without_reshard_after_forward() -> None:
+    with tower() as model:
+        model.set_reshard_after_forward(False)
+        assert len(gathers(model)) == UNITS
+        assert gathers(model) == []
+        model.set_reshard_after_forward(True)
+        assert gathers(model) == [] and live(model) == {"shard"}
+        assert len(gathers(model)) == UNITS
+
+
+def test_units_kept_after_backward_are_not_gathered_in_the_next_forward() -> None:
+    with tower() as model:
+        model.set_reshard_after_backward(False)
+        forward(model).backward()
+        assert live(model) == {"shard", "unsharded"}
+        model.set_reshard_after_backward(True)
+        again = story(model, lambda: forward(model).backward(), "gather", "reshard")
+        assert again.startswith("reshard:a reshard:b reshard:c gather:c")
+        assert live(model) == {"shard"}
+
+
+def test_what_was_kept_is_gathered_anew_after_the_optimizers_step() -> None:
+    with tower() as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.set_reshard_after_backward(False)
+        for _ in range(2):
+            forward(model).backward()
+            assert gathers(model) == []
+            optimizer.step()
+            optimizer.zero_grad()
+            assert len(gathers(model)) == UNITS
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_unsynchronised_backwards_reduce_nothing(strategy: str) -> None:
+    with fake_world(4):
+        model = wrapped(strategy)
+        settled(model)
+        for sync in (False, True):
+            model.set_requires_gradient_sync(sync)
+            with Collectives() as seen:
+                forward(model).backward()
+            assert seen.counts["scatter"] == UNITS * sync
+
+
+def test_one_unit_may_do_without_synchronisation() -> None:
+    with tower() as model:
+        model.module.b.set_requires_gradient_sync(False)
+        assert story(model, forward(model).backward, "reduce", "grads", "end") == (
+            "grads:c reduce:c grads:b grads:a reduce:a grads:root reduce:root end:root"
+        )
+        assert live(model) == {"shard", "slots"}
+        model.module.b.set_requires_gradient_sync(True)
+        assert "reduce:b" in story(model, forward(model).backward, "reduce")
+        assert live(model) == {"shard"}
+
+
+def test_a_unit_that_backward_does_not_read_is_not_gathered_for_it() -> None:
+    with tower() as model:
+        model.module.b.set_unshard_in_backward(False)
+        loss = forward(model)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # it does read them
+            assert "gather:b" not in story(model, loss.backward, *BACKWARD)
+    with fake_world(4):
+        net = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+        embedder = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({nn.Embedding}))
+        embedder[0].set_unshard_in_backward(False)
+        with root_of(embedder).trace.listening() as events:
+            embedder(torch.arange(3)).sum().backward()
+        assert [event.kind for event in events if event.unit == "0"] == (
+            "gather gathered forward reshard backward grads reduce".split()
+        )
+
+
+@contextmanager
+def refused(error: type[Exception], words: str) -> Iterator[None]:
+    with pytest.raises(error, match=words):
+        yield
+
+
+def test_settings_are_checked() -> None:
+    with tower() as model:
+        for setter in (
+            model.set_requires_gradient_sync,
+            model.set_reshard_after_forward,
+            model.set_reshard_after_backward,
+            model.set_unshard_in_backward,
+            model.set_is_last_backward,
+            model.set_force_sum_reduction_for_comms,
+        ):
+            with refused(ConfigTypeError, f"{setter.__name__}: .*got 1 .int.. Accepted: True or False"):
+                setter(1)  # type: ignore[arg-type]
+            setter(True)
+
+
+def test_settings_do_not_change_inside_a_backward() -> None:
+    with tower() as model:
+        model.module.between = lambda: model.set_requires_gradient_sync(False)
+        with refused(UsageError, "set_requires_gradient_sync of unit <root> was called inside a backward"):
+            forward(model).backward()
+
+
+def test_counts_without_reshard_after_forward_are_those_of_shard_grad_op() -> None:
+    with tower() as model:
+        model.set_reshard_after_forward(False)
+        settled(model)
+        with Collectives() as seen:
+            forward(model).backward()
+        assert seen.counts == Counter(gather=UNITS, scatter=UNITS)
+
+
+def test_copies_have_the_settings() -> None:
+    with tower() as model:
+        model.set_reshard_after_forward(False)
+        twin: Any = copy.deepcopy(model)
+        settled(twin)
+        with Collectives() as seen:
+            forward(twin).backward()
+        assert seen.counts["gather"] == UNITS
