@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from . import _torch
-from .errors import UsageError, refuse_type
-from .traversal import units_in
+from .errors import ConfigValueError, UsageError, refuse_type
+from .traversal import units_at, units_in
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 class ScheduleControls:
     """Methods of the wrapper that change when it communicates and when it gives memory back. [Note: schedule]
 
-    They hold until they are changed again. Every rank sets the same; the next forward or backward compares it. Copies
-    and pickles of a model have the settings, too.
+    They hold until they are changed again, and in copies of a model. Every rank sets the same; the next forward or
+    backward compares it.
     """
 
     _unit: Unit
@@ -86,6 +87,37 @@ class ScheduleControls:
         """
         self._set(False, "unshard_in_backward", unshard_in_backward, "unshard_in_backward")
 
+    def set_modules_to_forward_prefetch(self, modules: Iterable[nn.Module]) -> None:
+        """Gather these wrappers' parameters when this one's forward begins, in place of what `forward_prefetch` says.
+
+        As many as are listed may be gathered ahead of their use, in the memory that they take; what the forward then
+        does not use is freed at its end. Every rank lists the same. Copies and pickles of a model do not have the list.
+
+        Args:
+            modules: wrappers of the same model, in the order of their gathers; none to return to `forward_prefetch`.
+
+        Raises:
+            ConfigTypeError, ConfigValueError: no list of wrappers of this model, or this one is in it.
+            UsageError: inside a forward or a backward.
+        """
+        self._unit.prefetch_in_forward(_targets(self._unit, "set_modules_to_forward_prefetch", modules))
+
+    def set_modules_to_backward_prefetch(self, modules: Iterable[nn.Module]) -> None:
+        """Gather these wrappers' parameters when this one's backward begins, in place of what `backward_prefetch` says.
+
+        As many as are listed may be gathered ahead of their use. A backward gathers a wrapper where it is first listed
+        or needed, those that the forward did not use not at all. Every rank lists the same. Copies and pickles of a
+        model do not have the list.
+
+        Args:
+            modules: wrappers of the same model, in the order of their gathers; none to return to `backward_prefetch`.
+
+        Raises:
+            ConfigTypeError, ConfigValueError: no list of wrappers of this model, or this one is in it.
+            UsageError: inside a forward or a backward.
+        """
+        self._unit.prefetch_in_backward(_targets(self._unit, "set_modules_to_backward_prefetch", modules))
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Without effect: every backward ends with its reductions waited for, and may be the last. For FSDP2's users.
 
@@ -114,7 +146,7 @@ class ScheduleControls:
         _check_bool(method, "recurse", recurse)
         _check_outside(self._unit, method)
         for unit in units_in(_module(self)) if recurse else [self._unit]:
-            unit.root.set_schedule(unit, **{field: value})
+            unit.set_schedule(**{field: value})
 
 
 def _module(wrapper: object) -> nn.Module:
@@ -125,6 +157,26 @@ def _module(wrapper: object) -> nn.Module:
 def _check_bool(method: str, name: str, value: object) -> None:
     if not isinstance(value, bool):
         refuse_type(f"{method}: {name}", value, "True or False")
+
+
+def _targets(unit: Unit, method: str, modules: object) -> list[Unit]:
+    _check_outside(unit, method)
+    accepted = "a list of FullyShardedDataParallel modules inside the same outermost one"
+    if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
+        refuse_type(f"{method}: modules", modules, accepted)
+    targets = []
+    for module in modules:
+        if not isinstance(module, nn.Module) or not units_at(module):
+            refuse_type(f"{method}: modules", module, accepted)
+        (target,) = units_at(module)
+        if target is unit or target.root is not unit.root:
+            found = "itself" if target is unit else f"a {type(target.module).__name__} that is wrapped in another model"
+            raise ConfigValueError(
+                f"{method} of unit {unit.label}: modules: got {found}. Accepted: {accepted}. Wrap the whole model "
+                "before you say what is gathered ahead"
+            )
+        targets.append(target)
+    return targets
 
 
 def _check_outside(unit: Unit, method: str) -> None:

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -70,7 +70,8 @@ class Backward:
     """What lives for one backward."""
 
     def __init__(self, record: ForwardRecord[Unit], *, unreduced: frozenset[Unit], sync: bool) -> None:
-        self.gathers = GatherPlan(record.anchored)
+        targets = {unit: unit.backward_targets for unit in record.anchored if unit.backward_targets}
+        self.gathers = GatherPlan(record.anchored, targets)
         self.reductions = ReducePlan(record)
         self.windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
         self._unreduced = unreduced
@@ -133,7 +134,7 @@ class Root:
         self.lanes = Lanes(device.lane("unshard", high_priority=True), device.lane("reduce"))
         self._limit = settings.limit_all_gathers
         self._depth = 0
-        self._sequence: list[Unit] = []
+        self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
         self._leaf_hooks: list[Any] = []
         self._anchors: dict[int, tuple[weakref.ref[torch.Tensor], Readers]] = {}  # by id of the tensor
         self._readers: dict[int, tuple[weakref.ref[torch.Tensor], Unit]] = {}  # by id of the tensor
@@ -211,9 +212,8 @@ class Root:
         """Whether `unit` computes in its master dtype now (evaluation, if asked for)."""
         return unit.mixed_precision.full_precision_in_eval and not unit.module.training
 
-    def set_schedule(self, unit: Unit, **settings: Any) -> None:
-        """Change settings of `unit`. [Note: schedule]"""
-        unit.schedule = replace(unit.schedule, **settings)
+    def schedule_changed(self) -> None:
+        """Settings of a unit were changed. [Note: schedule]"""
         self._told = None
 
     @property
@@ -222,7 +222,7 @@ class Root:
         if self._told is None:
             found: dict[str, list[str]] = {}
             for unit in self.units:
-                for words in unit.schedule.told():
+                for words in unit.told():
                     found.setdefault(words, []).append(unit.label)
             everywhere = len(self.units)
             self._told = "; ".join(
@@ -276,7 +276,8 @@ class Root:
                 for hook in self._leaf_hooks:
                     hook.remove()
                 self._leaf_hooks = []
-        self._sequence = []
+        self._order.begin()
+        self._ahead.clear()
         self._readers.clear()
         self._anchors.clear()
         self._follow_writes()
@@ -295,7 +296,10 @@ class Root:
             self.abandon()
             return
         self.agreement.end_forward()
-        self._order.learn(self._sequence)
+        self._order.end()
+        for each in self._ahead:
+            each.reshard_unused()
+        self._ahead.clear()
         if not torch.is_grad_enabled() or self.record.empty:
             self._at_rest = True
             for each in self.units:
@@ -307,9 +311,9 @@ class Root:
         """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
         recomputing = _torch.in_backward()
         if not recomputing:
-            self._sequence.append(unit)
+            first = self._order.enter(unit)
             self.agreement.check_order(unit, schedule=self.told_schedule)
-            if len(self._sequence) == 1:
+            if first:
                 self._follow_other_ranks()
             if torch.is_grad_enabled():
                 self.record.enter(unit)
@@ -318,12 +322,18 @@ class Root:
                 self._gather_in_turn(each)
             else:
                 each.launch_unshard()
-        if unit.forward_prefetch and not recomputing:
-            following = self._order.after(unit)
-            if following is not None:
-                following.launch_unshard(ahead=True)
+        if not recomputing:
+            self._prefetch_in_forward(unit)
         for each in (*unit.owners, unit):
             each.wait_unshard()
+
+    def _prefetch_in_forward(self, unit: Unit) -> None:
+        following: Iterable[Unit] = unit.forward_targets
+        if not following and unit.forward_prefetch and self._order.following is not None:
+            following = [self._order.following]
+        for each in following:
+            each.launch_unshard(ahead=True)
+            self._ahead[each] = None
 
     def _follow_other_ranks(self) -> None:
         """Gather anew what users keep unsharded, if any rank has written to its shards. Collective if they do.
@@ -425,7 +435,10 @@ class Root:
         """Unshard `unit` in the agreed order, and start on the next. Collective."""
         for each in (*unit.owners, unit):
             self._gather_in_turn(each)
-        if unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        targets = unit.backward_targets
+        if targets:
+            self._gather_what_is_read(self._running().gathers.through(targets), ahead=True)
+        elif unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch()
         for each in (*unit.owners, unit):
             if each.is_whole:
@@ -440,7 +453,7 @@ class Root:
 
     def released(self, unit: Unit) -> None:
         """`unit` was resharded after its backward."""
-        if unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST and not unit.backward_targets:
             self._prefetch()
 
     def keeps_whole(self, unit: Unit) -> bool:
@@ -498,7 +511,7 @@ class Root:
         two ranks would wait for each other.
         """
         backward = self._running()
-        for unit in backward.gathers.sequence:
+        for unit in reversed(self.record.anchored):
             if unit.completed:
                 continue
             if not unit.armed:

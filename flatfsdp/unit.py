@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,8 @@ class Unit:
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
         self.schedule = schedule
+        self._forward_targets: list[weakref.ref[Unit]] = []
+        self._backward_targets: list[weakref.ref[Unit]] = []
         self.modules = list(modules)
         self.owners: list[Unit] = []
         self._borrowers: list[weakref.ref[Unit]] = []
@@ -161,6 +164,40 @@ class Unit:
         """Record an event of this unit."""
         self._trace.record(kind, self.name, self.phase._value_)
 
+    # -- settings ----------------------------------------------------------------------------------------------------
+
+    def set_schedule(self, **settings: Any) -> None:
+        """Change what users set. [Note: schedule]"""
+        self.schedule = replace(self.schedule, **settings)
+        self.root.schedule_changed()
+
+    def prefetch_in_forward(self, targets: Iterable[Unit]) -> None:
+        """Gather `targets` ahead in forward; none for the unit that followed in the forward before."""
+        self._forward_targets = [weakref.ref(unit) for unit in targets]
+        self.root.schedule_changed()
+
+    def prefetch_in_backward(self, targets: Iterable[Unit]) -> None:
+        """Gather `targets` ahead in backward; none for the unit that comes next."""
+        self._backward_targets = [weakref.ref(unit) for unit in targets]
+        self.root.schedule_changed()
+
+    @property
+    def forward_targets(self) -> list[Unit]:
+        """The units that users let this one gather ahead in forward."""
+        return [unit for ref in self._forward_targets if (unit := ref()) is not None]
+
+    @property
+    def backward_targets(self) -> list[Unit]:
+        """The units that users let this one gather ahead in backward."""
+        return [unit for ref in self._backward_targets if (unit := ref()) is not None]
+
+    def told(self) -> Iterator[str]:
+        """What users set, in words."""
+        yield from self.schedule.told()
+        for pass_, targets in (("forward", self.forward_targets), ("backward", self.backward_targets)):
+            if targets:
+                yield f"prefetch in {pass_} of {', '.join(unit.label for unit in targets)}"
+
     @property
     def hidden(self) -> list[Home]:
         """The homes and aliases that give up the registration, a flat parameter having it."""
@@ -215,6 +252,15 @@ class Unit:
         for shown in self.shown:
             shown.show(Exposure.WHOLE)
             shown.install_extended()
+
+    def reshard_unused(self) -> None:
+        """Free what was gathered ahead and is not used after all."""
+        unused = [handle for handle in self.handles if handle.state is ShardState.GATHERING]
+        for handle in unused:
+            handle.wait_unshard()
+            self.root.free(handle)
+        if unused:
+            self.note("reshard")
 
     def show_shapes(self) -> None:
         """A backward that does not read the parameters begins."""

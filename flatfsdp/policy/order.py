@@ -11,8 +11,8 @@ remain are flushed in order. In a model that is nested like a tree, ready means 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from itertools import pairwise
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 U = TypeVar("U", bound=Hashable)
@@ -66,24 +66,29 @@ class ForwardRecord(Generic[U]):
 class GatherPlan(Generic[U]):
     """The gathers of one backward: hands out, for the unit that is needed now, all units whose turn comes first."""
 
-    def __init__(self, anchored: tuple[U, ...]) -> None:
-        self._sequence = tuple(reversed(anchored))
+    def __init__(self, anchored: tuple[U, ...], targets: Mapping[U, Sequence[U]] = MappingProxyType({})) -> None:
+        """`targets`: what is gathered right after a unit, where that is not left to the plan; others are none of it."""
+        backwards = dict.fromkeys(reversed(anchored))
+        sequence: dict[U, None] = {}
+        for unit in backwards:
+            sequence.setdefault(unit)
+            for target in targets.get(unit, ()):
+                if target in backwards:
+                    sequence.setdefault(target)
+        self._sequence = tuple(sequence)
         self._position = {unit: i for i, unit in enumerate(self._sequence)}
         self._next = 0
-
-    @property
-    def sequence(self) -> tuple[U, ...]:
-        """The whole plan, in order."""
-        return self._sequence
 
     def until(self, unit: U) -> tuple[U, ...]:
         """The units to gather, in order, so that `unit` may be gathered; just `unit` where the plan is past it or lacks
         it."""
-        position = self._position.get(unit, -1)
-        if position < self._next:
-            return (unit,)
-        due = self._sequence[self._next : position + 1]
-        self._next = position + 1
+        return self.through([unit]) or (unit,)
+
+    def through(self, units: Iterable[U]) -> tuple[U, ...]:
+        """The units to gather, in order, so that all of `units` are gathered that the plan is not past."""
+        last = max((self._position.get(unit, -1) for unit in units), default=-1)
+        due = self._sequence[self._next : last + 1]
+        self._next = max(self._next, last + 1)
         return due
 
     def ahead(self) -> U | None:
@@ -141,17 +146,37 @@ class ReducePlan(Generic[U]):
 
 
 class ForwardOrder(Generic[U]):
-    """The order of units in the last complete forward, from which the next forward prefetches."""
+    """The order of units in the running forward, and in the last complete one, from which this one prefetches.
+
+    A unit that is entered several times has a follower for each.
+    """
 
     def __init__(self) -> None:
-        self._after: dict[U, U] = {}
+        self._known: dict[tuple[U, int], U] = {}  # (unit, which visit of it) -> what followed
+        self._learned: dict[tuple[U, int], U] = {}
+        self._visits: dict[U, int] = {}
+        self._now: tuple[U, int] | None = None
 
-    def learn(self, sequence: list[U]) -> None:
-        """Remember `sequence` (with repetitions) of one forward."""
-        self._after = {}
-        for unit, following in pairwise(sequence):
-            self._after.setdefault(unit, following)
+    def begin(self) -> None:
+        """A forward begins."""
+        self._learned = {}
+        self._visits = {}
+        self._now = None
 
-    def after(self, unit: U) -> U | None:
-        """The unit that followed `unit`, None where unknown."""
-        return self._after.get(unit)
+    def enter(self, unit: U) -> bool:
+        """`unit` is entered; True if it is the first one."""
+        first = self._now is None
+        if self._now is not None:
+            self._learned[self._now] = unit
+        visit = self._visits[unit] = self._visits.get(unit, 0) + 1
+        self._now = unit, visit
+        return first
+
+    def end(self) -> None:
+        """The forward is complete."""
+        self._known = self._learned
+
+    @property
+    def following(self) -> U | None:
+        """What followed the last complete forward's visit of the unit that was entered last, None where unknown."""
+        return self._known.get(self._now) if self._now is not None else None

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.errors import ConfigTypeError, UsageError
+from flatfsdp.errors import ConfigTypeError, ConfigValueError, UsageError
+from flatfsdp.trace import Event
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.fake.test_communication import BACKWARD, UNITS, Collectives, forward, root_of, settled, story, tower, wrapped
 from tests.harness.fake import fake_world
@@ -126,6 +127,81 @@ def test_a_unit_that_backward_does_not_read_is_not_gathered_for_it() -> None:
         assert [event.kind for event in events if event.unit == "0"] == (
             "gather gathered forward reshard backward grads reduce".split()
         )
+
+
+def test_listed_units_are_gathered_ahead_in_forward() -> None:
+    with tower(forward_prefetch=True) as model:
+        a, b, c = model.module.a, model.module.b, model.module.c
+        a.set_modules_to_forward_prefetch([b, c])
+        assert story(model, lambda: forward(model), *FORWARD) == (
+            "gather:root gather:a forward:root gather:b gather:c forward:a reshard:a forward:b reshard:b "
+            "forward:c reshard:c"
+        )
+        a.set_modules_to_forward_prefetch([])
+        assert story(model, lambda: forward(model), *FORWARD).startswith(
+            "gather:a forward:root gather:b forward:a reshard:a gather:c forward:b"
+        )
+
+
+def test_listed_units_are_gathered_ahead_in_backward() -> None:
+    with tower(backward_prefetch=None) as model:
+        a, b, c = model.module.a, model.module.b, model.module.c
+        c.set_modules_to_backward_prefetch([b, a])
+        assert story(model, forward(model).backward, "gather", "backward", "reshard") == (
+            "backward:root gather:c gather:b gather:a backward:c reshard:c backward:b reshard:b backward:a reshard:a "
+            "reshard:root"
+        )
+
+
+def test_a_list_may_skip_a_unit() -> None:
+    with tower() as model:
+        model.module.c.set_modules_to_backward_prefetch([model.module.a])
+        assert story(model, forward(model).backward, "gather", "backward") == (
+            "gather:c backward:root gather:a backward:c gather:b backward:b backward:a"
+        )
+
+
+def test_what_a_forward_does_not_use_is_freed_at_its_end() -> None:
+    with tower() as model:
+        model.module.c.set_modules_to_forward_prefetch([model.module.a])
+        assert story(model, lambda: forward(model).backward(), "gather", "reshard").startswith(
+            "gather:root gather:a reshard:a gather:b reshard:b gather:c gather:a reshard:c reshard:a gather:c gather:b"
+        )
+        assert live(model) == {"shard"}
+
+
+def test_no_more_units_are_ahead_than_are_listed() -> None:
+    with tower() as model:
+        root = root_of(model)
+        a, b, c = model.module.a, model.module.b, model.module.c
+        a.set_modules_to_forward_prefetch([b, c])
+        c.set_modules_to_backward_prefetch([b, a])
+        most = 0
+
+        def count(event: Event) -> None:
+            nonlocal most
+            most = max(most, sum(not unit.is_sharded for unit in root.units[:-1]))
+
+        with root.trace.listening(count):
+            for _ in range(2):
+                forward(model).backward()
+        assert most == 3
+
+
+def test_what_cannot_be_gathered_ahead_is_refused() -> None:
+    with tower() as model:
+        other = wrapped("FULL_SHARD")
+        a = model.module.a
+        for method in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
+            listing = getattr(a, method)
+            with refused(ConfigTypeError, f"{method}: modules: got .*Accepted: a list of FullyShardedDataParallel"):
+                listing(model)
+            with refused(ConfigTypeError, f"{method}: modules: got .*Accepted: a list of FullyShardedDataParallel"):
+                listing([a.module])
+            with refused(ConfigValueError, f"{method} of unit 'a': modules: got itself"):
+                listing([model.module.b, a])
+            with refused(ConfigValueError, "got a Tower that is wrapped in another model"):
+                listing([other])
 
 
 @contextmanager

@@ -133,6 +133,37 @@ def test_an_embedding_needs_no_gather_in_backward(pool2: Run) -> None:
     assert not joined(pool2(embedded, timeout=40))
 
 
+def listed(model: Any, rank: int, step: int) -> list[torch.Tensor]:
+    """Units gathered ahead by lists that change from step to step: good ones, and ones that miss."""
+    blocks = model.blocks
+    say(blocks[0], "set_modules_to_forward_prefetch", [blocks[1 + step % 2], blocks[2]])
+    say(blocks[2], "set_modules_to_forward_prefetch", [blocks[0]] * (step % 2))
+    say(blocks[2], "set_modules_to_backward_prefetch", [blocks[0], blocks[1]][step % 2 :])
+    say(blocks[0], "set_modules_to_backward_prefetch", [blocks[2]])
+    return [microbatch(model, rank, step, 0)]
+
+
+def lists(rank: int, world: int, under: tuple[Setting, ...]) -> list[str]:
+    return differences(rank, world, Net, listed, under=under, steps=3)
+
+
+def test_lists_of_what_is_gathered_ahead(pool2: Run) -> None:
+    assert not joined(pool2(lists, ALL, timeout=40))
+
+
+def listing_differently(rank: int, world: int) -> str:
+    model = Setting().wrap(seeded(Net), (Feedforward,))
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1 + rank]])
+    with pytest.raises(AgreementError) as caught:
+        microbatch(model, rank, 0, 0)
+    return str(caught.value)
+
+
+def test_ranks_that_list_different_units_are_told(pool2: Run) -> None:
+    for said in pool2(listing_differently, timeout=40):
+        assert "in unit 'blocks.0', schedule: rank 0: prefetch in forward of 'blocks.1'; rank 1: " in said
+
+
 DIFFERENT = {
     "set_requires_gradient_sync": "reduce=False in all units",
     "set_reshard_after_forward": "reshard_after_forward=False in all units",
