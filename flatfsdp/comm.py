@@ -4,8 +4,8 @@
 [Note: transports] How a collective is carried out depends on the backend and stands here only. `Base` takes torch's
 flat collectives. `RankOrder` serves gloo, whose reductions sum in an order of their own: every rank sends each peer its
 piece and sums what it receives in rank order, so that worlds of any size are reproducible, bit for bit, however late a
-rank is. Where the ranks are few and on one host, it gathers by such messages, too (`gloo.py`). `Alone` serves an axis
-of one rank.
+rank is. Where much is gathered among a few ranks on one host, that goes by such messages, too (`gloo.py`). `Alone`
+serves an axis of one rank.
 
 [Note: reduction] Reductions are SUM; scaling is the caller's (`policy.precision.gradient_scaling`). Inputs are complete
 when an operation is issued. On an accelerator the caller has made the lane follow what produced them.
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import gloo
 from .api import ShardingStrategy
 from .device import DONE, Device, Lane, Pending, accelerator
-from .gloo import AllToAll, Pairs, is_near
 from .storage import Ledger
 
 # torch renames its flat collectives; the newest name that exists is the one without a deprecation warning. Both are
@@ -173,26 +173,29 @@ class Base:
 
 
 class RankOrder(Base):
-    """gloo: reductions sum in rank order, and few ranks on one host exchange pairwise. [Note: transports]"""
+    """gloo: reductions sum in rank order, and a few ranks on one host exchange what is large pairwise. [Note:
+    transports]"""
 
     def __init__(self, group: Group, device: Device, *, traffic: Traffic, ledger: Ledger) -> None:
         super().__init__(group, device, traffic=traffic, ledger=ledger)
-        self._pairs = Pairs(group.process_group, ledger=ledger, log=traffic.log_messages)
-        self._all_to_all = AllToAll(group.process_group, ledger=ledger)
+        self._pairs = gloo.Pairs(group.process_group, ledger=ledger, log=traffic.log_messages)
+        self._all_to_all = gloo.AllToAll(group.process_group, ledger=ledger)
 
     def _gather(self, output: torch.Tensor, shard: torch.Tensor, wait: bool) -> Pending:
-        return self._pairs.gather(output, shard) if self._near else super()._gather(output, shard, wait)
+        if self._is_for_pairs(output):
+            return self._pairs.gather(output, shard)
+        return super()._gather(output, shard, wait)
 
     def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wait: bool) -> Pending:
-        return (self._pairs if self._near else self._all_to_all).reduce_scatter(output, full)
+        return (self._pairs if self._is_for_pairs(full) else self._all_to_all).reduce_scatter(output, full)
 
     def _all_reduce(self, tensor: torch.Tensor, wait: bool) -> Pending:
-        return (self._pairs if self._near else self._all_to_all).all_reduce(tensor)
+        return (self._pairs if self._is_for_pairs(tensor) else self._all_to_all).all_reduce(tensor)
 
-    @property
-    def _near(self) -> bool:
+    def _is_for_pairs(self, whole: torch.Tensor) -> bool:
         # gloo sends no message from an accelerator's memory.
-        return self.device.device.type == "cpu" and is_near(self.group.process_group)
+        is_large = whole.numel() * whole.element_size() >= gloo.SMALLEST
+        return is_large and whole.device.type == "cpu" and gloo.is_near(self.group.process_group)
 
 
 class Alone(Base):

@@ -1,15 +1,16 @@
 """Exchanges on gloo: what every rank sends to every other, and sums in rank order.
 
 gloo's own gather and reductions take a second buffer of full size, and its reductions sum in an order of their own.
-`Pairs` exchanges by messages between two ranks each, in place, for a few ranks on one host; `AllToAll` is a collective
-of gloo's, for all others.
+`Pairs` exchanges by messages between two ranks each, in place, where much is to be exchanged among a few ranks on one
+host; `AllToAll` is a collective of gloo's, for all others.
 
 [Note: messages] What gloo asks of messages, and what it costs not to heed it:
 
 - *All are posted before the first is waited for*, or ranks wait for each other. A rank's wait then depends on what the
   others have issued, never on what they wait for.
-- *Sends are posted before receives.* A receive lets the peer's data come at once, and while gloo's thread reads them it
-  spins, for milliseconds, against a main thread that posts more to the same connection.
+- *Sends are posted before receives.* A receive lets the peer's data come at once, and gloo's thread that wants to read
+  them spins while the main thread posts more to the same connection. Where other work takes the processor from the main
+  thread at that moment, it spins for milliseconds: small exchanges (below `SMALLEST`) are better left to gloo's own.
 - *Tags* are matched in the order of posting, and a process group's small ones are `monitored_barrier`'s and the user's:
   ours count from `FIRST_TAG`, one per exchange, which every rank of a group takes in the same order.
 - *Sizes must agree*: gloo ends the process when more arrives than was asked for, as in its collectives. Layouts are
@@ -18,7 +19,7 @@ of gloo's, for all others.
   ways, once each (a second wait for a message never returns); what nobody waits for, because an exception came first,
   is kept for as long as the process group.
 - *A peer that dies* in the middle of a message does not wake who waits for it, only who waits for a message that has
-  not begun. So an empty one, the *end*, follows each that the sockets may not hold whole, and is waited for first.
+  not begun. So an empty one, the *end*, follows each, and is waited for first.
 - No waits with a time limit (one that runs out takes the whole group down), no `is_completed` (false until waited for).
 """
 
@@ -38,8 +39,8 @@ from .device import Pending, Work
 from .storage import Ledger
 
 FIRST_TAG, TAGS = 2**30, 2**20  # more than can be in flight
-MOST_RANKS = 8  # measured: with more, W-1 messages each way cost more than a ring
-HELD_BY_SOCKETS = 64 * 1024  # bytes that are sent whole or not at all
+MOST_RANKS = 8  # as far as was measured; at some point W-1 messages each way cost more than a ring
+SMALLEST = 2 * 1024 * 1024  # bytes of the whole; measured on two busy cores (on idle ones messages always cost less)
 
 
 class Messages:
@@ -91,8 +92,8 @@ class Line:
         group: Any = self._group()
         rank, world = group.rank(), group.size()
         peers = [*range(rank + 1, world), *range(rank)]  # not all to the same rank first
-        sends = [group.send([part], peer, tag) for peer in peers for part in _parts(outgoing[peer])]
-        receives = [group.recv([part], peer, tag) for peer in peers for part in _parts(incoming[peer])]
+        sends = [group.send([part], peer, tag) for peer in peers for part in _with_end(outgoing[peer])]
+        receives = [group.recv([part], peer, tag) for peer in peers for part in _with_end(incoming[peer])]
         return Messages([*sends, *receives], self)
 
 
@@ -100,11 +101,8 @@ _lines: weakref.WeakKeyDictionary[Any, Line] = weakref.WeakKeyDictionary()
 _near: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if tensor.numel() == 0:
-        return []
-    is_held = tensor.numel() * tensor.element_size() <= HELD_BY_SOCKETS
-    return [tensor] if is_held else [tensor, tensor.new_empty(0)]
+def _with_end(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor, tensor.new_empty(0)] if tensor.numel() else []
 
 
 def is_near(process_group: Any) -> bool:
@@ -123,10 +121,10 @@ def _on_one_host(process_group: Any) -> bool:
 
 
 class Pairs:
-    """Exchanges by messages, 2(W-1) of them a rank (twice as many with their ends). [Note: messages]"""
+    """Exchanges by messages: 2(W-1) a rank, each with its end. [Note: messages]"""
 
     def __init__(self, process_group: Any, *, ledger: Ledger, log: Callable[[int], None]) -> None:
-        """`log` is told how many messages were posted."""
+        """`log` is told how many messages were posted, ends included."""
         self._rank, self._world = process_group.rank(), process_group.size()
         self._line = _lines.setdefault(process_group, Line(process_group))
         self._ledger = ledger
@@ -215,15 +213,15 @@ class AllToAll:
         def share() -> None:
             sizes = [piece.numel() for piece in pieces]
             sizes[rank] = 0
-            others, outgoing = self._scratch(flat, sum(sizes)), mine.repeat(self._world - 1)
             sent = [mine.numel()] * self._world
             sent[rank] = 0
+            others, outgoing = self._scratch(flat, sum(sizes)), self._scratch(flat, sum(sent))
+            outgoing.view(self._world - 1, mine.numel()).copy_(mine)
             dist.all_to_all_single(others, outgoing, sizes, sent, group=self._group)
             for piece, arrived in zip(pieces, others.split(sizes), strict=True):
                 if arrived.numel():
                     piece.copy_(arrived)
-            self._give_back(others)
-            _free(outgoing)
+            self._give_back(others, outgoing)
 
         return Pending(work=scattered, finish=share)
 
@@ -264,9 +262,5 @@ class AllToAll:
     def _give_back(self, *scratch: torch.Tensor) -> None:
         for tensor in scratch:
             self._ledger.remove("exchange", tensor.numel() * tensor.element_size())
-            _free(tensor)
-
-
-def _free(tensor: torch.Tensor) -> None:
-    # Now: gloo's thread may hold a finished work, and the tensors in it, a little longer than we do.
-    tensor.untyped_storage().resize_(0)
+            # Now: gloo's thread may hold a finished work, and the tensors in it, a little longer than we do.
+            tensor.untyped_storage().resize_(0)

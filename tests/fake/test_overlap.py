@@ -23,7 +23,7 @@ from flatfsdp.device import Pending
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness.fake import fake_world
 
-UNITS = 8
+UNITS = 6
 
 
 class Clock(Protocol):
@@ -198,12 +198,12 @@ def test_beats_of_a_step(strategy: str, options: dict[str, Any], forward: int, b
 
 
 def test_a_step_takes_less_than_seven_tenths_of_the_serial_time() -> None:
-    """The best of three each, in turn: other programs on the machine only make a step longer."""
+    """The best of two each, in turn: other programs on the machine only make a step longer."""
     took: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(3):
+    for _ in range(2):
         for blocking in took:
             clock = Real(blocking=blocking)
-            with steps(clock, "FULL_SHARD") as step:
+            with steps(clock, "FULL_SHARD", forward_prefetch=True) as step:
                 began = time.perf_counter()
                 step()
                 took[blocking].append(time.perf_counter() - began)

@@ -20,7 +20,7 @@ from flatfsdp.watch import is_lost_connection
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import fresh
 
-WIDTH = 192  # a piece of a unit takes more than the sockets hold
+WIDTH = 768  # a unit is large enough to be exchanged by messages
 
 
 class Block(nn.Module):

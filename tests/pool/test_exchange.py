@@ -24,8 +24,7 @@ from tests.conftest import Run
 from tests.harness.memory import peak_bytes
 
 CPU = torch.device("cpu")
-LARGE = gloo.HELD_BY_SOCKETS  # elements of a piece: more bytes than this
-SIZES = [0, 1, 17, LARGE]  # elements of a piece
+SIZES = [0, 1, 17, 60_000]  # elements of a piece; the last is not sent in one go
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.uint8, torch.bool]
 
 
@@ -33,13 +32,17 @@ def over(group: dist.ProcessGroup | None = None) -> Transport:
     return comm.transport(Group.of(group or dist.group.WORLD, CPU), Device(CPU), traffic=Traffic(), ledger=Ledger())
 
 
+WAYS = ["pairs", "too small", "two hosts"]  # how exchanges go, or why not by pairs
+
+
 @contextlib.contextmanager
-def hosts_of_their_own(rank: int, apart: bool) -> Iterator[None]:
-    """Every rank seems to be on another host, if they are `apart`."""
+def going(way: str, rank: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        if apart:
+        if way != "too small":
+            stack.enter_context(patch.object(gloo, "SMALLEST", 0))
+        if way == "two hosts":
             stack.enter_context(patch.object(gloo, "_near", weakref.WeakKeyDictionary()))
-            stack.enter_context(patch("platform.node", lambda: f"host {rank}"))
+            stack.enter_context(patch("platform.node", lambda: f"host {min(rank, 1)}"))
         yield
 
 
@@ -54,9 +57,9 @@ def in_rank_order(world: int, numel: int, dtype: torch.dtype, seed: int) -> Tens
     return reduce(torch.add, [values(numel, dtype, seed + rank) for rank in range(world)])
 
 
-def wrong_answers(rank: int, world: int, apart: bool) -> list[str]:
+def wrong_answers(rank: int, world: int, way: str) -> list[str]:
     """Which exchanges did not bring what they should."""
-    with hosts_of_their_own(rank, apart):
+    with going(way, rank):
         transport, lane = over(), Device(CPU).lane("test")
         wrong = []
         for size in SIZES:
@@ -82,41 +85,42 @@ def wrong_answers(rank: int, world: int, apart: bool) -> list[str]:
                     transport.all_reduce(tensor, lane).wait()
                     if not torch.equal(tensor, in_rank_order(world, numel, dtype, 11)):
                         wrong.append(f"all-reduce of {numel} {dtype}")
-        assert (transport.traffic.messages == 0) == apart
+        assert (transport.traffic.messages > 0) == (way == "pairs")
         assert not any(transport.ledger.live.values())
         return wrong
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["pairwise", "all-to-all"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_exchanges_bring_what_collectives_bring_and_sum_in_rank_order(run: Run, world: int, apart: bool) -> None:
-    assert run(world, wrong_answers, apart) == [[]] * world
+def test_exchanges_bring_what_collectives_bring_and_sum_in_rank_order(run: Run, world: int, way: str) -> None:
+    assert run(world, wrong_answers, way) == [[]] * world
 
 
 def many_in_flight(rank: int, world: int) -> list[str]:
-    """Gathers, reduce-scatters and all-reduces of different sizes, issued by a rank that is sometimes late, and waited
-    for in an order that ranks do not share."""
+    """Gathers and reduce-scatters of different sizes, some by pairs, issued by a rank that is sometimes late, and
+    waited for in an order that ranks do not share."""
     gathers, sums, lane = over(), over(dist.new_group()), Device(CPU).lane("test")
     order = random.Random(rank)
     wrong = []
-    for turn in range(3):
-        waits: list[tuple[str, Pending, Tensor, Tensor]] = []
-        for k in range(12):
-            if rank == world - 1 and k % 5 == turn:
-                time.sleep(0.03)
-            size = (k + 1) * (7 if k % 2 else 4099)
-            output = torch.full((world * size,), torch.nan)
-            whole = torch.cat([values(size, torch.float32, 100 * k + each) for each in range(world)])
-            shard = values(size, torch.float32, 100 * k + rank)
-            waits.append((f"gather {k}", gathers.all_gather_base(output, shard, lane), output, whole))
-            piece, full = torch.full((size,), torch.nan), values(world * size, torch.float32, 50 * k + rank)
-            total = in_rank_order(world, world * size, torch.float32, 50 * k)[rank * size : (rank + 1) * size]
-            waits.append((f"reduce-scatter {k}", sums.reduce_scatter_base(piece, full, lane), piece, total))
-        order.shuffle(waits)
-        for name, pending, found, expected in waits:
-            pending.wait()
-            if not torch.equal(found, expected):
-                wrong.append(f"{turn}: {name}")
+    with patch.object(gloo, "SMALLEST", 4000):
+        for turn in range(3):
+            waits: list[tuple[str, Pending, Tensor, Tensor]] = []
+            for k in range(12):
+                if rank == world - 1 and k % 5 == turn:
+                    time.sleep(0.03)
+                size = (k + 1) * (7 if k % 2 else 4099)
+                output = torch.full((world * size,), torch.nan)
+                whole = torch.cat([values(size, torch.float32, 100 * k + each) for each in range(world)])
+                shard = values(size, torch.float32, 100 * k + rank)
+                waits.append((f"gather {k}", gathers.all_gather_base(output, shard, lane), output, whole))
+                piece, full = torch.full((size,), torch.nan), values(world * size, torch.float32, 50 * k + rank)
+                total = in_rank_order(world, world * size, torch.float32, 50 * k)[rank * size : (rank + 1) * size]
+                waits.append((f"reduce-scatter {k}", sums.reduce_scatter_base(piece, full, lane), piece, total))
+            order.shuffle(waits)
+            for name, pending, found, expected in waits:
+                pending.wait()
+                if not torch.equal(found, expected):
+                    wrong.append(f"{turn}: {name}")
     return wrong
 
 
@@ -125,27 +129,29 @@ def test_many_exchanges_in_flight_are_not_confused(run: Run, world: int) -> None
     assert run(world, many_in_flight) == [[]] * world
 
 
-def messages_of(rank: int, world: int, size: int) -> list[int]:
+def messages_of(rank: int, world: int, numel: int) -> list[int]:
     transport, lane = over(), Device(CPU).lane("test")
+    whole, piece = torch.zeros(world * numel), torch.zeros(numel)
     seen = []
-    for pending in (
-        lambda: transport.all_gather_base(torch.empty(world * size), torch.empty(size), lane),
-        lambda: transport.reduce_scatter_base(torch.empty(size), torch.empty(world * size), lane),
-        lambda: transport.all_reduce(torch.empty(world * size), lane),
+    for exchange in (
+        lambda: transport.all_gather_base(whole, piece, lane),
+        lambda: transport.reduce_scatter_base(piece, whole, lane),
+        lambda: transport.all_reduce(whole, lane),
     ):
         before = transport.traffic.messages
-        pending().wait()
+        exchange().wait()
         seen.append(transport.traffic.messages - before)
     assert transport.traffic.counts == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
     return seen
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize(("size", "each"), [(0, 0), (5, 1), (LARGE, 2)])
-def test_messages_are_two_for_each_peer(run: Run, world: int, size: int, each: int) -> None:
-    """One each way, and their ends where they are large; an all-reduce is a reduce-scatter and a gather."""
-    pairs = 2 * (world - 1) * each
-    assert run(world, messages_of, size) == [[pairs, pairs, 2 * pairs]] * world
+def test_messages_are_two_for_each_peer_and_their_ends(run: Run, world: int) -> None:
+    """An all-reduce is a reduce-scatter and a gather. What is small goes by none."""
+    numel = -(-gloo.SMALLEST // 4 // world)
+    pairs = 2 * 2 * (world - 1)
+    assert run(world, messages_of, numel) == [[pairs, pairs, 2 * pairs]] * world
+    assert run(world, messages_of, numel - 1) == [[0, 0, 0]] * world
 
 
 def memory(rank: int, world: int) -> dict[str, tuple[int, int]]:

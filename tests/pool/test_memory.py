@@ -87,7 +87,7 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL // 2,
             "unsharded": ROOT + 2 * BLOCK,  # the unit in use and the one ahead
             "slots": 2 * BLOCK,  # the unit that is reduced and the one that is filled
-            "exchange": 0,  # what the other rank sends arrives where it is added up
+            "exchange": BLOCK // 2,  # what the other rank sends
             "reduced": MODEL // 2,  # gradient shards, until the end of the backward
         },
     ),
@@ -98,7 +98,7 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL // 2,
             "unsharded": ROOT + BLOCK,
             "slots": 2 * BLOCK,
-            "exchange": 0,
+            "exchange": BLOCK // 2,
             "reduced": MODEL // 2,
         },
     ),
@@ -109,7 +109,7 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL // 2,
             "unsharded": MODEL,
             "slots": 2 * BLOCK,
-            "exchange": 0,
+            "exchange": BLOCK // 2,
             "reduced": MODEL // 2,
         },
     ),
@@ -120,7 +120,7 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL // 2,
             "unsharded": ROOT + 2 * BLOCK,
             "slots": MODEL,  # a window is unsharded
-            "exchange": 0,
+            "exchange": BLOCK // 2,
             "reduced": MODEL // 2,
         },
     ),
@@ -131,7 +131,7 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL,
             "unsharded": 0,  # the shard is the whole
             "slots": MODEL,
-            "exchange": BLOCK // 2,  # the half that this rank adds up
+            "exchange": BLOCK,  # the half that was added up, to be sent on, and the other rank's
             "reduced": 0,  # the slots themselves become the gradients
         },
     ),

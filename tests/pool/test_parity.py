@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flatfsdp import gloo
 from flatfsdp.flat_param import FlatParamHandle
-from flatfsdp.gloo import Pairs
 from tests.harness import parity, pool
 from tests.harness.fake_device import streams
 from tests.harness.matrix import Cell, covering_array, each_alone, hostile_world, legal_cells, pairs_of
@@ -75,22 +75,61 @@ def test_other_settings(recipe: Recipe, options: dict[str, Any]) -> None:
 
 
 @contextmanager
-def one_late_rank() -> Iterator[None]:
-    """Rank 1 is the last to send its gradients."""
-    scatter = Pairs._scatter
-
-    def late(self: Pairs, *args: Any) -> Any:
-        time.sleep(0.02 if dist.get_rank() == 1 else 0)
-        return scatter(self, *args)
-
-    with patch.object(Pairs, "_scatter", late):
+def pairwise() -> Iterator[None]:
+    """Everything is exchanged by messages, however small."""
+    with patch.object(gloo, "SMALLEST", 0):
         yield
 
 
+@contextmanager
+def one_late_rank() -> Iterator[None]:
+    """Rank 1 is the last to send its gradients."""
+    scatter = gloo.AllToAll._scatter
+
+    def late(self: gloo.AllToAll, *args: Any) -> Any:
+        time.sleep(0.02 if dist.get_rank() == 1 else 0)
+        return scatter(self, *args)
+
+    with patch.object(gloo.AllToAll, "_scatter", late):
+        yield
+
+
+@contextmanager
+def one_late_rank_pairwise() -> Iterator[None]:
+    """Rank 1 is the last to send its gradients, and everything is exchanged by messages."""
+    scatter = gloo.Pairs._scatter
+
+    def late(self: gloo.Pairs, *args: Any) -> Any:
+        time.sleep(0.02 if dist.get_rank() == 1 else 0)
+        return scatter(self, *args)
+
+    with pairwise(), patch.object(gloo.Pairs, "_scatter", late):
+        yield
+
+
+@pytest.mark.parametrize("context", [one_late_rank, one_late_rank_pairwise])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("world", [3, 4])
-def test_sums_are_in_rank_order_however_late_a_rank_is(world: int, strategy: str) -> None:
-    parity.check(world, Recipe("mlp", reduce=FP16), context=one_late_rank, sharding_strategy=strategy)
+def test_sums_are_in_rank_order_however_late_a_rank_is(world: int, strategy: str, context: Any) -> None:
+    parity.check(world, Recipe("mlp", reduce=FP16), context=context, sharding_strategy=strategy)
+
+
+@contextmanager
+def hostile_and_pairwise() -> Iterator[None]:
+    with hostile_world(), pairwise():
+        yield
+
+
+@contextmanager
+def streams_and_pairwise() -> Iterator[None]:
+    with streams(), pairwise():
+        yield
+
+
+@pytest.mark.parametrize("context", [pairwise, hostile_and_pairwise, streams_and_pairwise])
+@pytest.mark.parametrize("cell", ARRAY[2::9], ids=str)
+def test_exchanges_by_messages_change_no_number(cell: Cell, context: Any) -> None:
+    parity.check(cell.world, cell.recipe, context=context, **cell.options)
 
 
 @contextmanager
