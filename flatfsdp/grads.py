@@ -79,6 +79,12 @@ class Reduction:
     def _bytes(self) -> int:
         return 0 if self._handle.whole else self._result.numel() * self._result.element_size()
 
+    @property
+    def input_bytes(self) -> int:
+        """Bytes that the first stage reads and that are held for it."""
+        held = self._buffer is not None and not self._handle.whole
+        return self._handle.layout.padded_numel * self._result.element_size() if held else 0
+
     def release_input(self) -> None:
         """Wait for the first stage, free its input and issue the second. Collective over the replicate axis."""
         if self._halfway:

@@ -503,6 +503,17 @@ class Root:
             for reduction in newer:
                 reduction.release_input()
             backward.in_flight = newer, unit.reduce()
+        last = backward.reductions.last
+        if last is not None:
+            # Where an embedding's gradient is larger than what is in flight, a step is highest when that gradient
+            # comes: the others make way before it. Elsewhere they overlap the last unit's backward.
+            older, newer = backward.in_flight
+            held = sum(reduction.input_bytes for reduction in (*older, *newer))
+            if 0 < held < last.largest_gradient:
+                for reduction in older:
+                    reduction.finish()
+                for reduction in newer:
+                    reduction.release_input()
 
     def _complete_plan(self) -> None:
         """Do for units that this rank's backward did not reach, or not all of, what the other ranks' backwards did.

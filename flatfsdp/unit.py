@@ -210,6 +210,19 @@ class Unit:
         }
         return [home for home in (*self.homes, *self.aliases) if id(home.leaf) in flattened]
 
+    @property
+    def largest_gradient(self) -> int:
+        """Bytes of the largest gradient that a backward can bring, in the compute dtype."""
+        return max(
+            (
+                spec.numel * handle.precision.compute.itemsize
+                for handle in self.handles
+                if handle.trainable
+                for spec in handle.layout.params
+            ),
+            default=0,
+        )
+
     # -- data --------------------------------------------------------------------------------------------------------
 
     @property

@@ -128,6 +128,11 @@ class ReducePlan(Generic[U]):
             out.append(self._hand_out(in_order))
         return out
 
+    @property
+    def last(self) -> U | None:
+        """The only unit that is outstanding; None where there are several, or none."""
+        return next(iter(self._outstanding)) if len(self._outstanding) == 1 else None
+
     def rest(self) -> list[U]:
         """All outstanding units in order, ready or not: the flush at the end of a backward."""
         in_order = self._sorted()

@@ -90,13 +90,14 @@ ROOT, BLOCK, BLOCKS = 2 * VOCABULARY * WIDTH * 4 / MIB, 2 * WIDTH * WIDTH * 4 / 
 
 
 # Where a step is highest: what is unsharded (gradients that have come lie in their parameters' places), the gradient
-# that has just arrived, and the reductions: shards of all that were issued, and the input of the last.
+# that has just arrived, and the shards of all reductions that were issued.
 @pytest.mark.parametrize(
     ("strategy", "prefetch", "expected"),
     [
         # The root's last gradient, that of the embedding, arrives.
-        ("FULL_SHARD", None, ROOT + ROOT / 2 + 4 * BLOCK / 2 + BLOCK),
-        ("FULL_SHARD", "BACKWARD_PRE", ROOT + ROOT / 2 + 4 * BLOCK / 2 + BLOCK),
+        ("FULL_SHARD", None, ROOT + ROOT / 2 + 4 * BLOCK / 2),
+        # The second block's first gradient, while the first is gathered and the third reduced.
+        ("FULL_SHARD", "BACKWARD_PRE", ROOT + 3 * BLOCK + 2 * BLOCK / 2 + BLOCK / 2),
         # The root's first gradient, that of the head, arrives: all blocks are still unsharded.
         ("SHARD_GRAD_OP", "BACKWARD_PRE", ROOT + 4 * BLOCK + ROOT / 2),
     ],

@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 from .engines import BASE, ENGINES
 from .rows import Timings, figures_row, host_row
 
-COLORS = dict(zip(ENGINES, ("#0b5", "#085", "#48c", "#259", "#e80", "#999", "#ccc"), strict=True))
+COLORS = dict(zip(ENGINES, ("#0b5", "#085", "#0d9", "#48c", "#259", "#e80", "#999", "#ccc"), strict=True))
 Value = Callable[[str, str], float | None]  # of a model and an engine
 
 
