@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from . import _torch
-from .errors import ConfigValueError, UsageError, refuse_type
+from .device import Device
+from .errors import ConfigValueError, UsageError, refuse_type, refuse_value
 from .traversal import units_at, units_in
 
 if TYPE_CHECKING:
@@ -37,7 +40,68 @@ class ScheduleControls:
             ConfigTypeError: an argument is no bool.
             UsageError: inside a forward or a backward.
         """
-        self._set(recurse, "requires_gradient_sync", requires_gradient_sync, "reduce")
+        self._set(recurse, "requires_gradient_sync", requires_gradient_sync, "reduce", "all_reduce")
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether the next backwards reduce gradients over replicas as well, where parameters are replicated.
+
+        Without it their sums over the shard group add up, one shard in size, until a backward that goes on with all of
+        them. Until then `.grad` is as it was before, and `zero_grad()` does not reach what has added up.
+
+        Args:
+            requires_all_reduce: False to add up. `set_requires_gradient_sync` sets it, too.
+            recurse: whether for all wrappers inside as well.
+
+        Raises:
+            ConfigTypeError: an argument is no bool.
+            UsageError: inside a forward or a backward.
+        """
+        self._set(recurse, "requires_all_reduce", requires_all_reduce, "all_reduce")
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of this wrapper's gradients over all ranks is divided by, in place of the number of ranks.
+
+        Wrappers inside are not meant.
+
+        Args:
+            factor: a positive number.
+
+        Raises:
+            ConfigTypeError, ConfigValueError: no such number.
+            UsageError: inside a forward or a backward.
+        """
+        method = "set_gradient_divide_factor"
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            refuse_type(f"{method}: factor", factor, "a number")
+        if not 0 < factor < math.inf:
+            refuse_value(f"{method}: factor", factor, "a positive number")
+        _check_outside(self._unit, method)
+        self._unit.set_schedule(divide_by=float(factor))
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
+        """Call `hook(total)` on every sum of this wrapper's gradients, to reduce it further, say.
+
+        `total` has this rank's shard of the sum over all ranks of the wrapper's groups, 1-D in the reduce dtype and not
+        divided yet; the hook changes it in place. Hooks run in the same order on every rank, once per flat gradient in
+        each backward that reduces. Copies and pickles of a model do not have the hook.
+
+        Args:
+            hook: a callable; None to take the last one away.
+            stream: where it runs, for parameters on an accelerator that are not replicated; None for the stream of the
+                backward.
+
+        Raises:
+            ConfigTypeError, ConfigValueError: no callable; a stream where there is none, or of a hybrid.
+            UsageError: inside a forward or a backward.
+        """
+        method, unit = "set_all_reduce_hook", self._unit
+        if hook is not None and not callable(hook):
+            refuse_type(f"{method}: hook", hook, "a callable that takes a tensor, or None")
+        device = unit.root.device
+        if stream is not None and (unit.groups.replicate is not None or not device.has_streams):
+            refuse_value(f"{method}: stream", stream, "None, unless on an accelerator and without replicas")
+        _check_outside(unit, method)
+        unit.hook_all_reduce(hook if stream is None or hook is None else _on_stream(hook, stream, device))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed between a forward and its backward, in place of what the strategy says.
@@ -140,13 +204,13 @@ class ScheduleControls:
         """
         _check_bool("set_force_sum_reduction_for_comms", "enable", enable)
 
-    def _set(self, recurse: bool, name: str, value: object, field: str) -> None:
+    def _set(self, recurse: bool, name: str, value: object, *fields: str) -> None:
         method = f"set_{name}"
         _check_bool(method, name, value)
         _check_bool(method, "recurse", recurse)
         _check_outside(self._unit, method)
         for unit in units_in(_module(self)) if recurse else [self._unit]:
-            unit.set_schedule(**{field: value})
+            unit.set_schedule(**dict.fromkeys(fields, value))
 
 
 def _module(wrapper: object) -> nn.Module:
@@ -157,6 +221,16 @@ def _module(wrapper: object) -> nn.Module:
 def _check_bool(method: str, name: str, value: object) -> None:
     if not isinstance(value, bool):
         refuse_type(f"{method}: {name}", value, "True or False")
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any, device: Device) -> Callable[[torch.Tensor], None]:
+    def run(total: torch.Tensor) -> None:
+        stream.wait_stream(device.current_stream())
+        with device.running_on(stream):
+            hook(total)
+        device.current_stream().wait_stream(stream)
+
+    return run
 
 
 def _targets(unit: Unit, method: str, modules: object) -> list[Unit]:

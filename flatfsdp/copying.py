@@ -124,10 +124,10 @@ def _check_idle(wrapper: nn.Module) -> list[Unit]:
                 f"{unit.phase.value}, with a graph that awaits its backward. Run or drop the "
                 "backward first (a forward under no_grad ends the iteration)"
             )
-        if any(grads.window_open for grads in unit.grads):
+        if any(grads.pending for grads in unit.grads):
             raise UsageError(
-                "a wrapped model cannot be copied or pickled while gradients accumulate under no_sync(): those of unit "
-                f"{unit.label} are unsharded and would be lost. Run a backward outside of no_sync() first"
+                "a wrapped model cannot be copied or pickled while gradients accumulate under no_sync(), or without "
+                f"all-reduce: those of unit {unit.label} would be lost. Run a backward that reduces them first"
             )
     return units
 

@@ -13,6 +13,9 @@ own graph task; elsewhere (recomputation in tasks of their own) a parameter may 
 What is overwritten cannot be read unnoticed: saved views of it are refused by their version, the leaf itself is hidden
 ([Note: hidden]). A unit that is asked for again before its reduction moves the gradients out and gathers anew.
 
+[Note: partial sums] A reduction may stop after the shard axis: what several of them bring adds up, unscaled, until one
+goes on along the replicate axis with all of it.
+
 [Note: undo] Reduced gradients become `.grad` only at the end of a backward (`Gradients.settle`); until then a failed
 backward can be forgotten.
 """
@@ -54,15 +57,20 @@ class Reduction:
         lane: Lane,
         scale: float,
         give_back: Callable[[FlatBuffer], None],
+        *,
+        earlier: torch.Tensor | None,
+        hook: Callable[[torch.Tensor], None] | None,
     ) -> None:
         """Issue the first stage. Collective over the shard axis; `buffer` belongs to the reduction from now on, until
-        it is given back."""
+        it is given back. `earlier` is added between the stages; `hook` sees the sum of both, before it is scaled."""
         self._handle = handle
         self._buffer: FlatBuffer | None = buffer
         self._replicate = replicate
         self._lane = lane
         self._scale = scale
         self._give_back = give_back
+        self._earlier = earlier
+        self._hook = hook
         lane.follow_compute()
         if handle.whole:
             # The whole is the shard: nothing to scatter, and the buffer itself becomes the result.
@@ -92,6 +100,10 @@ class Reduction:
         self._halfway = True
         self._first.wait()
         assert self._buffer is not None
+        if self._earlier is not None:
+            with self._lane.running():
+                self._result.add_(self._earlier)
+            self._earlier = None
         if self._replicate is not None:
             self._second = self._replicate.all_reduce(self._result, self._lane)
         if not self._handle.whole:
@@ -99,9 +111,18 @@ class Reduction:
             self._buffer = None
 
     def finish(self) -> None:
-        """Wait for both stages. Collective over the replicate axis."""
+        """Wait for both stages, and run the hook. Collective over the replicate axis, and over what the hook uses."""
         self.release_input()
         self._second.wait()
+        if self._hook is not None:
+            hook, self._hook = self._hook, None
+            with torch.no_grad():
+                hook(self._result)
+
+    def discard(self) -> None:
+        """Wait for what was issued; nobody wants the result."""
+        self._hook = None
+        self.wait()
 
     def wait(self) -> torch.Tensor:
         """The summed and scaled gradient of the shard: shape (shard_numel,), reduce dtype."""
@@ -161,6 +182,8 @@ class Gradients:
         # Microbatches without synchronisation came before: the next synchronised backward reduces, on every rank alike,
         # whether or not gradients arrived on this one.
         self.window_open = False
+        self._partial: torch.Tensor | None = None  # [Note: partial sums]: shape (shard_numel,), reduce dtype
+        self._completes = True  # whether the reductions in flight are more than partial sums
         self._marks: list[Mark] = []
 
     # -- a backward begins -------------------------------------------------------------------------------------------
@@ -192,14 +215,15 @@ class Gradients:
             leaf.grad = None
         self._stand_ins = {}
 
-    def arm(self, expected: frozenset[int], *, world: int, sync: bool, share: bool) -> None:
-        """Await the gradients of `expected`; `world` ranks will be averaged. `share`: the places of parameters whose
+    def arm(self, expected: frozenset[int], *, world: int, divide_by: float | None, sync: bool, share: bool) -> None:
+        """Await the gradients of `expected`; `world` ranks will be averaged, unless their sum is to be divided by
+        something else. `share`: the places of parameters whose
         gradients have come may be overwritten."""
         self.take()
         self.expected = expected
         self.arrived = set()
         self._accumulating = not sync
-        self._before, self._after = gradient_scaling(world, self.handle.precision.reduce)
+        self._before, self._after = gradient_scaling(world, self.handle.precision.reduce, divide_by)
         self._sharing = share and self._buffer is None and self.handle.can_hold(self.handle.precision.reduce)
 
     @property
@@ -316,17 +340,31 @@ class Gradients:
     @property
     def awaited(self) -> bool:
         """Whether this handle takes part in the next reduction."""
-        return bool(self.expected) or self.window_open
+        return bool(self.expected) or self.pending
+
+    @property
+    def pending(self) -> bool:
+        """Whether earlier microbatches left something to reduce: the next backward that reduces does, on all ranks."""
+        return self.window_open or self._partial is not None
 
     def keep(self) -> None:
         """The backward ends without synchronisation: all gradients are in the window's buffer."""
         self._move_collected()
         self.window_open = self.window_open or bool(self.expected)
 
-    def launch(self, scatter: Transport, replicate: Transport | None, lane: Lane) -> Reduction:
+    def launch(
+        self,
+        scatter: Transport,
+        replicate: Transport | None,
+        lane: Lane,
+        *,
+        completes: bool,
+        hook: Callable[[torch.Tensor], None] | None,
+    ) -> Reduction:
         """Issue the reduction of what arrived, zeros for what did not. Collective over the shard axis.
 
-        Precondition: a place that gradients occupy was taken.
+        `completes`: not only a partial sum. `hook` runs on the sum. Precondition: a place that gradients occupy was
+        taken.
         """
         self._move_collected()
         self._open_buffer()
@@ -348,7 +386,18 @@ class Gradients:
             del self._buffers[buffer.tensor.dtype]
         give_back = self._return_place or FlatBuffer.free
         self._forget_buffer()
-        reduction = Reduction(buffer, self.handle, scatter, replicate, lane, self._after, give_back)
+        self._completes = completes
+        reduction = Reduction(
+            buffer,
+            self.handle,
+            scatter,
+            replicate if completes else None,
+            lane,
+            self._after if completes else 1.0,
+            give_back,
+            earlier=None if self._reductions else self._partial,
+            hook=hook if completes else None,
+        )
         self._reductions.append(reduction)
         return reduction
 
@@ -368,6 +417,10 @@ class Gradients:
         if total is None:
             self.restore()
             self._mark_window()
+            return
+        self._replace_partial(None if self._completes else total)
+        if not self._completes:
+            self.restore()
             return
         handle = self.handle
         with torch.no_grad():
@@ -397,6 +450,14 @@ class Gradients:
             with torch.no_grad():
                 _torch.foreach_add_([old for old, _ in added], [new for _, new in added])
 
+    def _replace_partial(self, total: torch.Tensor | None) -> None:
+        ledger = self.handle.ledger
+        if self._partial is not None:
+            ledger.remove("partial", self._partial.numel() * self._partial.element_size())
+        if total is not None:
+            ledger.add("partial", total.numel() * total.element_size())
+        self._partial = total
+
     @staticmethod
     def _accumulate(parameter: torch.Tensor, grad: torch.Tensor) -> None:
         if parameter.grad is None:
@@ -421,7 +482,7 @@ class Gradients:
         self._collected = []
         self._collected_bytes = 0
         for reduction in self._reductions:
-            reduction.wait()
+            reduction.discard()
         self._reductions = []
         self._close_window()
         self._forget_expectations()

@@ -407,7 +407,7 @@ class Root:
             for grads in unit.grads:
                 grads.take()
         for unit in self.units:
-            if any(grads.window_open for grads in unit.grads):
+            if any(grads.pending for grads in unit.grads):
                 self.backward.expect(unit)
         for unit in self.record.anchored:
             if any(leaf.requires_grad for handle in unit.handles for leaf in handle.leaves):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,7 @@ class Unit:
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
         self.schedule = schedule
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self._forward_targets: list[weakref.ref[Unit]] = []
         self._backward_targets: list[weakref.ref[Unit]] = []
         self.modules = list(modules)
@@ -171,6 +172,11 @@ class Unit:
         self.schedule = replace(self.schedule, **settings)
         self.root.schedule_changed()
 
+    def hook_all_reduce(self, hook: Callable[[torch.Tensor], None] | None) -> None:
+        """Run `hook` on the sums of gradients; None to end that."""
+        self.all_reduce_hook = hook
+        self.root.schedule_changed()
+
     def prefetch_in_forward(self, targets: Iterable[Unit]) -> None:
         """Gather `targets` ahead in forward; none for the unit that followed in the forward before."""
         self._forward_targets = [weakref.ref(unit) for unit in targets]
@@ -194,6 +200,8 @@ class Unit:
     def told(self) -> Iterator[str]:
         """What users set, in words."""
         yield from self.schedule.told()
+        if self.all_reduce_hook is not None:
+            yield "an all-reduce hook"
         for pass_, targets in (("forward", self.forward_targets), ("backward", self.backward_targets)):
             if targets:
                 yield f"prefetch in {pass_} of {', '.join(unit.label for unit in targets)}"
@@ -576,7 +584,13 @@ class Unit:
         root = self.root
         for handle, grads in zip(self.handles, self.grads, strict=True):
             expected = frozenset(i for i, leaf in enumerate(handle.leaves) if leaf.requires_grad)
-            grads.arm(expected, world=self.groups.world, sync=root.reduces(self), share=share)
+            grads.arm(
+                expected,
+                world=self.groups.world,
+                divide_by=self.schedule.divide_by,
+                sync=root.reduces(self),
+                share=share,
+            )
             for i in expected:
                 hooks.defer_user_hooks(handle.leaves[i])
         root.expect_gradients(self)
@@ -652,7 +666,12 @@ class Unit:
         if self.places_are_taken:
             self.reshard(Exposure.NOTHING)
         self.note("reduce")
-        return [grads.launch(self.scatter, self.replicate, lane) for grads in self.grads if grads.awaited]
+        completes = self.schedule.all_reduce or self.replicate is None
+        return [
+            grads.launch(self.scatter, self.replicate, lane, completes=completes, hook=self.all_reduce_hook)
+            for grads in self.grads
+            if grads.awaited
+        ]
 
     # -- the end of an iteration -------------------------------------------------------------------------------------
 

@@ -45,14 +45,15 @@ def resolve(mixed: MixedPrecision, master: torch.dtype) -> Precision:
     return Precision(master, compute, reduce, accumulate, grad)
 
 
-def gradient_scaling(world: int, reduce: torch.dtype) -> tuple[float, float]:
-    """(factor on the way into the slot, factor after the sum) whose product is 1 / `world`.
+def gradient_scaling(world: int, reduce: torch.dtype, divide_by: float | None = None) -> tuple[float, float]:
+    """(factor on the way into the slot, factor after the sum) whose product is 1 / `divide_by`, or else 1 / `world`.
 
     [Note: scaling] fp32 and bf16 have the range to sum first and scale once. fp16 does not: at a large world the sum of
     healthy gradients overflows, so each is divided on the way in by the smallest power of two that is at least `world`
     (exact, but for subnormals) and the rest is made up afterwards.
     """
+    divisor = world if divide_by is None else divide_by
     if reduce == torch.float16 and world > 1:
         before = 1 << (world - 1).bit_length()
-        return 1.0 / before, before / world
-    return 1.0, 1.0 / world
+        return 1.0 / before, before / divisor
+    return 1.0, 1.0 / divisor

@@ -18,13 +18,17 @@ class Schedule:
         reshard_after_forward: whether its parameters are freed between forward and backward.
         reshard_after_backward: whether they are freed after backward.
         reduce: whether its backward reduces gradients, or adds them up unsharded.
+        all_reduce: whether what is reduced over the shard axis is reduced over the replicate axis as well, or adds up.
         unshard_in_backward: whether its backward reads the parameters.
+        divide_by: what the sum of gradients over ranks is divided by; None for the number of ranks.
     """
 
     reshard_after_forward: bool | None = None
     reshard_after_backward: bool | None = None
     reduce: bool = True
+    all_reduce: bool = True
     unshard_in_backward: bool = True
+    divide_by: float | None = None
 
     def told(self) -> Iterator[str]:
         """What was set, in words."""

@@ -18,6 +18,7 @@ from flatfsdp.trace import Event
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.fake.test_communication import BACKWARD, UNITS, Collectives, forward, root_of, settled, story, tower, wrapped
 from tests.harness.fake import fake_world
+from tests.harness.fake_device import FakeDevice
 
 FORWARD = ("gather", "forward", "reshard", "end")
 
@@ -98,6 +99,76 @@ def test_unsynchronised_backwards_reduce_nothing(strategy: str) -> None:
             with Collectives() as seen:
                 forward(model).backward()
             assert seen.counts["scatter"] == UNITS * sync
+
+
+def test_shards_of_gradients_add_up_without_all_reduce() -> None:
+    with fake_world(4):
+        model = wrapped("HYBRID_SHARD", mesh=(2, 2))
+        settled(model)
+        for complete in (False, False, True, True):
+            model.set_requires_all_reduce(complete)
+            with Collectives() as seen:
+                forward(model).backward()
+            assert (seen.counts["scatter"], seen.counts["all_reduce"]) == (UNITS, UNITS * complete)
+            assert live(model) == {"shard"} if complete else {"shard", "partial"}
+            assert (next(model.parameters()).grad is not None) == complete
+        model.set_requires_all_reduce(False)
+        forward(model).backward()
+        with refused(UsageError, "cannot be copied or pickled while gradients accumulate"):
+            copy.deepcopy(model)
+
+
+def test_gradient_synchronisation_is_all_of_it() -> None:
+    with fake_world(4):
+        model = wrapped("HYBRID_SHARD", mesh=(2, 2))
+        model.set_requires_gradient_sync(False)
+        forward(model).backward()
+        model.set_requires_gradient_sync(True)
+        with Collectives() as seen:
+            forward(model).backward()
+        assert (seen.counts["scatter"], seen.counts["all_reduce"]) == (UNITS, UNITS)
+
+
+def test_hooks_run_in_the_order_of_reductions() -> None:
+    with tower() as model:
+        seen: list[str] = []
+        wrappers = {"a": model.module.a, "b": model.module.b, "c": model.module.c, "root": model}
+        for name, each in wrappers.items():
+
+            def hook(total: torch.Tensor, name: str = name) -> None:
+                seen.append(name)
+                assert total.dim() == 1 and not total.requires_grad
+
+            each.set_all_reduce_hook(hook)
+        forward(model).backward()
+        assert seen == ["c", "b", "a", "root"]
+        model.set_all_reduce_hook(None)
+        forward(model).backward()
+        assert seen[4:] == ["c", "b", "a"]
+
+
+def test_a_hook_may_have_a_stream_of_its_own() -> None:
+    with fake_world(4), FakeDevice() as device:
+        model = wrapped("FULL_SHARD")
+        stream = device.Stream()
+        where: list[object] = []
+        model.set_all_reduce_hook(lambda total: where.append(device.current_stream()), stream=stream)
+        settled(model)
+        assert where == [stream]
+    assert device.races == []
+
+
+def test_factors_and_hooks_are_checked() -> None:
+    with tower() as model:
+        for factor in (0, -1.0, float("inf"), float("nan")):
+            with refused(ConfigValueError, "set_gradient_divide_factor: factor: got .*Accepted: a positive number"):
+                model.set_gradient_divide_factor(factor)
+        with refused(ConfigTypeError, "set_gradient_divide_factor: factor: got '2'"):
+            model.set_gradient_divide_factor("2")  # type: ignore[arg-type]
+        with refused(ConfigTypeError, "set_all_reduce_hook: hook: got 1"):
+            model.set_all_reduce_hook(1)  # type: ignore[arg-type]
+        with refused(ConfigValueError, "set_all_reduce_hook: stream: got .*Accepted: None, unless on an accelerator"):
+            model.set_all_reduce_hook(print, stream=object())
 
 
 def test_one_unit_may_do_without_synchronisation() -> None:
@@ -214,6 +285,7 @@ def test_settings_are_checked() -> None:
     with tower() as model:
         for setter in (
             model.set_requires_gradient_sync,
+            model.set_requires_all_reduce,
             model.set_reshard_after_forward,
             model.set_reshard_after_backward,
             model.set_unshard_in_backward,

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import AgreementError
+from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
 from tests.harness.models import Feedforward
 from tests.pool.corners import ALL, HYBRID, Net, Setting, data, differences, joined, loss_of, seeded
@@ -54,6 +56,95 @@ def test_accumulation(keep: bool, sync: str, parts: bool, pool2: Run) -> None:
 
 def test_accumulation_under_hybrids(pool4: Run) -> None:
     assert not joined(pool4(accumulated, True, "nns", True, HYBRID, timeout=40))
+
+
+def add_up_shards(model: Any, rank: int, step: int, *, of: str) -> list[torch.Tensor]:
+    """Microbatches: p for a partial sum, n for none, s for the whole reduction."""
+    losses = []
+    for micro, kind in enumerate(of):
+        say(model, "set_requires_gradient_sync", kind != "n")
+        say(model, "set_requires_all_reduce", kind == "s")
+        losses.append(microbatch(model, rank, step, micro))
+    return losses
+
+
+def partial_sums(rank: int, world: int, of: str, under: tuple[Setting, ...]) -> list[str]:
+    return differences(rank, world, Net, partial(add_up_shards, of=of), under=under, bound=2e-6)
+
+
+@pytest.mark.parametrize("of", ["pps", "nps", "pns", "sps"])
+def test_partial_sums_of_hybrids(of: str, pool4: Run) -> None:
+    assert not joined(pool4(partial_sums, of, HYBRID, timeout=40))
+
+
+def test_partial_sums_of_one_axis(pool2: Run) -> None:
+    assert not joined(pool2(partial_sums, "pps", ALL, timeout=40))
+
+
+def partial_sum_and_a_failure(rank: int, world: int) -> list[str]:
+    def program(model: Any, rank: int, step: int) -> list[torch.Tensor]:
+        say(model, "set_requires_all_reduce", False)
+        first = microbatch(model, rank, step, 0)
+        if isinstance(model, FullyShardedDataParallel):
+            x = data(rank, step, 1).requires_grad_()
+            x.register_hook(_fail)
+            with pytest.raises(ZeroDivisionError):
+                loss_of(model(x)).backward()
+        say(model, "set_requires_all_reduce", True)
+        return [first, microbatch(model, rank, step, 1)]
+
+    return differences(
+        rank, world, Net, program, under=[Setting("NO_SHARD", orig) for orig in (True, False)], bound=2e-6
+    )
+
+
+def _fail(grad: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.filterwarnings("ignore::flatfsdp.errors.FlatFSDPWarning")
+def test_a_failed_backward_leaves_partial_sums_alone(pool2: Run) -> None:
+    assert not joined(pool2(partial_sum_and_a_failure, timeout=40))
+
+
+def own_hybrid(rank: int, world: int) -> None:
+    """Shards over pairs, and hooks that sum over the pairs, are a hybrid."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    replicas, shards = mesh["replicas"].get_group(), mesh["shards"].get_group()
+    policy = ModuleWrapPolicy({Feedforward})
+    ours = FullyShardedDataParallel(seeded(Net), shards, auto_wrap_policy=policy, use_orig_params=True)
+    for wrapper in FullyShardedDataParallel.fsdp_modules(ours):
+        wrapper.set_all_reduce_hook(lambda total: dist.all_reduce(total, group=replicas))
+        wrapper.set_gradient_divide_factor(world)
+    hybrid = Setting("HYBRID_SHARD").wrap(seeded(Net), (Feedforward,))
+    for step in range(2):
+        for model in (ours, hybrid):
+            model.zero_grad()
+            microbatch(model, rank, step, 0)
+        for own, other in zip(ours.parameters(), hybrid.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad)
+
+
+def test_a_hybrid_of_hooks(pool4: Run) -> None:
+    pool4(own_hybrid, timeout=40)
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, torch.float16])
+def test_sums_are_divided_by_the_factor(reduce: torch.dtype, pool2: Run) -> None:
+    pool2(divided, reduce)
+
+
+def divided(rank: int, world: int, reduce: torch.dtype) -> None:
+    def gradients(factor: float | None) -> list[torch.Tensor]:
+        mixed = MixedPrecision(reduce_dtype=reduce)
+        model = FullyShardedDataParallel(seeded(lambda: nn.Linear(8, 3)), mixed_precision=mixed, use_orig_params=True)
+        if factor is not None:
+            model.set_gradient_divide_factor(factor)
+        loss_of(model(torch.ones(2, 8))).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for own, usual in zip(gradients(0.5), gradients(None), strict=True):
+        assert torch.equal(own, usual * (world / 0.5))
 
 
 def kept_for_evaluation(model: Any, rank: int, step: int, *, root: bool) -> list[torch.Tensor]:
@@ -166,6 +257,7 @@ def test_ranks_that_list_different_units_are_told(pool2: Run) -> None:
 
 DIFFERENT = {
     "set_requires_gradient_sync": "reduce=False in all units",
+    "set_requires_all_reduce": "all_reduce=False in all units",
     "set_reshard_after_forward": "reshard_after_forward=False in all units",
     "set_reshard_after_backward": "reshard_after_backward=False in all units",
 }
