@@ -12,10 +12,22 @@ from torch import nn
 from . import _torch
 from .device import Device
 from .errors import ConfigValueError, UsageError, refuse_type, refuse_value
+from .lifecycle import Phase
 from .traversal import units_at, units_in
 
 if TYPE_CHECKING:
     from .unit import Unit
+
+
+class UnshardHandle:
+    """A gather on its way, from `unshard(async_op=True)`."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait until the parameters are whole. At no cost if they are, or have been freed meanwhile."""
+        self._unit.root.wait_for(self._unit)
 
 
 class ScheduleControls:
@@ -26,6 +38,48 @@ class ScheduleControls:
     """
 
     _unit: Unit
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this wrapper's parameters before its forward does; not those of wrappers inside.
+
+        They stay whole for that forward, or until the end of the forward or backward in which they are not used. What
+        is written to the shards meanwhile, on any rank, is seen: the forward gathers anew. Collective over the shard
+        group; every rank calls it at the same point, between iterations or inside the forward of an outer wrapper.
+
+        Args:
+            async_op: whether to return at once, with a handle; else the parameters are whole, in their own shapes, when
+                it returns, and it returns None. The forward waits by itself.
+
+        Raises:
+            ConfigTypeError: `async_op` is no bool.
+            UsageError: inside a backward, or inside `summon_full_params()`.
+            AgreementError: ranks do different things.
+        """
+        _check_bool("unshard", "async_op", async_op)
+        unit = self._unit
+        if unit.phase is Phase.SUMMONED or _torch.in_backward():
+            where = "inside a backward" if _torch.in_backward() else "inside summon_full_params(), where it is whole"
+            raise UsageError(f"unshard() of unit {unit.label} was called {where}; call it between iterations")
+        unit.root.unshard(unit)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this wrapper's whole parameters; not those of wrappers inside. Every rank calls it at the same point.
+
+        A backward that reads them gathers them again.
+
+        Raises:
+            UsageError: inside the wrapper's forward, inside a backward or `summon_full_params()`, or after a backward
+                with `create_graph=True`.
+            AgreementError: ranks do different things.
+        """
+        if _torch.in_backward():
+            raise UsageError(f"reshard() of unit {self._unit.label} was called inside a backward; call it after that")
+        self._unit.root.reshard(self._unit)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards reduce gradients, as `no_sync()` does for a whole model and a while.

@@ -425,6 +425,11 @@ class FlatParamHandle:
         return self.shard._version + self.flat_param._version
 
     @property
+    def versions(self) -> tuple[int, ...]:
+        """Changes with every write to the shard, through whatever shows it."""
+        return self._writes, *versions_of(self.leaves)
+
+    @property
     def is_stale(self) -> bool:
         """Whether the shard was written to since the unsharded buffer was filled."""
         return self._writes != self._shard_version or self.was_edited

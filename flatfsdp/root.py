@@ -277,7 +277,6 @@ class Root:
                     hook.remove()
                 self._leaf_hooks = []
         self._order.begin()
-        self._ahead.clear()
         self._readers.clear()
         self._anchors.clear()
         self._follow_writes()
@@ -344,6 +343,40 @@ class Root:
         if kept and self.agreement.any_rank(not all(unit.is_whole for unit in kept)):
             for unit in kept:
                 unit.reshard(Exposure.SHARD)
+        for unit in kept:
+            unit.kept = False
+
+    def unshard(self, unit: Unit) -> None:
+        """Start to gather `unit` because a user asks for it, in a forward or between iterations. Collective."""
+        self.lazy_init()
+        if not self.in_forward:
+            self.settle_down()
+        self.agreement.check_request(unit, "unshard")
+        if not self.in_forward:
+            self.lanes.unshard.follow_compute()
+        for each in (*unit.owners, unit):
+            each.launch_on_request()
+            self._ahead[each] = None
+
+    def wait_for(self, unit: Unit) -> None:
+        """Let `unit` show what `unshard` gathered, unless that is gone or in use."""
+        with self.agreement.waiting(f"unshard() of unit {unit.label}"):
+            for each in (*unit.owners, unit):
+                if each.is_whole and each.phase is Phase.IDLE:
+                    each.wait_unshard()
+
+    def reshard(self, unit: Unit) -> None:
+        """Free the unsharded parameters of `unit` because a user asks for it."""
+        self.lazy_init()
+        if self._whole_for_double or unit.needed_whole or unit.phase is not Phase.IDLE:
+            raise UsageError(
+                f"reshard() of unit {unit.label}: its parameters are still read, by its own forward or by a backward "
+                "that needs them as they are. Call it after that"
+            )
+        self.agreement.check_request(unit, "reshard")
+        awaits_backward = not self.record.consumed and unit in self.record.entered
+        unit.reshard(Exposure.NOTHING if awaits_backward else Exposure.SHARD)
+        unit.kept = False
 
     def unhook_later(self, registered: list[Any]) -> None:
         """Remove these hooks on the user's leaves when the next record begins: leaves outlive their graphs."""
@@ -376,6 +409,7 @@ class Root:
         self.agreement.abandon(sys.exc_info()[1])
         self.record = ForwardRecord()
         self._at_rest = True
+        self._ahead.clear()
         for unit in self.units:
             unit.rest()
         self._end_lanes()

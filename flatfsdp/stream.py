@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import watch
@@ -123,6 +125,35 @@ class Stream(Peers):
         else:
             self._doing = f"the forward of unit {unit.label}"
             self._next(symbol, unit=symbol.code)
+
+    def check_request(self, unit: Unit, method: str) -> None:
+        """A user asks for `unit` to be gathered or freed by this `method`. Collective in the first iteration.
+
+        Raises:
+            AgreementError: on every rank, within seconds.
+        """
+        if not self._sharded:
+            return
+        symbol = Symbol(number(f"{method} {self._places[id(unit)]}"), f"called {method}() of unit {unit.label}")
+        if self._doing is not None:
+            self._next(symbol, unit=symbol.code)
+        else:
+            with self.waiting(f"{method}() of unit {unit.label}"):
+                self._meet_abandoned()
+                self._next(symbol)
+
+    @contextmanager
+    def waiting(self, doing: str) -> Iterator[None]:
+        """Inside, this rank may wait for others, in an iteration or between them."""
+        if self._doing is not None or not self._axes:
+            yield
+            return
+        self.busy = True
+        self._start(doing)
+        try:
+            yield
+        finally:
+            self.rest()
 
     def end_forward(self) -> None:
         """The outermost forward has ended."""

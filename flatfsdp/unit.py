@@ -92,6 +92,7 @@ class Unit:
         self.forward_prefetch = forward_prefetch
         self.schedule = schedule
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self._versions_asked: list[tuple[int, ...]] = []  # of the handles, when a user asked for them unsharded
         self._forward_targets: list[weakref.ref[Unit]] = []
         self._backward_targets: list[weakref.ref[Unit]] = []
         self.modules = list(modules)
@@ -282,6 +283,13 @@ class Unit:
             self.root.free(handle)
         if unused:
             self.note("reshard")
+
+    def launch_on_request(self) -> None:
+        """Issue the all-gathers because a user asks for the parameters. Collective over the shard axis."""
+        self.write_back()
+        self._versions_asked = [handle.versions for handle in self.handles]
+        self.kept = self.is_between() and self.groups.shard.size > 1
+        self.launch_unshard(ahead=True)
 
     def show_shapes(self) -> None:
         """A backward that does not read the parameters begins."""
@@ -738,10 +746,13 @@ class Unit:
         changed = [home for home in (*self.homes, *self.aliases) if home.held is not home.leaf]
         if changed and self.is_between():
             check_homes(changed, self.aliases, self.root.names_of_leaves(), self.label)
-        for handle, shown in zip(self.handles, self.shown, strict=True):
+        for kind, (handle, shown) in enumerate(zip(self.handles, self.shown, strict=True)):
             if shown.exposure is Exposure.SHARD:
                 wrote = shown.write_back(changed)
                 if handle.state is ShardState.UNSHARDED and (wrote or self._is_out_of_date(handle)):
+                    self.root.free(handle)
+                elif handle.state is ShardState.GATHERING and handle.versions != self._versions_asked[kind]:
+                    handle.wait_unshard()
                     self.root.free(handle)
             else:
                 check_exposed(handle, self.name)

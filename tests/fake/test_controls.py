@@ -275,6 +275,93 @@ def test_what_cannot_be_gathered_ahead_is_refused() -> None:
                 listing([other])
 
 
+def test_a_unit_may_be_gathered_before_its_forward() -> None:
+    with tower() as model:
+        b = model.module.b
+
+        def run() -> None:
+            handle = b.unshard(async_op=True)
+            assert handle is not None
+            forward(model).backward()
+            handle.wait()
+
+        assert story(model, run, *FORWARD).startswith(
+            "gather:b gather:root forward:root gather:a forward:a reshard:a forward:b reshard:b gather:c forward:c"
+        )
+        assert live(model) == {"shard"}
+
+
+def test_unshard_and_reshard_between_iterations() -> None:
+    with fake_world(4):
+        model = wrapped("FULL_SHARD", use_orig_params=True)
+        settled(model)
+        b = model.module.b
+        assert b.unshard() is None
+        assert [tuple(p.shape) for p in b.parameters()] == [(12, 6), (12,), (6, 12), (6,)][: len(list(b.parameters()))]
+        assert live(model) == {"shard", "unsharded"}
+        b.reshard()
+        assert all(p.dim() == 1 for p in b.parameters())
+        assert live(model) == {"shard"}
+        assert "gather:b" in gathers(model)
+
+
+def test_a_unit_may_be_freed_between_forward_and_backward() -> None:
+    with tower() as model:
+        loss = forward(model)
+        model.reshard()
+        assert story(model, loss.backward, "gather").startswith("gather:root gather:c")
+        loss = forward(model)
+        model.module.a.unshard()
+        assert story(model, loss.backward, "gather") == "gather:c gather:b"
+
+
+def test_units_may_be_gathered_from_inside_an_outer_forward() -> None:
+    with tower(backward_prefetch=None) as model:
+        a, c = model.module.a, model.module.c
+        a.register_forward_pre_hook(lambda module, args: c.unshard(async_op=True) and None)
+        assert story(model, lambda: forward(model), *FORWARD) == (
+            "gather:root forward:root gather:c gather:a forward:a reshard:a gather:b forward:b reshard:b "
+            "forward:c reshard:c"
+        )
+
+
+def test_what_is_gathered_on_request_and_not_used_is_freed() -> None:
+    with tower() as model:
+        other = model.module.b
+        model.module.b = nn.Identity()
+        other.unshard(async_op=True)
+        assert "gather:b" not in gathers(model)
+        assert live(model) == {"shard"}
+
+
+def test_writes_after_a_request_are_seen() -> None:
+    with tower() as model:
+        b = model.module.b
+        for write in (True, False):
+            b.unshard(async_op=True)
+            if write:
+                with torch.no_grad():
+                    b.flat_param.add_(1)
+            assert ("gather:b" in gathers(model)) == write
+
+
+def test_requests_at_the_wrong_time_are_refused() -> None:
+    with tower() as model:
+        model.module.between = lambda: None
+        with FullyShardedDataParallel.summon_full_params(model):
+            with refused(UsageError, "unshard.. of unit <root> was called inside summon_full_params"):
+                model.unshard()
+            with refused(UsageError, "reshard.. of unit <root>: its parameters are still read"):
+                model.reshard()
+        for method in (model.unshard, model.reshard):
+            loss = forward(model)
+            model.module.between = method
+            with refused(UsageError, f"{method.__name__}.. of unit <root> was called inside a backward"):
+                loss.backward()
+        with refused(ConfigTypeError, "unshard: async_op: got 1 .int.. Accepted: True or False"):
+            model.unshard(1)  # type: ignore[arg-type]
+
+
 @contextmanager
 def refused(error: type[Exception], words: str) -> Iterator[None]:
     with pytest.raises(error, match=words):

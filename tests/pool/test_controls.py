@@ -186,7 +186,8 @@ def kept_for_good(rank: int, world: int) -> list[torch.Tensor]:
     return losses
 
 
-def test_what_is_kept_follows_an_optimizer_that_writes_on_some_ranks_only(pool3: Run) -> None:
+@pytest.mark.parametrize("job", ["kept_for_good", "asked_before_the_step"])
+def test_what_is_kept_follows_an_optimizer_that_writes_on_some_ranks_only(job: str, pool3: Run) -> None:
     plain = seeded(tiny)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     expected = []
@@ -196,7 +197,7 @@ def test_what_is_kept_follows_an_optimizer_that_writes_on_some_ranks_only(pool3:
         loss.backward()
         optimizer.step()
         expected.append(loss.detach())
-    for losses in pool3(kept_for_good):
+    for losses in pool3(globals()[job]):
         torch.testing.assert_close(losses, expected)
 
 
@@ -253,6 +254,56 @@ def listing_differently(rank: int, world: int) -> str:
 def test_ranks_that_list_different_units_are_told(pool2: Run) -> None:
     for said in pool2(listing_differently, timeout=40):
         assert "in unit 'blocks.0', schedule: rank 0: prefetch in forward of 'blocks.1'; rank 1: " in said
+
+
+def on_request(model: Any, rank: int, step: int, *, wait: bool) -> list[torch.Tensor]:
+    """Units gathered and freed by hand, in time and in vain."""
+    for wrapper in (model.blocks[step % 2], model):
+        say(wrapper, "unshard", async_op=not wait)
+    if step == 1:
+        say(model, "reshard")
+    loss = loss_of(model(data(rank, step)))
+    say(model.blocks[1], "unshard", async_op=wait)
+    say(model, "reshard")
+    loss.backward()
+    return [loss.detach()]
+
+
+def requests(rank: int, world: int, wait: bool, under: tuple[Setting, ...]) -> list[str]:
+    return differences(rank, world, Net, partial(on_request, wait=wait), under=under, steps=4)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_requests(wait: bool, pool2: Run) -> None:
+    assert not joined(pool2(requests, wait, ALL, timeout=40))
+
+
+def asked_before_the_step(rank: int, world: int) -> list[torch.Tensor]:
+    """Gathers that begin before the optimizer writes: the forward has the new values."""
+    model = Setting().wrap(seeded(tiny), (nn.LayerNorm,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(4):
+        loss = loss_of(model(torch.ones(2, 13)))
+        loss.backward()
+        losses.append(loss.detach())
+        for wrapper in FullyShardedDataParallel.fsdp_modules(model):
+            wrapper.unshard(async_op=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def asking_differently(rank: int, world: int) -> str:
+    model = Setting().wrap(seeded(Net), (Feedforward,))
+    with pytest.raises(AgreementError) as caught:
+        model.blocks[rank].unshard()
+    return str(caught.value)
+
+
+def test_ranks_that_ask_for_different_units_are_told(pool2: Run) -> None:
+    for said in pool2(asking_differently, timeout=40):
+        assert "rank 0 called unshard() of unit 'blocks.0'; rank 1 called unshard() of unit 'blocks.1'" in said
 
 
 DIFFERENT = {
