@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec
 
 import torch
 
@@ -26,11 +25,13 @@ from .errors import UsageError, logger, warn, warn_once
 from .flat_param import FlatParamHandle
 from .grads import Reduction
 from .lifecycle import Phase
+from .limiter import Limiter
+from .links import Links
 from .placement import check_placed, check_registered
 from .policy.order import ForwardOrder, ForwardRecord, GatherPlan, ReducePlan
-from .storage import FlatBuffer, Ledger
+from .storage import Ledger
 from .trace import Trace
-from .unit import Call, Unit
+from .unit import Unit
 from .views import Exposure
 
 P = ParamSpec("P")
@@ -44,15 +45,6 @@ class Lanes:
     reduce: Lane
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
-    """A resharded buffer of `unit` that has its memory until the device is past `mark`. [Note: limiter]"""
-
-    unit: str
-    mark: object
-    buffer: FlatBuffer
-
-
 @dataclass(frozen=True)
 class RootSettings:
     """The outermost wrapper's arguments that concern the whole tree."""
@@ -60,10 +52,6 @@ class RootSettings:
     device: torch.device
     limit_all_gathers: bool
     check_values: str
-
-
-# Calls whose backward is over when a certain gradient is there.
-Readers = list[tuple["weakref.ref[Unit]", Call]]
 
 
 class Backward:
@@ -132,16 +120,12 @@ class Root:
         self.record: ForwardRecord[Unit] = ForwardRecord()
         self.backward: Backward | None = None
         self.lanes = Lanes(device.lane("unshard", high_priority=True), device.lane("reduce"))
-        self._limit = settings.limit_all_gathers
+        self.limiter = Limiter(device, self.lanes.unshard, limit=settings.limit_all_gathers)
+        self.links = Links()
         self._depth = 0
         self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
-        self._leaf_hooks: list[Any] = []
-        self._anchors: dict[int, tuple[weakref.ref[torch.Tensor], Readers]] = {}  # by id of the tensor
-        self._readers: dict[int, tuple[weakref.ref[torch.Tensor], Unit]] = {}  # by id of the tensor
         self._order: ForwardOrder[Unit] = ForwardOrder()
         self._transports: dict[tuple[int, str], Transport] = {}
-        self._held: list[Held] = []  # oldest first
-        self.uploaded: object = None  # an event behind the last upload of an offloaded shard
         self._failed = False
         self._at_rest = True  # between iterations, where shards may be written to
         self._whole_for_double = False
@@ -273,12 +257,9 @@ class Root:
             self.agreement.compare_values(self)
             if self.record.consumed:
                 self.record = ForwardRecord()
-                for hook in self._leaf_hooks:
-                    hook.remove()
-                self._leaf_hooks = []
+                self.links.unhook()
         self._order.begin()
-        self._readers.clear()
-        self._anchors.clear()
+        self.links.begin_forward()
         self._follow_writes()
 
     @property
@@ -304,7 +285,7 @@ class Root:
             for each in self.units:
                 if not each.needed_whole:
                     each.rest(keep_whole=each.schedule.reshard_after_forward is False)
-            self._end_lanes()
+            self.limiter.settle()
 
     def gather_for_forward(self, unit: Unit) -> None:
         """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
@@ -378,32 +359,6 @@ class Root:
         unit.reshard(Exposure.NOTHING if awaits_backward else Exposure.SHARD)
         unit.kept = False
 
-    def unhook_later(self, registered: list[Any]) -> None:
-        """Remove these hooks on the user's leaves when the next record begins: leaves outlive their graphs."""
-        self._leaf_hooks += registered
-
-    def new_anchor(self, output: torch.Tensor) -> Readers:
-        """`output` of a unit will tell when a gradient reaches it; the list of calls that then are over, to be
-        filled."""
-        readers: Readers = []
-        self._anchors[id(output)] = weakref.ref(output), readers
-        return readers
-
-    def follow_anchor(self, tensor: torch.Tensor, unit: weakref.ref[Unit], call: Call) -> bool:
-        """If `tensor` is an output of another unit: its gradient ends the backward of `unit`'s `call`, too."""
-        known = self._anchors.get(id(tensor))
-        if known is None or known[0]() is not tensor:
-            return False
-        known[1].append((unit, call))
-        return True
-
-    def first_reader(self, tensor: torch.Tensor, unit: Unit) -> bool:
-        """Whether no other unit was given `tensor` as an input before `unit`, those that it runs inside of aside."""
-        known = self._readers.get(id(tensor))
-        if known is None or known[0]() is not tensor or known[1].phase is Phase.FORWARD:
-            known = self._readers[id(tensor)] = weakref.ref(tensor), unit
-        return known[1] is unit
-
     def abandon(self) -> None:
         """A forward failed: everything returns to between iterations, as if it had not begun."""
         self.agreement.abandon(sys.exc_info()[1])
@@ -412,7 +367,7 @@ class Root:
         self._ahead.clear()
         for unit in self.units:
             unit.rest()
-        self._end_lanes()
+        self.limiter.settle()
         self.agreement.rest()
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -607,7 +562,7 @@ class Root:
             unit.rest(keep_whole=keep)
         for unit in self.units:
             unit.settle()
-        self._end_lanes()
+        self.limiter.settle()
         self._failed = False
         self.agreement.rest()
         self.trace.record("end", "", Phase.IDLE.value)
@@ -658,7 +613,7 @@ class Root:
                 for grads in unit.grads:
                     grads.drop()
                 unit.rest()
-            self._end_lanes()
+            self.limiter.settle()
         elif self._whole_for_double:
             self._finish()
 
@@ -674,7 +629,7 @@ class Root:
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:
                 unit.rest()
-        self._end_lanes()
+        self.limiter.settle()
         self._at_rest = True
 
     def _follow_writes(self) -> None:
@@ -685,54 +640,10 @@ class Root:
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def free(self, handle: FlatParamHandle) -> None:
-        """Reshard `handle`; its memory may be reused once the caller's stream is done with it.
-
-        [Note: limiter] Memory must not go back before the device is past its last use. The host knows at once on CPU.
-        Elsewhere it is held until more is needed. With the limit the unshard lane then waits: at most two units hold
-        memory besides those whose forward runs around them, the one in use and the one ahead or the one before it, so
-        that a gather need not wait for the computation that it could run beside. Without the limit the lane runs on,
-        and memory is given back where the device is found to be past.
-        """
+        """Reshard `handle`; its memory may be reused once the caller's stream is done with it."""
         buffer = handle.reshard()
-        if buffer is None:
-            return
-        self.give_back(handle.name, buffer)
-
-    def give_back(self, unit: str, buffer: FlatBuffer) -> None:
-        """Free `buffer`, memory of the unshard lane, once the caller's stream is done with it. [Note: limiter]"""
-        if self.device.has_streams:
-            self._held.append(Held(unit, self.device.mark(), buffer))
-        else:
-            buffer.free()
-
-    def make_room(self, needed: FlatBuffer | None, *, ahead: bool) -> None:
-        """Memory is about to be taken on the unshard lane, for `needed` if that exists; `ahead` of its use."""
-        if not self._held:
-            return
-        for held in self._held:
-            if held.buffer is needed:
-                self.lanes.unshard.await_mark(held.mark)
-        self._held = [held for held in self._held if held.buffer is not needed]
-        if not self._limit:
-            due = [held for held in self._held if self.device.is_past(held.mark)]
-        elif ahead or not self._held:  # all but `needed`, which is in use again
-            due = self._held
-        else:
-            due = [held for held in self._held if held.unit != self._held[-1].unit]
-        self._give_back(due)
-
-    def _give_back(self, due: list[Held]) -> None:
-        self._held = [held for held in self._held if held not in due]
-        for held in due:
-            self.lanes.unshard.await_mark(held.mark)
-            with self.lanes.unshard.running():
-                held.buffer.free()
-
-    def _end_lanes(self) -> None:
-        """Between iterations only shards hold memory, and offloaded ones are the host's to write to."""
-        self._give_back(self._held)
-        self.device.block_host(self.uploaded)  # an upload under way would read what the host writes next
-        self.uploaded = None
+        if buffer is not None:
+            self.limiter.give_back(handle.name, buffer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

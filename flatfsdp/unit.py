@@ -255,10 +255,10 @@ class Unit:
             if handle.state is ShardState.SHARDED:
                 grads.return_inputs()
                 dtype = self._dtype_of(handle)
-                root.make_room(handle.buffer(dtype), ahead=ahead)
+                root.limiter.make_room(handle.buffer(dtype), ahead=ahead)
                 handle.launch_unshard(self.gather, root.lanes.unshard, dtype=dtype)
                 if handle.offload:
-                    root.uploaded = root.lanes.unshard.mark()
+                    root.limiter.note_upload()
         self.note("gather")
 
     def wait_unshard(self) -> None:
@@ -305,7 +305,7 @@ class Unit:
                 handle.wait_unshard()
             if handle.state is ShardState.UNSHARDED:
                 if handle.owns_unsharded or exposure is Exposure.SHARD:
-                    if grads.take_place(functools.partial(root.give_back, handle.name)):
+                    if grads.take_place(functools.partial(root.limiter.give_back, handle.name)):
                         handle.reshard()
                     else:
                         root.free(handle)
@@ -421,14 +421,14 @@ class Unit:
         another unit read too is there only after that one's backward; it is awaited only where nothing else tells.
         """
         inputs = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        awaited = [tensor for tensor in inputs if root.first_reader(tensor, self)]
+        awaited = [tensor for tensor in inputs if root.links.first_reader(tensor, self)]
         if not awaited and not all(leaf.requires_grad for handle in self.handles for leaf in handle.leaves):
             awaited = inputs
         if not awaited:
             return None
         call = Call()
         me, this = weakref.ref(self), weakref.ref(call)
-        if len(awaited) == 1 and root.follow_anchor(awaited[0], me, call):
+        if len(awaited) == 1 and root.links.follow_anchor(awaited[0], me, call):
             return call
 
         def arrived() -> None:
@@ -438,7 +438,7 @@ class Unit:
 
         registered, call.kept = hooks.after_backward_to(awaited, arrived)
         if all(tensor.grad_fn is None for tensor in awaited):
-            root.unhook_later(registered)
+            root.links.unhook_later(registered)
         return call
 
     def _after_forward(self, root: Root, call: Call | None, output: Any) -> Any:
@@ -488,7 +488,7 @@ class Unit:
 
         Those are told first: they reshard before anything is gathered for this unit.
         """
-        readers = root.new_anchor(output)
+        readers = root.links.new_anchor(output)
         me = weakref.ref(self)
 
         def reached() -> None:
@@ -500,7 +500,7 @@ class Unit:
 
         registered = hooks.before_backward_of(output, reached)
         if output.grad_fn is None:
-            root.unhook_later([registered])
+            root.links.unhook_later([registered])
 
     @property
     def is_tied(self) -> bool:

@@ -1,0 +1,75 @@
+"""When resharded memory goes back: not before the device is past its last use, and not later than a bound allows.
+
+[Note: limiter] The host knows at once on CPU that nothing uses a buffer any more. Elsewhere it is held until more is
+needed. With the limit the unshard lane then waits: at most two units hold memory besides those whose forward runs
+around them, the one in use and the one ahead or the one before it, so that a gather need not wait for the computation
+that it could run beside. Without the limit the lane runs on, and memory is given back where the device is found to be
+past.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .device import Device, Lane
+from .storage import FlatBuffer
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A resharded buffer of `unit` that has its memory until the device is past `mark`."""
+
+    unit: str
+    mark: object
+    buffer: FlatBuffer
+
+
+class Limiter:
+    """The memory that gathers on one lane take and that is given back to it."""
+
+    def __init__(self, device: Device, lane: Lane, *, limit: bool) -> None:
+        self._device = device
+        self._lane = lane
+        self._limit = limit
+        self._held: list[Held] = []  # oldest first
+        self._uploaded: object = None  # an event behind the last upload of an offloaded shard
+
+    def give_back(self, unit: str, buffer: FlatBuffer) -> None:
+        """Free `buffer`, memory of the lane, once the caller's stream is done with it."""
+        if self._device.has_streams:
+            self._held.append(Held(unit, self._device.mark(), buffer))
+        else:
+            buffer.free()
+
+    def make_room(self, needed: FlatBuffer | None, *, ahead: bool) -> None:
+        """Memory is about to be taken on the lane, for `needed` if that exists; `ahead` of its use."""
+        if not self._held:
+            return
+        for held in self._held:
+            if held.buffer is needed:
+                self._lane.await_mark(held.mark)
+        self._held = [held for held in self._held if held.buffer is not needed]
+        if not self._limit:
+            due = [held for held in self._held if self._device.is_past(held.mark)]
+        elif ahead or not self._held:  # all but `needed`, which is in use again
+            due = self._held
+        else:
+            due = [held for held in self._held if held.unit != self._held[-1].unit]
+        self._free(due)
+
+    def note_upload(self) -> None:
+        """The lane was given a copy from an offloaded shard."""
+        self._uploaded = self._lane.mark()
+
+    def settle(self) -> None:
+        """An iteration ends: only shards hold memory, and offloaded ones are the host's to write to."""
+        self._free(self._held)
+        self._device.block_host(self._uploaded)  # an upload under way would read what the host writes next
+        self._uploaded = None
+
+    def _free(self, due: list[Held]) -> None:
+        self._held = [held for held in self._held if held not in due]
+        for held in due:
+            self._lane.await_mark(held.mark)
+            with self._lane.running():
+                held.buffer.free()
