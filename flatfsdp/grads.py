@@ -11,7 +11,8 @@ can be its slot: the unit's memory is not needed twice. That takes equal dtypes,
 differentiated, and a unit of which an earlier backward has shown that each gradient comes once and in the backward's
 own graph task; elsewhere (recomputation in tasks of their own) a parameter may be read after its gradient has come.
 What is overwritten cannot be read unnoticed: saved views of it are refused by their version, the leaf itself is hidden
-([Note: hidden]). A unit that is asked for again before its reduction moves the gradients out and gathers anew.
+([Note: hidden]). A unit whose forward runs again before its reduction is refused, once: to gather anew would be a
+collective that only those ranks issue which share.
 
 [Note: partial sums] A reduction may stop after the shard axis: what several of them bring adds up, unscaled, until one
 goes on along the replicate axis with all of it.
@@ -320,15 +321,6 @@ class Gradients:
         self._buffer.now_holds("slots")
         self._return_place = return_place
         return True
-
-    def move_out(self) -> None:
-        """The parameters are needed again: gradients go to a buffer of their own."""
-        self._move_collected()
-        filled = {i: self._slots[i] for i in self._filled}
-        self._sharing = False
-        self._buffer = None
-        self._open_buffer()
-        _torch.foreach_copy_([self._slots[i] for i in filled], list(filled.values()))
 
     def return_inputs(self) -> None:
         """The unsharded buffer is needed again: wait for the reductions that read it."""

@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from . import _torch, hooks
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision
 from .buffers import cast_buffers
 from .comm import GroupPlan, Transport
-from .errors import UsageError, warn_once
+from .errors import UsageError, fail, warn_once
 from .flat_param import FlatParamHandle
 from .grads import Gradients, Reduction
 from .lifecycle import PHASE_STEPS, Phase, ShardState, step
@@ -248,7 +248,7 @@ class Unit:
         """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis."""
         root = self.root
         if self.places_are_taken:
-            self._regain(root)
+            self._refuse_to_regain()
         if self.is_whole:
             return
         for handle, grads in zip(self.handles, self.grads, strict=True):
@@ -321,14 +321,14 @@ class Unit:
         """Whether gradients lie in places of parameters while the unit is unsharded. [Note: slot sharing]"""
         return any(grads.occupies_place for grads in self.grads)
 
-    def _regain(self, root: Root) -> None:
-        """Parameters are asked for whose places gradients have taken: move those out, so that a gather may follow."""
-        self.reads_once = False
-        for handle, shown, grads in zip(self.handles, self.shown, self.grads, strict=True):
-            if grads.occupies_place:
-                grads.move_out()
-                root.free(handle)
-                shown.show(Exposure.NOTHING)
+    def _refuse_to_regain(self) -> NoReturn:
+        fail(
+            UsageError(
+                f"unit {self.label}: its forward runs again inside a backward, after gradients have taken the places "
+                "of its parameters; no backward before did that. Catch this on all ranks and run the step again: in "
+                "units of this class gradients have memory of their own from now on"
+            )
+        )
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -357,6 +357,8 @@ class Unit:
     def _before_forward(
         self, root: Root, outermost: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Call | None, tuple[Any, ...], dict[str, Any]]:
+        if _torch.in_backward() and any(grads.arrived for grads in self.grads):
+            self.reads_once = False  # parameters are read after their gradients have come
         self.enter_phase(Phase.FORWARD)
         if outermost:
             self._forget_autocast(root)

@@ -99,6 +99,57 @@ def test_2_detached_use_of_a_parameter(pool2: Run) -> None:
         assert set(steps) <= {1}  # the first step shows that sharing pays, the second that it does not
 
 
+class Peeking(nn.Module):
+    """Calls `peek`, if there is one, in its backward: after the gradients of its last layer have come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.peek: Callable[[], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        if self.peek is not None and hidden.requires_grad:
+            peek = self.peek
+            hidden.register_hook(lambda grad: peek())
+        return self.last(hidden)
+
+
+def peeked(rank: int, world: int, begins: int) -> tuple[list[str], list[int]]:
+    """A unit's forward runs again inside its backward, from step `begins` on: what is wrong, where it is refused."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Peeking(), nn.Linear(WIDTH, 1))
+    model = FullyShardedDataParallel(copy.deepcopy(plain), auto_wrap_policy={Peeking}, use_orig_params=True)
+    lines, steps = [], []
+    for step in range(5):
+        x = data(rank, step)
+        seen: list[Tensor] = []
+
+        def peek(x: Tensor = x, seen: list[Tensor] = seen) -> None:
+            with torch.no_grad():
+                seen.append(model.module[0](x))
+
+        model.module[0].module.peek = peek if step >= begins else None
+        loss = model(x).sum()
+        try:
+            loss.backward()
+        except UsageError as error:
+            assert "runs again inside a backward, after gradients have taken the places" in str(error)
+            steps.append(step)
+            model(x).sum().backward()
+        if len(seen) != (step >= begins) or not all(torch.allclose(each, plain[0](x), atol=1e-6) for each in seen):
+            lines.append(f"step {step}: seen {seen}")
+    return lines, steps
+
+
+@pytest.mark.parametrize(("begins", "refused_at"), [(0, []), (2, [2])])
+def test_2_a_forward_inside_the_backward(pool2: Run, begins: int, refused_at: list[int]) -> None:
+    """Its parameters are whole, or it is refused once and whole ever after. [Note: slot sharing]"""
+    for lines, steps in pool2(peeked, begins):
+        assert not lines
+        assert steps == refused_at
+
+
 def stepped_over(rank: int, world: int) -> list[str]:
     """An old graph after the optimizer's step: refused by autograd as on a plain model, and no harm done."""
     lines = []
