@@ -28,6 +28,8 @@ _reduction_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictiona
 _node_groups: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 # Groups over some ranks of a default process group, made for pickles.
 _groups_by_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+# The plans in use: units over the same groups share one, and a group of many ranks is asked for them once.
+_plans: weakref.WeakValueDictionary[tuple[object, ...], GroupPlan] = weakref.WeakValueDictionary()
 # How many groups were made over the same ranks of a default process group; part of their names.
 _made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
@@ -80,6 +82,20 @@ def plan_groups(config: Config, device: torch.device) -> GroupPlan:
 
 
 def _plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> GroupPlan:
+    # A plan holds its groups, so their ids are theirs for as long as it is known.
+    key = strategy, device, *map(id, given if isinstance(given, tuple) else [given])
+    plan = _plans.get(key)
+    if plan is None or not _is_usable(plan):
+        plan = _plans[key] = _new_plan(strategy, given, device)
+    return plan
+
+
+def _is_usable(plan: GroupPlan) -> bool:
+    axes = (plan.shard, plan.scatter, plan.replicate)
+    return all(_exists(axis.process_group) for axis in axes if axis is not None and axis.process_group is not None)
+
+
+def _new_plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> GroupPlan:
     alone = Group.alone()
     if strategy in HYBRIDS:
         shard_group, replicate_group = given
@@ -122,9 +138,10 @@ def _new_group(ranks: tuple[int, ...], doing: str) -> Any:
 def _exists(process_group: Any) -> bool:
     """Whether nobody has destroyed `process_group` since it was made."""
     try:
-        return bool(dist.get_process_group_ranks(process_group))
-    except KeyError:
+        dist.get_group_rank(process_group, dist.get_rank())
+    except ValueError:
         return False
+    return True
 
 
 def _groups_of_nodes() -> tuple[Any, Any]:

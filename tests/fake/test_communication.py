@@ -5,7 +5,6 @@ Counted are the operations that torch's dispatcher sees, not what the engine say
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +22,7 @@ from flatfsdp.lifecycle import ShardState
 from flatfsdp.root import Root
 from flatfsdp.trace import Event
 from flatfsdp.wrap import ModuleWrapPolicy
+from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
 
 WORLDS = [1, 2, 3, 7, 64, 1024]
@@ -417,29 +417,10 @@ def test_flags_travel_on_a_device_that_the_backend_serves(
     assert sent == [expected]
 
 
-def _calls_of(work: Callable[[], object]) -> int:
-    """Python functions entered and generators resumed by `work`."""
-    count = 0
-
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return count
-
-
 def test_wrapping_takes_time_in_proportion_to_the_blocks() -> None:
-    """Time is measured in calls, which no other program on the machine changes."""
-
     def wrapping(blocks: int) -> int:
         net = nn.Sequential(*[Block() for _ in range(blocks)])
-        return _calls_of(lambda: FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block})))
+        return calls_of(lambda: FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block})))
 
     with fake_world(1):
         wrapping(2)  # what is done once

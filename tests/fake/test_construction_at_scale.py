@@ -1,0 +1,114 @@
+"""What construction and lazy init cost where models and worlds are large.
+
+[Note: cost of construction] In calls, it is a sum of a term for the model, one for each unit and one for each
+parameter: alpha + beta * units + gamma * parameters. The world is in none of them, only its groups' ranks are listed:
+once for each group, and once for the first exchange.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel
+from tests.harness.calls import calls_of
+from tests.harness.fake import fake_world
+
+HIDDEN, HEADS, KEYS, INNER, BLOCKS, VOCABULARY = 8192, 64, 8, 28672, 80, 128256
+
+
+class Block(nn.Module):
+    """The parameters of a decoder block with grouped queries and a gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+        sizes = {"q": HIDDEN, "k": HIDDEN // HEADS * KEYS, "v": HIDDEN // HEADS * KEYS, "o": HIDDEN}
+        self.attention = nn.ModuleDict({name: nn.Linear(HIDDEN, size, bias=False) for name, size in sizes.items()})
+        self.gate, self.up = (nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2))
+        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Decoder(nn.Module):
+    """A model of 70 billion parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def leave_undefined(module: nn.Module) -> None:
+    """Initialises nothing: memory that is never written to is none."""
+
+
+def test_seventy_billion_parameters_on_a_thousand_ranks_are_wrapped_within_a_second() -> None:
+    """A quarter of that on the machine where it was written, most of it for the pages of the shard."""
+    with torch.device("meta"):
+        model = Decoder().bfloat16()
+    with fake_world(1024, rank=512):
+        gc.collect()
+        before = time.process_time()
+        wrapped = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy={Block},
+            use_orig_params=True,
+            param_init_fn=leave_undefined,
+            check_values="off",  # reads all values
+        )
+        wrapped._unit.root.lazy_init()
+        took = time.process_time() - before
+        assert took < 1.0
+        layouts = [handle.layout for unit in wrapped._unit.root.units for handle in unit.handles]
+        assert sum(spec.numel for layout in layouts for spec in layout.params) == 70_553_706_496
+        assert sum(layout.shard_numel for layout in layouts) == 70_553_706_496 // 1024
+
+
+def wrap_and_begin(units: int, tensors: int, world: int, *, strategy: str = "FULL_SHARD") -> None:
+    """Construction and lazy init of `units` units besides the root, with `tensors` parameters each."""
+    body = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(tensors // 2))) for _ in range(units)]
+    with fake_world(world):
+        mesh = dist.init_device_mesh("cpu", (2, world // 2)) if "HYBRID" in strategy else None
+        model = FullyShardedDataParallel(
+            nn.Sequential(*(nn.Sequential(each) for each in body)),
+            sharding_strategy=strategy,
+            device_mesh=mesh,
+            auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in body,
+            use_orig_params=True,
+        )
+        model._unit.root.lazy_init(training=True)
+
+
+def test_calls_are_in_proportion_to_units_and_parameters() -> None:
+    def cost(units: int, tensors: int) -> int:
+        return calls_of(lambda: wrap_and_begin(units, tensors, 8))
+
+    cost(2, 2)  # what is done once
+    base, more_units, most_units = (cost(units, 2) for units in (10, 20, 40))
+    assert most_units - more_units <= 2.05 * (more_units - base)
+    more_tensors, most_tensors = cost(10, 4), cost(10, 8)
+    assert most_tensors - more_tensors <= 2.05 * (more_tensors - base)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+def test_ranks_are_listed_once_for_a_group(strategy: str) -> None:
+    def lists(units: int, world: int) -> int:
+        with patch.object(dist, "get_process_group_ranks", wraps=dist.get_process_group_ranks) as listed:
+            wrap_and_begin(units, 2, world, strategy=strategy)
+        return listed.call_count
+
+    assert lists(2, 8) == lists(9, 8) == lists(2, 1024) <= 4
