@@ -160,7 +160,7 @@ def describe(root: Root) -> list[tuple[str, str]]:
             (f"{subject}, mixed_precision", _unlike_default(unit.mixed_precision)),
             (f"{subject}, backward_prefetch", str(unit.backward_prefetch)),
             (f"{subject}, forward_prefetch", str(unit.forward_prefetch)),
-            (f"{subject}, schedule", "; ".join(unit.told()) or "as built"),
+            (f"{subject}, schedule", "; ".join(unit.choices.told()) or "as built"),
             (f"{subject}, tied to", ", ".join(owner.label for owner in unit.owners)),
         ]
         for handle in unit.handles:

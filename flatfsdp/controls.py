@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import _torch
+from .choices import Targets
 from .device import Device
 from .errors import ConfigValueError, UsageError, refuse_type, refuse_value
 from .lifecycle import Phase
@@ -130,7 +131,7 @@ class ScheduleControls:
         if not 0 < factor < math.inf:
             refuse_value(f"{method}: factor", factor, "a positive number")
         _check_outside(self._unit, method)
-        self._unit.set_schedule(divide_by=float(factor))
+        self._unit.choose_schedule(divide_by=float(factor))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
         """Call `hook(total)` on every sum of this wrapper's gradients, to reduce it further, say.
@@ -155,7 +156,9 @@ class ScheduleControls:
         if stream is not None and (unit.groups.replicate is not None or not device.has_streams):
             refuse_value(f"{method}: stream", stream, "None, unless on an accelerator and without replicas")
         _check_outside(unit, method)
-        unit.hook_all_reduce(hook if stream is None or hook is None else _on_stream(hook, stream, device))
+        if hook is not None and stream is not None:
+            hook = _on_stream(hook, stream, device)
+        unit.choose(all_reduce_hook=hook)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed between a forward and its backward, in place of what the strategy says.
@@ -218,7 +221,7 @@ class ScheduleControls:
             ConfigTypeError, ConfigValueError: no list of wrappers of this model, or this one is in it.
             UsageError: inside a forward or a backward.
         """
-        self._unit.prefetch_in_forward(_targets(self._unit, "set_modules_to_forward_prefetch", modules))
+        self._unit.choose(forward_targets=_targets(self._unit, "set_modules_to_forward_prefetch", modules))
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[nn.Module]) -> None:
         """Gather these wrappers' parameters when this one's backward begins, in place of what `backward_prefetch` says.
@@ -234,7 +237,7 @@ class ScheduleControls:
             ConfigTypeError, ConfigValueError: no list of wrappers of this model, or this one is in it.
             UsageError: inside a forward or a backward.
         """
-        self._unit.prefetch_in_backward(_targets(self._unit, "set_modules_to_backward_prefetch", modules))
+        self._unit.choose(backward_targets=_targets(self._unit, "set_modules_to_backward_prefetch", modules))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Without effect: every backward ends with its reductions waited for, and may be the last. For FSDP2's users.
@@ -264,7 +267,7 @@ class ScheduleControls:
         _check_bool(method, "recurse", recurse)
         _check_outside(self._unit, method)
         for unit in units_in(_module(self)) if recurse else [self._unit]:
-            unit.set_schedule(**dict.fromkeys(fields, value))
+            unit.choose_schedule(**dict.fromkeys(fields, value))
 
 
 def _module(wrapper: object) -> nn.Module:
@@ -287,7 +290,7 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any, device: Device
     return run
 
 
-def _targets(unit: Unit, method: str, modules: object) -> list[Unit]:
+def _targets(unit: Unit, method: str, modules: object) -> Targets:
     _check_outside(unit, method)
     accepted = "a list of FullyShardedDataParallel modules inside the same outermost one"
     if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
@@ -304,7 +307,7 @@ def _targets(unit: Unit, method: str, modules: object) -> list[Unit]:
                 "before you say what is gathered ahead"
             )
         targets.append(target)
-    return targets
+    return Targets(targets)
 
 
 def _check_outside(unit: Unit, method: str) -> None:

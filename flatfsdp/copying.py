@@ -28,7 +28,7 @@ from .unit import Unit
 from .views import Exposure, Home
 from .wrapper import keep_root, register_flat_params
 
-_SETTINGS = ("traits", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch", "island", "schedule")
+_SETTINGS = ("traits", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch", "island")
 _HANDLE_SETTINGS = (
     "layout",
     "rank",
@@ -68,6 +68,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
             "tied": [owner.module for owner in unit.owners],
             "groups": unit.groups,
             "root": unit.root.settings,
+            "schedule": unit.choices.schedule,
             **{name: getattr(unit, name) for name in _SETTINGS},
         },
     }
@@ -93,6 +94,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         handles,
         [Home(module, attribute, path, leaf) for module, attribute, path, leaf in plan["homes"]],
         groups=plan["groups"],
+        schedule=plan["schedule"],
         modules=plan["modules"],
         aliases=[Home(module, attribute, path, leaf) for module, attribute, path, leaf in plan["aliases"]],
         **{name: plan[name] for name in _SETTINGS},

@@ -7,34 +7,30 @@ the unit whose forward is the outermost at the moment, usually the same.
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec
 
 import torch
 
 from . import _torch, hooks
 from .agree import Agreement
-from .api import BackwardPrefetch
+from .backward import Backward
 from .comm import Group, Traffic, Transport, transport
 from .device import Device, Lane
-from .errors import UsageError, logger, warn, warn_once
+from .errors import InternalError, UsageError, logger, warn, warn_once
 from .flat_param import FlatParamHandle
-from .grads import Reduction
 from .lifecycle import Phase
 from .limiter import Limiter
 from .links import Links
 from .placement import check_placed, check_registered
-from .policy.order import ForwardOrder, ForwardRecord, GatherPlan, ReducePlan
+from .policy.order import ForwardOrder, ForwardRecord
 from .storage import Ledger
 from .trace import Trace
 from .unit import Unit
+from .unit_data import UnitData
 from .views import Exposure
-
-P = ParamSpec("P")
 
 
 @dataclass
@@ -52,48 +48,6 @@ class RootSettings:
     device: torch.device
     limit_all_gathers: bool
     check_values: str
-
-
-class Backward:
-    """What lives for one backward."""
-
-    def __init__(self, record: ForwardRecord[Unit], *, unreduced: frozenset[Unit], sync: bool) -> None:
-        targets = {unit: unit.backward_targets for unit in record.anchored if unit.backward_targets}
-        self.gathers = GatherPlan(record.anchored, targets)
-        self.reductions = ReducePlan(record)
-        self.windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
-        self._unreduced = unreduced
-        self.sync = sync  # whether there is a unit that reduces
-        self.task = _torch.graph_task()
-        self.double = False  # create_graph: the weights are needed again
-        self.fired = False  # a gradient of a leaf arrived (torch.autograd.grad brings none)
-        # Reductions of the unit before the last and of the last: their all-reduces and their inputs are in flight.
-        self.in_flight: tuple[list[Reduction], list[Reduction]] = ([], [])
-
-    def reduces(self, unit: Unit) -> bool:
-        """Whether `unit` reduces its gradients in this backward."""
-        return unit not in self._unreduced
-
-    def expect(self, unit: Unit) -> None:
-        """`unit` takes part with gradients."""
-        if self.reduces(unit):
-            self.reductions.expect(unit)
-        else:
-            self.windows[unit] = None
-
-
-def _explained(method: Callable[Concatenate[Root, P], None]) -> Callable[Concatenate[Root, P], None]:
-    """Runs `method`, where a failure of the communication is raised as the disagreement that caused it, if one did."""
-
-    @functools.wraps(method)
-    def explained(self: Root, *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except RuntimeError as error:
-            self.agreement.explain(error)
-            raise
-
-    return explained
 
 
 class Root:
@@ -192,12 +146,12 @@ class Root:
         unit.scatter = self.transport(unit.groups.scatter, "scatter")
         unit.replicate = self.transport(replicate, "replicate") if replicate is not None else None
 
-    def in_full_precision(self, unit: Unit) -> bool:
+    def in_full_precision(self, unit: UnitData) -> bool:
         """Whether `unit` computes in its master dtype now (evaluation, if asked for)."""
         return unit.mixed_precision.full_precision_in_eval and not unit.module.training
 
-    def schedule_changed(self) -> None:
-        """Settings of a unit were changed. [Note: schedule]"""
+    def choices_changed(self) -> None:
+        """What users chose for a unit was changed."""
         self._told = None
 
     @property
@@ -206,7 +160,7 @@ class Root:
         if self._told is None:
             found: dict[str, list[str]] = {}
             for unit in self.units:
-                for words in unit.told():
+                for words in unit.choices.told():
                     found.setdefault(words, []).append(unit.label)
             everywhere = len(self.units)
             self._told = "; ".join(
@@ -284,7 +238,7 @@ class Root:
             self._at_rest = True
             for each in self.units:
                 if not each.needed_whole:
-                    each.rest(keep_whole=each.schedule.reshard_after_forward is False)
+                    each.rest(keep_whole=each.choices.schedule.reshard_after_forward is False)
             self.limiter.settle()
 
     def gather_for_forward(self, unit: Unit) -> None:
@@ -299,7 +253,7 @@ class Root:
                 self.record.enter(unit)
         for each in (*unit.owners, unit):
             if recomputing and self.backward is not None:
-                self._gather_in_turn(each)
+                self.backward.gather_in_turn(each)
             else:
                 each.launch_unshard()
         if not recomputing:
@@ -308,7 +262,7 @@ class Root:
             each.wait_unshard()
 
     def _prefetch_in_forward(self, unit: Unit) -> None:
-        following: Iterable[Unit] = unit.forward_targets
+        following: Iterable[Unit] = unit.choices.forward_targets
         if not following and unit.forward_prefetch and self._order.following is not None:
             following = [self._order.following]
         for each in following:
@@ -372,186 +326,56 @@ class Root:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
-        """The first sign of a backward: plan it. Idempotent while it runs."""
+    def begin_backward(self) -> Backward:
+        """The backward that runs; the first sign of it plans it."""
         if self.backward is not None:
             self.backward.double = self.backward.double or torch.is_grad_enabled()
-            return
+            return self.backward
         if not _torch.in_backward():
-            return
+            raise InternalError(f"unit {self.unit.label}: a gradient arrived outside of a backward")
         if self._failed:  # the same graph again, after a backward that failed
             self.settle_down()
         self.agreement.check_backward(self)
         if self._at_rest:  # a graph older than the last rest
             self._follow_writes()
         self.record.consumed = True
-        unreduced = frozenset(unit for unit in self.units if not self.reduces(unit))
-        self.backward = Backward(self.record, unreduced=unreduced, sync=len(unreduced) < len(self.units))
-        self.backward.double = torch.is_grad_enabled()
+        unreduced = frozenset(unit for unit in self.units if not (self.sync and unit.choices.schedule.reduce))
+        backward = self.backward = Backward(
+            self.record, unreduced=unreduced, sync=len(unreduced) < len(self.units), agreement=self.agreement
+        )
+        backward.double = torch.is_grad_enabled()
         # Bound to this backward: on an accelerator a failed one may be let go late, by another thread.
         hooks.at_end_of_backward(
-            functools.partial(self.end_backward, self.backward), functools.partial(self.fail_backward, self.backward)
+            functools.partial(self.end_backward, backward), functools.partial(self.fail_backward, backward)
         )
         for unit in self.record.entered:
             for grads in unit.grads:
                 grads.take()
         for unit in self.units:
             if any(grads.pending for grads in unit.grads):
-                self.backward.expect(unit)
+                backward.expect(unit)
         for unit in self.record.anchored:
             if any(leaf.requires_grad for handle in unit.handles for leaf in handle.leaves):
-                self.backward.expect(unit)
+                backward.expect(unit)
+        return backward
 
-    def reduces(self, unit: Unit) -> bool:
-        """Whether gradients of `unit` are reduced, in the running backward or else in the next."""
-        return self.backward.reduces(unit) if self.backward is not None else self.sync and unit.schedule.reduce
-
-    def _running(self) -> Backward:
-        assert self.backward is not None
-        return self.backward
-
-    def _gather_in_turn(self, unit: Unit) -> None:
-        self._gather_what_is_read(self._running().gathers.until(unit))
-
-    @staticmethod
-    def _gather_what_is_read(units: Iterable[Unit], *, ahead: bool = False) -> None:
-        for unit in units:
-            if unit.schedule.unshard_in_backward:
-                unit.launch_unshard(ahead=ahead)
-
-    @_explained
-    def gather_for_backward(self, unit: Unit) -> None:
-        """Unshard `unit` in the agreed order, and start on the next. Collective."""
-        for each in (*unit.owners, unit):
-            self._gather_in_turn(each)
-        targets = unit.backward_targets
-        if targets:
-            self._gather_what_is_read(self._running().gathers.through(targets), ahead=True)
-        elif unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self._prefetch()
-        for each in (*unit.owners, unit):
-            if each.is_whole:
-                each.wait_unshard()
-            else:
-                each.show_shapes()
-
-    def _prefetch(self) -> None:
-        following = self._running().gathers.ahead()
-        if following is not None:
-            self._gather_what_is_read([following], ahead=True)
-
-    def released(self, unit: Unit) -> None:
-        """`unit` was resharded after its backward."""
-        if unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST and not unit.backward_targets:
-            self._prefetch()
-
-    def keeps_whole(self, unit: Unit) -> bool:
-        """Whether `unit` stays unsharded after its backward."""
-        backward = self._running()
-        return backward.double or not unit.reshards_after_backward(reduced=backward.reduces(unit))
-
-    def shares_slots(self, unit: Unit) -> bool:
-        """Whether gradients of `unit` may take the places of its parameters in this backward. [Note: slot sharing]"""
-        backward = self._running()
-        once = unit.reads_once is True and self.record.entered_once(unit)
-        freed = backward.reduces(unit) and not self.keeps_whole(unit) and not unit.needed_whole
-        return once and freed and not unit.is_tied
-
-    def in_inner_task(self) -> bool:
-        """Whether a graph task inside that of the running backward runs (a recomputation's, say)."""
-        return _torch.graph_task() != self._running().task
-
-    def gradient_arrived(self) -> None:
-        """This backward computes gradients of parameters."""
-        backward = self._running()
-        if not backward.fired:
-            backward.fired = True
-            if backward.sync:
-                self.agreement.check_gradients(came=True)
-
-    def expect_gradients(self, unit: Unit) -> None:
-        """`unit` takes part in the reductions of this backward."""
-        if any(grads.awaited for grads in unit.grads):
-            self._running().expect(unit)
-
-    @_explained
-    def gradients_ready(self, unit: Unit) -> None:
-        """All gradients of `unit` are in their slots: reduce it if it is its turn. Collective."""
-        backward = self._running()
-        if backward.reduces(unit):
-            backward.reductions.ready(unit)
-            self._reduce(backward.reductions.due())
-
-    def _reduce(self, units: list[Unit]) -> None:
-        backward = self._running()
-        for unit in units:
-            # One input besides the one being filled, and one all-reduce: the previous make way first.
-            older, newer = backward.in_flight
-            for reduction in older:
-                reduction.finish()
-            for reduction in newer:
-                reduction.release_input()
-            backward.in_flight = newer, unit.reduce()
-        last = backward.reductions.last
-        if last is not None:
-            # Where an embedding's gradient is larger than what is in flight, a step is highest when that gradient
-            # comes: the others make way before it. Elsewhere they overlap the last unit's backward.
-            older, newer = backward.in_flight
-            held = sum(reduction.input_bytes for reduction in (*older, *newer))
-            if 0 < held < last.largest_gradient:
-                for reduction in older:
-                    reduction.finish()
-                for reduction in newer:
-                    reduction.release_input()
-
-    def _complete_plan(self) -> None:
-        """Do for units that this rank's backward did not reach, or not all of, what the other ranks' backwards did.
-
-        Unit by unit, as a backward goes: whoever waits for a gather has issued the reductions that come before it, else
-        two ranks would wait for each other.
-        """
-        backward = self._running()
-        for unit in reversed(self.record.anchored):
-            if unit.completed:
-                continue
-            if not unit.armed:
-                self._gather_what_is_read(each for each in backward.gathers.until(unit) if each.is_sharded)
-                unit.arm()
-            if backward.reduces(unit) and any(grads.awaited for grads in unit.grads):
-                backward.reductions.ready(unit)
-                self._reduce(backward.reductions.due())
-            if not self.keeps_whole(unit):
-                unit.reshard(Exposure.NOTHING)
-
-    @_explained
     def end_backward(self, backward: Backward) -> None:
         """The graph task has ended: flush, and return to between iterations. Collective."""
         if self.backward is not backward:
             return
-        if backward.fired:
-            if not backward.double:
-                self._complete_plan()
-            rest, windows = backward.reductions.rest(), list(backward.windows)
-            for unit in (*rest, *windows):
-                if not unit.armed:
-                    unit.arm()
-            backward.reductions.rest()
-            self._reduce(rest)
-            for reduction in itertools.chain(*backward.in_flight):
-                reduction.finish()
-            for unit in windows:
-                for grads in unit.grads:
-                    grads.keep()
-        elif backward.sync and backward.reductions.rest():
-            self.agreement.check_gradients(came=False)
-        self.backward = None
-        if backward.double:
-            self._whole_for_double = True
-            for unit in self.units:
-                unit.pause()
-            self.agreement.rest()
-        else:
-            self._finish(backward)
+        try:
+            backward.flush()
+            self.backward = None
+            if backward.double:
+                self._whole_for_double = True
+                for unit in self.units:
+                    unit.pause()
+                self.agreement.rest()
+            else:
+                self._finish(backward)
+        except RuntimeError as error:
+            self.agreement.explain(error)
+            raise
 
     def _finish(self, backward: Backward | None = None) -> None:
         self._whole_for_double = False

@@ -1,37 +1,30 @@
-"""One unit: a list of parameters with the module whose forward needs them, and what happens around that forward and its
-backward.
+"""One unit: what happens around the forward and the backward of a wrapped module.
 
-[Note: unit] A unit's parameters live in one handle per kind, whose collectives are issued together. The unit decides
-*when* (it is told by its module's forward and by autograd); the root decides *in which order* among units.
+[Note: arrivals in a unit] A unit's backward begins when the gradient of one of its outputs is there (an *anchor*), and
+is over when its gradients, and those of its inputs, are.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from . import _torch, hooks
-from .api import BackwardPrefetch, CPUOffload, MixedPrecision
+from .api import BackwardPrefetch
 from .buffers import cast_buffers
-from .comm import GroupPlan, Transport
-from .errors import UsageError, fail, warn_once
+from .errors import UsageError, warn_once
 from .flat_param import FlatParamHandle
-from .grads import Gradients, Reduction
-from .lifecycle import PHASE_STEPS, Phase, ShardState, step
-from .policy.schedule import AS_BUILT, Schedule
-from .policy.strategy import Traits
+from .lifecycle import Phase, ShardState
 from .trees import cast_floating, map_tensors, move, tensors_in
-from .values import Beginnings
-from .views import Exposure, Home, Shown, check_exposed, check_homes, check_unwritten, refuse_gradient
+from .unit_data import UnitData
+from .views import Exposure, Home, check_exposed, check_unwritten, refuse_gradient
 
 if TYPE_CHECKING:
-    from .extensions import Extended
+    from .backward import Backward
     from .root import Root
 
 
@@ -48,18 +41,17 @@ class Call:
         self.kept: object = None
 
 
-class Unit:
+class Unit(UnitData):
     """One wrapped module with the parameters that no nested unit owns.
 
     Attributes:
-        name: path from the root's module; "" for the root.
-        handles: one per kind of parameter, none if the unit owns no parameter.
-        homes: where modules of this unit hold the handles' leaves.
         modules: the modules of this unit, whose buffers it computes with.
-        owners: units that own parameters which modules of this unit hold too (tied); unsharded whenever this one is.
-        aliases: where modules of this unit hold those.
-        schedule: what users set. [Note: schedule]
-        phase: [Note: lifecycle].
+        island: a full-precision module (batch norm) in a low-precision model: inputs are widened, outputs narrowed
+            again.
+        completed: every gradient that the running backward awaits has arrived.
+        reads_once: whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot
+            sharing]
+        needed_whole: nothing tells when its backward is over; unsharded until the end of the backward.
     """
 
     def __init__(
@@ -68,267 +60,27 @@ class Unit:
         handles: Sequence[FlatParamHandle],
         homes: Sequence[Home],
         *,
-        traits: Traits,
-        groups: GroupPlan,
-        mixed_precision: MixedPrecision,
-        cpu_offload: CPUOffload,
         backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
         modules: Sequence[nn.Module] = (),
-        owners: Sequence[Unit] = (),
-        aliases: Sequence[Home] = (),
         island: bool = False,
-        schedule: Schedule = AS_BUILT,
+        **data: Any,
     ) -> None:
-        self.name = ""
-        self.module = module
-        self.handles = list(handles)
-        self.homes = list(homes)
-        self.traits = traits
-        self.groups = groups
-        self.mixed_precision = mixed_precision
-        self.cpu_offload = cpu_offload
+        """`data`: the other arguments of `UnitData`."""
+        super().__init__(module, handles, homes, **data)
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
-        self.schedule = schedule
-        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self._versions_asked: list[tuple[int, ...]] = []  # of the handles, when a user asked for them unsharded
-        self._forward_targets: list[weakref.ref[Unit]] = []
-        self._backward_targets: list[weakref.ref[Unit]] = []
         self.modules = list(modules)
-        self.owners: list[Unit] = []
-        self._borrowers: list[weakref.ref[Unit]] = []
-        self.tied_modules: list[nn.Module] = []  # those of the owners, in a copy: all are there once its root is
-        self.borrow_from(owners)
-        self.aliases = list(aliases)
-        # A full-precision module (batch norm) in a low-precision model: inputs are widened, outputs narrowed again.
         self.island = island
         self._outer_dtype: torch.dtype | None = None
-        self.phase = Phase.IDLE
-        self.shown = [Shown(handle) for handle in self.handles]
-        self.grads = [Gradients(handle, shown) for handle, shown in zip(self.handles, self.shown, strict=True)]
-        self._root: weakref.ref[Root] | None = None
-        self.own_root: Root | None = None  # until the wrapper takes it: a root owns its units, and no cycle may remain
         self._watched: list[set[int]] = [set() for _ in self.handles]  # leaves that tell when their gradient is there
         self._foretelling: set[int] = set()  # ids of leaves that tell before
         # Calls whose backward has begun and has not reached their inputs: something in it may still read the
         # parameters.
         self._open_calls: set[Call] = set()
-        self.completed = False  # every gradient that the running backward awaits has arrived
-        # Whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot sharing]
+        self.completed = False
         self.reads_once: bool | None = None
-        self.kept = False  # stays unsharded between iterations, because a user said so
-        self.needed_whole = False  # nothing tells when its backward is over: unsharded until the end of the backward
-        self.beginnings: Beginnings | None = None  # until they have been compared with the other ranks'
-        self.gather: Transport
-        self.scatter: Transport
-        self.replicate: Transport | None
-
-    def extend(self, extended: Sequence[Extended]) -> None:
-        """Let modules see what extensions make of some leaves."""
-        for handle, shown in zip(self.handles, self.shown, strict=True):
-            leaves = set(map(id, handle.leaves))
-            shown.extended = [each for each in extended if id(each.leaf) in leaves]
-
-    def borrow_from(self, owners: Sequence[Unit]) -> None:
-        """Hold parameters of `owners` too."""
-        self.owners = list(owners)
-        for owner in self.owners:
-            owner._borrowers.append(weakref.ref(self))
-
-    # -- identity ----------------------------------------------------------------------------------------------------
-
-    @property
-    def root(self) -> Root:
-        """What exists once for the tree of units that this one belongs to."""
-        root = self._root() if self._root is not None else None
-        if root is None:
-            raise UsageError(f"unit {self.label}: the model that it was part of has been deleted")
-        return root
-
-    def join(self, root: Root) -> None:
-        """Belong to `root` from now on."""
-        self._root = weakref.ref(root)
-        self._trace = root.trace
-        for handle in self.handles:
-            handle.move_to_ledger(root.ledger)
-
-    @property
-    def label(self) -> str:
-        """The unit's name for messages."""
-        return repr(self.name) if self.name else "<root>"
-
-    def enter_phase(self, phase: Phase) -> None:
-        """Change the phase, by the table."""
-        self.phase = step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self._trace)
-
-    def note(self, kind: str) -> None:
-        """Record an event of this unit."""
-        self._trace.record(kind, self.name, self.phase._value_)
-
-    # -- settings ----------------------------------------------------------------------------------------------------
-
-    def set_schedule(self, **settings: Any) -> None:
-        """Change what users set. [Note: schedule]"""
-        self.schedule = replace(self.schedule, **settings)
-        self.root.schedule_changed()
-
-    def hook_all_reduce(self, hook: Callable[[torch.Tensor], None] | None) -> None:
-        """Run `hook` on the sums of gradients; None to end that."""
-        self.all_reduce_hook = hook
-        self.root.schedule_changed()
-
-    def prefetch_in_forward(self, targets: Iterable[Unit]) -> None:
-        """Gather `targets` ahead in forward; none for the unit that followed in the forward before."""
-        self._forward_targets = [weakref.ref(unit) for unit in targets]
-        self.root.schedule_changed()
-
-    def prefetch_in_backward(self, targets: Iterable[Unit]) -> None:
-        """Gather `targets` ahead in backward; none for the unit that comes next."""
-        self._backward_targets = [weakref.ref(unit) for unit in targets]
-        self.root.schedule_changed()
-
-    @property
-    def forward_targets(self) -> list[Unit]:
-        """The units that users let this one gather ahead in forward."""
-        return [unit for ref in self._forward_targets if (unit := ref()) is not None]
-
-    @property
-    def backward_targets(self) -> list[Unit]:
-        """The units that users let this one gather ahead in backward."""
-        return [unit for ref in self._backward_targets if (unit := ref()) is not None]
-
-    def told(self) -> Iterator[str]:
-        """What users set, in words."""
-        yield from self.schedule.told()
-        if self.all_reduce_hook is not None:
-            yield "an all-reduce hook"
-        for pass_, targets in (("forward", self.forward_targets), ("backward", self.backward_targets)):
-            if targets:
-                yield f"prefetch in {pass_} of {', '.join(unit.label for unit in targets)}"
-
-    @property
-    def hidden(self) -> list[Home]:
-        """The homes and aliases that give up the registration, a flat parameter having it."""
-        flattened = {
-            id(leaf)
-            for unit in (self, *self.owners)
-            for handle in unit.handles
-            if not handle.use_orig_params
-            for leaf in handle.leaves
-        }
-        return [home for home in (*self.homes, *self.aliases) if id(home.leaf) in flattened]
-
-    @property
-    def largest_gradient(self) -> int:
-        """Bytes of the largest gradient that a backward can bring, in the compute dtype."""
-        return max(
-            (
-                spec.numel * handle.precision.compute.itemsize
-                for handle in self.handles
-                if handle.trainable
-                for spec in handle.layout.params
-            ),
-            default=0,
-        )
-
-    # -- data --------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether all data is sharded."""
-        return all(handle.state is ShardState.SHARDED for handle in self.handles)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all data is unsharded, or on its way."""
-        return not any(handle.state is ShardState.SHARDED for handle in self.handles)
-
-    def launch_unshard(self, *, ahead: bool = False) -> None:
-        """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis."""
-        root = self.root
-        if self.places_are_taken:
-            self._refuse_to_regain()
-        if self.is_whole:
-            return
-        for handle, grads in zip(self.handles, self.grads, strict=True):
-            if handle.state is ShardState.SHARDED:
-                grads.return_inputs()
-                dtype = self._dtype_of(handle)
-                root.limiter.make_room(handle.buffer(dtype), ahead=ahead)
-                handle.launch_unshard(self.gather, root.lanes.unshard, dtype=dtype)
-                if handle.offload:
-                    root.limiter.note_upload()
-        self.note("gather")
-
-    def wait_unshard(self) -> None:
-        """Order the caller after the gathers and let the leaves show the whole."""
-        arrived = False
-        for handle, shown in zip(self.handles, self.shown, strict=True):
-            if handle.state is ShardState.GATHERING:
-                shown.unhide()
-                handle.wait_unshard()
-                arrived = True
-        if arrived:
-            self.note("gathered")
-        for shown in self.shown:
-            shown.show(Exposure.WHOLE)
-            shown.install_extended()
-
-    def reshard_unused(self) -> None:
-        """Free what was gathered ahead and is not used after all."""
-        unused = [handle for handle in self.handles if handle.state is ShardState.GATHERING]
-        for handle in unused:
-            handle.wait_unshard()
-            self.root.free(handle)
-        if unused:
-            self.note("reshard")
-
-    def launch_on_request(self) -> None:
-        """Issue the all-gathers because a user asks for the parameters. Collective over the shard axis."""
-        self.write_back()
-        self._versions_asked = [handle.versions for handle in self.handles]
-        self.kept = self.is_between() and self.groups.shard.size > 1
-        self.launch_unshard(ahead=True)
-
-    def show_shapes(self) -> None:
-        """A backward that does not read the parameters begins."""
-        for shown in self.shown:
-            shown.show(Exposure.SHAPE)
-
-    def reshard(self, exposure: Exposure) -> None:
-        """Free the unsharded parameters; the leaves show `exposure` (the whole again where the shard is the whole)."""
-        freed = False
-        root = self.root
-        for handle, shown, grads in zip(self.handles, self.shown, self.grads, strict=True):
-            if handle.state is ShardState.GATHERING:
-                handle.wait_unshard()
-            if handle.state is ShardState.UNSHARDED:
-                if handle.owns_unsharded or exposure is Exposure.SHARD:
-                    if grads.take_place(functools.partial(root.limiter.give_back, handle.name)):
-                        handle.reshard()
-                    else:
-                        root.free(handle)
-                    shown.show(exposure)
-                    freed = True
-            else:
-                shown.show(exposure)
-        if freed:
-            self.note("reshard")
-
-    @property
-    def places_are_taken(self) -> bool:
-        """Whether gradients lie in places of parameters while the unit is unsharded. [Note: slot sharing]"""
-        return any(grads.occupies_place for grads in self.grads)
-
-    def _refuse_to_regain(self) -> NoReturn:
-        fail(
-            UsageError(
-                f"unit {self.label}: its forward runs again inside a backward, after gradients have taken the places "
-                "of its parameters; no backward before did that. Catch this on all ranks and run the step again: in "
-                "units of this class gradients have memory of their own from now on"
-            )
-        )
+        self.needed_whole = False
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -477,12 +229,12 @@ class Unit:
 
         The root's backward begins where its forward ends: unless a user says so, freeing them would gain nothing.
         """
-        chosen = self.schedule.reshard_after_forward
+        chosen = self.choices.schedule.reshard_after_forward
         return chosen if chosen is not None else self.traits.reshard_after_forward and self is not self.root.unit
 
     def reshards_after_backward(self, *, reduced: bool) -> bool:
         """Whether the unsharded parameters are freed after a backward that `reduced` gradients or did not."""
-        chosen = self.schedule.reshard_after_backward
+        chosen = self.choices.schedule.reshard_after_backward
         return chosen if chosen is not None else reduced or self.traits.reshard_without_sync
 
     def _anchor(self, root: Root, output: torch.Tensor, call: Call | None) -> None:
@@ -505,19 +257,9 @@ class Unit:
             root.links.unhook_later([registered])
 
     @property
-    def is_tied(self) -> bool:
-        """Whether modules of several units hold some of these parameters, or see them transformed."""
-        return bool(self.owners or self._borrowers) or any(shown.extended for shown in self.shown)
-
-    @property
     def _lent(self) -> bool:
         """Whether a unit that holds some of these parameters too is in its forward."""
         return any(unit.phase is Phase.FORWARD for unit in self._alive_borrowers())
-
-    def _alive_borrowers(self) -> Iterator[Unit]:
-        for ref in self._borrowers:
-            if (unit := ref()) is not None:
-                yield unit
 
     def lent_no_more(self) -> None:
         """A unit that holds some of these parameters too has run its forward: reshard, unless they are needed still."""
@@ -576,34 +318,37 @@ class Unit:
                 f"unit {self.label}: backward inside summon_full_params() would reduce gradients of parameters that "
                 "are written back later; leave the context first"
             )
-        root.begin_backward()
+        backward = root.begin_backward()
         if call is not None:
             self._open_calls.add(call)
-        if self.phase is Phase.PRE_BACKWARD and (self.is_whole or not self.schedule.unshard_in_backward):
+        if self.phase is Phase.PRE_BACKWARD and (self.is_whole or not self.choices.schedule.unshard_in_backward):
             return
         for handle in self.handles:
             check_exposed(handle, self.name)
-        root.gather_for_backward(self)
+        backward.gather(self)
         if not self.completed:
-            self.arm(share=root.shares_slots(self))
+            self.arm(backward, share=backward.shares_slots(self))
         self.enter_phase(Phase.PRE_BACKWARD)
         self.note("backward")
 
-    def arm(self, *, share: bool = False) -> None:
+    def arm(self, backward: Backward, *, share: bool = False) -> None:
         """Await the gradients of all leaves that require one. `share`: in the parameters' own places."""
-        root = self.root
         for handle, grads in zip(self.handles, self.grads, strict=True):
             expected = frozenset(i for i, leaf in enumerate(handle.leaves) if leaf.requires_grad)
             grads.arm(
                 expected,
                 world=self.groups.world,
-                divide_by=self.schedule.divide_by,
-                sync=root.reduces(self),
+                divide_by=self.choices.schedule.divide_by,
+                sync=backward.reduces(self),
                 share=share,
             )
             for i in expected:
                 hooks.defer_user_hooks(handle.leaves[i])
-        root.expect_gradients(self)
+        self._expect(backward)
+
+    def _expect(self, backward: Backward) -> None:
+        if any(grads.awaited for grads in self.grads):
+            backward.expect(self)
 
     @property
     def armed(self) -> bool:
@@ -612,10 +357,10 @@ class Unit:
 
     def leaf_ready(self, kind: int, index: int) -> None:
         """Autograd accumulated the gradient of a leaf: move it to its slot; all in: reduce and reshard."""
-        root = self.root
-        if not self.armed or root.backward is None:
-            root.begin_backward()
-            self.arm()
+        backward = self.root.backward
+        if backward is None or not self.armed:
+            backward = self.root.begin_backward()
+            self.arm(backward)
             self.enter_phase(Phase.PRE_BACKWARD)
         handle = self.handles[kind]
         leaf = handle.leaves[index]
@@ -626,13 +371,13 @@ class Unit:
         if grad.shape != handle.layout.params[index].shape:
             refuse_gradient(handle, index, grad)
         grads = self.grads[kind]
-        if self.reads_once is not False and (root.in_inner_task() or index in grads.arrived):
+        if self.reads_once is not False and (backward.in_inner_task() or index in grads.arrived):
             self.reads_once = False
-        root.gradient_arrived()
+        backward.gradient_arrived()
         grads.arrive(index, grad.detach())
         del grad  # moved, or collected: what follows may take memory
         if self.completed:
-            root.expect_gradients(self)  # a late one: a second reduction, at the end of the backward
+            self._expect(backward)  # a late one: a second reduction, at the end of the backward
         if self.completed or grads.complete:
             self._advance()
 
@@ -644,8 +389,8 @@ class Unit:
     def _advance(self) -> None:
         """Reduce when every gradient is there, and reshard, unless something in this backward can still read the
         parameters."""
-        root = self.root
-        if self._open_calls or root.backward is None:
+        backward = self.root.backward
+        if self._open_calls or backward is None:
             return
         expecting = any(grads.expected for grads in self.grads)
         if expecting and not self.completed and all(grads.complete for grads in self.grads):
@@ -655,118 +400,35 @@ class Unit:
             self.enter_phase(Phase.POST_BACKWARD)
             self.note("grads")
             # The parameters make way before the reduction takes memory.
-            self._release(root)
-            root.gradients_ready(self)
+            self._release(backward)
+            backward.gradients_ready(self)
         elif self.completed or not expecting:
-            self._release(root)
+            self._release(backward)
         for owner in self.owners:
             if owner.armed:
                 owner._advance()
 
-    def _release(self, root: Root) -> None:
+    def _release(self, backward: Backward) -> None:
         """Reshard after the unit's part of the backward, unless the parameters are needed still."""
         lent = any(unit._open_calls for unit in self._alive_borrowers())
-        if not lent and not self.needed_whole and not root.keeps_whole(self):
+        if not lent and not self.needed_whole and not backward.keeps_whole(self):
             self.reshard(Exposure.NOTHING)
-            root.released(self)
-
-    def reduce(self) -> list[Reduction]:
-        """Issue the reductions of all kinds that take part. Collective over the shard axis."""
-        lane = self.root.lanes.reduce
-        if self.places_are_taken:
-            self.reshard(Exposure.NOTHING)
-        self.note("reduce")
-        completes = self.schedule.all_reduce or self.replicate is None
-        return [
-            grads.launch(self.scatter, self.replicate, lane, completes=completes, hook=self.all_reduce_hook)
-            for grads in self.grads
-            if grads.awaited
-        ]
+            backward.released(self)
 
     # -- the end of an iteration -------------------------------------------------------------------------------------
 
     def rest(self, *, keep_whole: bool = False) -> None:
-        """Return to between iterations: leaves show the shard; unsharded memory is freed unless it is to be kept."""
-        by_choice = self.schedule.keeps_by_choice and self.groups.shard.size > 1
-        self.kept = keep_whole and by_choice and self.is_whole
-        if keep_whole:
-            for handle, shown in zip(self.handles, self.shown, strict=True):
-                if handle.state is ShardState.GATHERING:
-                    handle.wait_unshard()
-                shown.show(Exposure.SHARD)
-        else:
-            self.reshard(Exposure.SHARD)
-        self.phase = Phase.IDLE
+        super().rest(keep_whole=keep_whole)
         self.needed_whole = False
-        self.completed = False
-        self._open_calls.clear()
+        self._end_backward()
 
     def pause(self) -> None:
-        """A backward that will be differentiated again has ended: parameters stay whole, gradients stay in flight."""
-        self.phase = Phase.IDLE
+        super().pause()
+        self._end_backward()
+
+    def _end_backward(self) -> None:
         self.completed = False
         self._open_calls.clear()
-        for grads in self.grads:
-            grads.pause()
-
-    def settle(self) -> None:
-        """Make the reduced gradients `.grad`."""
-        for grads in self.grads:
-            grads.settle()
-
-    def run_user_hooks(self) -> None:
-        """Run users' post-accumulate hooks on the sharded gradients."""
-        for handle in self.handles:
-            if handle.use_orig_params:
-                for leaf in handle.leaves:
-                    if leaf.grad is not None:
-                        hooks.run_user_hooks(leaf)
-            elif handle.flat_param.grad is not None:
-                hooks.run_user_hooks(handle.flat_param)
-
-    def undo(self) -> bool:
-        """After a failed backward, at once: leaves show the shard, `.grad` is what it was. True if a window was lost.
-
-        Runs where an exception is being raised: no waiting, no communication.
-        """
-        if self.phase is not Phase.SUMMONED:  # else the parameters are the user's, and the backward did not reach them
-            for shown in self.shown:
-                shown.show(Exposure.SHARD)
-            for grads in self.grads:
-                grads.restore()
-        return any(grads.window_open for grads in self.grads)
-
-    def is_between(self) -> bool:
-        """Whether the leaves show the shard, as between iterations."""
-        return all(shown.exposure is Exposure.SHARD for shown in self.shown)
-
-    def write_back(self) -> None:
-        """Take over what the user put in the leaves' place; free a kept buffer that is out of date.
-
-        Raises UsageError for changes that cannot be taken over.
-        """
-        changed = [home for home in (*self.homes, *self.aliases) if home.held is not home.leaf]
-        if changed and self.is_between():
-            check_homes(changed, self.aliases, self.root.names_of_leaves(), self.label)
-        for kind, (handle, shown) in enumerate(zip(self.handles, self.shown, strict=True)):
-            if shown.exposure is Exposure.SHARD:
-                wrote = shown.write_back(changed)
-                if handle.state is ShardState.UNSHARDED and (wrote or self._is_out_of_date(handle)):
-                    self.root.free(handle)
-                elif handle.state is ShardState.GATHERING and handle.versions != self._versions_asked[kind]:
-                    handle.wait_unshard()
-                    self.root.free(handle)
-            else:
-                check_exposed(handle, self.name)
-
-    def _dtype_of(self, handle: FlatParamHandle) -> torch.dtype:
-        """In which dtype the unit computes with the handle's parameters now."""
-        return handle.precision.master if self.root.in_full_precision(self) else handle.precision.compute
-
-    def _is_out_of_date(self, handle: FlatParamHandle) -> bool:
-        """Whether what was kept unsharded is not what a gather would bring: the shard was written to since, or the
-        dtype is that of evaluation, and this is training."""
-        return handle.is_stale or handle.unsharded.dtype != self._dtype_of(handle)
 
 
 def _storage_pointer(tensor: torch.Tensor) -> int:

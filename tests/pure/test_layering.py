@@ -38,7 +38,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (3, "views"),
     (3, "extensions"),
     (3, "grads"),
-    (4, "trees buffers hooks materialise limiter unit links traversal placement root"),
+    (4, "trees buffers hooks materialise limiter choices unit_data unit links traversal placement backward root"),
     (4, "registry"),
     (4, "optimizers"),
     (5, "consolidate state_dict optim_state checkpoint full_params clip"),

@@ -1,0 +1,206 @@
+"""One backward: gathers and reductions in the agreed order, from its first sign to its last reduction.
+
+[Note: running backward] It is disposable: begun at the first gradient that reaches a unit, dropped when its graph
+task ends or dies. What it issues, and in which order, is settled when it begins ([Note: backward order]); autograd says
+when.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Concatenate, ParamSpec
+
+from . import _torch
+from .agree import Agreement
+from .api import BackwardPrefetch
+from .grads import Reduction
+from .policy.order import ForwardRecord, GatherPlan, ReducePlan
+from .unit import Unit
+from .views import Exposure
+
+P = ParamSpec("P")
+
+
+def explained(method: Callable[Concatenate[Backward, P], None]) -> Callable[Concatenate[Backward, P], None]:
+    """Runs `method`, where a failure of the communication is raised as the disagreement that caused it, if one did."""
+
+    @functools.wraps(method)
+    def run(self: Backward, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except RuntimeError as error:
+            self.agreement.explain(error)
+            raise
+
+    return run
+
+
+class Backward:
+    """What lives for one backward.
+
+    Attributes:
+        record: the forwards that it covers.
+        sync: whether there is a unit that reduces.
+        double: `create_graph`: the parameters are needed again.
+        fired: a gradient of a leaf arrived (`torch.autograd.grad` brings none).
+    """
+
+    def __init__(
+        self, record: ForwardRecord[Unit], *, unreduced: frozenset[Unit], sync: bool, agreement: Agreement
+    ) -> None:
+        """Plan it. `unreduced`: units that add their gradients up unsharded."""
+        targets = {unit: tuple(chosen) for unit in record.anchored if (chosen := unit.choices.backward_targets)}
+        self.record = record
+        self.sync = sync
+        self.agreement = agreement
+        self._gathers: GatherPlan[Unit] = GatherPlan(record.anchored, targets)
+        self._reductions = ReducePlan(record)
+        self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
+        self._unreduced = unreduced
+        self._task = _torch.graph_task()
+        self.double = False
+        self.fired = False
+        # Reductions of the unit before the last and of the last: their all-reduces and their inputs are in flight.
+        self._in_flight: tuple[list[Reduction], list[Reduction]] = ([], [])
+
+    def reduces(self, unit: Unit) -> bool:
+        """Whether `unit` reduces its gradients."""
+        return unit not in self._unreduced
+
+    def keeps_whole(self, unit: Unit) -> bool:
+        """Whether `unit` stays unsharded after its part."""
+        return self.double or not unit.reshards_after_backward(reduced=self.reduces(unit))
+
+    def shares_slots(self, unit: Unit) -> bool:
+        """Whether gradients of `unit` may take the places of its parameters. [Note: slot sharing]"""
+        once = unit.reads_once is True and self.record.entered_once(unit)
+        freed = self.reduces(unit) and not self.keeps_whole(unit) and not unit.needed_whole
+        return once and freed and not unit.is_tied
+
+    def in_inner_task(self) -> bool:
+        """Whether a graph task inside this one's runs (a recomputation's, say)."""
+        return _torch.graph_task() != self._task
+
+    # -- gathers -----------------------------------------------------------------------------------------------------
+
+    @explained
+    def gather(self, unit: Unit) -> None:
+        """Unshard `unit` in the agreed order, and start on the next. Collective over the shard axis."""
+        for each in (*unit.owners, unit):
+            self.gather_in_turn(each)
+        targets = unit.choices.backward_targets
+        if targets:
+            _launch(self._gathers.through(targets), ahead=True)
+        elif unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch()
+        for each in (*unit.owners, unit):
+            if each.is_whole:
+                each.wait_unshard()
+            else:
+                each.show_shapes()
+
+    def gather_in_turn(self, unit: Unit) -> None:
+        """Issue the gathers of `unit` and of all whose turn comes before. Collective over the shard axis."""
+        _launch(self._gathers.until(unit))
+
+    def released(self, unit: Unit) -> None:
+        """`unit` was resharded after its part."""
+        if unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST and not unit.choices.backward_targets:
+            self._prefetch()
+
+    def _prefetch(self) -> None:
+        following = self._gathers.ahead()
+        if following is not None:
+            _launch([following], ahead=True)
+
+    # -- reductions --------------------------------------------------------------------------------------------------
+
+    def expect(self, unit: Unit) -> None:
+        """`unit` takes part with gradients."""
+        if self.reduces(unit):
+            self._reductions.expect(unit)
+        else:
+            self._windows[unit] = None
+
+    def gradient_arrived(self) -> None:
+        """This backward computes gradients of parameters."""
+        if not self.fired:
+            self.fired = True
+            if self.sync:
+                self.agreement.check_gradients(came=True)
+
+    @explained
+    def gradients_ready(self, unit: Unit) -> None:
+        """All gradients of `unit` are in their slots: reduce it if it is its turn. Collective over the shard axis."""
+        if self.reduces(unit):
+            self._reductions.ready(unit)
+            self._reduce(self._reductions.due())
+
+    def _reduce(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            # One input besides the one being filled, and one all-reduce: the previous make way first.
+            older, newer = self._in_flight
+            for reduction in older:
+                reduction.finish()
+            for reduction in newer:
+                reduction.release_input()
+            self._in_flight = newer, unit.reduce()
+        last = self._reductions.last
+        if last is not None:
+            # Where an embedding's gradient is larger than what is in flight, a step is highest when that gradient
+            # comes: the others make way before it. Elsewhere they overlap the last unit's backward.
+            older, newer = self._in_flight
+            held = sum(reduction.input_bytes for reduction in (*older, *newer))
+            if 0 < held < last.largest_gradient:
+                for reduction in older:
+                    reduction.finish()
+                for reduction in newer:
+                    reduction.release_input()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """The graph task has ended: issue what is outstanding and wait for it. Collective over both axes."""
+        if self.fired:
+            if not self.double:
+                self._complete_plan()
+            rest, windows = self._reductions.rest(), list(self._windows)
+            for unit in (*rest, *windows):
+                if not unit.armed:
+                    unit.arm(self)
+            self._reductions.rest()
+            self._reduce(rest)
+            for reduction in itertools.chain(*self._in_flight):
+                reduction.finish()
+            for unit in windows:
+                for grads in unit.grads:
+                    grads.keep()
+        elif self.sync and self._reductions.rest():
+            self.agreement.check_gradients(came=False)
+
+    def _complete_plan(self) -> None:
+        """Do for units that this rank's backward did not reach, or not all of, what the other ranks' backwards did.
+
+        Unit by unit, as a backward goes: whoever waits for a gather has issued the reductions that come before it, else
+        two ranks would wait for each other.
+        """
+        for unit in reversed(self.record.anchored):
+            if unit.completed:
+                continue
+            if not unit.armed:
+                _launch(each for each in self._gathers.until(unit) if each.is_sharded)
+                unit.arm(self)
+            if self.reduces(unit) and any(grads.awaited for grads in unit.grads):
+                self._reductions.ready(unit)
+                self._reduce(self._reductions.due())
+            if not self.keeps_whole(unit):
+                unit.reshard(Exposure.NOTHING)
+
+
+def _launch(units: Iterable[Unit], *, ahead: bool = False) -> None:
+    """Gather those of `units` whose backward reads the parameters."""
+    for unit in units:
+        if unit.choices.schedule.unshard_in_backward:
+            unit.launch_unshard(ahead=ahead)

@@ -1,0 +1,59 @@
+"""What users chose for one unit after it was built: its schedule, what runs on its gradients, what it gathers ahead."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .policy.schedule import AS_BUILT, Schedule
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+class Targets:
+    """Units that a user lets another one gather ahead, in order. They are held weakly: any two may name each other."""
+
+    __slots__ = ("_units",)
+
+    def __init__(self, units: Iterable[Unit] = ()) -> None:
+        self._units = tuple(weakref.ref(unit) for unit in units)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return (unit for ref in self._units if (unit := ref()) is not None)
+
+    def __bool__(self) -> bool:
+        return bool(self._units)
+
+
+NO_TARGETS = Targets()
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices for one unit.
+
+    Attributes:
+        schedule: [Note: schedule].
+        all_reduce_hook: runs on the sum of gradients before it is scaled.
+        forward_targets: gathered ahead when the unit's forward begins; none for the unit that followed last time.
+        backward_targets: gathered ahead when its backward begins; none for the unit that comes next.
+    """
+
+    schedule: Schedule = AS_BUILT
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    forward_targets: Targets = NO_TARGETS
+    backward_targets: Targets = NO_TARGETS
+
+    def told(self) -> Iterator[str]:
+        """What was chosen, in words that are equal on all ranks."""
+        yield from self.schedule.told()
+        if self.all_reduce_hook is not None:
+            yield "an all-reduce hook"
+        for pass_, targets in (("forward", self.forward_targets), ("backward", self.backward_targets)):
+            if targets:
+                yield f"prefetch in {pass_} of {', '.join(unit.label for unit in targets)}"

@@ -1,0 +1,372 @@
+"""The data of one unit: its flat parameters, what their leaves show, and their gradients.
+
+[Note: unit] A unit's parameters live in one handle per kind, whose collectives are issued together. The unit decides
+*when* (it is told by its module's forward and by autograd, `unit.py`); the root decides *in which order* among units.
+Here is *how*: gathered, freed, reduced, brought to rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from . import hooks
+from .api import CPUOffload, MixedPrecision
+from .choices import Choices
+from .comm import GroupPlan, Transport
+from .errors import UsageError, fail
+from .flat_param import FlatParamHandle
+from .grads import Gradients, Reduction
+from .lifecycle import PHASE_STEPS, Phase, ShardState, step
+from .policy.schedule import AS_BUILT, Schedule
+from .policy.strategy import Traits
+from .values import Beginnings
+from .views import Exposure, Home, Shown, check_exposed, check_homes
+
+if TYPE_CHECKING:
+    from .extensions import Extended
+    from .root import Root
+
+
+class UnitData:
+    """The parameters that one wrapped module and no nested unit owns.
+
+    Attributes:
+        name: path from the root's module; "" for the root.
+        handles: one per kind of parameter, none if the unit owns no parameter.
+        shown, grads: for each handle, what its leaves show and its gradients.
+        homes: where modules of this unit hold the handles' leaves.
+        owners: units that own parameters which modules of this unit hold too (tied); unsharded whenever this one is.
+        aliases: where modules of this unit hold those.
+        choices: what users chose.
+        phase: [Note: lifecycle].
+        kept: stays unsharded between iterations, because a user said so.
+        beginnings: of the parameters, until they have been compared with the other ranks'.
+        gather, scatter, replicate: the transports for the collectives; replicate is None where there is one copy.
+    """
+
+    gather: Transport
+    scatter: Transport
+    replicate: Transport | None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        handles: Sequence[FlatParamHandle],
+        homes: Sequence[Home],
+        *,
+        traits: Traits,
+        groups: GroupPlan,
+        mixed_precision: MixedPrecision,
+        cpu_offload: CPUOffload,
+        owners: Sequence[UnitData] = (),
+        aliases: Sequence[Home] = (),
+        schedule: Schedule = AS_BUILT,
+    ) -> None:
+        self.name = ""
+        self.module = module
+        self.handles = list(handles)
+        self.homes = list(homes)
+        self.traits = traits
+        self.groups = groups
+        self.mixed_precision = mixed_precision
+        self.cpu_offload = cpu_offload
+        self.choices = Choices(schedule)
+        self.owners: list[Any] = []
+        self._borrowers: list[weakref.ref[Any]] = []
+        self.tied_modules: list[nn.Module] = []  # those of the owners, in a copy: all are there once its root is
+        self.borrow_from(owners)
+        self.aliases = list(aliases)
+        self.phase = Phase.IDLE
+        self.shown = [Shown(handle) for handle in self.handles]
+        self.grads = [Gradients(handle, shown) for handle, shown in zip(self.handles, self.shown, strict=True)]
+        self._root: weakref.ref[Root] | None = None
+        self.own_root: Root | None = None  # until the wrapper takes it: a root owns its units, and no cycle may remain
+        self.kept = False
+        self._versions_asked: list[tuple[int, ...]] = []  # of the handles, when a user asked for them unsharded
+        self.beginnings: Beginnings | None = None
+
+    def extend(self, extended: Sequence[Extended]) -> None:
+        """Let modules see what extensions make of some leaves."""
+        for handle, shown in zip(self.handles, self.shown, strict=True):
+            leaves = set(map(id, handle.leaves))
+            shown.extended = [each for each in extended if id(each.leaf) in leaves]
+
+    def borrow_from(self, owners: Sequence[UnitData]) -> None:
+        """Hold parameters of `owners` too."""
+        self.owners = list(owners)
+        for owner in self.owners:
+            owner._borrowers.append(weakref.ref(self))
+
+    # -- identity ----------------------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> Root:
+        """What exists once for the tree of units that this one belongs to."""
+        root = self._root() if self._root is not None else None
+        if root is None:
+            raise UsageError(f"unit {self.label}: the model that it was part of has been deleted")
+        return root
+
+    def join(self, root: Root) -> None:
+        """Belong to `root` from now on."""
+        self._root = weakref.ref(root)
+        self._trace = root.trace
+        for handle in self.handles:
+            handle.move_to_ledger(root.ledger)
+
+    @property
+    def label(self) -> str:
+        """The unit's name for messages."""
+        return repr(self.name) if self.name else "<root>"
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Change the phase, by the table."""
+        self.phase = step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self._trace)
+
+    def note(self, kind: str) -> None:
+        """Record an event of this unit."""
+        self._trace.record(kind, self.name, self.phase._value_)
+
+    # -- choices -----------------------------------------------------------------------------------------------------
+
+    def choose(self, **changes: Any) -> None:
+        """Change what users chose."""
+        self.choices = replace(self.choices, **changes)
+        self.root.choices_changed()
+
+    def choose_schedule(self, **changes: Any) -> None:
+        """Change the schedule that users chose. [Note: schedule]"""
+        self.choose(schedule=replace(self.choices.schedule, **changes))
+
+    @property
+    def hidden(self) -> list[Home]:
+        """The homes and aliases that give up the registration, a flat parameter having it."""
+        flattened = {
+            id(leaf)
+            for unit in (self, *self.owners)
+            for handle in unit.handles
+            if not handle.use_orig_params
+            for leaf in handle.leaves
+        }
+        return [home for home in (*self.homes, *self.aliases) if id(home.leaf) in flattened]
+
+    @property
+    def largest_gradient(self) -> int:
+        """Bytes of the largest gradient that a backward can bring, in the compute dtype."""
+        return max(
+            (
+                spec.numel * handle.precision.compute.itemsize
+                for handle in self.handles
+                if handle.trainable
+                for spec in handle.layout.params
+            ),
+            default=0,
+        )
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether modules of several units hold some of these parameters, or see them transformed."""
+        return bool(self.owners or self._borrowers) or any(shown.extended for shown in self.shown)
+
+    def _alive_borrowers(self) -> Iterator[Any]:
+        for ref in self._borrowers:
+            if (unit := ref()) is not None:
+                yield unit
+
+    # -- data --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether all data is sharded."""
+        return all(handle.state is ShardState.SHARDED for handle in self.handles)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all data is unsharded, or on its way."""
+        return not any(handle.state is ShardState.SHARDED for handle in self.handles)
+
+    def launch_unshard(self, *, ahead: bool = False) -> None:
+        """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis."""
+        root = self.root
+        if self.places_are_taken:
+            self._refuse_to_regain()
+        if self.is_whole:
+            return
+        for handle, grads in zip(self.handles, self.grads, strict=True):
+            if handle.state is ShardState.SHARDED:
+                grads.return_inputs()
+                dtype = self._dtype_of(handle)
+                root.limiter.make_room(handle.buffer(dtype), ahead=ahead)
+                handle.launch_unshard(self.gather, root.lanes.unshard, dtype=dtype)
+                if handle.offload:
+                    root.limiter.note_upload()
+        self.note("gather")
+
+    def wait_unshard(self) -> None:
+        """Order the caller after the gathers and let the leaves show the whole."""
+        arrived = False
+        for handle, shown in zip(self.handles, self.shown, strict=True):
+            if handle.state is ShardState.GATHERING:
+                shown.unhide()
+                handle.wait_unshard()
+                arrived = True
+        if arrived:
+            self.note("gathered")
+        for shown in self.shown:
+            shown.show(Exposure.WHOLE)
+            shown.install_extended()
+
+    def reshard_unused(self) -> None:
+        """Free what was gathered ahead and is not used after all."""
+        unused = [handle for handle in self.handles if handle.state is ShardState.GATHERING]
+        for handle in unused:
+            handle.wait_unshard()
+            self.root.free(handle)
+        if unused:
+            self.note("reshard")
+
+    def launch_on_request(self) -> None:
+        """Issue the all-gathers because a user asks for the parameters. Collective over the shard axis."""
+        self.write_back()
+        self._versions_asked = [handle.versions for handle in self.handles]
+        self.kept = self.is_between() and self.groups.shard.size > 1
+        self.launch_unshard(ahead=True)
+
+    def show_shapes(self) -> None:
+        """A backward that does not read the parameters begins."""
+        for shown in self.shown:
+            shown.show(Exposure.SHAPE)
+
+    def reshard(self, exposure: Exposure) -> None:
+        """Free the unsharded parameters; the leaves show `exposure` (the whole again where the shard is the whole)."""
+        freed = False
+        root = self.root
+        for handle, shown, grads in zip(self.handles, self.shown, self.grads, strict=True):
+            if handle.state is ShardState.GATHERING:
+                handle.wait_unshard()
+            if handle.state is ShardState.UNSHARDED:
+                if handle.owns_unsharded or exposure is Exposure.SHARD:
+                    if grads.take_place(functools.partial(root.limiter.give_back, handle.name)):
+                        handle.reshard()
+                    else:
+                        root.free(handle)
+                    shown.show(exposure)
+                    freed = True
+            else:
+                shown.show(exposure)
+        if freed:
+            self.note("reshard")
+
+    @property
+    def places_are_taken(self) -> bool:
+        """Whether gradients lie in places of parameters while the unit is unsharded. [Note: slot sharing]"""
+        return any(grads.occupies_place for grads in self.grads)
+
+    def _refuse_to_regain(self) -> NoReturn:
+        fail(
+            UsageError(
+                f"unit {self.label}: its forward runs again inside a backward, after gradients have taken the places "
+                "of its parameters; no backward before did that. Catch this on all ranks and run the step again: in "
+                "units of this class gradients have memory of their own from now on"
+            )
+        )
+
+    def reduce(self) -> list[Reduction]:
+        """Issue the reductions of all kinds that take part. Collective over the shard axis."""
+        lane = self.root.lanes.reduce
+        if self.places_are_taken:
+            self.reshard(Exposure.NOTHING)
+        self.note("reduce")
+        completes = self.choices.schedule.all_reduce or self.replicate is None
+        return [
+            grads.launch(self.scatter, self.replicate, lane, completes=completes, hook=self.choices.all_reduce_hook)
+            for grads in self.grads
+            if grads.awaited
+        ]
+
+    # -- the end of an iteration -------------------------------------------------------------------------------------
+
+    def rest(self, *, keep_whole: bool = False) -> None:
+        """Return to between iterations: leaves show the shard; unsharded memory is freed unless it is to be kept."""
+        by_choice = self.choices.schedule.keeps_by_choice and self.groups.shard.size > 1
+        self.kept = keep_whole and by_choice and self.is_whole
+        if keep_whole:
+            for handle, shown in zip(self.handles, self.shown, strict=True):
+                if handle.state is ShardState.GATHERING:
+                    handle.wait_unshard()
+                shown.show(Exposure.SHARD)
+        else:
+            self.reshard(Exposure.SHARD)
+        self.phase = Phase.IDLE
+
+    def pause(self) -> None:
+        """A backward that will be differentiated again has ended: parameters stay whole, gradients stay in flight."""
+        self.phase = Phase.IDLE
+        for grads in self.grads:
+            grads.pause()
+
+    def settle(self) -> None:
+        """Make the reduced gradients `.grad`."""
+        for grads in self.grads:
+            grads.settle()
+
+    def run_user_hooks(self) -> None:
+        """Run users' post-accumulate hooks on the sharded gradients."""
+        for handle in self.handles:
+            if handle.use_orig_params:
+                for leaf in handle.leaves:
+                    if leaf.grad is not None:
+                        hooks.run_user_hooks(leaf)
+            elif handle.flat_param.grad is not None:
+                hooks.run_user_hooks(handle.flat_param)
+
+    def undo(self) -> bool:
+        """After a failed backward, at once: leaves show the shard, `.grad` is what it was. True if a window was lost.
+
+        Runs where an exception is being raised: no waiting, no communication.
+        """
+        if self.phase is not Phase.SUMMONED:  # else the parameters are the user's, and the backward did not reach them
+            for shown in self.shown:
+                shown.show(Exposure.SHARD)
+            for grads in self.grads:
+                grads.restore()
+        return any(grads.window_open for grads in self.grads)
+
+    def is_between(self) -> bool:
+        """Whether the leaves show the shard, as between iterations."""
+        return all(shown.exposure is Exposure.SHARD for shown in self.shown)
+
+    def write_back(self) -> None:
+        """Take over what the user put in the leaves' place; free a kept buffer that is out of date.
+
+        Raises UsageError for changes that cannot be taken over.
+        """
+        changed = [home for home in (*self.homes, *self.aliases) if home.held is not home.leaf]
+        if changed and self.is_between():
+            check_homes(changed, self.aliases, self.root.names_of_leaves(), self.label)
+        for kind, (handle, shown) in enumerate(zip(self.handles, self.shown, strict=True)):
+            if shown.exposure is Exposure.SHARD:
+                wrote = shown.write_back(changed)
+                if handle.state is ShardState.UNSHARDED and (wrote or self._is_out_of_date(handle)):
+                    self.root.free(handle)
+                elif handle.state is ShardState.GATHERING and handle.versions != self._versions_asked[kind]:
+                    handle.wait_unshard()
+                    self.root.free(handle)
+            else:
+                check_exposed(handle, self.name)
+
+    def _dtype_of(self, handle: FlatParamHandle) -> torch.dtype:
+        """In which dtype the unit computes with the handle's parameters now."""
+        return handle.precision.master if self.root.in_full_precision(self) else handle.precision.compute
+
+    def _is_out_of_date(self, handle: FlatParamHandle) -> bool:
+        """Whether what was kept unsharded is not what a gather would bring: the shard was written to since, or the
+        dtype is that of evaluation, and this is training."""
+        return handle.is_stale or handle.unsharded.dtype != self._dtype_of(handle)
