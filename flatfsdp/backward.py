@@ -15,8 +15,8 @@ from typing import Concatenate, ParamSpec
 from . import _torch
 from .agree import Agreement
 from .api import BackwardPrefetch
-from .grads import Reduction
 from .policy.order import ForwardRecord, GatherPlan, ReducePlan
+from .reduction import Reduction
 from .unit import Unit
 from .views import Exposure
 

@@ -29,112 +29,16 @@ from dataclasses import dataclass
 import torch
 
 from . import _torch
-from .comm import Transport
-from .device import DONE, Lane
 from .errors import UsageError
 from .flat_param import FlatParamHandle, full_views
 from .policy.precision import gradient_scaling
+from .reduction import Part
 from .storage import FlatBuffer
 from .views import Shown, assign_grad, take_grads
 
 # A gradient of at most SMALL_BYTES is collected; at COLLECT_BYTES the collected ones are moved.
 SMALL_BYTES = 64 * 1024
 COLLECT_BYTES = 1024 * 1024
-
-
-class Reduction:
-    """One unit's gradients in flight: reduce-scatter along the shard axis, then all-reduce along the replicate axis.
-
-    The second stage is launched when the first has been waited for, which every rank does at the same point of the
-    order.
-    """
-
-    def __init__(
-        self,
-        buffer: FlatBuffer,
-        handle: FlatParamHandle,
-        scatter: Transport,
-        replicate: Transport | None,
-        lane: Lane,
-        scale: float,
-        give_back: Callable[[FlatBuffer], None],
-        *,
-        earlier: torch.Tensor | None,
-        hook: Callable[[torch.Tensor], None] | None,
-    ) -> None:
-        """Issue the first stage. Collective over the shard axis; `buffer` belongs to the reduction from now on, until
-        it is given back. `earlier` is added between the stages; `hook` sees the sum of both, before it is scaled."""
-        self._handle = handle
-        self._buffer: FlatBuffer | None = buffer
-        self._replicate = replicate
-        self._lane = lane
-        self._scale = scale
-        self._give_back = give_back
-        self._earlier = earlier
-        self._hook = hook
-        lane.follow_compute()
-        if handle.whole:
-            # The whole is the shard: nothing to scatter, and the buffer itself becomes the result.
-            self._result = buffer.tensor
-            self._first = DONE
-        else:
-            self._result = buffer.tensor.new_empty(handle.layout.shard_numel)
-            self._first = scatter.reduce_scatter_base(self._result, buffer.tensor, lane)
-        handle.ledger.add("reduced", self._bytes)
-        self._second = DONE
-        self._halfway = False
-
-    @property
-    def _bytes(self) -> int:
-        return 0 if self._handle.whole else self._result.numel() * self._result.element_size()
-
-    @property
-    def input_bytes(self) -> int:
-        """Bytes that the first stage reads and that are held for it."""
-        held = self._buffer is not None and not self._handle.whole
-        return self._handle.layout.padded_numel * self._result.element_size() if held else 0
-
-    def release_input(self) -> None:
-        """Wait for the first stage, free its input and issue the second. Collective over the replicate axis."""
-        if self._halfway:
-            return
-        self._halfway = True
-        self._first.wait()
-        assert self._buffer is not None
-        if self._earlier is not None:
-            with self._lane.running():
-                self._result.add_(self._earlier)
-            self._earlier = None
-        if self._replicate is not None:
-            self._second = self._replicate.all_reduce(self._result, self._lane)
-        if not self._handle.whole:
-            self._give_back(self._buffer)
-            self._buffer = None
-
-    def finish(self) -> None:
-        """Wait for both stages, and run the hook. Collective over the replicate axis, and over what the hook uses."""
-        self.release_input()
-        self._second.wait()
-        if self._hook is not None:
-            hook, self._hook = self._hook, None
-            with torch.no_grad():
-                hook(self._result)
-
-    def discard(self) -> None:
-        """Wait for what was issued; nobody wants the result."""
-        self._hook = None
-        self.wait()
-
-    def wait(self) -> torch.Tensor:
-        """The summed and scaled gradient of the shard: shape (shard_numel,), reduce dtype."""
-        self.finish()
-        if self._buffer is not None:  # the whole, whose memory is the result
-            self._buffer.disown()
-            self._buffer = None
-        self._handle.ledger.remove("reduced", self._bytes)
-        if self._scale != 1.0:
-            self._result.mul_(self._scale)
-        return self._result
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +77,7 @@ class Gradients:
         self._collected: list[tuple[int, torch.Tensor]] = []
         self._collected_bytes = 0
         self._before = self._after = 1.0
-        self._reductions: list[Reduction] = []
+        self._reducing: list[Part] = []
         self._taken: dict[int, torch.Tensor] | None = None
         self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
         self._accumulating = False
@@ -287,8 +191,8 @@ class Gradients:
         buffer, views = self._buffers.get(dtype, (None, []))
         if buffer is not None and buffer.allocated:
             # A late gradient while the buffer's reduction is in flight: that one first.
-            for reduction in self._reductions:
-                reduction.release_input()
+            for part in self._reducing:
+                part.release_input()
         if buffer is None or (handle.whole and buffer.tensor.numel() == 0):
             buffer = FlatBuffer(handle.layout.padded_numel, dtype, handle.device, ledger=handle.ledger, kind="slots")
             views = []
@@ -324,8 +228,8 @@ class Gradients:
 
     def return_inputs(self) -> None:
         """The unsharded buffer is needed again: wait for the reductions that read it."""
-        for reduction in self._reductions:
-            reduction.release_input()
+        for part in self._reducing:
+            part.release_input()
 
     # -- reduction ---------------------------------------------------------------------------------------------------
 
@@ -344,16 +248,8 @@ class Gradients:
         self._move_collected()
         self.window_open = self.window_open or bool(self.expected)
 
-    def launch(
-        self,
-        scatter: Transport,
-        replicate: Transport | None,
-        lane: Lane,
-        *,
-        completes: bool,
-        hook: Callable[[torch.Tensor], None] | None,
-    ) -> Reduction:
-        """Issue the reduction of what arrived, zeros for what did not. Collective over the shard axis.
+    def hand_over(self, *, completes: bool, hook: Callable[[torch.Tensor], None] | None) -> Part:
+        """What arrived, zeros for what did not, on its way into a reduction.
 
         `completes`: not only a partial sum. `hook` runs on the sum. Precondition: a place that gradients occupy was
         taken.
@@ -379,19 +275,16 @@ class Gradients:
         give_back = self._return_place or FlatBuffer.free
         self._forget_buffer()
         self._completes = completes
-        reduction = Reduction(
-            buffer,
+        part = Part(
             self.handle,
-            scatter,
-            replicate if completes else None,
-            lane,
-            self._after if completes else 1.0,
+            buffer,
             give_back,
-            earlier=None if self._reductions else self._partial,
+            scale=self._after if completes else 1.0,
+            earlier=None if self._reducing else self._partial,
             hook=hook if completes else None,
         )
-        self._reductions.append(reduction)
-        return reduction
+        self._reducing.append(part)
+        return part
 
     # -- a backward ends ---------------------------------------------------------------------------------------------
 
@@ -400,10 +293,10 @@ class Gradients:
         shard."""
         self._end_pause()
         total: torch.Tensor | None = None
-        for reduction in self._reductions:
-            result = reduction.wait()
+        for part in self._reducing:
+            result = part.wait()
             total = result if total is None else total.add_(result)
-        self._reductions = []
+        self._reducing = []
         trained = self.expected
         self._forget_expectations()
         if total is None:
@@ -473,9 +366,9 @@ class Gradients:
         lost = self.window_open
         self._collected = []
         self._collected_bytes = 0
-        for reduction in self._reductions:
-            reduction.discard()
-        self._reductions = []
+        for part in self._reducing:
+            part.discard()
+        self._reducing = []
         self._close_window()
         self._forget_expectations()
         return lost
@@ -550,4 +443,4 @@ class Gradients:
             self._close_window()
 
 
-__all__ = ["COLLECT_BYTES", "SMALL_BYTES", "Gradients", "Reduction"]
+__all__ = ["COLLECT_BYTES", "SMALL_BYTES", "Gradients"]

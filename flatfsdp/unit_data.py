@@ -22,10 +22,11 @@ from .choices import Choices
 from .comm import GroupPlan, Transport
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle
-from .grads import Gradients, Reduction
+from .grads import Gradients
 from .lifecycle import PHASE_STEPS, Phase, ShardState, step
 from .policy.schedule import AS_BUILT, Schedule
 from .policy.strategy import Traits
+from .reduction import Reduction
 from .values import Beginnings
 from .views import Exposure, Home, Shown, check_exposed, check_homes
 
@@ -286,7 +287,12 @@ class UnitData:
         self.note("reduce")
         completes = self.choices.schedule.all_reduce or self.replicate is None
         return [
-            grads.launch(self.scatter, self.replicate, lane, completes=completes, hook=self.choices.all_reduce_hook)
+            Reduction(
+                [grads.hand_over(completes=completes, hook=self.choices.all_reduce_hook)],
+                self.scatter,
+                self.replicate if completes else None,
+                lane,
+            )
             for grads in self.grads
             if grads.awaited
         ]

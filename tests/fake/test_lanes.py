@@ -16,7 +16,7 @@ from torch import nn
 
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, wrap
 from flatfsdp.device import Device, Lane
-from flatfsdp.grads import Reduction
+from flatfsdp.reduction import Reduction
 from tests.fake.test_communication import NUMELS, WIDTH, Block, forward, padded, root_of, wrapped
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
@@ -134,9 +134,8 @@ def _impatient(reduction: Reduction) -> None:
     """`Reduction.release_input` that does not wait."""
     if not reduction._halfway:
         reduction._halfway = True
-        assert reduction._buffer is not None
-        reduction._buffer.free()
-        reduction._buffer = None
+        for part in reduction._parts:
+            part.release_buffer()
 
 
 @pytest.mark.parametrize(("without", "race"), [wait[1:] for wait in WAITS], ids=[wait[0] for wait in WAITS])

@@ -37,6 +37,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (3, "hidden"),
     (3, "views"),
     (3, "extensions"),
+    (3, "reduction"),
     (3, "grads"),
     (4, "trees buffers hooks materialise limiter choices unit_data unit links traversal placement backward root"),
     (4, "registry"),

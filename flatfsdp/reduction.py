@@ -1,0 +1,144 @@
+"""Gradients in flight: reduce-scatter along the shard axis, then all-reduce along the replicate axis.
+
+[Note: reduction stages] The second stage is launched when the first has been waited for, which every rank does at the
+same point of the order. What a reduction reads is held until its first stage is over, what it brings until somebody
+asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .comm import Transport
+from .device import DONE, Lane, Pending
+from .flat_param import FlatParamHandle
+from .storage import FlatBuffer
+
+
+class Part:
+    """One handle's gradients in a reduction.
+
+    Attributes:
+        buffer: what is reduced: shape (padded_numel,), reduce dtype; None when it has been given back.
+        result: this rank's shard of the sum: shape (shard_numel,), reduce dtype; undefined until `reduction` is over.
+    """
+
+    reduction: Reduction
+    result: torch.Tensor
+
+    def __init__(
+        self,
+        handle: FlatParamHandle,
+        buffer: FlatBuffer,
+        give_back: Callable[[FlatBuffer], None],
+        *,
+        scale: float,
+        earlier: torch.Tensor | None,
+        hook: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        """`buffer` belongs to the reduction from now on, until it is given back. `earlier` is added between the stages;
+        `hook` sees the sum of both, before it is multiplied by `scale`."""
+        self.handle = handle
+        self.buffer: FlatBuffer | None = buffer
+        self.earlier = earlier
+        self.hook = hook
+        self._give_back = give_back
+        self._scale = scale
+
+    @property
+    def bytes(self) -> int:
+        """Of the result; 0 where it lies in the buffer."""
+        return 0 if self.handle.whole else self.result.numel() * self.result.element_size()
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes that are held for the first stage."""
+        held = self.buffer is not None and not self.handle.whole
+        return self.handle.layout.padded_numel * self.result.element_size() if held else 0
+
+    def release_buffer(self) -> None:
+        """Nobody reads the input any more."""
+        if self.buffer is not None and not self.handle.whole:
+            self._give_back(self.buffer)
+            self.buffer = None
+
+    def release_input(self) -> None:
+        """Wait for the first stage, whose input is in the way."""
+        self.reduction.release_input()
+
+    def wait(self) -> torch.Tensor:
+        """The summed and scaled gradient of the shard. Collective over the replicate axis."""
+        self.reduction.finish()
+        if self.buffer is not None:  # the whole, whose memory is the result
+            self.buffer.disown()
+            self.buffer = None
+        self.handle.ledger.remove("reduced", self.bytes)
+        if self._scale != 1.0:
+            self.result.mul_(self._scale)
+        return self.result
+
+    def discard(self) -> None:
+        """Wait for what was issued; nobody wants the result."""
+        self.hook = None
+        self.wait()
+
+
+class Reduction:
+    """One exchange of gradients: those of one handle, or of several small ones."""
+
+    def __init__(self, parts: Sequence[Part], scatter: Transport, replicate: Transport | None, lane: Lane) -> None:
+        """Issue the first stage. Collective over the shard axis."""
+        self._parts = parts
+        self._replicate = replicate
+        self._lane = lane
+        lane.follow_compute()
+        self._result, self._first = self._scatter(scatter)
+        for part in parts:
+            part.reduction = self
+            part.handle.ledger.add("reduced", part.bytes)
+        self._second = DONE
+        self._halfway = False
+
+    def _scatter(self, scatter: Transport) -> tuple[torch.Tensor, Pending]:
+        (part,) = self._parts
+        assert part.buffer is not None
+        full = part.buffer.tensor
+        if part.handle.whole:
+            # The whole is the shard: nothing to scatter, and the buffer itself becomes the result.
+            part.result = full
+            return full, DONE
+        part.result = full.new_empty(part.handle.layout.shard_numel)
+        return part.result, scatter.reduce_scatter_base(part.result, full, self._lane)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes that the first stage reads and that are held for it."""
+        return sum(part.input_bytes for part in self._parts)
+
+    def release_input(self) -> None:
+        """Wait for the first stage, free its input and issue the second. Collective over the replicate axis."""
+        if self._halfway:
+            return
+        self._halfway = True
+        self._first.wait()
+        for part in self._parts:
+            if part.earlier is not None:
+                with self._lane.running():
+                    part.result.add_(part.earlier)
+                part.earlier = None
+        if self._replicate is not None:
+            self._second = self._replicate.all_reduce(self._result, self._lane)
+        for part in self._parts:
+            part.release_buffer()
+
+    def finish(self) -> None:
+        """Wait for both stages, and run the hooks. Collective over the replicate axis, and over what hooks use."""
+        self.release_input()
+        self._second.wait()
+        for part in self._parts:
+            if part.hook is not None:
+                hook, part.hook = part.hook, None
+                with torch.no_grad():
+                    hook(part.result)
