@@ -28,6 +28,8 @@ REASONS = {
     "torch.distributed.distributed_c10d._process_group_name": "a group made by its members alone is named after the "
     "number of groups that the process is in; ranks in different numbers of them would wait for each other for ever",
     "torch._C.DisableTorchFunctionSubclass": "a hidden parameter's gradient is asked for on the way of every backward",
+    "torch.autograd.profiler._is_profiler_enabled": "ranges in a profiler's trace are worth their cost only while one "
+    "runs, in whatever thread; nothing public tells",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
 }
 
@@ -47,6 +49,7 @@ def missing() -> list[str]:
             torch.distributed.distributed_c10d._process_group_name
         ),
         "torch._C.DisableTorchFunctionSubclass": lambda: torch._C.DisableTorchFunctionSubclass,
+        "torch.autograd.profiler._is_profiler_enabled": lambda: torch.autograd.profiler._is_profiler_enabled,
         "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
     }
     absent = []
@@ -108,6 +111,11 @@ def accumulate_hooks(leaf: torch.Tensor) -> dict[int, Callable[[torch.Tensor], N
     """The live dictionary of post-accumulate hooks of `leaf` (empty where none was ever registered)."""
     hooks: Any = leaf._post_accumulate_grad_hooks
     return hooks if hooks is not None else {}
+
+
+def profiler_runs() -> bool:
+    """Whether a profiler of torch's records in this process."""
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from .comm import Group, Traffic, Transport, transport
 from .device import Device, Lane
 from .errors import InternalError, UsageError, logger, warn, warn_once
 from .flat_param import FlatParamHandle
+from .labels import follow_profiler
 from .lifecycle import Phase
 from .limiter import Limiter
 from .links import Links
@@ -58,6 +59,7 @@ class Root:
         ledger, traffic, trace: bytes by kind, collectives by kind, events.
         record: the forward passes that the next backward may cover.
         sync: False inside `no_sync()`.
+        depth: forwards of units that run, one in the other.
     """
 
     def __init__(self, unit: Unit, device: Device, *, ledger: Ledger, settings: RootSettings) -> None:
@@ -76,7 +78,7 @@ class Root:
         self.lanes = Lanes(device.lane("unshard", high_priority=True), device.lane("reduce"))
         self.limiter = Limiter(device, self.lanes.unshard, limit=settings.limit_all_gathers)
         self.links = Links()
-        self._depth = 0
+        self.depth = 0
         self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
         self._order: ForwardOrder[Unit] = ForwardOrder()
         self._transports: dict[tuple[int, str], Transport] = {}
@@ -169,6 +171,10 @@ class Root:
             )
         return self._told
 
+    def follow_profiler(self) -> bool:
+        """Label what units do if a profiler records it; True if that is a change. [Note: labels]"""
+        return follow_profiler(self.units)
+
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def enter(self, unit: Unit) -> bool:
@@ -179,10 +185,10 @@ class Root:
                 "back later; "
                 "leave the context first"
             )
-        outermost = self._depth == 0
+        outermost = self.depth == 0
         if outermost:
             self._begin(unit)
-        self._depth += 1
+        self.depth += 1
         return outermost
 
     def _begin(self, unit: Unit) -> None:
@@ -219,12 +225,12 @@ class Root:
     @property
     def in_forward(self) -> bool:
         """Whether a forward of any unit runs."""
-        return self._depth > 0
+        return self.depth > 0
 
     def leave(self, unit: Unit, *, failed: bool = False) -> None:
         """A forward of `unit` has ended."""
-        self._depth -= 1
-        if self._depth or _torch.in_backward():
+        self.depth -= 1
+        if self.depth or _torch.in_backward():
             return
         if failed:
             self.abandon()
@@ -344,6 +350,7 @@ class Root:
             self.record, unreduced=unreduced, sync=len(unreduced) < len(self.units), agreement=self.agreement
         )
         backward.double = torch.is_grad_enabled()
+        self.follow_profiler()
         # Bound to this backward: on an accelerator a failed one may be let go late, by another thread.
         hooks.at_end_of_backward(
             functools.partial(self.end_backward, backward), functools.partial(self.fail_backward, backward)
