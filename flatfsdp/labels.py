@@ -17,8 +17,8 @@ from torch.profiler import record_function
 
 from . import _torch
 from .errors import logger
-from .grads import Reduction
 from .lifecycle import ShardState
+from .reduction import Reduction
 from .unit import Call, Unit
 from .views import Exposure
 
@@ -81,10 +81,14 @@ class LabelledUnit(Unit):
 class LabelledReduction(Reduction):
     """A reduction with a range around each of its waits."""
 
+    @property
+    def _units(self) -> str:
+        return "+".join(dict.fromkeys(part.handle.name or "<root>" for part in self._parts))
+
     def release_input(self) -> None:
-        with _range("wait for reduction", self._handle.name, happens=not self._halfway):
+        with _range("wait for reduction", self._units, happens=not self._halfway):
             super().release_input()
 
     def finish(self) -> None:
-        with _range("wait for all-reduce", self._handle.name, happens=self._replicate is not None):
+        with _range("wait for all-reduce", self._units, happens=self._replicate is not None):
             super().finish()
