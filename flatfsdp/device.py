@@ -101,6 +101,12 @@ class Lane:
         self.name = name
         self._device = device
         self._stream = stream
+        self._downloaded: Any = None  # an event behind the last download that the host has not waited for
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the lane is an order of its own, beside the host."""
+        return self._stream is not None
 
     def running(self) -> AbstractContextManager[None]:
         """Issue the enclosed work on this lane."""
@@ -119,6 +125,22 @@ class Lane:
         """Order what this lane runs next after `event`."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
+
+    def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+        """Start to copy `tensor` into page-locked host memory on this lane, a stream.
+
+        Returns the copy, which the host may read after `await_downloads`, and what keeps `tensor` until then.
+        """
+        copy = pinned_like(tensor)
+        with self.running():
+            copy.copy_(tensor, non_blocking=True)
+        self._downloaded = self.mark()
+        return copy, Pending(device=self._device, event=self._downloaded, keep=(tensor, copy))
+
+    def await_downloads(self) -> None:
+        """Keep the host until all that was downloaded is there."""
+        event, self._downloaded = self._downloaded, None
+        self._device.block_host(event)
 
 
 class Pending:
@@ -183,3 +205,8 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
     if torch.accelerator.is_available():
         return tensor.pin_memory()
     return tensor
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory for a copy of `tensor`, page-locked where an accelerator is present; undefined values."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=torch.accelerator.is_available())

@@ -275,13 +275,15 @@ class Gradients:
         give_back = self._return_place or FlatBuffer.free
         self._forget_buffer()
         self._completes = completes
+        first = not self._reducing
         part = Part(
             self.handle,
             buffer,
             give_back,
             scale=self._after if completes else 1.0,
-            earlier=None if self._reducing else self._partial,
+            earlier=self._partial if first else None,
             hook=hook if completes else None,
+            download=first and completes and self.handle.offload and self.handle.pin_memory,
         )
         self._reducing.append(part)
         return part
@@ -296,6 +298,7 @@ class Gradients:
         for part in self._reducing:
             result = part.wait()
             total = result if total is None else total.add_(result)
+        downloaded = self._reducing[0].downloaded if len(self._reducing) == 1 else None
         self._reducing = []
         trained = self.expected
         self._forget_expectations()
@@ -309,11 +312,7 @@ class Gradients:
             return
         handle = self.handle
         with torch.no_grad():
-            total = total.to(handle.precision.grad)
-            if total.device != handle.home:
-                total = total.to(handle.home)
-            elif handle.offload:
-                total = total.clone()  # the CPU stands in for a device: the same copy is made
+            total = downloaded if downloaded is not None else self._at_home(total)
         taken, self._taken = self._taken or {}, None
         if not handle.use_orig_params:
             self._accumulate(handle.flat_param, total)
@@ -334,6 +333,14 @@ class Gradients:
         if added:
             with torch.no_grad():
                 _torch.foreach_add_([old for old, _ in added], [new for _, new in added])
+
+    def _at_home(self, total: torch.Tensor) -> torch.Tensor:
+        """`total` in the optimizer's dtype, where the optimizer steps."""
+        handle = self.handle
+        total = total.to(handle.precision.grad)
+        if total.device != handle.home:
+            return total.to(handle.home)
+        return total.clone() if handle.offload else total  # the CPU stands in for a device: the same copy is made
 
     def _replace_partial(self, total: torch.Tensor | None) -> None:
         ledger = self.handle.ledger

@@ -90,5 +90,5 @@ class LabelledReduction(Reduction):
             super().release_input()
 
     def finish(self) -> None:
-        with _range("wait for all-reduce", self._units, happens=self._replicate is not None):
+        with _range("wait for all-reduce", self._units, happens=self._replicate is not None and bool(self._parts)):
             super().finish()

@@ -3,6 +3,10 @@
 [Note: reduction stages] The second stage is launched when the first has been waited for, which every rank does at the
 same point of the order. What a reduction reads is held until its first stage is over, what it brings until somebody
 asks for it.
+
+[Note: downloads] What an offloaded handle's gradients bring goes on to page-locked host memory on the same lane, beside
+the rest of the backward; the host waits once, for all of them, when the backward ends. A copy to memory that is not
+page-locked would keep the host where it is issued, so that waits for the end.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ class Part:
     Attributes:
         buffer: what is reduced: shape (padded_numel,), reduce dtype; None when it has been given back.
         result: this rank's shard of the sum: shape (shard_numel,), reduce dtype; undefined until `reduction` is over.
+        downloaded: the scaled result in host memory, in the optimizer's dtype; None where it is not sent there.
     """
 
     reduction: Reduction
@@ -37,15 +42,19 @@ class Part:
         scale: float,
         earlier: torch.Tensor | None,
         hook: Callable[[torch.Tensor], None] | None,
+        download: bool,
     ) -> None:
         """`buffer` belongs to the reduction from now on, until it is given back. `earlier` is added between the stages;
-        `hook` sees the sum of both, before it is multiplied by `scale`."""
+        `hook` sees the sum of both, before it is multiplied by `scale`. `download`: it is all that the host awaits."""
         self.handle = handle
         self.buffer: FlatBuffer | None = buffer
         self.earlier = earlier
         self.hook = hook
+        self.downloaded: torch.Tensor | None = None
         self._give_back = give_back
         self._scale = scale
+        self._download = download
+        self._downloading = DONE
 
     @property
     def bytes(self) -> int:
@@ -68,20 +77,40 @@ class Part:
         """Wait for the first stage, whose input is in the way."""
         self.reduction.release_input()
 
+    def finish(self, lane: Lane) -> None:
+        """Run the hook on the sum, and send the result on its way to the host. [Note: downloads]"""
+        if self.hook is not None:
+            hook, self.hook = self.hook, None
+            with torch.no_grad():
+                hook(self.result)
+            lane.follow_compute()
+        if self._download and lane.is_stream:
+            self._download = False
+            with lane.running():
+                self._apply_scale()
+                result = self.result.to(self.handle.precision.grad)
+            self.downloaded, self._downloading = lane.download(result)
+
+    def _apply_scale(self) -> None:
+        if self._scale != 1.0:
+            self.result.mul_(self._scale)
+            self._scale = 1.0
+
     def wait(self) -> torch.Tensor:
         """The summed and scaled gradient of the shard. Collective over the replicate axis."""
         self.reduction.finish()
+        self._downloading.wait()
         if self.buffer is not None:  # the whole, whose memory is the result
             self.buffer.disown()
             self.buffer = None
         self.handle.ledger.remove("reduced", self.bytes)
-        if self._scale != 1.0:
-            self.result.mul_(self._scale)
+        self._apply_scale()
         return self.result
 
     def discard(self) -> None:
         """Wait for what was issued; nobody wants the result."""
         self.hook = None
+        self._download = False
         self.wait()
 
 
@@ -138,7 +167,5 @@ class Reduction:
         self.release_input()
         self._second.wait()
         for part in self._parts:
-            if part.hook is not None:
-                hook, part.hook = part.hook, None
-                with torch.no_grad():
-                    hook(part.result)
+            part.finish(self._lane)
+        self._parts = ()  # which know their reduction: in a circle, gradients would live until the collector comes

@@ -391,6 +391,7 @@ class Root:
         for unit in self.units:
             keep = backward is not None and not unit.reshards_after_backward(reduced=backward.reduces(unit))
             unit.rest(keep_whole=keep)
+        self.lanes.reduce.await_downloads()
         for unit in self.units:
             unit.settle()
         self.limiter.settle()

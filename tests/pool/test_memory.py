@@ -5,6 +5,7 @@ What the ledger does not know, activations and the like, is measured in `tests/f
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, grads, wrap
 from flatfsdp.grads import Gradients
+from flatfsdp.reduction import Part
 from flatfsdp.trace import Event
 from tests.conftest import Run
 from tests.harness.fake import fake_world
@@ -53,14 +55,14 @@ MODEL = DEPTH * BLOCK + ROOT
 
 
 def peaks(rank: int, world: int, options: dict[str, Any], micro: int) -> dict[int, dict[str, int]]:
-    """The most bytes of each kind, and of all, in steps 2 and 20; every step ends with shards only."""
+    """The most bytes of each kind, and of all, in steps 2 and 50; every step ends with shards only."""
     torch.manual_seed(0)
     policy = wrap.ModuleWrapPolicy({Block})
     model = FullyShardedDataParallel(Tower(), auto_wrap_policy=policy, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ledger = model._unit.root.ledger
     found = {}
-    for step in range(21):
+    for step in range(51):
         ledger.reset_peaks()
         for place in range(micro):
             tokens = torch.randint(16, (2, 3), generator=torch.Generator().manual_seed(step * 8 + rank))
@@ -71,7 +73,7 @@ def peaks(rank: int, world: int, options: dict[str, Any], micro: int) -> dict[in
                 model(tokens).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step in (2, 20):
+        if step in (2, 50):
             found[step] = {kind: ledger.peak(kind) for kind in KINDS} | {"all": ledger.peak_total}
         live = Counter({kind: count for kind, count in ledger.live.items() if count})
         assert live == {"shard": ledger.peak("shard")}, live
@@ -147,8 +149,31 @@ def test_bytes_in_flight_are_a_stated_sum(
     pool2: Run, options: dict[str, Any], micro: int, elements: dict[str, int]
 ) -> None:
     for found in pool2(peaks, options, micro):
-        assert found[2] == found[20]
+        assert found[2] == found[50]
         assert {kind: found[2][kind] for kind in KINDS} == {kind: 4 * count for kind, count in elements.items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}, {"cpu_offload": True}], ids=named)
+def test_gradients_are_freed_without_the_collector(options: dict[str, Any]) -> None:
+    waited: list[weakref.ref[torch.UntypedStorage]] = []
+    wait = Part.wait
+
+    def watched(part: Part) -> Tensor:
+        result = wait(part)
+        waited.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    gc.collect()
+    gc.disable()
+    try:
+        with fake_world(2), patch.object(Part, "wait", watched):
+            model = FullyShardedDataParallel(Tower(), auto_wrap_policy=wrap.ModuleWrapPolicy({Block}), **options)
+            model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+            model.zero_grad()
+        assert len(waited) == DEPTH + 1
+        assert [ref() for ref in waited] == [None] * len(waited)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
