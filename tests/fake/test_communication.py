@@ -5,7 +5,7 @@ Counted are the operations that torch's dispatcher sees, not what the engine say
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -354,6 +354,51 @@ def test_besides_the_root_at_most_one_unit_is_ahead_of_the_one_in_use(options: d
         assert most == bound
         block, own = padded(NUMELS, 4)[0], padded(NUMELS, 4)[-1]
         assert root.ledger.peak("unsharded") == 4 * (bound * block + own)
+
+
+def test_what_backward_gathers_ahead_and_does_not_use_is_freed_at_its_end() -> None:
+    """The loss does not need `c`, which the other ranks' losses might."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = Block(), Block(), Block()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.a(x)
+            return self.b(x), self.c(x)
+
+    with fake_world(4):
+        model = FullyShardedDataParallel(Two(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+        for _ in range(2):
+            first, second = model(torch.randn(3, WIDTH))
+            with root_of(model).trace.listening() as events:
+                first.sum().backward()
+            gathered = [event.unit for event in events if event.kind == "gather"]
+            assert gathered == ["c", "b", "a"]  # in the order that all ranks share
+            assert all(unit.is_sharded for unit in root_of(model).units)
+            assert root_of(model).ledger.live["unsharded"] == 0
+            del second
+
+
+def test_a_units_unsharded_storage_is_one_for_ever() -> None:
+    """Saved views of a forward point into it when backward fills it again."""
+    found: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
+    with tower(use_orig_params=True) as model:
+        root = root_of(model)
+
+        def look(event: Event) -> None:
+            for unit in root.units:
+                for handle in unit.handles:
+                    if handle.state is ShardState.UNSHARDED:
+                        found[unit.name].add((id(handle.unsharded), handle.unsharded.untyped_storage()._cdata))
+
+        with root.trace.listening(look):
+            for _ in range(3):
+                forward(model).backward()
+                with torch.no_grad():
+                    forward(model)
+    assert {name: len(seen) for name, seen in found.items()} == {"": 1, "a": 1, "b": 1, "c": 1}
 
 
 # -- values, with a group that answers as if all ranks were alike ------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What construction and lazy init cost where models and worlds are large.
+"""What construction, lazy init and steps cost where models and worlds are large.
 
 [Note: cost of construction] In calls, it is a sum of a term for the model, one for each unit and one for each
 parameter: alpha + beta * units + gamma * parameters. The world is in none of them, only its groups' ranks are listed:
@@ -112,3 +112,21 @@ def test_ranks_are_listed_once_for_a_group(strategy: str) -> None:
         return listed.call_count
 
     assert lists(2, 8) == lists(9, 8) == lists(2, 1024) <= 4
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_step_makes_as_many_calls_in_any_world(strategy: str) -> None:
+    def calls(world: int) -> int:
+        with fake_world(world):
+            net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(8)))
+            model = FullyShardedDataParallel(net, sharding_strategy=strategy, auto_wrap_policy={nn.Linear})
+
+            def step() -> None:
+                model(torch.ones(2, 4)).sum().backward()
+                model.zero_grad()
+
+            for _ in range(3):
+                step()
+            return calls_of(step)
+
+    assert calls(8) == calls(64) == calls(512)

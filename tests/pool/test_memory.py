@@ -153,6 +153,31 @@ def test_bytes_in_flight_are_a_stated_sum(
         assert {kind: found[2][kind] for kind in KINDS} == {kind: 4 * count for kind, count in elements.items()}
 
 
+def test_a_gradient_is_held_twice_only_between_its_reduction_and_the_end_of_its_backward() -> None:
+    """The first microbatch's, and what is to be added to it: a backward that fails can still be forgotten."""
+    with fake_world(2):
+        model = FullyShardedDataParallel(Tower(), auto_wrap_policy=wrap.ModuleWrapPolicy({Block}), use_orig_params=True)
+        root = model._unit.root
+
+        def microbatch() -> list[tuple[str, int]]:
+            """Bytes of gradients that are not the user's yet, whenever a reduction is issued, and at the end."""
+            loss = model(torch.zeros(2, 3, dtype=torch.int64)).sum()
+            found: list[tuple[str, int]] = []
+            with root.trace.listening(lambda event: found.append((event.kind, root.ledger.live["reduced"]))):
+                loss.backward()
+            return [(kind, count) for kind, count in found if kind in ("reduce", "end")]
+
+        def held() -> list[int]:
+            return [leaf.grad.untyped_storage().data_ptr() for leaf in model.parameters() if leaf.grad is not None]
+
+        first, theirs = microbatch(), held()
+        assert microbatch() == first == microbatch()
+        reductions = [("reduce", 4 * index * BLOCK // 2) for index in range(DEPTH + 1)]
+        assert first == [*reductions, ("end", 0)]
+        # One gradient is left, the one that was there: what was added to it is gone.
+        assert held() == theirs != []
+
+
 @pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}, {"cpu_offload": True}], ids=named)
 def test_gradients_are_freed_without_the_collector(options: dict[str, Any]) -> None:
     waited: list[weakref.ref[torch.UntypedStorage]] = []

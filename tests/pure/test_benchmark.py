@@ -79,6 +79,18 @@ def test_a_row_that_failed_says_why() -> None:
     assert timings(failed).row("fsdp2") == {"failure": "ValueError: no"}
 
 
+@pytest.mark.parametrize(("exchange", "wall", "cpu"), [(6.0, 6.0, 9.0), (2.0, 3.0, 5.0)])
+def test_the_limit_is_the_longer_of_arithmetic_and_exchange(exchange: float, wall: float, cpu: float) -> None:
+    """Arithmetic takes three seconds: forward, backward and an update of one each."""
+    engines = {"flatfsdp": 12.0, "floor": 3.0, "exchange": exchange}
+    measured = timings(*(cell(name, number, took, [3, 2, 1]) for name, took in engines.items() for number in range(2)))
+    row = measured.row("flatfsdp")
+    assert (row["step limit"].median, row["cpu limit"].median) == (12.0 / wall, 12.0 / cpu)
+    assert "step limit" not in timings(*(cell("flatfsdp", number, 2.0, [3, 2, 1]) for number in range(2))).row(
+        "flatfsdp"
+    )
+
+
 def test_overlap_is_read_from_the_ranges_of_kernels() -> None:
     def event(name: str, start: float, end: float, category: str = "kernel") -> dict[str, Any]:
         return {"name": name, "cat": category, "ts": start, "dur": end - start, "args": {"stream": 7}}
@@ -97,12 +109,35 @@ def test_overlap_is_read_from_the_ranges_of_kernels() -> None:
     assert overlap(kernels[2:]) is None
 
 
+MACHINE = dict.fromkeys("date commit torch python cores cpu memory_gib device command".split(), "?")
+
+
+def test_host_times_stand_in_the_table_by_world() -> None:
+    cells = [
+        {"round": number, "engine": engine, "ranks": [{"2": {"1": 200.0 + number, "512": 1300.0}}]}
+        for engine in ("flatfsdp", "bare")
+        for number in range(3)
+    ]
+    text = render({"machine": MACHINE, "host": cells})
+    assert "| engine | 2 tensors, 1 ranks | 2 tensors, 512 ranks |" in text
+    assert "| flatfsdp | 201 [200 to 202] | 1300 |" in text
+    assert "| bare collectives | 201 [200 to 202] | 1300 |" in text
+
+
+def test_sweeps_stand_in_the_table_by_size() -> None:
+    seconds = {"fsdp1": 4.0, "ddp": 1.0, "flatfsdp": 3.0}
+    cells = [{**cell(name, 0, took, [3, 2, 1]), "model": "m"} for name, took in seconds.items()]
+    wrong = [{**cell(name, 0, took, [3, 2, took]), "model": "n"} for name, took in seconds.items()]
+    text = render({"machine": MACHINE, "cells": cells + wrong, "sweeps": {"Units": {"1": "m", "64": "n"}}})
+    assert "| engine | 1 | 64 |" in text
+    assert "| flatfsdp | 3000, 3000 (0.75) | invalid |" in text
+
+
 def test_what_failed_stands_in_the_table() -> None:
-    machine = dict.fromkeys("date commit torch python cores cpu memory_gib device command".split(), "?")
     failed = {"model": "m", "engine": "fsdp2", "strategy": "FULL_SHARD", "error": "rank 1: Traceback\nValueError: no\n"}
     cells = [{**failed, "round": 0}]
     text = render(
-        {"machine": machine, "models": [{"name": "m", "unit_bytes": [4]}], "cells": cells, "figures": [failed]}
+        {"machine": MACHINE, "models": [{"name": "m", "unit_bytes": [4]}], "cells": cells, "figures": [failed]}
     )
     assert "- FSDP2: ValueError: no\n" in text
     assert "- FSDP2, FULL_SHARD: failed, ValueError: no\n" in text

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from flatfsdp import gloo
 from flatfsdp.gloo import FIRST_TAG, TAGS, Line, Messages
 
 
 class Group:
     """Stands for a process group."""
+
+    def __init__(self, ranks: int = 2) -> None:
+        self._ranks = ranks
+
+    def size(self) -> int:
+        return self._ranks
 
 
 class Message:
@@ -52,3 +59,16 @@ def test_tags_are_out_of_the_way_and_do_not_run_out() -> None:
     assert max(tags) < 2**31  # gloo's largest
     assert len(set(tags[:TAGS])) == TAGS
     assert tags[TAGS:] == tags[:3]
+
+
+@pytest.mark.parametrize(("ranks", "one_host", "near"), [(2, True, True), (8, True, True), (8, False, False)])
+def test_messages_are_for_few_ranks_on_one_host(
+    ranks: int, one_host: bool, near: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "_on_one_host", lambda group: one_host)
+    assert gloo.is_near(Group(ranks)) is near
+
+
+def test_many_ranks_are_not_asked_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(gloo, "_on_one_host")
+    assert not gloo.is_near(Group(9))

@@ -230,6 +230,16 @@ def test_only_hooks_registers_with_autograd() -> None:
     assert not found, "\n".join(found)
 
 
+def test_memory_is_given_back_by_its_lane_and_never_by_record_stream() -> None:
+    found = [
+        source.at(node.lineno)
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and node.attr == "record_stream"
+    ]
+    assert not found, found
+
+
 @pytest.mark.parametrize(
     ("text", "unit", "module", "name"),
     [
