@@ -173,6 +173,8 @@ class Config:
     limit_all_gathers: bool
     use_orig_params: bool
     device_mesh: Any
+    reshard_after_forward: bool | int | None
+    """None leaves it to the strategy; a number is compared with that of shards when groups are known."""
     check_values: str
     """What differing initial values across ranks lead to: "warn", "raise", or "off" (not compared)."""
 

@@ -49,6 +49,7 @@ def check_arguments(
     ignored_states: Any = None,
     device_mesh: Any = None,
     check_values: Any = "warn",
+    reshard_after_forward: Any = None,
 ) -> Config:
     """Check the arguments of ``FullyShardedDataParallel`` and return them normalised. Never communicates.
 
@@ -84,6 +85,7 @@ def check_arguments(
         use_orig_params=use_orig_params,
         device_mesh=_device_mesh(device_mesh, strategy),
         check_values=_check_values(check_values),
+        reshard_after_forward=_reshard_after_forward(reshard_after_forward),
     )
     _check_combination(config)
     return config
@@ -289,6 +291,12 @@ def _device_id(value: Any) -> int | torch.device | None:
             refuse_value("device_id", value, accepted)
     if isinstance(value, torch.device) and value.type == "meta":
         refuse_value("device_id", value, accepted, hint="Nothing can be computed on the meta device.")
+    return value
+
+
+def _reshard_after_forward(value: Any) -> bool | int | None:
+    if value is not None and not isinstance(value, int):
+        refuse_type("reshard_after_forward", value, "True, False, a number of ranks, or None")
     return value
 
 

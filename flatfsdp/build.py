@@ -23,6 +23,7 @@ from .groups import plan_groups
 from .materialise import materialise
 from .optimizers import guard_optimizers
 from .placement import compute_device, move_buffers
+from .policy.schedule import AS_BUILT, Schedule, reshard_choice
 from .policy.strategy import traits
 from .registry import extended, own, owner_of, roots, unit_around
 from .root import Root, RootSettings
@@ -44,6 +45,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     nested = units_in(module)
     with failing_together(axes):
         _check_unwrapped(module)
+        reshard = reshard_choice("reshard_after_forward", config.reshard_after_forward, shards=groups.shard.size)
         ignored_modules, ignored_params = ignored_of(module, config)
         modules = modules_of(module, ignored_modules)
         materialise(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
@@ -75,6 +77,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         owners=list(dict.fromkeys(owner for home in aliases if (owner := owner_of(home.leaf)) is not None)),
         aliases=aliases,
         island=island,
+        schedule=AS_BUILT if reshard is None else Schedule(reshard_after_forward=reshard),
     )
     unit.extend(transformed)
     if beginnings is not None:

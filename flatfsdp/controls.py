@@ -14,6 +14,7 @@ from .choices import Targets
 from .device import Device
 from .errors import ConfigValueError, UsageError, refuse_type, refuse_value
 from .lifecycle import Phase
+from .policy.schedule import reshard_choice
 from .traversal import units_at, units_in
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class ScheduleControls:
     def reshard(self) -> None:
         """Free this wrapper's whole parameters; not those of wrappers inside. Every rank calls it at the same point.
 
-        A backward that reads them gathers them again.
+        A backward that reads them gathers them again, over all ranks of the shard group.
 
         Raises:
             UsageError: inside the wrapper's forward, inside a backward or `summon_full_params()`, or after a backward
@@ -160,22 +161,43 @@ class ScheduleControls:
             hook = _on_stream(hook, stream, device)
         unit.choose(all_reduce_hook=hook)
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Whether parameters are freed between a forward and its backward, in place of what the strategy says.
 
         True also for the outermost wrapper, which otherwise stays whole until its backward; with False parameters stay
         whole after a forward without gradients, too, until a backward or for as long as nobody writes to them: several
         evaluations gather once.
 
+        A number n is between the two: n ranks in a row keep the parameters among them, 1/n each, in the dtype of
+        computation, and the backward gathers them there, on one host say. The ranks of the shard group are cut into
+        such rows in their order; the next forward makes process groups for them, once for each n. What is kept is
+        copied, and freed as the backward has gathered it; a second backward of the same graph gathers over the whole
+        shard group.
+
         Args:
-            reshard_after_forward: False saves a gather in backward and takes the memory of whole parameters.
+            reshard_after_forward: False saves a gather in backward and takes the memory of whole parameters. A number
+                divides that of the shards: 1 means False, that of all shards True.
             recurse: whether for all wrappers inside as well.
 
         Raises:
-            ConfigTypeError: an argument is no bool.
+            ConfigTypeError: an argument is neither bool nor, for the first, int.
+            ConfigValueError: a number that does not divide the number of shards, in a wrapper that is meant.
             UsageError: inside a forward or a backward.
         """
-        self._set(recurse, "reshard_after_forward", reshard_after_forward, "reshard_after_forward")
+        method, name = "set_reshard_after_forward", "reshard_after_forward"
+        if not isinstance(reshard_after_forward, int):
+            refuse_type(f"{method}: {name}", reshard_after_forward, "True, False, or a number of ranks")
+        units = self._meant(method, recurse)
+        choices = [
+            reshard_choice(
+                f"{method}: {name}, of a {type(unit.module).__name__}",
+                reshard_after_forward,
+                shards=unit.groups.shard.size,
+            )
+            for unit in units
+        ]
+        for unit, choice in zip(units, choices, strict=True):
+            unit.choose_schedule(reshard_after_forward=choice)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after a backward, in place of what the strategy says.
@@ -264,10 +286,14 @@ class ScheduleControls:
     def _set(self, recurse: bool, name: str, value: object, *fields: str) -> None:
         method = f"set_{name}"
         _check_bool(method, name, value)
+        for unit in self._meant(method, recurse):
+            unit.choose_schedule(**dict.fromkeys(fields, value))
+
+    def _meant(self, method: str, recurse: bool) -> list[Unit]:
+        """The units that a setting is for; refuses it inside a forward or a backward."""
         _check_bool(method, "recurse", recurse)
         _check_outside(self._unit, method)
-        for unit in units_in(_module(self)) if recurse else [self._unit]:
-            unit.choose_schedule(**dict.fromkeys(fields, value))
+        return units_in(_module(self)) if recurse else [self._unit]
 
 
 def _module(wrapper: object) -> nn.Module:

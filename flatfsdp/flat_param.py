@@ -25,6 +25,7 @@ from .errors import InternalError, UsageError
 from .layout import FlatLayout, ParamSpec
 from .lifecycle import SHARD_STEPS, ShardState, step
 from .policy.precision import resolve
+from .portion import Portion
 from .storage import FlatBuffer, Ledger, Versions, versions_of
 
 
@@ -111,6 +112,7 @@ class FlatParamHandle:
         shard: shape (layout.shard_numel,), master dtype, on `home`.
         flat_param: the shard as a parameter.
         state: [Note: lifecycle].
+        portion: what stays here between forward and backward besides the shard, if anything. [Note: portions]
         device: where the unit computes; `home`: where the shard lives (the CPU when offloaded).
     """
 
@@ -150,6 +152,7 @@ class FlatParamHandle:
         self._unsharded: dict[torch.dtype, Unsharded] = {}
         self._active: Unsharded | None = None
         self._pending: Pending | None = None
+        self.portion: Portion | None = None
         self._versions = Versions(self.leaves)
         self.shard = shard
         self.home = shard.device
@@ -297,8 +300,9 @@ class FlatParamHandle:
     def launch_unshard(self, transport: Transport, lane: Lane, *, dtype: torch.dtype) -> None:
         """Issue the all-gather in `dtype`. Collective over the shard axis.
 
-        Precondition: sharded. Postcondition: gathering; `wait_unshard` ends it.
+        Precondition: sharded. Postcondition: gathering; `wait_unshard` ends it. A portion is dropped.
         """
+        self.drop_portion()
         self.state = step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
         target = self._active = self._target(dtype)
         if target.buffer is None:
@@ -312,6 +316,32 @@ class FlatParamHandle:
                 own = flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
                 source = own.copy_(source, non_blocking=True)
         self._pending = transport.all_gather_base(flat, source, lane)
+
+    def launch_unshard_nearby(self, lane: Lane) -> None:
+        """Issue the all-gather of portions, in their dtype. Collective over the neighbours. [Note: portions]
+
+        Precondition: sharded, with a portion. Postcondition: gathering; `wait_unshard` ends it and drops the portion.
+        """
+        assert self.portion is not None
+        self.state = step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
+        target = self._active = self._target(self.portion.dtype)
+        assert target.buffer is not None
+        with lane.running():
+            target.buffer.allocate()
+        self._pending = self.portion.gather(target.buffer.tensor, lane)
+
+    def keep_portion(self, neighbours: Transport) -> None:
+        """Copy this rank's portion out of the unsharded buffer, which is about to be freed. [Note: portions]
+
+        Precondition: unsharded.
+        """
+        self.portion = Portion(self.unsharded, self.layout, neighbours, ledger=self.ledger)
+
+    def drop_portion(self) -> None:
+        """Free the portion, if there is one; it must not be on its way."""
+        if self.portion is not None:
+            self.portion.free()
+            self.portion = None
 
     def wait_unshard(self) -> None:
         """Order the caller after the gather. Precondition: gathering. Postcondition: unsharded."""
@@ -330,7 +360,10 @@ class FlatParamHandle:
                 # The leaves see the write, made through the flat parameter, without having been told.
                 torch.autograd.graph.increment_version(self.leaves)
             self._filled_versions = versions_of(self.leaves)
-        self._shard_version = writes
+        if self.portion is None:
+            self._shard_version = writes
+        else:  # which is as old as its forward: what was written to the shard since is not in the buffer
+            self.drop_portion()
 
     def reshard(self) -> FlatBuffer | None:
         """Give up the unsharded buffer and return it for the caller to free (None where the shard is the whole).

@@ -70,6 +70,9 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, nn.Module):
         ignored_states: as `ignored_modules`, for modules or for parameters, not both.
         device_mesh: in place of `process_group`: a 1-D mesh, or 2-D (replicate, shard) for the hybrid strategies.
         check_values: what to do when ranks begin from different values: "warn", "raise", or "off". Not in FSDP1.
+        reshard_after_forward: whether parameters are freed between forward and backward, or among how many ranks they
+            stay, as `set_reshard_after_forward` says; for wrappers by policy, too. None leaves it to the strategy. Not
+            in FSDP1.
 
     Raises:
         ConfigTypeError, ConfigValueError: an argument; the message names it, what was given and what is accepted.
@@ -115,6 +118,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, nn.Module):
         device_mesh: Any = None,
         *,
         check_values: str = "warn",
+        reshard_after_forward: bool | int | None = None,
     ) -> None:
         config = check_arguments(
             module,
@@ -134,6 +138,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, nn.Module):
             ignored_states=ignored_states,
             device_mesh=device_mesh,
             check_values=check_values,
+            reshard_after_forward=reshard_after_forward,
         )
         super().__init__()
         self._wrap(module, resolve_groups(config))

@@ -30,6 +30,8 @@ _node_groups: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyD
 _groups_by_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 # The plans in use: units over the same groups share one, and a group of many ranks is asked for them once.
 _plans: weakref.WeakValueDictionary[tuple[object, ...], GroupPlan] = weakref.WeakValueDictionary()
+# Groups of some of a process group's ranks in a row, by how many.
+_neighbours: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 # How many groups were made over the same ranks of a default process group; part of their names.
 _made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
@@ -121,6 +123,18 @@ def _for_reductions(process_group: Any) -> Any:
         ranks = dist.get_process_group_ranks(process_group)
         made = _reduction_groups[process_group] = _new_group(tuple(ranks), "wraps a module")
     return made
+
+
+def neighbours(axis: Group, count: int, device: torch.device) -> Group:
+    """The axis of the `count` ranks in a row that this one is among, where `axis` is cut into such rows.
+
+    Collective over these ranks where a group is made, once per process group and `count`, which divides its size.
+    """
+    known = _neighbours.setdefault(axis.process_group, {})
+    if count not in known or not _exists(known[count]):
+        first = axis.rank - axis.rank % count
+        known[count] = _new_group(axis.ranks[first : first + count], "keeps parameters after forward")
+    return Group.of(known[count], device)
 
 
 def _new_group(ranks: tuple[int, ...], doing: str) -> Any:

@@ -22,7 +22,7 @@ import builtins
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from math import prod
@@ -260,6 +260,19 @@ class FlatLayout:
         shard = self.shard(rank)
         return shard.intersect(self.spans[index]).shift(-shard.start)
 
+    def over(self, world: int) -> FlatLayout:
+        """The same flat space, padding included, in ``world`` shards, each of them some of these shards in a row.
+
+        Raises:
+            ConfigValueError: ``world`` does not divide this layout's.
+        """
+        cached = self._over_worlds.get(world)
+        if cached is None:
+            if world < 1 or self.world % world:
+                raise ConfigValueError(f"expected a divisor of the {self.world} shards of a layout, found {world}")
+            cached = self._over_worlds[world] = replace(self, world=world, shard_numel=self.padded_numel // world)
+        return cached
+
     def digest(self) -> str:
         """SHA-256 in hex over everything the layout says: equal on two ranks exactly when their layouts are equal."""
         return hashlib.sha256("\n".join(self._facts()).encode()).hexdigest()
@@ -303,6 +316,10 @@ class FlatLayout:
 
     @cached_property
     def _owned_by_rank(self) -> dict[int, tuple[Owned, ...]]:
+        return {}
+
+    @cached_property
+    def _over_worlds(self) -> dict[int, FlatLayout]:
         return {}
 
 

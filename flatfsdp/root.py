@@ -21,6 +21,7 @@ from .comm import Group, Traffic, Transport, transport
 from .device import Device, Lane
 from .errors import InternalError, UsageError, logger, warn, warn_once
 from .flat_param import FlatParamHandle
+from .groups import neighbours
 from .labels import follow_profiler
 from .lifecycle import Phase
 from .limiter import Limiter
@@ -87,6 +88,7 @@ class Root:
         self._whole_for_double = False
         self.agreement = Agreement(check_values=settings.check_values)
         self._told: str | None = None  # what was set, None when it has to be put together anew
+        self._neighbours_due = True  # units are to be told anew who keeps portions with them
 
     # -- construction and lazy init ----------------------------------------------------------------------------------
 
@@ -155,6 +157,7 @@ class Root:
     def choices_changed(self) -> None:
         """What users chose for a unit was changed."""
         self._told = None
+        self._neighbours_due = True
 
     @property
     def told_schedule(self) -> str:
@@ -254,6 +257,8 @@ class Root:
             first = self._order.enter(unit)
             self.agreement.check_order(unit, schedule=self.told_schedule)
             if first:
+                if self._neighbours_due:
+                    self._connect_neighbours()
                 self._follow_other_ranks()
             if torch.is_grad_enabled():
                 self.record.enter(unit)
@@ -266,6 +271,20 @@ class Root:
             self._prefetch_in_forward(unit)
         for each in (*unit.owners, unit):
             each.wait_unshard()
+
+    def _connect_neighbours(self) -> None:
+        """Let units know who keeps portions with them. [Note: portions]
+
+        Collective over these ranks where a group is made, and so not before all ranks are known to have chosen alike.
+        """
+        for unit in self.units:
+            count = unit.choices.schedule.neighbours
+            axis = neighbours(unit.groups.shard, count, self.device.device) if count is not None else None
+            found = self.transport(axis, "neighbours") if axis is not None else None
+            if found is not unit.neighbours:
+                unit.drop_portions()
+                unit.neighbours = found
+        self._neighbours_due = False
 
     def _prefetch_in_forward(self, unit: Unit) -> None:
         following: Iterable[Unit] = unit.choices.forward_targets
@@ -317,6 +336,7 @@ class Root:
         self.agreement.check_request(unit, "reshard")
         awaits_backward = not self.record.consumed and unit in self.record.entered
         unit.reshard(Exposure.NOTHING if awaits_backward else Exposure.SHARD)
+        unit.drop_portions()
         unit.kept = False
 
     def abandon(self) -> None:
@@ -331,6 +351,11 @@ class Root:
         self.agreement.rest()
 
     # -- backward ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward runs, or completes what this rank's graph did not reach."""
+        return self.backward is not None or _torch.in_backward()
 
     def begin_backward(self) -> Backward:
         """The backward that runs; the first sign of it plans it."""

@@ -27,8 +27,9 @@ from .errors import InternalError
 class Ledger:
     """Exact live bytes by kind, and their peaks.
 
-    Kinds: `shard`, `unsharded`, `slots` (unsharded gradients), `exchange` (scratch of a reduction), `reduced` (gradient
-    shards before they become `.grad`), `summoned`.
+    Kinds: `shard`, `unsharded`, `portion` (of unsharded parameters, between forward and backward), `slots` (unsharded
+    gradients), `exchange` (scratch of a reduction), `reduced` (gradient shards before they become `.grad`), `partial`
+    (sums that await an all-reduce), `summoned`.
     """
 
     def __init__(self) -> None:

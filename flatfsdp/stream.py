@@ -177,13 +177,16 @@ class Stream(Peers):
             for kind, handle in enumerate(unit.handles)
             if any(leaf.requires_grad for leaf in handle.leaves)
         ]
+        nearby = [place for place, unit in enumerate(root.units) if unit.holds_portions]
         schedule = root.told_schedule
         how = "" if root.sync else " under no_sync()"
         words = f"began a backward{how} through {len(anchored)} units, {len(reduced)} flat gradients{_with(schedule)}"
+        if nearby:
+            words += f"; {len(nearby)} units kept nearby"
         self.busy = True
         self._meet_abandoned()
         self._start("a backward")
-        symbol = Symbol(number(f"{root.sync} {entered} {anchored} {reduced} {schedule}"), words)
+        symbol = Symbol(number(f"{root.sync} {entered} {anchored} {reduced} {nearby} {schedule}"), words)
         self._next(symbol, opens=not self._sharded, completes=True)
 
     def check_gradients(self, *, came: bool) -> None:

@@ -219,10 +219,10 @@ class Unit(UnitData):
                 self._stay_whole()
                 keep = True
         if not keep:
-            self.reshard(Exposure.NOTHING)
+            self.reshard_after_forward(self)
         if not recomputing:
             for owner in self.owners:
-                owner.lent_no_more()
+                owner.lent_no_more(self)
         return output
 
     @property
@@ -232,7 +232,9 @@ class Unit(UnitData):
         The root's backward begins where its forward ends: unless a user says so, freeing them would gain nothing.
         """
         chosen = self.choices.schedule.reshard_after_forward
-        return chosen if chosen is not None else self.traits.reshard_after_forward and self is not self.root.unit
+        if chosen is not None:
+            return bool(chosen)
+        return self.traits.reshard_after_forward and self is not self.root.unit
 
     def reshards_after_backward(self, *, reduced: bool) -> bool:
         """Whether the unsharded parameters are freed after a backward that `reduced` gradients or did not."""
@@ -263,11 +265,12 @@ class Unit(UnitData):
         """Whether a unit that holds some of these parameters too is in its forward."""
         return any(unit.phase is Phase.FORWARD for unit in self._alive_borrowers())
 
-    def lent_no_more(self) -> None:
-        """A unit that holds some of these parameters too has run its forward: reshard, unless they are needed still."""
+    def lent_no_more(self, borrower: Unit) -> None:
+        """`borrower`, which holds some of these parameters too, has run its forward: reshard, unless they are needed
+        still."""
         in_use = self.phase is Phase.FORWARD or self.needed_whole or self._lent
         if not in_use and self.reshards_after_forward:
-            self.reshard(Exposure.NOTHING)
+            self.reshard_after_forward(self, borrower)
 
     def _own_output(self, output: Any) -> Any:
         """Outputs that are views of unsharded parameters become copies: their memory is about to be freed."""

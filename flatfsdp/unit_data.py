@@ -33,6 +33,7 @@ from .views import Exposure, Home, Shown, check_exposed, check_homes
 if TYPE_CHECKING:
     from .extensions import Extended
     from .root import Root
+    from .unit import Unit
 
 
 class UnitData:
@@ -50,6 +51,8 @@ class UnitData:
         kept: stays unsharded between iterations, because a user said so.
         beginnings: of the parameters, until they have been compared with the other ranks'.
         gather, scatter, replicate: the transports for the collectives; replicate is None where there is one copy.
+        neighbours: the transport among those who keep portions after a forward; None where nobody does. [Note:
+            portions]
     """
 
     gather: Transport
@@ -87,6 +90,7 @@ class UnitData:
         self.phase = Phase.IDLE
         self.shown = [Shown(handle) for handle in self.handles]
         self.grads = [Gradients(handle, shown) for handle, shown in zip(self.handles, self.shown, strict=True)]
+        self.neighbours: Transport | None = None
         self._root: weakref.ref[Root] | None = None
         self.own_root: Root | None = None  # until the wrapper takes it: a root owns its units, and no cycle may remain
         self.kept = False
@@ -194,7 +198,8 @@ class UnitData:
         return not any(handle.state is ShardState.SHARDED for handle in self.handles)
 
     def launch_unshard(self, *, ahead: bool = False) -> None:
-        """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis."""
+        """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis, or
+        in a backward over the neighbours."""
         root = self.root
         if self.places_are_taken:
             self._refuse_to_regain()
@@ -203,6 +208,10 @@ class UnitData:
         for handle, grads in zip(self.handles, self.grads, strict=True):
             if handle.state is ShardState.SHARDED:
                 grads.return_inputs()
+                if handle.portion is not None and root.is_in_backward:
+                    root.limiter.make_room(handle.buffer(handle.portion.dtype), ahead=ahead)
+                    handle.launch_unshard_nearby(root.lanes.unshard)
+                    continue
                 dtype = self._dtype_of(handle)
                 root.limiter.make_room(handle.buffer(dtype), ahead=ahead)
                 handle.launch_unshard(self.gather, root.lanes.unshard, dtype=dtype)
@@ -265,6 +274,26 @@ class UnitData:
         if freed:
             self.note("reshard")
 
+    def reshard_after_forward(self, *readers: Unit) -> None:
+        """Free the unsharded parameters; where the backward of one of the `readers` is to come, they may stay among
+        neighbours. [Note: portions]"""
+        if self.neighbours is not None and any(map(self.root.record.awaits, readers)):
+            for handle in self.handles:
+                if handle.state is ShardState.UNSHARDED:
+                    handle.keep_portion(self.neighbours)
+            self.note("portion")
+        self.reshard(Exposure.NOTHING)
+
+    def drop_portions(self) -> None:
+        """A backward that still comes gathers over the shard axis."""
+        for handle in self.handles:
+            handle.drop_portion()
+
+    @property
+    def holds_portions(self) -> bool:
+        """Whether the next backward gathers from neighbours."""
+        return self.neighbours is not None and any(handle.portion is not None for handle in self.handles)
+
     @property
     def places_are_taken(self) -> bool:
         """Whether gradients lie in places of parameters while the unit is unsharded. [Note: slot sharing]"""
@@ -310,6 +339,9 @@ class UnitData:
                 shown.show(Exposure.SHARD)
         else:
             self.reshard(Exposure.SHARD)
+        for handle in self.handles:
+            if handle.portion is not None:
+                handle.drop_portion()
         self.phase = Phase.IDLE
 
     def pause(self) -> None:

@@ -47,6 +47,10 @@ class ForwardRecord(Generic[U]):
         """Whether one call of `unit` is all that a backward can reach."""
         return unit in self._entered and unit not in self._again
 
+    def awaits(self, unit: U) -> bool:
+        """Whether a gradient can reach `unit` in a backward that has not begun."""
+        return unit in self._anchored and not self.consumed
+
     @property
     def entered(self) -> tuple[U, ...]:
         """Units in the order in which they began."""

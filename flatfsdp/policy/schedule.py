@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from ..errors import refuse_value
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The settings of one unit; None leaves a choice to the strategy.
 
     Attributes:
-        reshard_after_forward: whether its parameters are freed between forward and backward.
+        reshard_after_forward: whether its parameters are freed between forward and backward; a number: stay sharded
+            over so many ranks instead, more than one and fewer than all. [Note: portions]
         reshard_after_backward: whether they are freed after backward.
         reduce: whether its backward reduces gradients, or adds them up unsharded.
         all_reduce: whether what is reduced over the shard axis is reduced over the replicate axis as well, or adds up.
@@ -23,7 +26,7 @@ class Schedule:
         divide_by: what the sum of gradients over ranks is divided by; None for the number of ranks.
     """
 
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool | None = None
     reduce: bool = True
     all_reduce: bool = True
@@ -39,9 +42,30 @@ class Schedule:
                     yield f"{field.name}={value}"
 
     @property
+    def neighbours(self) -> int | None:
+        """Among how many ranks parameters stay after a forward for a backward that reads them; None: not at all."""
+        count = self.reshard_after_forward
+        return None if count is None or isinstance(count, bool) or not self.unshard_in_backward else count
+
+    @property
     def keeps_by_choice(self) -> bool:
         """Whether parameters may stay unsharded between iterations because a user said so."""
         return self.reshard_after_forward is False or self.reshard_after_backward is False
 
 
 AS_BUILT = Schedule()
+
+
+def reshard_choice(argument: str, value: bool | int | None, *, shards: int) -> bool | int | None:
+    """`value` for parameters in so many `shards`: where it is the number of one rank or of all, the bool that it means.
+
+    Raises:
+        ConfigValueError: a number that does not divide `shards`.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if value < 1 or shards % value:
+        divisors = ", ".join(str(count) for count in range(1, shards + 1) if shards % count == 0)
+        ranks = "rank that holds" if shards == 1 else "ranks that share"
+        refuse_value(argument, value, f"True, False, or a divisor of the {shards} {ranks} the parameters: {divisors}")
+    return False if value == 1 else True if value == shards else value

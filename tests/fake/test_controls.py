@@ -373,7 +373,6 @@ def test_settings_are_checked() -> None:
         for setter in (
             model.set_requires_gradient_sync,
             model.set_requires_all_reduce,
-            model.set_reshard_after_forward,
             model.set_reshard_after_backward,
             model.set_unshard_in_backward,
             model.set_is_last_backward,

@@ -31,16 +31,18 @@ LR = 0.05
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is wrapped. `doubled`: under a late communicator and poisoned buffers."""
+    """How a model is wrapped. `doubled`: under a late communicator and poisoned buffers. `nearby`: among how many ranks
+    parameters stay between forward and backward."""
 
     strategy: str = "FULL_SHARD"
     orig: bool = True
     doubled: bool = False
     offload: bool = False
+    nearby: int | None = None
 
     def __str__(self) -> str:
-        words = [self.strategy, "orig" if self.orig else "flat"]
-        return " ".join([*words, *(["doubled"] if self.doubled else []), *(["offload"] if self.offload else [])])
+        flags = {"doubled": self.doubled, "offload": self.offload, f"nearby {self.nearby}": self.nearby is not None}
+        return " ".join([self.strategy, "orig" if self.orig else "flat", *(word for word, on in flags.items() if on)])
 
     def wrap(self, model: nn.Module, units: Collection[type[nn.Module]], **more: Any) -> FullyShardedDataParallel:
         """`model` with the modules of the classes `units`, and the whole, as units."""
@@ -51,6 +53,7 @@ class Setting:
             sharding_strategy=self.strategy,
             use_orig_params=self.orig,
             cpu_offload=self.offload,
+            reshard_after_forward=self.nearby,
             auto_wrap_policy=ModuleWrapPolicy(set(units)) if units else None,
             **more,
         )

@@ -60,7 +60,7 @@ def test_names_order_and_defaults_of_arguments_are_torchs():
         ]
 
     ours, torchs = described(check_arguments), described(torch_fsdp.FullyShardedDataParallel.__init__)
-    assert ours == [*torchs, ("check_values", "warn")]
+    assert ours == [*torchs, ("check_values", "warn"), ("reshard_after_forward", "None")]
 
 
 def test_defaults_are_normalised():
@@ -103,6 +103,8 @@ REDUCE_IN_FP32 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
         ("device_id", torch.device("cpu"), torch.device("cpu")),
         ("process_group", GROUP, GROUP),
         ("check_values", "raise", "raise"),
+        ("reshard_after_forward", True, True),
+        ("reshard_after_forward", 4, 4),
         ("param_init_fn", print, print),
     ],
 )
@@ -234,6 +236,10 @@ TYPE_ERRORS = [
     ({"device_id": 1.5}, f"device_id: got 1.5 (float). Accepted: {DEVICES}"),
     ({"device_id": True}, f"device_id: got True (bool). Accepted: {DEVICES}"),
     ({"check_values": None}, 'check_values: got None (NoneType). Accepted: "warn", "raise", "off".'),
+    (
+        {"reshard_after_forward": "2"},
+        "reshard_after_forward: got '2' (str). Accepted: True, False, a number of ranks, or None.",
+    ),
 ]
 
 

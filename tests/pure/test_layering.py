@@ -33,6 +33,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (2, "comm"),
     (2, "values watch peers stream agree"),
     (2, "groups"),
+    (3, "portion"),
     (3, "flat_param"),
     (3, "hidden"),
     (3, "views"),

@@ -180,6 +180,30 @@ def test_routes_carry_every_element_once(seed: int) -> None:
         assert taken == sum(prod(shape) for shape in shapes)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_fewer_shards_hold_the_same_cells(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(30):
+        shapes, (_, align, pad_total), world = random_shapes(rng), random_packing(rng), rng.choice([1, 2, 6, 12, 16])
+        layout = packed(shapes, world, align, pad_total)
+        cells = paint(shapes, world, align, pad_total)[0]
+        for fewer in (count for count in range(1, world + 1) if world % count == 0):
+            over = layout.over(fewer)
+            assert (over.padded_numel, over.spans, over.world) == (len(cells), layout.spans, fewer)
+            assert layout.over(fewer) is over
+            each = world // fewer  # shards in a row that make one of the fewer
+            for rank in range(fewer):
+                assert list(over.owned(rank)) == owned_by_painting(cells, fewer, rank)
+                assert over.shard(rank) == Span(
+                    layout.shard(rank * each).start, layout.shard((rank + 1) * each - 1).stop
+                )
+            for route in routes(layout, over):
+                assert route.target_rank == route.source_rank // each
+        for count in (0, -1, 2 * world, *(count for count in range(1, world) if world % count)):
+            with pytest.raises(ConfigValueError, match=f"a divisor of the {world} shards of a layout, found {count}"):
+                layout.over(count)
+
+
 def test_routes_by_hand() -> None:
     params = [ParamSpec("weight", (6,))]
     two, three = FlatLayout.pack(params, world=2), FlatLayout.pack(params, world=3)
