@@ -93,7 +93,7 @@ class Backward:
         targets = unit.choices.backward_targets
         if targets:
             _launch(self._gathers.through(targets), ahead=True)
-        elif unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        elif unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and not unit.choices.schedule.unshard_async_op:
             self._prefetch()
         for each in (*unit.owners, unit):
             if each.is_whole:

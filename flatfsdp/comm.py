@@ -162,7 +162,7 @@ class Base:
     def _issue(self, lane: Lane, start: Callable[[bool], Pending], keep: tuple[torch.Tensor, ...]) -> Pending:
         if all(tensor.numel() == 0 for tensor in keep):
             return DONE  # equal on every rank: sizes of a collective are agreed
-        if not self.device.has_streams:
+        if lane.is_callers:
             inner = start(False)
             # The inner work holds what its backend reads; `keep` says so where a double swaps the backend.
             return Pending(work=inner, keep=keep)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import _torch
+from .api import BackwardPrefetch
 from .choices import Targets
 from .device import Device
 from .errors import ConfigValueError, UsageError, refuse_type, refuse_value
@@ -261,6 +262,36 @@ class ScheduleControls:
         """
         self._unit.choose(backward_targets=_targets(self._unit, "set_modules_to_backward_prefetch", modules))
 
+    def set_unshard_async_op(self, async_op: bool) -> None:
+        """Whether gathers are issued on the stream of the computation, for the whole model.
+
+        They then take their memory there, so that on an accelerator none is tied up in the pool of another stream; they
+        still run beside computation, but casts and uploads before them do not. Nothing is gathered ahead by itself, on
+        CPU either: BACKWARD_PRE, the default of `backward_prefetch`, is without effect. What is to be there in time is
+        listed by `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch`, or asked for by `unshard()`.
+
+        Args:
+            async_op: True for that, False for a stream of their own.
+
+        Raises:
+            ConfigTypeError: no bool.
+            ConfigValueError: True, and a wrapper inside was made with `forward_prefetch=True` or with `BACKWARD_POST`.
+            UsageError: inside a forward or a backward, or on a nested wrapper.
+        """
+        method, unit = "set_unshard_async_op", self._unit
+        _check_bool(method, "async_op", async_op)
+        _check_outside(unit, method)
+        root = unit.root
+        if root.unit is not unit:
+            raise UsageError(
+                f"{method} of unit {unit.label} was called on a nested wrapper, but gathers of a model share one "
+                f"order; call it on the outermost ({type(root.unit.module).__name__})"
+            )
+        if async_op:
+            for each in root.units:
+                _check_prefetches_on_request(each, method)
+        root.set_unshard_async_op(async_op)
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Without effect: every backward ends with its reductions waited for, and may be the last. For FSDP2's users.
 
@@ -334,6 +365,18 @@ def _targets(unit: Unit, method: str, modules: object) -> Targets:
             )
         targets.append(target)
     return Targets(targets)
+
+
+def _check_prefetches_on_request(unit: Unit, method: str) -> None:
+    for setting, is_made, instead in (
+        ("forward_prefetch=True", unit.forward_prefetch, "forward"),
+        ("backward_prefetch=BACKWARD_POST", unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST, "backward"),
+    ):
+        if is_made:
+            raise ConfigValueError(
+                f"{method}: a {type(unit.module).__name__} inside was wrapped with {setting}, which gathers ahead by "
+                f"itself. Wrap without it, and list what is gathered ahead by set_modules_to_{instead}_prefetch"
+            )
 
 
 def _check_outside(unit: Unit, method: str) -> None:

@@ -3,9 +3,11 @@
 [Note: lanes] A *lane* is an order of execution beside compute. On an accelerator it is a stream; on CPU there is none
 and the host itself is the order, while collectives run in the backend's threads. Both share one order of *issue*. What
 differs is when memory may be reused: a CPU wait blocks the host, an accelerator's wait only orders streams. Hence two
-rules that hold for
-both: whoever starts work keeps its tensors alive until it was waited for (`Pending`), and a buffer is freed on the lane
-that allocated it, after an event of the lane that used it last. `record_stream` is never called.
+rules that hold for both: whoever starts work keeps its tensors alive until it was waited for (`Pending`), and a buffer
+is freed on the lane that allocated it, after an event of the lane that used it last. `record_stream` is never called.
+
+A lane may be the caller's own order on an accelerator, too: its collectives still run beside compute, on streams of the
+backend's, but memory is taken and given back in order with compute, and needs no events.
 """
 
 from __future__ import annotations
@@ -61,6 +63,10 @@ class Device:
             return Lane(name, self, None)
         return Lane(name, self, self._module.Stream(self.device, priority=-1 if high_priority else 0))
 
+    def callers_lane(self, name: str) -> Lane:
+        """The caller's own order as a lane."""
+        return Lane(name, self, None)
+
     def current_stream(self) -> Any:
         """The stream on which the caller computes (None on CPU)."""
         return self._module.current_stream(self.device) if self._module is not None else None
@@ -95,7 +101,7 @@ _HERE: AbstractContextManager[None] = nullcontext()
 
 
 class Lane:
-    """An order of execution: a stream on an accelerator, the host on CPU."""
+    """An order of execution: a stream on an accelerator; without one the caller's own, which on CPU is the host's."""
 
     def __init__(self, name: str, device: Device, stream: Any) -> None:
         self.name = name
@@ -108,6 +114,11 @@ class Lane:
         """Whether the lane is an order of its own, beside the host."""
         return self._stream is not None
 
+    @property
+    def is_callers(self) -> bool:
+        """Whether what is issued here is in order with what the caller computes."""
+        return self._stream is None
+
     def running(self) -> AbstractContextManager[None]:
         """Issue the enclosed work on this lane."""
         return _HERE if self._stream is None else self._device.running_on(self._stream)
@@ -119,11 +130,13 @@ class Lane:
 
     def mark(self) -> Any:
         """An event at the current end of this lane (None on CPU)."""
-        return self._stream.record_event() if self._stream is not None else None
+        return self._stream.record_event() if self._stream is not None else self._device.mark()
 
     def await_mark(self, event: Any) -> None:
         """Order what this lane runs next after `event`."""
-        if self._stream is not None and event is not None:
+        if self._stream is None:
+            self._device.await_mark(event)
+        elif event is not None:
             self._stream.wait_event(event)
 
     def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Pending]:

@@ -1,10 +1,10 @@
 """When resharded memory goes back: not before the device is past its last use, and not later than a bound allows.
 
-[Note: limiter] The host knows at once on CPU that nothing uses a buffer any more. Elsewhere it is held until more is
-needed. With the limit the unshard lane then waits: at most two units hold memory besides those whose forward runs
-around them, the one in use and the one ahead or the one before it, so that a gather need not wait for the computation
-that it could run beside. Without the limit the lane runs on, and memory is given back where the device is found to be
-past.
+[Note: limiter] The host knows at once on CPU that nothing uses a buffer any more, and so does the lane where it is the
+caller's. Elsewhere it is held until more is needed. With the limit the unshard lane then waits: at most two units hold
+memory besides those whose forward runs around them, the one in use and the one ahead or the one before it, so that a
+gather need not wait for the computation that it could run beside. Without the limit the lane runs on, and memory is
+given back where the device is found to be past.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Limiter:
 
     def give_back(self, unit: str, buffer: FlatBuffer) -> None:
         """Free `buffer`, memory of the lane, once the caller's stream is done with it."""
-        if self._device.has_streams:
-            self._held.append(Held(unit, self._device.mark(), buffer))
-        else:
+        if self._lane.is_callers:
             buffer.free()
+        else:
+            self._held.append(Held(unit, self._device.mark(), buffer))
 
     def make_room(self, needed: FlatBuffer | None, *, ahead: bool) -> None:
         """Memory is about to be taken on the lane, for `needed` if that exists; `ahead` of its use."""

@@ -52,6 +52,10 @@ class RootSettings:
     check_values: str
 
 
+def _unshard_lane(device: Device, *, on_callers: bool) -> Lane:
+    return device.callers_lane("unshard") if on_callers else device.lane("unshard", high_priority=True)
+
+
 class Root:
     """The shared state of one model's units.
 
@@ -76,7 +80,8 @@ class Root:
         self.placed = False  # whether everything was found where it computes since it last moved
         self.record: ForwardRecord[Unit] = ForwardRecord()
         self.backward: Backward | None = None
-        self.lanes = Lanes(device.lane("unshard", high_priority=True), device.lane("reduce"))
+        self._gathers_on_callers = False  # set_unshard_async_op()
+        self.lanes = Lanes(_unshard_lane(device, on_callers=False), device.lane("reduce"))
         self.limiter = Limiter(device, self.lanes.unshard, limit=settings.limit_all_gathers)
         self.links = Links()
         self.depth = 0
@@ -117,6 +122,7 @@ class Root:
                 handle.name = unit.name
             self.connect(unit)
         self._check_placed()
+        self._choose_unshard_lane()
         if not any(unit.handles for unit in self.units):
             warn(
                 f"{type(self.unit.module).__name__} is wrapped, but no unit of it has parameters: they are all "
@@ -158,6 +164,28 @@ class Root:
         """What users chose for a unit was changed."""
         self._told = None
         self._neighbours_due = True
+
+    def set_unshard_async_op(self, async_op: bool) -> None:
+        """Issue gathers on the caller's stream, and ahead only where a user says so; or on a lane of their own."""
+        if self.ready:
+            self.come_to_rest()  # memory of the one lane does not go back to the other
+        for unit in self.units:
+            unit.choose_schedule(unshard_async_op=async_op)
+        self._choose_unshard_lane()
+
+    def _choose_unshard_lane(self) -> None:
+        on_callers = self.unit.choices.schedule.unshard_async_op
+        for unit in self.units:
+            if unit.choices.schedule.unshard_async_op is not on_callers:
+                raise UsageError(
+                    f"unit {unit.label}: set_unshard_async_op() was called on a {type(unit.module).__name__} that an "
+                    f"outer {type(self.unit.module).__name__} was wrapped around later. Gathers of a model share one "
+                    "order: call it on the outermost wrapper, when all are made"
+                )
+        if on_callers is not self._gathers_on_callers:
+            self._gathers_on_callers = on_callers
+            self.lanes.unshard = _unshard_lane(self.device, on_callers=on_callers)
+            self.limiter = Limiter(self.device, self.lanes.unshard, limit=self.settings.limit_all_gathers)
 
     @property
     def told_schedule(self) -> str:

@@ -23,6 +23,8 @@ class Schedule:
         reduce: whether its backward reduces gradients, or adds them up unsharded.
         all_reduce: whether what is reduced over the shard axis is reduced over the replicate axis as well, or adds up.
         unshard_in_backward: whether its backward reads the parameters.
+        unshard_async_op: whether gathers are issued on the caller's stream, and ahead only where a user says so. The
+            same for all units of a model.
         divide_by: what the sum of gradients over ranks is divided by; None for the number of ranks.
     """
 
@@ -31,6 +33,7 @@ class Schedule:
     reduce: bool = True
     all_reduce: bool = True
     unshard_in_backward: bool = True
+    unshard_async_op: bool = False
     divide_by: float | None = None
 
     def told(self) -> Iterator[str]:

@@ -10,7 +10,8 @@ forgets; an accelerator promises only the order of one stream, and between strea
 that torch dispatches is a tick of the current stream's clock, every stream knows which ticks of the others lie before
 its next operation, and events carry that knowledge. A read must know the last write, a write must know all accesses,
 and memory that is freed goes back to the stream that it was allocated on, which must know all accesses by then: torch's
-allocator hands it out again at once.
+allocator hands it out again at once. A collective that is issued asynchronously runs on the backend's own stream, after
+what the current one was given so far; whoever waits for it lets the current stream know.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatfsdp import comm
 from flatfsdp import device as seam
 from flatfsdp.storage import FlatBuffer
 
@@ -106,6 +108,16 @@ class Lane:
 
 
 @dataclass
+class AsyncWork:
+    """What the backend hands back for a collective on its own stream."""
+
+    event: Event
+
+    def wait(self) -> None:
+        self.event.device.current_stream().wait_event(self.event)
+
+
+@dataclass
 class Memory:
     """One storage: whose memory it is and who has touched it since it was allocated."""
 
@@ -142,6 +154,7 @@ class FakeDevice(TorchDispatchMode):
         self.log: list[str] = []
         self.host = Clock()
         self._compute = Lane(self, "compute")
+        self._backend = Lane(self, "the backend")
         self._current = [self._compute]
         self._memory: dict[weakref.ref[torch.UntypedStorage], Memory] = {}
         self._dead: list[Memory] = []
@@ -181,6 +194,7 @@ class FakeDevice(TorchDispatchMode):
         self._stack.enter_context(seam.standing_in(self))
         self._stack.enter_context(patch.object(FlatBuffer, "allocate", self._noted(FlatBuffer.allocate, "allocate")))
         self._stack.enter_context(patch.object(FlatBuffer, "free", self._noted(FlatBuffer.free, "free")))
+        self._stack.enter_context(patch.object(comm.Base, "_pending", self._pending))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -201,6 +215,9 @@ class FakeDevice(TorchDispatchMode):
                     self._owned_by_current(buffer.tensor)
 
         return noted
+
+    def _pending(self, work: Any) -> seam.Pending:
+        return seam.Pending(work=None if work is None else AsyncWork(Event(self, self._backend)))
 
     def _owned_by_current(self, tensor: Tensor) -> Memory:
         reference = weakref.ref(tensor.untyped_storage(), self._died)
@@ -232,7 +249,11 @@ class FakeDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
         known = {weakref.ref(tensor.untyped_storage()) for tensor in _tensors([*args, *kwargs.values()])}
-        access = self.current_stream().tick(name)
+        stream = self.current_stream()
+        if _is_asynchronous(func, args):
+            self._backend.clock.learn(stream.clock)
+            stream = self._backend
+        access = stream.tick(name)
         if name == "_local_scalar_dense":
             self.host.learn(self.current_stream().clock)
         if not (func.is_view or name in _NOT_TOUCHING):
@@ -284,6 +305,13 @@ def _written(func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor]:
     declared = func._schema.arguments
     positional = [value for value, argument in zip(args, declared, strict=False) if _is_written(argument)]
     return _tensors([*positional, *(kwargs[a.name] for a in declared if _is_written(a) and a.name in kwargs)])
+
+
+def _is_asynchronous(func: Any, args: Any) -> bool:
+    for place, argument in enumerate(func._schema.arguments if func.namespace == "c10d" else ()):
+        if argument.name in ("async_op", "asyncOp"):
+            return bool(args[place] if place < len(args) else argument.default_value)  # defaults do not come along
+    return False
 
 
 def _is_written(argument: Any) -> bool:

@@ -243,6 +243,24 @@ def test_lists_of_what_is_gathered_ahead(pool2: Run) -> None:
     assert not joined(pool2(lists, ALL, timeout=40))
 
 
+def on_the_callers_stream(model: Any, rank: int, step: int) -> list[torch.Tensor]:
+    """Gathers that go ahead by lists only, in every other step, and from between a forward and its backward on."""
+    say(model, "set_unshard_async_op", step % 2 == 1)
+    losses = listed(model, rank, step)
+    loss = loss_of(model(data(rank, step, 1)))
+    say(model, "set_unshard_async_op", step % 2 == 0)
+    loss.backward()
+    return [*losses, loss.detach()]
+
+
+def callers(rank: int, world: int, under: tuple[Setting, ...]) -> list[str]:
+    return differences(rank, world, Net, on_the_callers_stream, under=under, steps=3, bound=2e-6)
+
+
+def test_gathers_on_the_callers_stream(pool2: Run) -> None:
+    assert not joined(pool2(callers, ALL, timeout=40))
+
+
 def listing_differently(rank: int, world: int) -> str:
     model = Setting().wrap(seeded(Net), (Feedforward,))
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1 + rank]])
@@ -254,6 +272,11 @@ def listing_differently(rank: int, world: int) -> str:
 def test_ranks_that_list_different_units_are_told(pool2: Run) -> None:
     for said in pool2(listing_differently, timeout=40):
         assert "in unit 'blocks.0', schedule: rank 0: prefetch in forward of 'blocks.1'; rank 1: " in said
+
+
+def test_ranks_that_gather_on_different_streams_are_told(pool2: Run) -> None:
+    for said in pool2(differing, "set_unshard_async_op", True, timeout=40):
+        assert "schedule: rank 0: as built; rank 1: unshard_async_op=True" in said
 
 
 def on_request(model: Any, rank: int, step: int, *, wait: bool) -> list[torch.Tensor]:
