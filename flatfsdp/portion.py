@@ -33,11 +33,12 @@ class Portion:
         self._memory = FlatBuffer(span.numel, whole.dtype, whole.device, ledger=ledger, kind="portion")
         self._memory.allocate()
         self._memory.tensor.copy_(whole[span.slice])
-        self._written = neighbours.device.mark()  # the lane of the gather runs beside what was given this copy
 
     def gather(self, whole: torch.Tensor, lane: Lane) -> Pending:
-        """Fill `whole` with the neighbours' portions. Collective over the neighbours."""
-        lane.await_mark(self._written)
+        """Fill `whole`, which the portion was copied of, with the neighbours' portions. Collective over the neighbours.
+
+        Precondition: `lane` comes after the last use of `whole`, hence after that copy. [Note: limiter]
+        """
         return self._neighbours.all_gather_base(whole, self._memory.tensor, lane)
 
     def free(self) -> None:

@@ -380,11 +380,6 @@ class Root:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether a backward runs, or completes what this rank's graph did not reach."""
-        return self.backward is not None or _torch.in_backward()
-
     def begin_backward(self) -> Backward:
         """The backward that runs; the first sign of it plans it."""
         if self.backward is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from . import hooks
+from . import _torch, hooks
 from .api import CPUOffload, MixedPrecision
 from .choices import Choices
 from .comm import GroupPlan, Transport
@@ -208,7 +208,7 @@ class UnitData:
         for handle, grads in zip(self.handles, self.grads, strict=True):
             if handle.state is ShardState.SHARDED:
                 grads.return_inputs()
-                if handle.portion is not None and root.is_in_backward:
+                if handle.portion is not None and _torch.in_backward():
                     root.limiter.make_room(handle.buffer(handle.portion.dtype), ahead=ahead)
                     handle.launch_unshard_nearby(root.lanes.unshard)
                     continue

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.device import Lane
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
+from flatfsdp.wrap import ModuleWrapPolicy
 from tests.fake.test_communication import NUMELS, UNITS, WIDTH, forward, padded, root_of, settled, story, tower, wrapped
 from tests.fake.test_controls import evaluate, live, refused
 from tests.fake.test_lanes import OPTIONS, named, nothing, train
@@ -299,6 +300,27 @@ def test_writes_between_forward_and_backward_are_refused() -> None:
             model.module.c.flat_param.add_(1)
         with refused(RuntimeError, "modified by an inplace operation"):
             loss.backward()
+
+
+def test_what_was_kept_nearby_is_not_taken_for_what_the_shards_hold() -> None:
+    with fake_world(4):
+        net = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+        model = FullyShardedDataParallel(
+            net, auto_wrap_policy=ModuleWrapPolicy({nn.Embedding}), reshard_after_forward=2
+        )
+        model.set_reshard_after_backward(False)
+
+        def look_up() -> Tensor:
+            loss: Tensor = model(torch.arange(3)).sum()
+            return loss
+
+        for write in (False, True):
+            loss = look_up()
+            if write:
+                with torch.no_grad():
+                    model[0].flat_param.add_(1)  # an embedding's backward does not mind
+            loss.backward()
+            assert ("gather:0" in story(model, look_up, "gather")) == write
 
 
 def test_a_unit_that_backward_does_not_read_keeps_no_portion() -> None:
