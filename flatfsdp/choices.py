@@ -5,10 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .hooked import CommHook
 from .policy.schedule import AS_BUILT, Schedule
 
 if TYPE_CHECKING:
@@ -39,19 +40,23 @@ class Choices:
 
     Attributes:
         schedule: [Note: schedule].
+        comm_hook: [Note: communication hooks].
         all_reduce_hook: runs on the sum of gradients before it is scaled.
         forward_targets: gathered ahead when the unit's forward begins; none for the unit that followed last time.
         backward_targets: gathered ahead when its backward begins; none for the unit that comes next.
     """
 
     schedule: Schedule = AS_BUILT
-    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    comm_hook: CommHook | None = None
+    all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
     forward_targets: Targets = NO_TARGETS
     backward_targets: Targets = NO_TARGETS
 
     def told(self) -> Iterator[str]:
         """What was chosen, in words that are equal on all ranks."""
         yield from self.schedule.told()
+        if self.comm_hook is not None:
+            yield self.comm_hook.told
         if self.all_reduce_hook is not None:
             yield "an all-reduce hook"
         for pass_, targets in (("forward", self.forward_targets), ("backward", self.backward_targets)):

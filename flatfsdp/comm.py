@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,10 @@ class Traffic:
         self.issued += 1
         self.counts[kind] += 1
         self.bytes[kind] += count
+
+    def take_back(self) -> None:
+        """The last collective that was logged was not issued after all."""
+        self.issued -= 1
 
     def log_messages(self, count: int) -> None:
         """`count` messages to and from single ranks."""
@@ -224,6 +228,16 @@ class Alone(Base):
 
 
 Transport = Base
+
+
+class Reducer(Protocol):
+    """What gradients are reduced with: a transport, or a user's hook."""
+
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending: ...
+
+    def all_reduce(self, tensor: torch.Tensor, lane: Lane) -> Pending: ...
+
+
 _double: Callable[[Transport], Transport] | None = None
 
 
@@ -320,6 +334,13 @@ class GroupPlan:
         if isinstance(self.given, tuple):
             return tuple(tuple(dist.get_process_group_ranks(group)) for group in self.given)
         return tuple(dist.get_process_group_ranks(self.given))
+
+    @property
+    def process_groups(self) -> set[Any]:
+        """All of the axes', the user's own, and the default one."""
+        given = self.given if isinstance(self.given, tuple) else (self.given,)
+        axes = (axis.process_group for axis in (self.shard, self.scatter, self.replicate) if axis is not None)
+        return {group for group in (*given, *axes, dist.group.WORLD) if group is not None}
 
     @property
     def world(self) -> int:

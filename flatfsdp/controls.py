@@ -36,8 +36,8 @@ class UnshardHandle:
 class ScheduleControls:
     """Methods of the wrapper that change when it communicates and when it gives memory back. [Note: schedule]
 
-    They hold until they are changed again, and in copies of a model. Every rank sets the same; the next forward or
-    backward compares it.
+    They hold until they are changed again, and in copies and pickles of a model. Every rank sets the same; the next
+    forward or backward compares it.
     """
 
     _unit: Unit
@@ -125,25 +125,31 @@ class ScheduleControls:
 
         Raises:
             ConfigTypeError, ConfigValueError: no such number.
-            UsageError: inside a forward or a backward.
+            UsageError: inside a forward or a backward; the model has a communication hook, which does the scaling.
         """
         method = "set_gradient_divide_factor"
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             refuse_type(f"{method}: factor", factor, "a number")
         if not 0 < factor < math.inf:
             refuse_value(f"{method}: factor", factor, "a positive number")
-        _check_outside(self._unit, method)
+        check_outside(self._unit, method)
+        if self._unit.choices.comm_hook is not None:
+            raise UsageError(
+                f"{method} of unit {self._unit.label}: the model has a communication hook, which scales gradients. "
+                "Divide by the factor there"
+            )
         self._unit.choose_schedule(divide_by=float(factor))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
         """Call `hook(total)` on every sum of this wrapper's gradients, to reduce it further, say.
 
         `total` has this rank's shard of the sum over all ranks of the wrapper's groups, 1-D in the reduce dtype and not
-        divided yet; the hook changes it in place. Hooks run in the same order on every rank, once per flat gradient in
-        each backward that reduces. Copies and pickles of a model do not have the hook.
+        divided yet (with a communication hook: what that left, or its mean over replicas); the hook changes it in
+        place. Hooks run in the same order on every rank, once per flat gradient in each backward that reduces. Copies
+        of a model have copies of the hook; pickles do not have it, and warn.
 
         Args:
-            hook: a callable; None to take the last one away.
+            hook: a callable that returns None, or what has a `wait()`; None to take the last one away.
             stream: where it runs, for parameters on an accelerator that are not replicated; None for the stream of the
                 backward.
 
@@ -157,7 +163,7 @@ class ScheduleControls:
         device = unit.root.device
         if stream is not None and (unit.groups.replicate is not None or not device.has_streams):
             refuse_value(f"{method}: stream", stream, "None, unless on an accelerator and without replicas")
-        _check_outside(unit, method)
+        check_outside(unit, method)
         if hook is not None and stream is not None:
             hook = _on_stream(hook, stream, device)
         unit.choose(all_reduce_hook=hook)
@@ -235,7 +241,7 @@ class ScheduleControls:
         """Gather these wrappers' parameters when this one's forward begins, in place of what `forward_prefetch` says.
 
         As many as are listed may be gathered ahead of their use, in the memory that they take; what the forward then
-        does not use is freed at its end. Every rank lists the same. Copies and pickles of a model do not have the list.
+        does not use is freed at its end. Every rank lists the same.
 
         Args:
             modules: wrappers of the same model, in the order of their gathers; none to return to `forward_prefetch`.
@@ -250,8 +256,7 @@ class ScheduleControls:
         """Gather these wrappers' parameters when this one's backward begins, in place of what `backward_prefetch` says.
 
         As many as are listed may be gathered ahead of their use. A backward gathers a wrapper where it is first listed
-        or needed, those that the forward did not use not at all. Every rank lists the same. Copies and pickles of a
-        model do not have the list.
+        or needed, those that the forward did not use not at all. Every rank lists the same.
 
         Args:
             modules: wrappers of the same model, in the order of their gathers; none to return to `backward_prefetch`.
@@ -280,7 +285,7 @@ class ScheduleControls:
         """
         method, unit = "set_unshard_async_op", self._unit
         _check_bool(method, "async_op", async_op)
-        _check_outside(unit, method)
+        check_outside(unit, method)
         root = unit.root
         if root.unit is not unit:
             raise UsageError(
@@ -323,7 +328,7 @@ class ScheduleControls:
     def _meant(self, method: str, recurse: bool) -> list[Unit]:
         """The units that a setting is for; refuses it inside a forward or a backward."""
         _check_bool(method, "recurse", recurse)
-        _check_outside(self._unit, method)
+        check_outside(self._unit, method)
         return units_in(_module(self)) if recurse else [self._unit]
 
 
@@ -348,7 +353,7 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any, device: Device
 
 
 def _targets(unit: Unit, method: str, modules: object) -> Targets:
-    _check_outside(unit, method)
+    check_outside(unit, method)
     accepted = "a list of FullyShardedDataParallel modules inside the same outermost one"
     if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
         refuse_type(f"{method}: modules", modules, accepted)
@@ -379,7 +384,7 @@ def _check_prefetches_on_request(unit: Unit, method: str) -> None:
             )
 
 
-def _check_outside(unit: Unit, method: str) -> None:
+def check_outside(unit: Unit, method: str) -> None:
     """Refuse a change while a forward or a backward runs: what its ranks have agreed on would no longer hold."""
     if _torch.in_backward() or unit.root.in_forward:
         raise UsageError(

@@ -2,7 +2,8 @@
 
 [Note: blueprint] A unit is rebuilt from plain data: its leaves and shards, layouts and settings, and the ranks of its
 axes. A copy shares the process groups; a pickle names their ranks and finds or makes groups over them when it is
-loaded, with the same world and on the same rank.
+loaded, with the same world and on the same rank. Lists of what is gathered ahead go along, as far as they name units
+that do. Users' hooks are copied with their state, and not pickled.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import copy
 import copyreg
 import io
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .build import new_root
+from .choices import Targets
 from .comm import GroupPlan
-from .errors import UsageError
+from .errors import UsageError, warn
 from .extensions import Extended
 from .flat_param import FlatParamHandle
 from .groups import plan_over
@@ -39,6 +41,10 @@ _HANDLE_SETTINGS = (
     "use_orig_params",
     "trainable",
 )
+
+T = TypeVar("T")
+# For each unit the places of those that it gathers ahead, in forward and in backward.
+_Lists = list[tuple[list[int], list[int]]]
 
 # Inside the pickling of an outer wrapper, nested ones are written in place, so that ties across them survive.
 _inside = False
@@ -136,13 +142,53 @@ def _check_idle(wrapper: nn.Module) -> list[Unit]:
 
 def deep_copy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy` of a wrapper: parameters, buffers and settings are copied, process groups shared."""
-    _check_idle(wrapper)
+    units = _check_idle(wrapper)
     twin: nn.Module = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = twin
     restore(twin, copy.deepcopy(state_of(wrapper), memo))
-    for old, new in zip(wrapper.__dict__["_unit"].handles, twin.__dict__["_unit"].handles, strict=True):
+    unit, copied = wrapper.__dict__["_unit"], twin.__dict__["_unit"]
+    for old, new in zip(unit.handles, copied.handles, strict=True):
         memo[id(old.flat_param)] = new.flat_param  # an optimizer copied with the model follows it
+    memo.update({id(group): group for group in unit.groups.process_groups})
+    copied.choose(
+        comm_hook=_copied_hook(unit.choices.comm_hook, memo, "register_comm_hook()"),
+        all_reduce_hook=_copied_hook(unit.choices.all_reduce_hook, memo, "set_all_reduce_hook()"),
+    )
+    _set_lists(units_in(twin), _lists_of(units))
     return twin
+
+
+def _copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
+    """A copy of a user's hook, whose process groups are in `memo`; None where it cannot be copied."""
+    if id(hook) in memo:  # None, too, once a copy has failed
+        return memo[id(hook)]
+    try:
+        return copy.deepcopy(hook, memo)
+    except Exception as error:  # whatever a user's state raises
+        warn(
+            f"the copy of a wrapped model does not have what was given to {method}, which cannot be copied "
+            f"({type(error).__name__}: {error}). Call {method} on the copy before it trains"
+        )
+        memo[id(hook)] = None
+        return None
+
+
+def _lists_of(units: list[Unit]) -> _Lists:
+    places = {unit: place for place, unit in enumerate(units)}
+
+    def known(targets: Targets) -> list[int]:
+        return [places[unit] for unit in targets if unit in places]
+
+    return [(known(unit.choices.forward_targets), known(unit.choices.backward_targets)) for unit in units]
+
+
+def _set_lists(units: list[Unit], lists: _Lists) -> None:
+    for unit, (forward, backward) in zip(units, lists, strict=True):
+        if forward or backward:
+            forward_targets, backward_targets = (
+                Targets(units[place] for place in each) for each in (forward, backward)
+            )
+            unit.choose(forward_targets=forward_targets, backward_targets=backward_targets)
 
 
 def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
@@ -151,13 +197,18 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
     if _inside:
         return _blank, (type(wrapper),), state_of(wrapper)
     units = _check_idle(wrapper)
+    if any(unit.choices.comm_hook is not None or unit.choices.all_reduce_hook is not None for unit in units):
+        warn(
+            "the pickle of a wrapped model does not have its communication and all-reduce hooks. Register them again "
+            "when it is loaded, before it trains"
+        )
     buffer = io.BytesIO()
     for unit in units:
         for shown in unit.shown:
             shown.show(Exposure.NOTHING)
     _inside = True
     try:
-        torch.save((type(wrapper), state_of(wrapper)), buffer)
+        torch.save((type(wrapper), state_of(wrapper), _lists_of(units)), buffer)
     finally:
         _inside = False
         for unit in units:
@@ -171,9 +222,10 @@ def _blank(cls: type[nn.Module]) -> nn.Module:
 
 
 def _load(data: bytes) -> nn.Module:
-    cls, state = torch.load(io.BytesIO(data), weights_only=False)
+    cls, state, lists = torch.load(io.BytesIO(data), weights_only=False)
     wrapper = _blank(cls)
     restore(wrapper, state)
+    _set_lists(units_in(wrapper), lists)
     return wrapper
 
 

@@ -22,7 +22,7 @@ from .placement import apply_to_tensors
 from .summary import group_line
 from .traversal import units_at, units_in
 from .unit import Unit
-from .wrapper import flat_params_hidden, keep_root, no_sync, register_flat_params, root_of
+from .wrapper import flat_params_hidden, keep_root, no_sync, register_comm_hook, register_flat_params, root_of
 
 
 class FullyShardedDataParallel(FSDP1Names, ScheduleControls, nn.Module):
@@ -258,6 +258,36 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, nn.Module):
             UsageError: on a nested wrapper.
         """
         return no_sync(self._unit)
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Average gradients by `hook` instead of by a reduction of the engine's, in all units, from now on.
+
+        Where parameters are sharded it is called as `hook(state, grad, shard)`: `grad` is this rank's whole flat
+        gradient of one unit (and kind), and the hook leaves this rank's piece of the mean over ranks in `shard`. Under
+        `NO_SHARD`, and on one rank, it is called as `hook(state, grad)` and leaves the mean in `grad`. Tensors are 1-D
+        in the reduce dtype, `grad` padded with zeros to a multiple of the number of ranks and not scaled. They are the
+        hook's own: it may overwrite and keep them. Gradients therefore take no places of parameters, which costs the
+        memory of one more unit.
+
+        "Ranks" are those of `process_group`, of hybrids the shard group: their replicas are averaged by the engine
+        afterwards. Hooks run in the same order on every rank, once per flat gradient in each backward that reduces, and
+        may communicate over any group of the user's. `flatfsdp.comm_hooks` has some; torch's reference hooks and their
+        states work as they are. Copies of a model have a copy of hook and state; pickles do not have them, and warn.
+
+        Only for the outermost wrapper, once; every rank registers the same, which the next forward or backward
+        compares.
+
+        Args:
+            state: handed to every call.
+            hook: a callable that returns None, or what has a `wait()` after which the result is there, such as a work:
+                it is waited for when the result is needed.
+
+        Raises:
+            ConfigTypeError: `hook` cannot be called.
+            UsageError: on a nested wrapper; inside a forward or a backward; a hook is registered already, gradients
+                accumulate, a gradient divide factor is set, or the shard group of a hybrid is one rank.
+        """
+        register_comm_hook(self._unit, state, hook)
 
     @staticmethod
     @contextmanager

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -77,6 +78,7 @@ class Gradients:
         self._collected: list[tuple[int, torch.Tensor]] = []
         self._collected_bytes = 0
         self._before = self._after = 1.0
+        self._hooked = False  # [Note: communication hooks]
         self._reducing: list[Part] = []
         self._taken: dict[int, torch.Tensor] | None = None
         self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
@@ -120,15 +122,30 @@ class Gradients:
             leaf.grad = None
         self._stand_ins = {}
 
-    def arm(self, expected: frozenset[int], *, world: int, divide_by: float | None, sync: bool, share: bool) -> None:
+    def arm(
+        self,
+        expected: frozenset[int],
+        *,
+        world: int,
+        divide_by: float | None,
+        sync: bool,
+        share: bool,
+        hooked: bool,
+    ) -> None:
         """Await the gradients of `expected`; `world` ranks will be averaged, unless their sum is to be divided by
-        something else. `share`: the places of parameters whose
-        gradients have come may be overwritten."""
+        something else.
+
+        `share`: the places of parameters whose gradients have come may be overwritten. `hooked`: a communication hook
+        gets the gradients, unscaled, and their memory.
+        """
         self.take()
         self.expected = expected
         self.arrived = set()
         self._accumulating = not sync
+        self._hooked = hooked
         self._before, self._after = gradient_scaling(world, self.handle.precision.reduce, divide_by)
+        if hooked:
+            share, self._before = False, 1.0
         self._sharing = share and self._buffer is None and self.handle.can_hold(self.handle.precision.reduce)
 
     @property
@@ -248,7 +265,7 @@ class Gradients:
         self._move_collected()
         self.window_open = self.window_open or bool(self.expected)
 
-    def hand_over(self, *, completes: bool, hook: Callable[[torch.Tensor], None] | None) -> Part:
+    def hand_over(self, *, completes: bool, hook: Callable[[torch.Tensor], Any] | None) -> Part:
         """What arrived, zeros for what did not, on its way into a reduction.
 
         `completes`: not only a partial sum. `hook` runs on the sum. Precondition: a place that gradients occupy was
@@ -270,9 +287,9 @@ class Gradients:
                 assert buffer is not None
                 buffer.tensor.copy_(wide.tensor)
                 wide.free()
-        if self.handle.whole:
+        if self.handle.whole or self._hooked:
             del self._buffers[buffer.tensor.dtype]
-        give_back = self._return_place or FlatBuffer.free
+        give_back = FlatBuffer.disown if self._hooked else self._return_place or FlatBuffer.free
         self._forget_buffer()
         self._completes = completes
         first = not self._reducing

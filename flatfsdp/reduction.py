@@ -1,8 +1,8 @@
 """Gradients in flight: reduce-scatter along the shard axis, then all-reduce along the replicate axis.
 
 [Note: reduction stages] The second stage is launched when the first has been waited for, which every rank does at the
-same point of the order. What a reduction reads is held until its first stage is over, what it brings until somebody
-asks for it.
+same point of the order; at once where the shard is the whole, and there is no first. What a reduction reads is held
+until its first stage is over, what it brings until somebody asks for it.
 
 [Note: downloads] What an offloaded handle's gradients bring goes on to page-locked host memory on the same lane, beside
 the rest of the backward; the host waits once, for all of them, when the backward ends. A copy to memory that is not
@@ -12,12 +12,14 @@ page-locked would keep the host where it is issued, so that waits for the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from .comm import Transport
-from .device import DONE, Lane, Pending
+from .comm import Reducer
+from .device import DONE, Lane
 from .flat_param import FlatParamHandle
+from .hooked import to_wait_for
 from .storage import FlatBuffer
 
 
@@ -37,11 +39,11 @@ class Part:
         self,
         handle: FlatParamHandle,
         buffer: FlatBuffer,
-        give_back: Callable[[FlatBuffer], None],
+        give_back: Callable[[FlatBuffer], Any],
         *,
         scale: float,
         earlier: torch.Tensor | None,
-        hook: Callable[[torch.Tensor], None] | None,
+        hook: Callable[[torch.Tensor], Any] | None,
         download: bool,
     ) -> None:
         """`buffer` belongs to the reduction from now on, until it is given back. `earlier` is added between the stages;
@@ -82,7 +84,9 @@ class Part:
         if self.hook is not None:
             hook, self.hook = self.hook, None
             with torch.no_grad():
-                hook(self.result)
+                work = to_wait_for(hook(self.result), "an all-reduce hook", result=self.result)
+            if work is not None:
+                work.wait()
             lane.follow_compute()
         if self._download and lane.is_stream:
             self._download = False
@@ -111,35 +115,37 @@ class Part:
         """Wait for what was issued; nobody wants the result."""
         self.hook = None
         self._download = False
+        self.reduction.issue_no_more()
         self.wait()
 
 
 class Reduction:
     """One exchange of gradients: those of one handle, or of several small ones."""
 
-    def __init__(self, parts: Sequence[Part], scatter: Transport, replicate: Transport | None, lane: Lane) -> None:
-        """Issue the first stage. Collective over the shard axis."""
+    def __init__(self, parts: Sequence[Part], scatter: Reducer, replicate: Reducer | None, lane: Lane) -> None:
+        """Issue the first stage that there is. Collective over its axis."""
         self._parts = parts
         self._replicate = replicate
         self._lane = lane
-        lane.follow_compute()
-        self._result, self._first = self._scatter(scatter)
-        for part in parts:
+        self._first = self._second = DONE
+        self._halfway = False
+        full, self._result = self._operands()
+        for part in parts:  # before anything may fail: what was made is found and discarded by its parts
             part.reduction = self
             part.handle.ledger.add("reduced", part.bytes)
-        self._second = DONE
-        self._halfway = False
+        lane.follow_compute()
+        if full is self._result:
+            self.release_input()
+        else:
+            self._first = scatter.reduce_scatter_base(self._result, full, lane)
 
-    def _scatter(self, scatter: Transport) -> tuple[torch.Tensor, Pending]:
+    def _operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is reduced, and what the first stage brings: the same where the shard is the whole."""
         (part,) = self._parts
         assert part.buffer is not None
         full = part.buffer.tensor
-        if part.handle.whole:
-            # The whole is the shard: nothing to scatter, and the buffer itself becomes the result.
-            part.result = full
-            return full, DONE
-        part.result = full.new_empty(part.handle.layout.shard_numel)
-        return part.result, scatter.reduce_scatter_base(part.result, full, self._lane)
+        part.result = full if part.handle.whole else full.new_empty(part.handle.layout.shard_numel)
+        return full, part.result
 
     @property
     def input_bytes(self) -> int:
@@ -151,7 +157,8 @@ class Reduction:
         if self._halfway:
             return
         self._halfway = True
-        self._first.wait()
+        first, self._first = self._first, DONE  # one that fails is not waited for again
+        first.wait()
         for part in self._parts:
             if part.earlier is not None:
                 with self._lane.running():
@@ -162,10 +169,15 @@ class Reduction:
         for part in self._parts:
             part.release_buffer()
 
+    def issue_no_more(self) -> None:
+        """Nobody wants the sum over replicas any more."""
+        self._replicate = None
+
     def finish(self) -> None:
         """Wait for both stages, and run the hooks. Collective over the replicate axis, and over what hooks use."""
         self.release_input()
-        self._second.wait()
+        second, self._second = self._second, DONE
+        second.wait()
         for part in self._parts:
             part.finish(self._lane)
         self._parts = ()  # which know their reduction: in a circle, gradients would live until the collector comes

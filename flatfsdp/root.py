@@ -22,6 +22,7 @@ from .device import Device, Lane
 from .errors import InternalError, UsageError, logger, warn, warn_once
 from .flat_param import FlatParamHandle
 from .groups import neighbours
+from .hooked import check_all_or_none, reducers
 from .labels import follow_profiler
 from .lifecycle import Phase
 from .limiter import Limiter
@@ -121,6 +122,7 @@ class Root:
             for handle in unit.handles:
                 handle.name = unit.name
             self.connect(unit)
+        check_all_or_none(self.units)
         self._check_placed()
         self._choose_unshard_lane()
         if not any(unit.handles for unit in self.units):
@@ -150,11 +152,14 @@ class Root:
         self.placed = True
 
     def connect(self, unit: Unit) -> None:
-        """Give `unit` its transports."""
-        replicate = unit.groups.replicate
-        unit.gather = self.transport(unit.groups.shard, "gather")
-        unit.scatter = self.transport(unit.groups.scatter, "scatter")
-        unit.replicate = self.transport(replicate, "replicate") if replicate is not None else None
+        """Give `unit` its transports. [Note: communication hooks]"""
+        groups, hook = unit.groups, unit.choices.comm_hook
+        unit.gather = self.transport(groups.shard if hook is None else groups.scatter, "gather")
+        unit.scatter = self.transport(groups.scatter, "scatter")
+        unit.replicate = self.transport(groups.replicate, "replicate") if groups.replicate is not None else None
+        unit.reducers = unit.scatter, unit.replicate
+        if hook is not None:
+            unit.reducers = reducers(hook, groups, unit.scatter, unit.replicate)
 
     def in_full_precision(self, unit: UnitData) -> bool:
         """Whether `unit` computes in its master dtype now (evaluation, if asked for)."""

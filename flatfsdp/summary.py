@@ -116,8 +116,9 @@ class Stats:
     def comm(self) -> dict[str, tuple[int, int]]:
         """Kind of collective to (how many, bytes) of this rank since the last `reset()`.
 
-        Kinds: `all_gather` (of parameters), `reduce_scatter` and `all_reduce` (of gradients), `broadcast`, and `scalar`
-        for norms and agreements. Bytes are those of the unsharded side: an all-gather's output, a reduction's input.
+        Kinds: `all_gather` (of parameters), `reduce_scatter` and `all_reduce` (of gradients), `comm_hook` (calls of a
+        communication hook), `broadcast`, and `scalar` for norms and agreements. Bytes are those of the unsharded side:
+        an all-gather's output, a reduction's input.
         """
         found: dict[str, tuple[int, int]] = {}
         for root in self._roots():

@@ -18,6 +18,7 @@ from .api import BackwardPrefetch
 from .buffers import cast_buffers
 from .errors import UsageError, warn_once
 from .flat_param import FlatParamHandle
+from .hooked import left_to_average
 from .lifecycle import Phase, ShardState
 from .trees import cast_floating, map_tensors, move, tensors_in
 from .unit_data import UnitData
@@ -338,14 +339,16 @@ class Unit(UnitData):
 
     def arm(self, backward: Backward, *, share: bool = False) -> None:
         """Await the gradients of all leaves that require one. `share`: in the parameters' own places."""
+        hooked = self.choices.comm_hook is not None
         for handle, grads in zip(self.handles, self.grads, strict=True):
             expected = frozenset(i for i, leaf in enumerate(handle.leaves) if leaf.requires_grad)
             grads.arm(
                 expected,
-                world=self.groups.world,
+                world=left_to_average(self.groups) if hooked else self.groups.world,
                 divide_by=self.choices.schedule.divide_by,
                 sync=backward.reduces(self),
                 share=share,
+                hooked=hooked,
             )
             for i in expected:
                 hooks.defer_user_hooks(handle.leaves[i])

@@ -19,7 +19,7 @@ from torch import nn
 from . import _torch, hooks
 from .api import CPUOffload, MixedPrecision
 from .choices import Choices
-from .comm import GroupPlan, Transport
+from .comm import GroupPlan, Reducer, Transport
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle
 from .grads import Gradients
@@ -51,6 +51,7 @@ class UnitData:
         kept: stays unsharded between iterations, because a user said so.
         beginnings: of the parameters, until they have been compared with the other ranks'.
         gather, scatter, replicate: the transports for the collectives; replicate is None where there is one copy.
+        reducers: the last two, or a communication hook in the place of one of them.
         neighbours: the transport among those who keep portions after a forward; None where nobody does. [Note:
             portions]
     """
@@ -58,6 +59,7 @@ class UnitData:
     gather: Transport
     scatter: Transport
     replicate: Transport | None
+    reducers: tuple[Reducer, Reducer | None]
 
     def __init__(
         self,
@@ -314,12 +316,13 @@ class UnitData:
         if self.places_are_taken:
             self.reshard(Exposure.NOTHING)
         self.note("reduce")
-        completes = self.choices.schedule.all_reduce or self.replicate is None
+        scatter, replicate = self.reducers
+        completes = self.choices.schedule.all_reduce or replicate is None
         return [
             Reduction(
                 [grads.hand_over(completes=completes, hook=self.choices.all_reduce_hook)],
-                self.scatter,
-                self.replicate if completes else None,
+                scatter,
+                replicate if completes else None,
                 lane,
             )
             for grads in self.grads

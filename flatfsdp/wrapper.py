@@ -3,12 +3,15 @@ the outermost wrapper may be asked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
-from .errors import UsageError
+from .controls import check_outside
+from .errors import UsageError, refuse_type
+from .hooked import CommHook
 from .root import Root
 from .unit import Unit
 
@@ -40,15 +43,20 @@ def flat_params_hidden(module: nn.Module) -> Iterator[None]:
 
 
 def root_of(unit: Unit, method: str) -> Root:
-    """The root that `unit` is the outermost unit of; refuses other units."""
+    """The root that `unit` is the outermost unit of, initialised; refuses other units."""
+    root = _outermost(unit, method)
+    root.lazy_init()
+    root.settle_down()
+    return root
+
+
+def _outermost(unit: Unit, method: str) -> Root:
     root = unit.root
     if root.unit is not unit:
         raise UsageError(
             f"{method} was called on a nested unit ({type(unit.module).__name__}); call it on the outermost "
             f"FullyShardedDataParallel module ({type(root.unit.module).__name__})"
         )
-    root.lazy_init()
-    root.settle_down()
     return root
 
 
@@ -57,3 +65,34 @@ def no_sync(unit: Unit) -> Iterator[None]:
     """Accumulate without communication; only on the root."""
     with root_of(unit, "no_sync()").no_sync():
         yield
+
+
+def register_comm_hook(unit: Unit, state: Any, function: Callable[..., Any]) -> None:
+    """Let a user's hook do what the reductions of all units do; only on the root."""
+    method = "register_comm_hook()"
+    if not callable(function):
+        refuse_type("register_comm_hook: hook", function, "a callable (state, grad) or (state, grad, shard)")
+    check_outside(unit, method)
+    root = _outermost(unit, method)
+    root.settle_down()
+    for each in root.units:
+        _check_hookable(each, method)
+    hook = CommHook.of(state, function)
+    for each in root.units:
+        each.choose(comm_hook=hook)
+        if root.ready:
+            root.connect(each)
+
+
+def _check_hookable(unit: Unit, method: str) -> None:
+    if unit.choices.comm_hook is not None:
+        problem = "it has one already. Register one for the whole life of the model, on its outermost wrapper"
+    elif any(grads.pending for grads in unit.grads):
+        problem = "gradients accumulate, not reduced yet. Run a backward that reduces them first"
+    elif unit.choices.schedule.divide_by is not None:
+        problem = "set_gradient_divide_factor() was called, but a hook scales gradients itself. Divide there instead"
+    elif unit.groups.shard.size == 1 and unit.traits.shards and unit.groups.replicate is not None:
+        problem = "its shard group, over which a hook reduces, is this rank alone. Use NO_SHARD over the replicas"
+    else:
+        return
+    raise UsageError(f"{method} of unit {unit.label}: {problem}")

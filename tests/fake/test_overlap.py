@@ -184,7 +184,7 @@ N = UNITS
         ("FULL_SHARD", {"backward_prefetch": "BACKWARD_POST"}, 2 * N, 2 * N + 1),
         ("FULL_SHARD", {"backward_prefetch": None}, 2 * N, 2 * N + 1),
         ("SHARD_GRAD_OP", {"forward_prefetch": True}, N + 1, N + 1),
-        ("NO_SHARD", {}, N, N + 2),  # an all-reduce begins when the next unit's gradients are there: one at a time
+        ("NO_SHARD", {}, N, N + 1),
         ("HYBRID_SHARD", {"forward_prefetch": True}, N + 1, N + 3),
     ],
     ids=str,

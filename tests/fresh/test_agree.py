@@ -48,6 +48,17 @@ def part(rank: int, world: int, case: str) -> None:
         model.module.blocks[1].linear.weight.register_hook(refuse)
         with contextlib.suppress(ValueError):
             step(model)
+    elif case == "hook":
+
+        def bad(state: dict[str, Any], *tensors: torch.Tensor) -> None:
+            state["calls"] += 1
+            if odd and state["calls"] == 2:
+                raise ValueError("bad hook")
+            dist.all_reduce(tensors[0])
+
+        model.register_comm_hook({"calls": 0}, bad)
+        with contextlib.suppress(ValueError):
+            step(model)
     elif case == "a value's shape":
         weight = model.module.blocks[1].linear.weight
         good = weight.data
@@ -81,6 +92,7 @@ def told_to_all(outcomes: list[fresh.Outcome]) -> str:
             "rank 1 entered unit 'blocks.1'",
         ),
         ("backward", "rank 0 went on in a backward; rank 1 abandoned its iteration in a backward"),
+        ("hook", "rank 0 went on in a backward; rank 1 abandoned its iteration in a backward"),
         (
             "a value's shape",
             "rank 0 began a training forward at unit <root>; rank 1 abandoned its iteration in the beginning of a "

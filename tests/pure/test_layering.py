@@ -31,6 +31,8 @@ ROWS: tuple[tuple[int, str], ...] = (
     (2, "storage"),
     (2, "gloo"),
     (2, "comm"),
+    (2, "comm_hooks"),
+    (2, "hooked"),
     (2, "values watch peers stream agree"),
     (2, "groups"),
     (3, "portion"),
@@ -59,7 +61,18 @@ PROGRAMS = frozenset(ROWS[-1][1].split())  # what a user could have written: pub
 PUBLIC_MODULES = frozenset({"flatfsdp", "flatfsdp.wrap", "flatfsdp.errors"})
 
 # The seams: what stands in one place, and where.
-DISTRIBUTED = PROGRAMS | {"_torch", "comm", "gloo", "watch", "agree", "groups", "checkpoint", "interop", "as_torch"}
+DISTRIBUTED = PROGRAMS | {
+    "_torch",
+    "comm",
+    "gloo",
+    "comm_hooks",
+    "watch",
+    "agree",
+    "groups",
+    "checkpoint",
+    "interop",
+    "as_torch",
+}
 ACCELERATOR = frozenset({"device"})
 PRIVATE_TORCH = frozenset({"_torch"})
 AUTOGRAD_HOOKS = frozenset({"hooks", "_torch"})
