@@ -1,8 +1,8 @@
 """Gradients in flight: reduce-scatter along the shard axis, then all-reduce along the replicate axis.
 
 [Note: reduction stages] The second stage is launched when the first has been waited for, which every rank does at the
-same point of the order; at once where the shard is the whole, and there is no first. What a reduction reads is held
-until its first stage is over, what it brings until somebody asks for it.
+same point of the order. Where the shard is the whole, the all-reduce is the first and only one. What a reduction reads
+is held until its first stage is over, what it brings until somebody asks for it.
 
 [Note: downloads] What an offloaded handle's gradients bring goes on to page-locked host memory on the same lane, beside
 the rest of the backward; the host waits once, for all of them, when the backward ends. A copy to memory that is not
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .comm import Reducer
-from .device import DONE, Lane
+from .device import DONE, Lane, Pending
 from .flat_param import FlatParamHandle
 from .hooked import to_wait_for
 from .storage import FlatBuffer
@@ -123,7 +123,7 @@ class Reduction:
     """One exchange of gradients: those of one handle, or of several small ones."""
 
     def __init__(self, parts: Sequence[Part], scatter: Reducer, replicate: Reducer | None, lane: Lane) -> None:
-        """Issue the first stage that there is. Collective over its axis."""
+        """Issue the first stage. Collective over its axis."""
         self._parts = parts
         self._replicate = replicate
         self._lane = lane
@@ -135,7 +135,7 @@ class Reduction:
             part.handle.ledger.add("reduced", part.bytes)
         lane.follow_compute()
         if full is self._result:
-            self.release_input()
+            self._first = self._all_reduce()
         else:
             self._first = scatter.reduce_scatter_base(self._result, full, lane)
 
@@ -159,15 +159,19 @@ class Reduction:
         self._halfway = True
         first, self._first = self._first, DONE  # one that fails is not waited for again
         first.wait()
+        self._second = self._all_reduce()
+        for part in self._parts:
+            part.release_buffer()
+
+    def _all_reduce(self) -> Pending:
+        """Sum the result and what came earlier over replicas, once."""
         for part in self._parts:
             if part.earlier is not None:
                 with self._lane.running():
                     part.result.add_(part.earlier)
                 part.earlier = None
-        if self._replicate is not None:
-            self._second = self._replicate.all_reduce(self._result, self._lane)
-        for part in self._parts:
-            part.release_buffer()
+        replicate, self._replicate = self._replicate, None
+        return replicate.all_reduce(self._result, self._lane) if replicate is not None else DONE
 
     def issue_no_more(self) -> None:
         """Nobody wants the sum over replicas any more."""
