@@ -103,7 +103,7 @@ class Hooked:
             except BaseException:
                 self._traffic.take_back()
                 raise
-            if work is not None and not self._device.has_streams:
+            if work is not None and lane.is_callers:
                 return Pending(work=work, keep=(*tensors, *handed), finish=take_over)
             if work is not None:
                 work.wait()  # orders the lane

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm_hooks
+from flatfsdp import device as seam
 from flatfsdp.errors import ConfigTypeError, UsageError
 from tests.fake.test_communication import UNITS, Collectives, forward, root_of, settled, story, tower, wrapped
 from tests.fake.test_controls import live, refused
@@ -97,7 +98,7 @@ def test_what_a_hook_keeps_stays(strategy: str) -> None:
 
 
 def asynchronous(state: Any, *tensors: Tensor) -> Any:
-    return dist.all_reduce(tensors[0], group=state.process_group, async_op=True)
+    return seam._stand_in._pending(dist.all_reduce(tensors[0], group=state.process_group, async_op=True))
 
 
 def replacing(state: Any, *tensors: Tensor) -> None:
