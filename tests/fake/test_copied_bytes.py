@@ -57,3 +57,8 @@ def _scaled_by_the_model() -> int:
 def test_a_cast_goes_into_the_own_slot_of_a_gather() -> None:
     counting = counts_of("SHARD_GRAD_OP", mixed_precision=BF16)
     assert counting.copied["own slot"] == SHARDS
+
+
+def test_what_stays_nearby_is_copied_out_once() -> None:
+    counting = counts_of("FULL_SHARD", reshard_after_forward=2)
+    assert dict(counting.copied) == {"forward": 4 * sum(padded(NUMELS, WORLD)) // 2, "backward": GRADIENTS}
