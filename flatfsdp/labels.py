@@ -90,5 +90,6 @@ class LabelledReduction(Reduction):
             super().release_input()
 
     def finish(self) -> None:
-        with _range("wait for all-reduce", self._units, happens=self._replicate is not None and bool(self._parts)):
+        under_way = self._replicate is not None or not self._second.done
+        with _range("wait for all-reduce", self._units, happens=under_way):
             super().finish()

@@ -122,11 +122,14 @@ class Part:
 class Reduction:
     """One exchange of gradients: those of one handle, or of several small ones."""
 
-    def __init__(self, parts: Sequence[Part], scatter: Reducer, replicate: Reducer | None, lane: Lane) -> None:
-        """Issue the first stage. Collective over its axis."""
+    def __init__(
+        self, parts: Sequence[Part], scatter: Reducer, replicate: Reducer | None, lane: Lane, across: Lane
+    ) -> None:
+        """Issue the first stage that there is. Collective over its axis; `across` is the replicate axis's lane."""
         self._parts = parts
         self._replicate = replicate
-        self._lane = lane
+        self._lane = lane  # of the stage that was issued last
+        self._across = across
         self._first = self._second = DONE
         self._halfway = False
         full, self._result = self._operands()
@@ -171,7 +174,11 @@ class Reduction:
                     part.result.add_(part.earlier)
                 part.earlier = None
         replicate, self._replicate = self._replicate, None
-        return replicate.all_reduce(self._result, self._lane) if replicate is not None else DONE
+        if replicate is None:
+            return DONE
+        before, self._lane = self._lane, self._across
+        self._lane.await_mark(before.mark())
+        return replicate.all_reduce(self._result, self._lane)
 
     def issue_no_more(self) -> None:
         """Nobody wants the sum over replicas any more."""

@@ -42,6 +42,12 @@ class Lanes:
 
     unshard: Lane
     reduce: Lane
+    replicate: Lane  # an all-reduce runs beside the next reduce-scatter
+
+    def await_downloads(self) -> None:
+        """Keep the host until all gradients that are to be there have come."""
+        self.reduce.await_downloads()
+        self.replicate.await_downloads()
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Root:
         self.record: ForwardRecord[Unit] = ForwardRecord()
         self.backward: Backward | None = None
         self._gathers_on_callers = False  # set_unshard_async_op()
-        self.lanes = Lanes(_unshard_lane(device, on_callers=False), device.lane("reduce"))
+        self.lanes = Lanes(_unshard_lane(device, on_callers=False), device.lane("reduce"), device.lane("replicate"))
         self.limiter = Limiter(device, self.lanes.unshard, limit=settings.limit_all_gathers)
         self.links = Links()
         self.depth = 0
@@ -444,7 +450,7 @@ class Root:
         for unit in self.units:
             keep = backward is not None and not unit.reshards_after_backward(reduced=backward.reduces(unit))
             unit.rest(keep_whole=keep)
-        self.lanes.reduce.await_downloads()
+        self.lanes.await_downloads()
         for unit in self.units:
             unit.settle()
         self.limiter.settle()

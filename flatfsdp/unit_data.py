@@ -312,7 +312,7 @@ class UnitData:
 
     def reduce(self) -> list[Reduction]:
         """Issue the reductions of all kinds that take part. Collective over the shard axis."""
-        lane = self.root.lanes.reduce
+        lanes = self.root.lanes
         if self.places_are_taken:
             self.reshard(Exposure.NOTHING)
         self.note("reduce")
@@ -323,7 +323,8 @@ class UnitData:
                 [grads.hand_over(completes=completes, hook=self.choices.all_reduce_hook)],
                 scatter,
                 replicate if completes else None,
-                lane,
+                lanes.reduce,
+                lanes.replicate,
             )
             for grads in self.grads
             if grads.awaited

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, wrap
-from flatfsdp.device import Device, Lane
+from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, comm, wrap
+from flatfsdp.device import Device, Lane, Pending
 from flatfsdp.reduction import Reduction
 from tests.fake.test_communication import NUMELS, WIDTH, Block, forward, padded, root_of, wrapped
 from tests.harness.fake import fake_world
@@ -190,6 +190,24 @@ def test_a_backward_in_order_of_issue() -> None:
         "unshard waits for compute",
         "free unsharded on unshard",
     ]
+    assert device.races == []
+
+
+def test_a_sum_over_replicas_runs_beside_the_next_reduce_scatter() -> None:
+    unknown: list[int] = []
+    scatter = comm.Base.reduce_scatter_base
+
+    def watched(self: comm.Base, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending:
+        across = root_of(model).lanes.replicate._stream
+        unknown.append(across.clock[across] - lane._stream.clock.get(across, 0))
+        return scatter(self, output, full, lane)
+
+    with device_of() as device:
+        model = wrapped("HYBRID_SHARD", mesh=(2, 2))
+        train(model, device, steps=1)
+        with patch.object(comm.Base, "reduce_scatter_base", watched):
+            forward(model).backward()
+    assert unknown == [0, 1, 1, 1]  # but for the first, each is issued with the sum of the one before under way
     assert device.races == []
 
 

@@ -16,6 +16,7 @@ what the current one was given so far; whoever waits for it lets the current str
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -153,6 +154,7 @@ class FakeDevice(TorchDispatchMode):
         self.races: list[str] = []
         self.log: list[str] = []
         self.host = Clock()
+        self._names = itertools.cycle(["reduce", "replicate"])  # of streams without priority, as a model makes them
         self._compute = Lane(self, "compute")
         self._backend = Lane(self, "the backend")
         self._current = [self._compute]
@@ -163,7 +165,7 @@ class FakeDevice(TorchDispatchMode):
     # -- the interface of torch.cuda -----------------------------------------------------------------------------------
 
     def Stream(self, device: Any = None, *, priority: int = 0) -> Lane:
-        return Lane(self, "unshard" if priority else "reduce")
+        return Lane(self, "unshard" if priority else next(self._names))
 
     def current_stream(self, device: Any = None) -> Lane:
         return self._current[-1]
