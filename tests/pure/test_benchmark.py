@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 
+from tools.benchmark import machine, memory
 from tools.benchmark.gpu import kernels_of, overlap
 from tools.benchmark.models import MODELS
 from tools.benchmark.rows import Timings
@@ -89,6 +93,37 @@ def test_the_limit_is_the_longer_of_arithmetic_and_exchange(exchange: float, wal
     assert "step limit" not in timings(*(cell("flatfsdp", number, 2.0, [3, 2, 1]) for number in range(2))).row(
         "flatfsdp"
     )
+
+
+def test_a_round_beside_another_program_is_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds on two cores, of which this benchmark used twelve: the rest is another's."""
+    times, averages = iter([(100.0, 400.0), (116.0, 420.0)]), iter([(0.5, 0.0, 0.0), (1.5, 0.0, 0.0)])
+    monkeypatch.setattr(machine, "_busy_and_all", lambda: next(times))
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: next(averages))
+    watch = machine.Watch()
+    for seconds in (5.0, 7.0):
+        watch.used(seconds)
+    assert watch.end() == {"before": 0.5, "after": 1.5, "others": 0.2, "quiet": False}
+
+
+COUNTED = """
+import torch
+from tools.benchmark.memory import Counter
+older, counter = torch.empty(3_000_000), Counter()
+kept = torch.empty(1_000_000)
+torch.empty(500_000)
+del older
+print(counter.live(), counter.peak(), counter.peak())
+kept.untyped_storage().resize_(0)
+print(counter.live())
+"""
+
+
+@pytest.mark.skipif(memory.build() is None, reason="no C compiler")
+def test_bytes_of_live_tensors_are_exact() -> None:
+    environment = {**os.environ, "LD_PRELOAD": str(memory.build())}
+    ended = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, env=environment, check=True)
+    assert ended.stdout == "4000000 6000000 4000000\n0\n"
 
 
 def test_overlap_is_read_from_the_ranges_of_kernels() -> None:
