@@ -271,8 +271,10 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, nn.Module):
 
         "Ranks" are those of `process_group`, of hybrids the shard group: their replicas are averaged by the engine
         afterwards. Hooks run in the same order on every rank, once per flat gradient in each backward that reduces, and
-        may communicate over any group of the user's. `flatfsdp.comm_hooks` has some; torch's reference hooks and their
-        states work as they are. Copies of a model have a copy of hook and state; pickles do not have them, and warn.
+        may communicate over any group of the user's. While one waits for other ranks, on a CPU, this rank computes and
+        gathers nothing: a hook that returns its work instead runs beside the backward. `flatfsdp.comm_hooks` has some;
+        torch's reference hooks and their states work as they are. Copies of a model have a copy of hook and state;
+        pickles do not have them, and warn.
 
         Only for the outermost wrapper, once; every rank registers the same, which the next forward or backward
         compares.

@@ -5,8 +5,9 @@ Where they hold pieces it stands in the place of the reduce-scatter: `hook(state
 whole, in that of the all-reduce: `hook(state, grad)`. Of hybrids, the mean over replicas of what it leaves is the
 engine's again.
 
-What a hook is handed it may keep, or give other `.data` (torch's compress hooks do): tensors of its own, over memory
-that nobody resizes. So gradients of units with a hook lie in no parameter's place.
+What a hook is handed it may keep, or give other `.data`, of any dtype (torch's compress hooks do; what is left there is
+cast to the reduce dtype): tensors of its own, over memory that nobody resizes. So gradients of units with a hook lie in
+no parameter's place.
 
 A hook talks over the user's groups, in the order of reductions, which has no common interleaving with that of gathers
 ([Note: backward order]): a model with a hook gathers over the communicators that are for reductions elsewhere.
