@@ -95,7 +95,7 @@ def graph_task() -> int:
 
 
 def will_compute(node: Any) -> bool:
-    """Whether the running graph task brings a gradient to `node`, which is no leaf's."""
+    """Whether the running graph task brings a gradient to `node` (which is no leaf's in `torch.autograd.grad`)."""
     return torch._C._will_engine_execute_node(node)
 
 

@@ -23,7 +23,7 @@ backward can be forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,7 @@ class Gradients:
         self._shown = shown
         self.expected: frozenset[int] = frozenset()
         self.arrived: set[int] = set()
+        self._excused: frozenset[int] = frozenset()  # expected, but not computed by this rank's backward
         self._buffer: FlatBuffer | None = None
         self._buffers: dict[torch.dtype, tuple[FlatBuffer, list[torch.Tensor]]] = {}
         self._slots: list[torch.Tensor] = []
@@ -141,6 +142,7 @@ class Gradients:
         self.take()
         self.expected = expected
         self.arrived = set()
+        self._excused = frozenset()
         self._accumulating = not sync
         self._hooked = hooked
         self._before, self._after = gradient_scaling(world, self.handle.precision.reduce, divide_by)
@@ -150,8 +152,17 @@ class Gradients:
 
     @property
     def complete(self) -> bool:
-        """Whether every expected gradient has arrived."""
-        return len(self.arrived) == len(self.expected)
+        """Whether every expected gradient has arrived, or is excused."""
+        return len(self.arrived) + len(self._excused) == len(self.expected)
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """The leaves whose gradients are expected and have not arrived."""
+        return self.expected - self.arrived
+
+    def excuse(self, indices: Iterable[int]) -> None:
+        """Do not wait for the gradients of these leaves, which are zero on this rank."""
+        self._excused = frozenset(indices)
 
     # -- gradients arrive --------------------------------------------------------------------------------------------
 

@@ -93,6 +93,11 @@ def before_backward_of(tensor: torch.Tensor, callback: Callable[[], None]) -> An
     return tensor.register_hook(told)
 
 
+def will_accumulate(leaf: nn.Parameter) -> bool:
+    """Whether the running graph task brings a gradient to `leaf`."""
+    return _torch.will_compute(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
 class Arrivals:
     """Told once per backward when the gradients of all its tensors that this backward computes are there.
 

@@ -392,7 +392,20 @@ class Unit(UnitData):
     def inputs_ready(self, call: Call) -> None:
         """The gradients of the inputs of one call are there."""
         self._open_calls.discard(call)
+        self._excuse_absent()
         self._advance()
+
+    def _excuse_absent(self) -> None:
+        """Where calls are over and gradients are missing: await none that this backward does not compute.
+
+        Other ranks may use all parameters: they reduce now, and gather on only when this rank has reduced, too.
+        """
+        backward = self.root.backward
+        if self._open_calls or self.completed or backward is None or backward.in_inner_task():
+            return
+        for handle, grads in zip(self.handles, self.grads, strict=True):
+            if not grads.complete:
+                grads.excuse(i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i]))
 
     def _advance(self) -> None:
         """Reduce when every gradient is there, and reshard, unless something in this backward can still read the

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, comm_hooks
 from tests.conftest import Run
 
 WIDTH = 6
@@ -167,3 +167,51 @@ def hooks_on_a_leaf(rank: int, world: int) -> int:
 
 def test_leaves_of_the_user_s_keep_no_old_hooks(pool2: Run) -> None:
     assert max(pool2(hooks_on_a_leaf)) <= 2
+
+
+class Scaled(nn.Module):
+    """A layer with a scale that only the rank given uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return self.linear(x) * self.scale if rank == 0 else self.linear(x)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Scaled() for _ in range(6))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        for unit in self.units:
+            x = unit(x, rank)
+        return x
+
+
+def _stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack()
+
+
+def used_on_one_rank(rank: int, world: int, prefetch: str | None, hooked: bool) -> bool:
+    model = FullyShardedDataParallel(
+        _stack(), auto_wrap_policy={Scaled}, use_orig_params=True, backward_prefetch=prefetch
+    )
+    if hooked:
+        model.register_comm_hook(comm_hooks.DefaultState(model.process_group), comm_hooks.reduce_scatter_hook)
+    nets: list[nn.Module] = [_stack() for _ in range(world)]
+    for _ in range(2):
+        model(_data(rank), rank).sum().backward()
+        for each, net in enumerate(nets):
+            net(_data(each), each).sum().backward()
+    return _same(_gradients(model), _expected(nets))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
+def test_parameters_that_one_rank_uses(pool2: Run, prefetch: str | None, hooked: bool) -> None:
+    assert all(pool2(used_on_one_rank, prefetch, hooked, timeout=20))
