@@ -125,7 +125,7 @@ class Reduction:
     def __init__(
         self, parts: Sequence[Part], scatter: Reducer, replicate: Reducer | None, lane: Lane, across: Lane
     ) -> None:
-        """Issue the first stage that there is. Collective over its axis; `across` is the replicate axis's lane."""
+        """Issue the first stage. Collective over its axis; `across` is the replicate axis's lane."""
         self._parts = parts
         self._replicate = replicate
         self._lane = lane  # of the stage that was issued last
