@@ -80,6 +80,7 @@ class Unit(UnitData):
         # parameters.
         self._open_calls: set[Call] = set()
         self.completed = False
+        self._late = 0  # gradients that a segment recomputed in a task of its own brings after all have come
         self.reads_once: bool | None = None
         self.needed_whole = False
 
@@ -325,8 +326,14 @@ class Unit(UnitData):
                 "are written back later; leave the context first"
             )
         backward = root.begin_backward()
-        if call is not None:
+        if call is not None and call not in self._open_calls:
             self._open_calls.add(call)
+            if self.completed and backward.in_inner_task():
+                self._late = sum(
+                    hooks.will_accumulate(handle.leaves[i])
+                    for handle, grads in zip(self.handles, self.grads, strict=True)
+                    for i in grads.expected
+                )
         if self.phase is Phase.PRE_BACKWARD and (self.is_whole or not self.choices.schedule.unshard_in_backward):
             return
         for handle in self.handles:
@@ -386,6 +393,7 @@ class Unit(UnitData):
         del grad  # moved, or collected: what follows may take memory
         if self.completed:
             self._expect(backward)  # a late one: a second reduction, at the end of the backward
+            self._late -= 1
         if self.completed or grads.complete:
             self._advance()
 
@@ -423,7 +431,7 @@ class Unit(UnitData):
             # The parameters make way before the reduction takes memory.
             self._release(backward)
             backward.gradients_ready(self)
-        elif self.completed or not expecting:
+        elif self._late <= 0 and (self.completed or not expecting):
             self._release(backward)
         for owner in self.owners:
             if owner.armed:
@@ -449,6 +457,7 @@ class Unit(UnitData):
 
     def _end_backward(self) -> None:
         self.completed = False
+        self._late = 0
         self._open_calls.clear()
 
 

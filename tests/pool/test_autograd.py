@@ -213,6 +213,20 @@ class Shared(nn.Module):
         return self.layer(x) * self.scale
 
 
+class Repeated(nn.Module):
+    """A layer in several recomputed segments, whose inputs' gradients come before its own."""
+
+    def __init__(self, how: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.sin(self.how(self.layer, x))
+        return self.how(lambda y: self.other(self.layer(y)), x)
+
+
 def _around(how: Callable[..., Any], net: Net, x: Tensor) -> Tensor:
     for block in net.blocks:
         x = how(block, x)
@@ -245,6 +259,12 @@ for _kind, _how in (("reentrant", nested), ("not_reentrant", again)):
     CORNERS[f"checkpoint_around_units_{_kind}"] = Corner(lambda how=_how: Net(partial(_around, how)), _step, _close)
     CORNERS[f"checkpoint_around_two_units_{_kind}"] = Corner(
         lambda how=_how: Net(partial(_around_two, how)), _step, _close
+    )
+    CORNERS[f"checkpoint_of_one_unit_several_times_{_kind}"] = Corner(
+        lambda how=_how: nn.Sequential(nn.Linear(WIDTH, WIDTH), Repeated(how), nn.Linear(WIDTH, 3)),
+        _step,
+        1e-6,
+        (nn.Linear,),
     )
     CORNERS[f"checkpoint_around_units_in_one_{_kind}"] = Corner(
         lambda how=_how: Net(partial(_around, how)), _step, _close, units=()
