@@ -303,15 +303,14 @@ class Gradients:
         give_back = FlatBuffer.disown if self._hooked else self._return_place or FlatBuffer.free
         self._forget_buffer()
         self._completes = completes
-        first = not self._reducing
         part = Part(
             self.handle,
             buffer,
             give_back,
             scale=self._after if completes else 1.0,
-            earlier=self._partial if first else None,
+            earlier=None if self._reducing else self._partial,
             hook=hook if completes else None,
-            download=first and completes and self.handle.offload and self.handle.pin_memory,
+            download=completes and self.handle.offload and self.handle.pin_memory,
         )
         self._reducing.append(part)
         return part

@@ -89,7 +89,6 @@ class Part:
                 work.wait()
             lane.follow_compute()
         if self._download and lane.is_stream:
-            self._download = False
             with lane.running():
                 self._apply_scale()
                 result = self.result.to(self.handle.precision.grad)

@@ -115,6 +115,23 @@ def test_ranks_are_listed_once_for_a_group(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_group_that_was_destroyed_is_made_anew(strategy: str) -> None:
+    with fake_world(4):
+
+        def wrapped() -> FullyShardedDataParallel:
+            return FullyShardedDataParallel(nn.Linear(4, 4), sharding_strategy=strategy)
+
+        def for_reductions(model: FullyShardedDataParallel) -> dist.ProcessGroup:
+            groups = model._unit.groups
+            return (groups.replicate or groups.scatter).process_group
+
+        first, second = wrapped(), wrapped()
+        assert for_reductions(first) is for_reductions(second)
+        dist.destroy_process_group(for_reductions(first))
+        assert for_reductions(wrapped()) is not for_reductions(first)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_a_step_makes_as_many_calls_in_any_world(strategy: str) -> None:
     def calls(world: int) -> int:
         with fake_world(world):

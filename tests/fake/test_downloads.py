@@ -100,6 +100,13 @@ def test_the_host_finds_what_was_downloaded(strategy: str, mixed: MixedPrecision
         assert any(f"mul_ on the host may write before copy_ on {lane} is over" in race for race in races())
 
 
+def test_what_a_hook_makes_of_a_sum_is_downloaded() -> None:
+    with offloaded() as (model, fake):
+        model.set_all_reduce_hook(lambda total: total.mul_(3))
+        assert story(model).count("download") == UNITS
+    assert fake.races == []
+
+
 class Fails(Exception):
     pass
 
@@ -160,7 +167,11 @@ def test_values_are_those_without_offload(body: Any, mixed: MixedPrecision | Non
         torch.manual_seed(0)
         with fake_world(1), FakeDevice() as fake:
             model = FullyShardedDataParallel(
-                nn.Sequential(nn.Linear(WIDTH, WIDTH), body()), use_orig_params=True, mixed_precision=mixed, **options
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), body()),
+                auto_wrap_policy={nn.Linear},
+                use_orig_params=True,
+                mixed_precision=mixed,
+                **options,
             )
             for _ in range(2):
                 forward(model).float().backward()
