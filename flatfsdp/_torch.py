@@ -30,6 +30,8 @@ REASONS = {
     "torch._C.DisableTorchFunctionSubclass": "a hidden parameter's gradient is asked for on the way of every backward",
     "torch.autograd.profiler._is_profiler_enabled": "ranges in a profiler's trace are worth their cost only while one "
     "runs, in whatever thread; nothing public tells",
+    "torch.distributed.ProcessGroup.*_coalesced": "NCCL makes one operation of several small ones without a copy; the "
+    "public way to it, a list per tensor, copies",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
 }
 
@@ -50,6 +52,7 @@ def missing() -> list[str]:
         ),
         "torch._C.DisableTorchFunctionSubclass": lambda: torch._C.DisableTorchFunctionSubclass,
         "torch.autograd.profiler._is_profiler_enabled": lambda: torch.autograd.profiler._is_profiler_enabled,
+        "torch.distributed.ProcessGroup.*_coalesced": lambda: (_gather_grouped(), _reduce_scatter_grouped()),
         "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
     }
     absent = []
@@ -71,6 +74,32 @@ def untested() -> str | None:
         f"torch {torch.__version__} is newer than {newest}, the newest that this release of flatfsdp was tested with; "
         + (f"it lacks {', '.join(absent)}" if absent else "the private names that it leans on exist")
     )
+
+
+def _newest(*names: str) -> Any:
+    """The method of a process group under the first of these names that this torch has."""
+    found = next((method for name in names if (method := getattr(torch.distributed.ProcessGroup, name, None))), None)
+    if found is None:
+        raise AttributeError(names[0])
+    return found
+
+
+def _gather_grouped() -> Any:
+    return _newest("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+
+
+def _reduce_scatter_grouped() -> Any:
+    return _newest("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+
+
+def gather_grouped(process_group: Any, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> Any:
+    """Fill each of `outputs` with every rank's shard, as one operation; its work."""
+    return _gather_grouped()(process_group, outputs, shards)
+
+
+def reduce_scatter_grouped(process_group: Any, outputs: list[torch.Tensor], fulls: list[torch.Tensor]) -> Any:
+    """Sum each of `fulls` over ranks into `outputs`, as one operation; its work."""
+    return _reduce_scatter_grouped()(process_group, outputs, fulls)
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
@@ -95,8 +124,16 @@ def graph_task() -> int:
 
 
 def will_compute(node: Any) -> bool:
-    """Whether the running graph task brings a gradient to `node` (which is no leaf's in `torch.autograd.grad`)."""
+    """Whether the running graph task brings a gradient to `node`, which is no leaf's."""
     return torch._C._will_engine_execute_node(node)
+
+
+def will_accumulate(node: Any) -> bool:
+    """Whether the running graph task accumulates a gradient in `node`, a leaf's."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # `autograd.grad` captures it instead
+        return True
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -130,9 +167,9 @@ def name_of_group(name: str) -> Iterator[None]:
         c10d._process_group_name = by_count
 
 
-def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
     """`target.copy_(source)` for each pair, casting where the dtypes differ."""
-    torch._foreach_copy_(targets, sources)
+    torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
 
 def foreach_add_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -146,6 +146,7 @@ def _axes(root: Root) -> list[Transport]:
 def describe(root: Root) -> list[tuple[str, str]]:
     """All that the ranks of a model must have in common, as (subject, value) in a fixed order."""
     facts = [("construction", "succeeded"), ("check_values", root.agreement.check_values)]
+    facts.append(("join_units_below", str(root.settings.join_units_below)))
     for unit in root.units:
         subject = f"unit {unit.label}"
         groups = unit.groups

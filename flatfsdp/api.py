@@ -44,6 +44,8 @@ class ShardingStrategy(Enum):
     _HYBRID_SHARD_ZERO2 = 5
 
 
+JOIN_UNITS_BELOW = 2**20
+
 HYBRIDS = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
 
 
@@ -177,6 +179,8 @@ class Config:
     """None leaves it to the strategy; a number is compared with that of shards when groups are known."""
     check_values: str
     """What differing initial values across ranks lead to: "warn", "raise", or "off" (not compared)."""
+    join_units_below: int
+    """Bytes of unsharded parameters up to which units that follow each other share their collectives; 0 for none."""
 
     def replace(self, **changes: Any) -> Config:
         """A copy with the given fields changed; the values must be normalised already."""

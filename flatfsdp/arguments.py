@@ -19,6 +19,7 @@ from torch import nn
 
 from .api import (
     HYBRIDS,
+    JOIN_UNITS_BELOW,
     BackwardPrefetch,
     Config,
     CPUOffload,
@@ -50,6 +51,7 @@ def check_arguments(
     device_mesh: Any = None,
     check_values: Any = "warn",
     reshard_after_forward: Any = None,
+    join_units_below: Any = JOIN_UNITS_BELOW,
 ) -> Config:
     """Check the arguments of ``FullyShardedDataParallel`` and return them normalised. Never communicates.
 
@@ -86,6 +88,7 @@ def check_arguments(
         device_mesh=_device_mesh(device_mesh, strategy),
         check_values=_check_values(check_values),
         reshard_after_forward=_reshard_after_forward(reshard_after_forward),
+        join_units_below=_join_units_below(join_units_below),
     )
     _check_combination(config)
     return config
@@ -307,6 +310,15 @@ def _check_values(value: Any) -> str:
         refuse_type("check_values", value, accepted)
     if value not in choices:
         refuse_value("check_values", value, accepted, hint=did_you_mean(value, choices))
+    return value
+
+
+def _join_units_below(value: Any) -> int:
+    accepted = "a number of bytes, 0 to join none"
+    if isinstance(value, bool) or not isinstance(value, int):
+        refuse_type("join_units_below", value, accepted)
+    if value < 0:
+        refuse_value("join_units_below", value, accepted)
     return value
 
 

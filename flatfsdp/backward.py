@@ -1,5 +1,9 @@
 """One backward: gathers and reductions in the agreed order, from its first sign to its last reduction.
 
+[Note: passed over] A backward may not reach a unit that another rank's does. Its reduction is issued in its turn, with
+zeros: whoever waits for a gather must have issued the reductions that come before it, else two ranks would wait for
+each other.
+
 [Note: running backward] It is disposable: begun at the first gradient that reaches a unit, dropped when its graph
 task ends or dies. What it issues, and in which order, is settled when it begins ([Note: backward order]); autograd says
 when.
@@ -9,12 +13,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Concatenate, ParamSpec
 
-from . import _torch
+from . import _torch, hooks, joining
 from .agree import Agreement
 from .api import BackwardPrefetch
+from .joining import Joining
 from .policy.order import ForwardRecord, GatherPlan, ReducePlan
 from .reduction import Reduction
 from .unit import Unit
@@ -48,17 +53,27 @@ class Backward:
     """
 
     def __init__(
-        self, record: ForwardRecord[Unit], *, unreduced: frozenset[Unit], sync: bool, agreement: Agreement
+        self,
+        record: ForwardRecord[Unit],
+        *,
+        unreduced: frozenset[Unit],
+        sync: bool,
+        agreement: Agreement,
+        joins: Joining,
     ) -> None:
         """Plan it. `unreduced`: units that add their gradients up unsharded."""
         targets = {unit: tuple(chosen) for unit in record.anchored if (chosen := unit.choices.backward_targets)}
         self.record = record
         self.sync = sync
         self.agreement = agreement
-        self._gathers: GatherPlan[Unit] = GatherPlan(record.anchored, targets)
+        self._gathers: GatherPlan[Unit] = GatherPlan(record.anchored, targets, join=joins.gathers)
         self._reductions = ReducePlan(record)
         self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
         self._unreduced = unreduced
+        self._sequence = record.anchored[::-1]  # in which units are reached, if they are
+        self._places = {unit: place for place, unit in enumerate(self._sequence)}
+        self._passed = 0  # how many of them were reached or are known not to be
+        self._joins = joins
         self._task = _torch.graph_task()
         self.double = False
         self.fired = False
@@ -90,11 +105,12 @@ class Backward:
         """Unshard `unit` in the agreed order, and start on the next. Collective over the shard axis."""
         for each in (*unit.owners, unit):
             self.gather_in_turn(each)
+        self._complete_what_was_passed(unit)
         targets = unit.choices.backward_targets
         if targets:
             _launch(self._gathers.through(targets), ahead=True)
         elif unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and not unit.choices.schedule.unshard_async_op:
-            self._prefetch()
+            self._prefetch(unit)
         for each in (*unit.owners, unit):
             if each.is_whole:
                 each.wait_unshard()
@@ -108,12 +124,10 @@ class Backward:
     def released(self, unit: Unit) -> None:
         """`unit` was resharded after its part."""
         if unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST and not unit.choices.backward_targets:
-            self._prefetch()
+            self._prefetch(unit)
 
-    def _prefetch(self) -> None:
-        following = self._gathers.ahead()
-        if following is not None:
-            _launch([following], ahead=True)
+    def _prefetch(self, unit: Unit) -> None:
+        _launch(self._gathers.ahead(unit), ahead=True)
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
@@ -123,6 +137,10 @@ class Backward:
             self._reductions.expect(unit)
         else:
             self._windows[unit] = None
+
+    def join_reductions(self) -> None:
+        """All units that take part are known, as far as they are the same on all ranks: let small ones go together."""
+        self._reductions.join(self._joins.reductions)
 
     def gradient_arrived(self) -> None:
         """This backward computes gradients of parameters."""
@@ -138,15 +156,15 @@ class Backward:
             self._reductions.ready(unit)
             self._reduce(self._reductions.due())
 
-    def _reduce(self, units: Iterable[Unit]) -> None:
-        for unit in units:
+    def _reduce(self, groups: Iterable[Sequence[Unit]]) -> None:
+        for group in groups:
             # One input besides the one being filled, and one all-reduce: the previous make way first.
             older, newer = self._in_flight
             for reduction in older:
                 reduction.finish()
             for reduction in newer:
                 reduction.release_input()
-            self._in_flight = newer, unit.reduce()
+            self._in_flight = newer, joining.reduce(group)
         last = self._reductions.last
         if last is not None:
             # Where an embedding's gradient is larger than what is in flight, a step is highest when that gradient
@@ -167,7 +185,7 @@ class Backward:
             if not self.double:
                 self._complete_plan()
             rest, windows = self._reductions.rest(), list(self._windows)
-            for unit in (*rest, *windows):
+            for unit in (*itertools.chain(*rest), *windows):
                 if not unit.armed:
                     unit.arm(self)
             self._reductions.rest()
@@ -183,24 +201,38 @@ class Backward:
     def _complete_plan(self) -> None:
         """Do for units that this rank's backward did not reach, or not all of, what the other ranks' backwards did.
 
-        Unit by unit, as a backward goes: whoever waits for a gather has issued the reductions that come before it, else
-        two ranks would wait for each other.
+        Unit by unit, as a backward goes. [Note: passed over]
         """
-        for unit in reversed(self.record.anchored):
-            if unit.completed:
-                continue
-            if not unit.armed:
-                _launch(each for each in self._gathers.until(unit) if each.is_sharded)
-                unit.arm(self)
-            if self.reduces(unit) and any(grads.awaited for grads in unit.grads):
-                self._reductions.ready(unit)
-                self._reduce(self._reductions.due())
-            if not self.keeps_whole(unit):
-                unit.reshard(Exposure.NOTHING)
+        for unit in self._sequence:
+            if not unit.completed:
+                self._complete(unit)
+
+    def _complete_what_was_passed(self, unit: Unit) -> None:
+        """`unit` was reached: those whose turn came before and that this backward does not reach get no gradients."""
+        place = self._places.get(unit, 0)
+        if place > self._passed and self.fired and not self.double:
+            for earlier in self._sequence[self._passed : place]:
+                if not (earlier.armed or any(map(hooks.will_accumulate, earlier.trainable_leaves()))):
+                    self._complete(earlier)
+            self._passed = place
+        if place == self._passed:
+            self._passed += 1
+
+    def _complete(self, unit: Unit) -> None:
+        if not unit.armed:
+            due = self._gathers.until(unit)
+            _launch([each for each in group if each.is_sharded] for group in due)
+            unit.arm(self)
+        if self.reduces(unit) and any(grads.awaited for grads in unit.grads):
+            self._reductions.ready(unit)
+            self._reduce(self._reductions.due())
+        if not self.keeps_whole(unit):
+            unit.reshard(Exposure.NOTHING)
 
 
-def _launch(units: Iterable[Unit], *, ahead: bool = False) -> None:
-    """Gather those of `units` whose backward reads the parameters."""
-    for unit in units:
-        if unit.choices.schedule.unshard_in_backward:
-            unit.launch_unshard(ahead=ahead)
+def _launch(groups: Iterable[Sequence[Unit]], *, ahead: bool = False) -> None:
+    """Gather those units of `groups` whose backward reads the parameters."""
+    for group in groups:
+        reading = [unit for unit in group if unit.choices.schedule.unshard_in_backward]
+        if reading:
+            joining.launch_unshard(reading, ahead=ahead)

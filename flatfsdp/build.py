@@ -89,7 +89,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         leave_alone(each, None)
     for each, attributes in ignored_homes.items():
         leave_alone(each, attributes)
-    settings = RootSettings(device, config.limit_all_gathers, config.check_values)
+    settings = RootSettings(device, config.limit_all_gathers, config.check_values, config.join_units_below)
     new_root(unit, device, ledger, settings, nested)
     return unit
 

@@ -7,6 +7,10 @@ piece and sums what it receives in rank order, so that worlds of any size are re
 rank is. Where much is gathered among a few ranks on one host, that goes by such messages, too (`gloo.py`). `Alone`
 serves an axis of one rank.
 
+[Note: staging] Several small tensors travel as one through a *staging buffer*: a row for each rank, in it a piece of
+each tensor. What is copied in and out of it is counted apart (`Traffic.staged`). Where the backend makes one of several
+operations by itself (`Grouping`), nothing is staged.
+
 [Note: reduction] Reductions are SUM; scaling is the caller's (`policy.precision.gradient_scaling`). Inputs are complete
 when an operation is issued. On an accelerator the caller has made the lane follow what produced them.
 """
@@ -14,7 +18,7 @@ when an operation is issued. On an accelerator the caller has made the lane foll
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,10 +26,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from . import gloo
+from . import _torch, gloo
 from .api import ShardingStrategy
 from .device import DONE, Device, Lane, Pending, accelerator
-from .storage import Ledger
+from .storage import Claim, Ledger
 
 # torch renames its flat collectives; the newest name that exists is the one without a deprecation warning. Both are
 # c10d's `_all_gather_base` and `_reduce_scatter_base`.
@@ -36,11 +40,13 @@ _reduce_scatter_base = getattr(dist, "reduce_scatter_single", None) or dist.redu
 @dataclass
 class Traffic:
     """Collectives by kind: how many were issued and the bytes of their unsharded side (input of a reduction, output of
-    a gather); and the messages, sent and received, of those that are carried out pairwise."""
+    a gather); the messages, sent and received, of those that are carried out pairwise; and the bytes that went through
+    staging buffers."""
 
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     messages: int = 0
+    staged: int = 0
     issued: int = 0  # collectives of all kinds, never reset
 
     def log(self, kind: str, count: int) -> None:
@@ -62,6 +68,7 @@ class Traffic:
         self.counts.clear()
         self.bytes.clear()
         self.messages = 0
+        self.staged = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,52 @@ class Base:
         """Sum `tensor` over ranks in place. Collective."""
         self.traffic.log("all_reduce", tensor.numel() * tensor.element_size())
         return self._issue(lane, lambda wait: self._all_reduce(tensor, wait), (tensor,))
+
+    def all_gather_joined(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], lane: Lane) -> Pending:
+        """`all_gather_base` of several outputs (of one dtype) as one operation. Collective over the group.
+
+        Shards may be of other dtypes and elsewhere: they are cast on their way. [Note: staging]
+        """
+        sizes = [shard.numel() for shard in shards]
+        with lane.running():
+            staging = outputs[0].new_empty(self.group.size * sum(sizes))
+            rows = staging.view(self.group.size, -1)
+            own = rows[self.group.rank]
+            _torch.foreach_copy_(list(own.split(sizes)), list(shards), non_blocking=True)
+        claim = self._stage(staging)
+        arriving = self.all_gather_base(staging, own, lane)
+
+        def spread() -> None:
+            pieces = rows.split(sizes, dim=1)
+            _torch.foreach_copy_([output.view(self.group.size, -1) for output in outputs], list(pieces))
+            claim.close()
+
+        if not self.device.has_streams:
+            return Pending(work=arriving, keep=(staging, *outputs), finish=spread)
+        with lane.running():
+            arriving.wait()
+            spread()
+            return Pending(device=self.device, event=lane.mark(), keep=(staging, *outputs))
+
+    def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Lane) -> Pending:
+        """`reduce_scatter_base` of several tensors (of one dtype) as one operation. Collective over the group.
+
+        `output` has room for the results, one behind the other. The lane has followed what produced `fulls`.
+        [Note: staging]
+        """
+        sizes = [full.numel() // self.group.size for full in fulls]
+        with lane.running():
+            staging = fulls[0].new_empty(self.group.size * sum(sizes))
+            pieces = staging.view(self.group.size, -1).split(sizes, dim=1)
+            _torch.foreach_copy_(list(pieces), [full.view(self.group.size, -1) for full in fulls])
+        claim = self._stage(staging)
+        arriving = self.reduce_scatter_base(output, staging, lane)
+        return Pending(work=arriving, keep=(output, staging), finish=claim.close)
+
+    def _stage(self, staging: torch.Tensor) -> Claim:
+        count = staging.numel() * staging.element_size()
+        self.traffic.staged += count
+        return self.ledger.hold("staging", count)
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """Overwrite `tensor` with that of group rank `source`, blocking. Collective."""
@@ -202,6 +255,44 @@ class RankOrder(Base):
         return is_large and whole.device.type == "cpu" and gloo.is_near(self.group.process_group)
 
 
+class Grouping(Base):
+    """NCCL, which makes one operation of several by itself: nothing is staged."""
+
+    def all_gather_joined(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], lane: Lane) -> Pending:
+        with lane.running():
+            slots = [
+                output.narrow(0, self.group.rank * shard.numel(), shard.numel())
+                for output, shard in zip(outputs, shards, strict=True)
+            ]
+            _torch.foreach_copy_(slots, list(shards), non_blocking=True)
+        self.traffic.log("all_gather", sum(output.numel() * output.element_size() for output in outputs))
+
+        def start(wait: bool) -> Pending:
+            work = _torch.gather_grouped(
+                self.group.process_group, [_as_bytes(t) for t in outputs], [_as_bytes(t) for t in slots]
+            )
+            return self._waited(work, wait)
+
+        return self._issue(lane, start, tuple(outputs))
+
+    def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Lane) -> Pending:
+        sizes = [full.numel() // self.group.size for full in fulls]
+        self.traffic.log("reduce_scatter", sum(full.numel() * full.element_size() for full in fulls))
+
+        def start(wait: bool) -> Pending:
+            work = _torch.reduce_scatter_grouped(self.group.process_group, list(output.split(sizes)), list(fulls))
+            return self._waited(work, wait)
+
+        return self._issue(lane, start, (output, *fulls))
+
+    @staticmethod
+    def _waited(work: Any, wait: bool) -> Pending:
+        pending = Pending(work=work)
+        if wait:
+            pending.wait()
+        return pending
+
+
 class Alone(Base):
     """An axis of one rank: nothing travels, and nothing is counted."""
 
@@ -213,6 +304,11 @@ class Alone(Base):
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending:
         return self.all_gather_base(output, full, lane)
+
+    def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Lane) -> Pending:
+        with lane.running():
+            torch.cat(list(fulls), out=output)
+        return Pending(device=self.device, event=lane.mark(), keep=(output, *fulls))
 
     def all_reduce(self, tensor: torch.Tensor, lane: Lane) -> Pending:
         return DONE
@@ -226,6 +322,8 @@ class Alone(Base):
     def gather_now(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unsqueeze(0)
 
+
+_BY_BACKEND: dict[str, type[Base]] = {"gloo": RankOrder, "nccl": Grouping}
 
 Transport = Base
 
@@ -254,7 +352,7 @@ def doubled(double: Callable[[Transport], Transport]) -> Iterator[None]:
 
 def transport(group: Group, device: Device, *, traffic: Traffic, ledger: Ledger) -> Transport:
     """The transport for `group`: by backend and world size."""
-    kind = Alone if group.process_group is None else RankOrder if group.backend == "gloo" else Base
+    kind = Alone if group.process_group is None else _BY_BACKEND.get(group.backend, Base)
     made = kind(group, device, traffic=traffic, ledger=ledger)
     return _double(made) if _double is not None else made
 

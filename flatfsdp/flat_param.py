@@ -302,16 +302,11 @@ class FlatParamHandle:
 
         Precondition: sharded. Postcondition: gathering; `wait_unshard` ends it. A portion is dropped.
         """
-        self.drop_portion()
-        self.state = step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
-        target = self._active = self._target(dtype)
-        if target.buffer is None:
-            self._pending = None
+        flat = self.open_unshard(lane, dtype=dtype)
+        if flat is None:
             return
+        source = self.shard
         with lane.running():
-            target.buffer.allocate()
-            flat = target.buffer.tensor
-            source = self.shard
             if self.offload or source.dtype != flat.dtype or source.device != flat.device:
                 own = flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
                 source = own.copy_(source, non_blocking=True)
@@ -342,6 +337,25 @@ class FlatParamHandle:
         if self.portion is not None:
             self.portion.free()
             self.portion = None
+
+    def open_unshard(self, lane: Lane, *, dtype: torch.dtype) -> torch.Tensor | None:
+        """Take the memory that an all-gather in `dtype` fills: padded and 1-D; None where the shard is the whole.
+
+        Precondition: sharded. Postcondition: gathering; the caller issues the gather. A portion is dropped.
+        """
+        self.drop_portion()
+        self.state = step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
+        target = self._active = self._target(dtype)
+        self._pending = None
+        if target.buffer is None:
+            return None
+        with lane.running():
+            target.buffer.allocate()
+        return target.buffer.tensor
+
+    def await_unshard(self, pending: Pending) -> None:
+        """The gather that was opened is `pending`, maybe together with others."""
+        self._pending = pending
 
     def wait_unshard(self) -> None:
         """Order the caller after the gather. Precondition: gathering. Postcondition: unsharded."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from . import copying, full_params
-from .api import BackwardPrefetch, Config, CPUOffload, MixedPrecision, ShardingStrategy
+from .api import JOIN_UNITS_BELOW, BackwardPrefetch, Config, CPUOffload, MixedPrecision, ShardingStrategy
 from .arguments import check_arguments
 from .auto_wrap import auto_wrapped
 from .build import build_unit
@@ -73,6 +73,9 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, nn.Module):
         reshard_after_forward: whether parameters are freed between forward and backward, or among how many ranks they
             stay, as `set_reshard_after_forward` says; for wrappers by policy, too. None leaves it to the strategy. Not
             in FSDP1.
+        join_units_below: up to how many bytes of parameters, unsharded, units that follow each other are gathered and
+            reduced as one, through a staging buffer of at most that size; the outermost wrapper's counts. 0 for
+            never. Not in FSDP1.
 
     Raises:
         ConfigTypeError, ConfigValueError: an argument; the message names it, what was given and what is accepted.
@@ -119,6 +122,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, nn.Module):
         *,
         check_values: str = "warn",
         reshard_after_forward: bool | int | None = None,
+        join_units_below: int = JOIN_UNITS_BELOW,
     ) -> None:
         config = check_arguments(
             module,
@@ -139,6 +143,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, nn.Module):
             device_mesh=device_mesh,
             check_values=check_values,
             reshard_after_forward=reshard_after_forward,
+            join_units_below=join_units_below,
         )
         super().__init__()
         self._wrap(module, resolve_groups(config))

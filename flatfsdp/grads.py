@@ -235,6 +235,11 @@ class Gradients:
     # -- the parameters' own places ----------------------------------------------------------------------------------
 
     @property
+    def holds_place(self) -> bool:
+        """Whether gradients lie in places of parameters, and await their reduction."""
+        return self._sharing and bool(self.arrived)
+
+    @property
     def occupies_place(self) -> bool:
         """Whether gradients lie in places of parameters of which others may still be read."""
         return self._sharing and self._return_place is None and bool(self.arrived)

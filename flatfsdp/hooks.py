@@ -93,9 +93,10 @@ def before_backward_of(tensor: torch.Tensor, callback: Callable[[], None]) -> An
     return tensor.register_hook(told)
 
 
-def will_accumulate(leaf: nn.Parameter) -> bool:
-    """Whether the running graph task brings a gradient to `leaf`."""
-    return _torch.will_compute(torch.autograd.graph.get_gradient_edge(leaf).node)
+def will_accumulate(leaf: torch.Tensor) -> bool:
+    """Whether the running graph task brings a gradient to `leaf`, or has brought it."""
+    with _torch.as_plain_tensors():  # it may be hidden
+        return _torch.will_accumulate(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 class Arrivals:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .comm import Reducer
+from .comm import Reducer, Transport
 from .device import DONE, Lane, Pending
 from .flat_param import FlatParamHandle
 from .hooked import to_wait_for
@@ -50,6 +50,8 @@ class Part:
         `hook` sees the sum of both, before it is multiplied by `scale`. `download`: it is all that the host awaits."""
         self.handle = handle
         self.buffer: FlatBuffer | None = buffer
+        self.dtype = buffer.tensor.dtype
+        self.in_place = False  # the result lies in the buffer
         self.earlier = earlier
         self.hook = hook
         self.downloaded: torch.Tensor | None = None
@@ -61,17 +63,17 @@ class Part:
     @property
     def bytes(self) -> int:
         """Of the result; 0 where it lies in the buffer."""
-        return 0 if self.handle.whole else self.result.numel() * self.result.element_size()
+        return 0 if self.in_place else self.result.numel() * self.result.element_size()
 
     @property
     def input_bytes(self) -> int:
         """Bytes that are held for the first stage."""
-        held = self.buffer is not None and not self.handle.whole
+        held = self.buffer is not None and not self.in_place
         return self.handle.layout.padded_numel * self.result.element_size() if held else 0
 
     def release_buffer(self) -> None:
         """Nobody reads the input any more."""
-        if self.buffer is not None and not self.handle.whole:
+        if self.buffer is not None and not self.in_place:
             self._give_back(self.buffer)
             self.buffer = None
 
@@ -103,7 +105,7 @@ class Part:
         """The summed and scaled gradient of the shard. Collective over the replicate axis."""
         self.reduction.finish()
         self._downloading.wait()
-        if self.buffer is not None:  # the whole, whose memory is the result
+        if self.buffer is not None:  # whose memory is the result
             self.buffer.disown()
             self.buffer = None
         self.handle.ledger.remove("reduced", self.bytes)
@@ -119,7 +121,7 @@ class Part:
 
 
 class Reduction:
-    """One exchange of gradients: those of one handle, or of several small ones."""
+    """One exchange of gradients: those of one handle."""
 
     def __init__(
         self, parts: Sequence[Part], scatter: Reducer, replicate: Reducer | None, lane: Lane, across: Lane
@@ -131,23 +133,28 @@ class Reduction:
         self._across = across
         self._first = self._second = DONE
         self._halfway = False
-        full, self._result = self._operands()
+        self._result = self._place_result()
         for part in parts:  # before anything may fail: what was made is found and discarded by its parts
             part.reduction = self
             part.handle.ledger.add("reduced", part.bytes)
         lane.follow_compute()
-        if full is self._result:
-            self._first = self._all_reduce()
-        else:
-            self._first = scatter.reduce_scatter_base(self._result, full, lane)
+        self._first = self._start(scatter)
 
-    def _operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is reduced, and what the first stage brings: the same where the shard is the whole."""
+    def _place_result(self) -> torch.Tensor:
+        """Where the first stage brings its result: in place where the shard is the whole."""
         (part,) = self._parts
         assert part.buffer is not None
         full = part.buffer.tensor
-        part.result = full if part.handle.whole else full.new_empty(part.handle.layout.shard_numel)
-        return full, part.result
+        part.in_place = part.handle.whole
+        part.result = full if part.in_place else full.new_empty(part.handle.layout.shard_numel)
+        return part.result
+
+    def _start(self, scatter: Reducer) -> Pending:
+        (part,) = self._parts
+        assert part.buffer is not None
+        if part.in_place:
+            return self._all_reduce()
+        return scatter.reduce_scatter_base(self._result, part.buffer.tensor, self._lane)
 
     @property
     def input_bytes(self) -> int:
@@ -191,3 +198,28 @@ class Reduction:
         for part in self._parts:
             part.finish(self._lane)
         self._parts = ()  # which know their reduction: in a circle, gradients would live until the collector comes
+
+
+class JoinedReduction(Reduction):
+    """One exchange of the gradients of several small handles. [Note: joining]"""
+
+    def __init__(
+        self, parts: Sequence[Part], transport: Transport, replicate: Reducer | None, lane: Lane, across: Lane
+    ) -> None:
+        """Issue the first stage, over the axis of `transport`. Collective."""
+        self._transport = transport
+        super().__init__(parts, transport, replicate, lane, across)
+
+    def _place_result(self) -> torch.Tensor:
+        sizes = [part.handle.layout.shard_numel for part in self._parts]
+        result = self._fulls()[0].new_empty(sum(sizes))
+        for part, piece in zip(self._parts, result.split(sizes), strict=True):
+            part.result = piece.data  # a version counter of its own: writing to one gradient is not writing to all
+        return result
+
+    def _start(self, scatter: Reducer) -> Pending:
+        arriving = self._transport.reduce_scatter_joined(self._result, self._fulls(), self._lane)
+        return self._all_reduce() if self._parts[0].handle.whole else arriving
+
+    def _fulls(self) -> list[torch.Tensor]:
+        return [part.buffer.tensor for part in self._parts if part.buffer is not None]

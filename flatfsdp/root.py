@@ -7,6 +7,7 @@ the unit whose forward is the outermost at the moment, usually the same.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _torch, hooks
+from . import _torch, hooks, joining
 from .agree import Agreement
 from .backward import Backward
 from .comm import Group, Traffic, Transport, transport
@@ -23,6 +24,7 @@ from .errors import InternalError, UsageError, logger, warn, warn_once
 from .flat_param import FlatParamHandle
 from .groups import neighbours
 from .hooked import check_all_or_none, reducers
+from .joining import Joining
 from .labels import follow_profiler
 from .lifecycle import Phase
 from .limiter import Limiter
@@ -57,6 +59,7 @@ class RootSettings:
     device: torch.device
     limit_all_gathers: bool
     check_values: str
+    join_units_below: int
 
 
 def _unshard_lane(device: Device, *, on_callers: bool) -> Lane:
@@ -91,6 +94,7 @@ class Root:
         self.lanes = Lanes(_unshard_lane(device, on_callers=False), device.lane("reduce"), device.lane("replicate"))
         self.limiter = Limiter(device, self.lanes.unshard, limit=settings.limit_all_gathers)
         self.links = Links()
+        self._joins = Joining(most=settings.join_units_below)
         self.depth = 0
         self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
         self._order: ForwardOrder[Unit] = ForwardOrder()
@@ -155,6 +159,7 @@ class Root:
     def _check_placed(self) -> None:
         check_registered(self)
         check_placed(self)
+        self._joins.weigh(self.units)
         self.placed = True
 
     def connect(self, unit: Unit) -> None:
@@ -301,11 +306,13 @@ class Root:
                 self._follow_other_ranks()
             if torch.is_grad_enabled():
                 self.record.enter(unit)
-        for each in (*unit.owners, unit):
-            if recomputing and self.backward is not None:
+        if recomputing and self.backward is not None:
+            for each in (*unit.owners, unit):
                 self.backward.gather_in_turn(each)
-            else:
-                each.launch_unshard()
+        else:
+            for owner in unit.owners:
+                owner.launch_unshard()
+            self._launch(unit, self._order.upcoming())
         if not recomputing:
             self._prefetch_in_forward(unit)
         for each in (*unit.owners, unit):
@@ -325,13 +332,21 @@ class Root:
                 unit.neighbours = found
         self._neighbours_due = False
 
+    def _launch(self, unit: Unit, following: Iterable[Unit], *, ahead: bool = False) -> None:
+        """Gather `unit`, and small ones that are `following` it."""
+        if unit.is_whole:
+            return
+        group = self._joins.first_gather(unit, following)
+        joining.launch_unshard(group, ahead=ahead)
+        self._ahead.update(dict.fromkeys(group if ahead else group[1:]))
+
     def _prefetch_in_forward(self, unit: Unit) -> None:
-        following: Iterable[Unit] = unit.choices.forward_targets
-        if not following and unit.forward_prefetch and self._order.following is not None:
-            following = [self._order.following]
-        for each in following:
-            each.launch_unshard(ahead=True)
-            self._ahead[each] = None
+        for target in unit.choices.forward_targets:
+            self._launch(target, (), ahead=True)
+        if unit.forward_prefetch and not unit.choices.forward_targets:
+            following = self._order.upcoming()
+            for each in itertools.islice(following, 1):
+                self._launch(each, following, ahead=True)
 
     def _follow_other_ranks(self) -> None:
         """Gather anew what users keep unsharded, if any rank has written to its shards. Collective if they do.
@@ -406,7 +421,11 @@ class Root:
         self.record.consumed = True
         unreduced = frozenset(unit for unit in self.units if not (self.sync and unit.choices.schedule.reduce))
         backward = self.backward = Backward(
-            self.record, unreduced=unreduced, sync=len(unreduced) < len(self.units), agreement=self.agreement
+            self.record,
+            unreduced=unreduced,
+            sync=len(unreduced) < len(self.units),
+            agreement=self.agreement,
+            joins=self._joins,
         )
         backward.double = torch.is_grad_enabled()
         self.follow_profiler()
@@ -423,6 +442,7 @@ class Root:
         for unit in self.record.anchored:
             if any(leaf.requires_grad for handle in unit.handles for leaf in handle.leaves):
                 backward.expect(unit)
+        backward.join_reductions()
         return backward
 
     def end_backward(self, backward: Backward) -> None:

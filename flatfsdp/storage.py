@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -28,8 +29,8 @@ class Ledger:
     """Exact live bytes by kind, and their peaks.
 
     Kinds: `shard`, `unsharded`, `portion` (of unsharded parameters, between forward and backward), `slots` (unsharded
-    gradients), `exchange` (scratch of a reduction), `reduced` (gradient shards before they become `.grad`), `partial`
-    (sums that await an all-reduce), `summoned`.
+    gradients), `exchange` (scratch of a reduction), `staging` (of several small units), `reduced` (gradient shards
+    before they become `.grad`), `partial` (sums that await an all-reduce), `summoned`.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,11 @@ class Ledger:
             raise InternalError(f"ledger: {count} bytes of {kind!r} freed, only {self.live[kind]} are live")
         self.live[kind] -= count
 
+    def hold(self, kind: str, count: int) -> Claim:
+        """`count` bytes of `kind` came to life; what is returned says when they are freed."""
+        self.add(kind, count)
+        return Claim(self, kind, count)
+
     @property
     def total(self) -> int:
         """Live bytes of all kinds."""
@@ -62,6 +68,19 @@ class Ledger:
         """Start measuring peaks from what is alive now."""
         self._peaks = defaultdict(int, self.live)
         self.peak_total = self.total
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Bytes in a ledger that one owner frees."""
+
+    ledger: Ledger
+    kind: str
+    count: int
+
+    def close(self) -> None:
+        """They were freed."""
+        self.ledger.remove(self.kind, self.count)
 
 
 _poisoned = False

@@ -26,7 +26,7 @@ from .grads import Gradients
 from .lifecycle import PHASE_STEPS, Phase, ShardState, step
 from .policy.schedule import AS_BUILT, Schedule
 from .policy.strategy import Traits
-from .reduction import Reduction
+from .reduction import Part, Reduction
 from .values import Beginnings
 from .views import Exposure, Home, Shown, check_exposed, check_homes
 
@@ -164,6 +164,10 @@ class UnitData:
         }
         return [home for home in (*self.homes, *self.aliases) if id(home.leaf) in flattened]
 
+    def trainable_leaves(self) -> list[nn.Parameter]:
+        """The parameters that require a gradient."""
+        return [leaf for handle in self.handles for leaf in handle.leaves if leaf.requires_grad]
+
     @property
     def largest_gradient(self) -> int:
         """Bytes of the largest gradient that a backward can bring, in the compute dtype."""
@@ -203,23 +207,28 @@ class UnitData:
         """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis, or
         in a backward over the neighbours."""
         root = self.root
-        if self.places_are_taken:
+        sharded = self.prepare_unshard(root, ahead=ahead)
+        for handle in sharded:
+            if handle.portion is not None and _torch.in_backward():
+                handle.launch_unshard_nearby(root.lanes.unshard)
+                continue
+            handle.launch_unshard(self.gather, root.lanes.unshard, dtype=self.dtype_of(handle))
+            if handle.offload:
+                root.limiter.note_upload()
+        if sharded:
+            self.note("gather")
+
+    def prepare_unshard(self, root: Root, *, ahead: bool) -> list[FlatParamHandle]:
+        """The handles that are sharded, and may take memory to be gathered now, maybe `ahead` of their use."""
+        if any(grads.holds_place for grads in self.grads):
             self._refuse_to_regain()
-        if self.is_whole:
-            return
+        sharded = []
         for handle, grads in zip(self.handles, self.grads, strict=True):
             if handle.state is ShardState.SHARDED:
                 grads.return_inputs()
-                if handle.portion is not None and _torch.in_backward():
-                    root.limiter.make_room(handle.buffer(handle.portion.dtype), ahead=ahead)
-                    handle.launch_unshard_nearby(root.lanes.unshard)
-                    continue
-                dtype = self._dtype_of(handle)
-                root.limiter.make_room(handle.buffer(dtype), ahead=ahead)
-                handle.launch_unshard(self.gather, root.lanes.unshard, dtype=dtype)
-                if handle.offload:
-                    root.limiter.note_upload()
-        self.note("gather")
+                root.limiter.make_room(handle.buffer(self._dtype_gathered(handle)), ahead=ahead)
+                sharded.append(handle)
+        return sharded
 
     def wait_unshard(self) -> None:
         """Order the caller after the gathers and let the leaves show the whole."""
@@ -313,22 +322,28 @@ class UnitData:
     def reduce(self) -> list[Reduction]:
         """Issue the reductions of all kinds that take part. Collective over the shard axis."""
         lanes = self.root.lanes
+        scatter, _ = self.reducers
+        return [
+            Reduction([part], scatter, self.completed_by, lanes.reduce, lanes.replicate) for part in self.hand_over()
+        ]
+
+    def hand_over(self) -> list[Part]:
+        """The gradients of all kinds that take part in a reduction, for it."""
         if self.places_are_taken:
             self.reshard(Exposure.NOTHING)
         self.note("reduce")
-        scatter, replicate = self.reducers
-        completes = self.choices.schedule.all_reduce or replicate is None
-        return [
-            Reduction(
-                [grads.hand_over(completes=completes, hook=self.choices.all_reduce_hook)],
-                scatter,
-                replicate if completes else None,
-                lanes.reduce,
-                lanes.replicate,
-            )
-            for grads in self.grads
-            if grads.awaited
-        ]
+        completes, hook = self.completes, self.choices.all_reduce_hook
+        return [grads.hand_over(completes=completes, hook=hook) for grads in self.grads if grads.awaited]
+
+    @property
+    def completes(self) -> bool:
+        """Whether a reduction brings the gradient, not a partial sum. [Note: partial sums]"""
+        return self.choices.schedule.all_reduce or self.reducers[1] is None
+
+    @property
+    def completed_by(self) -> Reducer | None:
+        """What carries out the second stage of a reduction now; None where there is none."""
+        return self.reducers[1] if self.completes else None
 
     # -- the end of an iteration -------------------------------------------------------------------------------------
 
@@ -404,11 +419,16 @@ class UnitData:
             else:
                 check_exposed(handle, self.name)
 
-    def _dtype_of(self, handle: FlatParamHandle) -> torch.dtype:
+    def _dtype_gathered(self, handle: FlatParamHandle) -> torch.dtype:
+        if handle.portion is not None and _torch.in_backward():
+            return handle.portion.dtype
+        return self.dtype_of(handle)
+
+    def dtype_of(self, handle: FlatParamHandle) -> torch.dtype:
         """In which dtype the unit computes with the handle's parameters now."""
         return handle.precision.master if self.root.in_full_precision(self) else handle.precision.compute
 
     def _is_out_of_date(self, handle: FlatParamHandle) -> bool:
         """Whether what was kept unsharded is not what a gather would bring: the shard was written to since, or the
         dtype is that of evaluation, and this is training."""
-        return handle.is_stale or handle.unsharded.dtype != self._dtype_of(handle)
+        return handle.is_stale or handle.unsharded.dtype != self.dtype_of(handle)

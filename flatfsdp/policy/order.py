@@ -11,7 +11,7 @@ remain are flushed in order. In a model that is nested like a tree, ready means 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
@@ -67,11 +67,26 @@ class ForwardRecord(Generic[U]):
         return not self._anchored
 
 
-class GatherPlan(Generic[U]):
-    """The gathers of one backward: hands out, for the unit that is needed now, all units whose turn comes first."""
+Cut = Callable[[Iterable[U]], Iterable[tuple[U, ...]]]
 
-    def __init__(self, anchored: tuple[U, ...], targets: Mapping[U, Sequence[U]] = MappingProxyType({})) -> None:
-        """`targets`: what is gathered right after a unit, where that is not left to the plan; others are none of it."""
+
+def _apart(units: Iterable[U]) -> Iterable[tuple[U, ...]]:
+    return ((unit,) for unit in units)
+
+
+class GatherPlan(Generic[U]):
+    """The gathers of one backward: hands out, for the unit that is needed now, all groups of units whose turn comes
+    first."""
+
+    def __init__(
+        self,
+        anchored: tuple[U, ...],
+        targets: Mapping[U, Sequence[U]] = MappingProxyType({}),
+        *,
+        join: Cut[U] = _apart,
+    ) -> None:
+        """`targets`: what is gathered right after a unit, where that is not left to the plan; others are none of it.
+        `join` cuts the sequence into groups."""
         backwards = dict.fromkeys(reversed(anchored))
         sequence: dict[U, None] = {}
         for unit in backwards:
@@ -79,36 +94,41 @@ class GatherPlan(Generic[U]):
             for target in targets.get(unit, ()):
                 if target in backwards:
                     sequence.setdefault(target)
-        self._sequence = tuple(sequence)
-        self._position = {unit: i for i, unit in enumerate(self._sequence)}
+        self._groups = tuple(join(sequence))
+        self._position = {unit: i for i, group in enumerate(self._groups) for unit in group}
         self._next = 0
 
-    def until(self, unit: U) -> tuple[U, ...]:
-        """The units to gather, in order, so that `unit` may be gathered; just `unit` where the plan is past it or lacks
-        it."""
-        return self.through([unit]) or (unit,)
+    def until(self, unit: U) -> Sequence[tuple[U, ...]]:
+        """The groups to gather, in order, so that `unit` may be gathered; just `unit` where the plan is past it or
+        lacks it."""
+        return self.through([unit]) or ((unit,),)
 
-    def through(self, units: Iterable[U]) -> tuple[U, ...]:
-        """The units to gather, in order, so that all of `units` are gathered that the plan is not past."""
+    def through(self, units: Iterable[U]) -> Sequence[tuple[U, ...]]:
+        """The groups to gather, in order, so that all of `units` are gathered that the plan is not past."""
         last = max((self._position.get(unit, -1) for unit in units), default=-1)
-        due = self._sequence[self._next : last + 1]
+        due = self._groups[self._next : last + 1]
         self._next = max(self._next, last + 1)
         return due
 
-    def ahead(self) -> U | None:
-        """The next unit of the plan, now handed out; None at its end."""
-        if self._next >= len(self._sequence):
-            return None
-        unit = self._sequence[self._next]
-        self._next += 1
-        return unit
+    def ahead(self, unit: U) -> Sequence[tuple[U, ...]]:
+        """The next group of the plan, now handed out, unless one after the group of `unit` is already; none at the
+        end."""
+        if self._position.get(unit, self._next) < self._next - 1:
+            return ()
+        due = self._groups[self._next : self._next + 1]
+        self._next += len(due)
+        return due
 
 
 class ReducePlan(Generic[U]):
-    """The reductions of one backward: a unit goes when it is ready and none that was entered later is outstanding."""
+    """The reductions of one backward: a unit goes when it is ready and none that was entered later is outstanding.
+
+    Units that are joined go together, when all of them are ready.
+    """
 
     def __init__(self, record: ForwardRecord[U]) -> None:
         self._record = record
+        self._joined: dict[U, tuple[U, ...]] = {}
         self._outstanding: dict[U, int] = {}
         self._in_order: list[U] | None = []  # the outstanding, the next last; None when it has to be sorted anew
         self._ready: set[U] = set()
@@ -124,12 +144,17 @@ class ReducePlan(Generic[U]):
         self.expect(unit)
         self._ready.add(unit)
 
-    def due(self) -> list[U]:
-        """The units whose turn has come, in order; each is handed out once."""
+    def join(self, cut: Cut[U]) -> None:
+        """Cut what is expected so far into groups; later expectations are none of them."""
+        for group in cut(reversed(self._sorted())):
+            if len(group) > 1:
+                self._joined.update(dict.fromkeys(group, group))
+
+    def due(self) -> list[tuple[U, ...]]:
+        """The groups whose turn has come, in order; each is handed out once."""
         out = []
-        in_order = self._sorted()
-        while in_order and in_order[-1] in self._ready:
-            out.append(self._hand_out(in_order))
+        while (group := self._following()) and self._ready.issuperset(group):
+            out.append(self._hand_out(group))
         return out
 
     @property
@@ -137,21 +162,35 @@ class ReducePlan(Generic[U]):
         """The only unit that is outstanding; None where there are several, or none."""
         return next(iter(self._outstanding)) if len(self._outstanding) == 1 else None
 
-    def rest(self) -> list[U]:
-        """All outstanding units in order, ready or not: the flush at the end of a backward."""
+    def rest(self) -> list[tuple[U, ...]]:
+        """All that is outstanding in order, ready or not: the flush at the end of a backward."""
+        out = []
+        while group := self._following():
+            out.append(self._hand_out(group))
+        return out
+
+    def _following(self) -> tuple[U, ...]:
         in_order = self._sorted()
-        return [self._hand_out(in_order) for _ in range(len(in_order))]
+        if not in_order:
+            return ()
+        unit = in_order[-1]
+        return self._joined.get(unit) or (unit,)
 
     def _sorted(self) -> list[U]:
         if self._in_order is None:
             self._in_order = sorted(self._outstanding, key=self._outstanding.__getitem__)
         return self._in_order
 
-    def _hand_out(self, in_order: list[U]) -> U:
-        unit = in_order.pop()
-        del self._outstanding[unit]
-        self._ready.discard(unit)
-        return unit
+    def _hand_out(self, group: tuple[U, ...]) -> tuple[U, ...]:
+        if len(group) == 1:
+            self._sorted().pop()
+        else:
+            self._in_order = None
+        for unit in group:
+            del self._outstanding[unit]
+            self._ready.discard(unit)
+            self._joined.pop(unit, None)
+        return group
 
 
 class ForwardOrder(Generic[U]):
@@ -185,7 +224,12 @@ class ForwardOrder(Generic[U]):
         """The forward is complete."""
         self._known = self._learned
 
-    @property
-    def following(self) -> U | None:
-        """What followed the last complete forward's visit of the unit that was entered last, None where unknown."""
-        return self._known.get(self._now) if self._now is not None else None
+    def upcoming(self) -> Iterator[U]:
+        """What followed, in the last complete forward, that visit of the unit that was entered last: one unit after the
+        other, until one comes again."""
+        now = self._now
+        visits = dict([now] if now is not None else [])
+        while now is not None and (unit := self._known.get(now)) is not None and unit not in visits:
+            visits[unit] = self._visits.get(unit, 0) + 1
+            yield unit
+            now = unit, visits[unit]

@@ -13,6 +13,7 @@ from torch import nn
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import UsageError
+from flatfsdp.joining import apart
 from tests.conftest import Run
 from tests.harness.models import Feedforward
 from tests.pool.corners import ALL, HYBRID, Net, Setting, at_rest, data, differences, joined, loss_of, seeded, unsynced
@@ -154,7 +155,7 @@ def test_a_gradient_edited_inside_a_window_is_refused(pool2: Run) -> None:
 
 def counts(rank: int, world: int, setting: Setting, of: str) -> list[dict[str, int]]:
     """Collectives per microbatch, after a first step."""
-    with setting.doubles():
+    with setting.doubles(), apart():
         model = setting.wrap(seeded(Net), (Feedforward,))
         one(model, rank, 0, 0, sync=True)
         counted = []

@@ -58,7 +58,7 @@ def peaks(rank: int, world: int, options: dict[str, Any], micro: int) -> dict[in
     """The most bytes of each kind, and of all, in steps 2 and 50; every step ends with shards only."""
     torch.manual_seed(0)
     policy = wrap.ModuleWrapPolicy({Block})
-    model = FullyShardedDataParallel(Tower(), auto_wrap_policy=policy, **options)
+    model = FullyShardedDataParallel(Tower(), auto_wrap_policy=policy, join_units_below=0, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ledger = model._unit.root.ledger
     found = {}

@@ -37,7 +37,7 @@ class Tower(nn.Module):
 
 
 def wrapped(**options: Any) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(Tower(), auto_wrap_policy={nn.Linear}, **options)
+    return FullyShardedDataParallel(Tower(), auto_wrap_policy={nn.Linear}, join_units_below=0, **options)
 
 
 # --- summary and repr -------------------------------------------------------------------------------------------------

@@ -60,7 +60,8 @@ def test_names_order_and_defaults_of_arguments_are_torchs():
         ]
 
     ours, torchs = described(check_arguments), described(torch_fsdp.FullyShardedDataParallel.__init__)
-    assert ours == [*torchs, ("check_values", "warn"), ("reshard_after_forward", "None")]
+    expected = [("check_values", "warn"), ("reshard_after_forward", "None"), ("join_units_below", str(2**20))]
+    assert ours == [*torchs, *expected]
 
 
 def test_defaults_are_normalised():
@@ -105,6 +106,7 @@ REDUCE_IN_FP32 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
         ("check_values", "raise", "raise"),
         ("reshard_after_forward", True, True),
         ("reshard_after_forward", 4, 4),
+        ("join_units_below", 0, 0),
         ("param_init_fn", print, print),
     ],
 )
@@ -235,6 +237,8 @@ TYPE_ERRORS = [
     ),
     ({"device_id": 1.5}, f"device_id: got 1.5 (float). Accepted: {DEVICES}"),
     ({"device_id": True}, f"device_id: got True (bool). Accepted: {DEVICES}"),
+    ({"join_units_below": 0.5}, "join_units_below: got 0.5 (float). Accepted: a number of bytes, 0 to join none."),
+    ({"join_units_below": True}, "join_units_below: got True (bool). Accepted: a number of bytes, 0 to join none."),
     ({"check_values": None}, 'check_values: got None (NoneType). Accepted: "warn", "raise", "off".'),
     (
         {"reshard_after_forward": "2"},

@@ -43,7 +43,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (3, "reduction"),
     (3, "grads"),
     (4, "trees buffers hooks materialise limiter choices unit_data unit"),
-    (4, "labels links traversal placement backward root"),
+    (4, "labels links joining traversal placement backward root"),
     (4, "registry"),
     (4, "optimizers"),
     (5, "consolidate state_dict optim_state checkpoint full_params clip"),

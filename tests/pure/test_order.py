@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import pytest
 
-from flatfsdp.policy.order import ForwardOrder, GatherPlan
+from flatfsdp.policy.joining import join
+from flatfsdp.policy.order import ForwardOrder, ForwardRecord, GatherPlan, ReducePlan
 
 
 def test_gathers_go_backwards_whatever_is_asked_for_first() -> None:
     plan = GatherPlan(("a", "b", "c"))
-    assert plan.until("b") == ("c", "b")
-    assert plan.until("c") == ("c",)  # again, after it was resharded
-    assert plan.until("elsewhere") == ("elsewhere",)
-    assert plan.ahead() == "a" and plan.ahead() is None
+    assert plan.until("b") == (("c",), ("b",))
+    assert plan.until("c") == (("c",),)  # again, after it was resharded
+    assert plan.until("elsewhere") == (("elsewhere",),)
+    assert plan.ahead("c") == () and plan.ahead("b") == (("a",),) and plan.ahead("a") == ()
 
 
 @pytest.mark.parametrize("first", ["d", "c", "b", "a"])
 def test_listed_units_have_one_place_in_the_order(first: str) -> None:
     """Wherever a rank's backward begins, it gathers a beginning of the same sequence."""
     plan = GatherPlan(("a", "b", "c", "d"), {"d": ["b", "unused"], "c": ["b", "a"]})
-    sequence = ("d", "b", "c", "a")
+    sequence = (("d",), ("b",), ("c",), ("a",))
     found = plan.until(first)
-    assert found == sequence[: sequence.index(first) + 1]
+    assert found == sequence[: sequence.index((first,)) + 1]
     assert plan.through(["a", "unused"]) == sequence[len(found) :]
     assert plan.through(["b"]) == ()
 
@@ -32,7 +35,7 @@ def follow(order: ForwardOrder[str], units: str) -> str:
     found = ""
     for unit in units:
         order.enter(unit)
-        found += order.following or "-"
+        found += next(order.upcoming(), "-")
     order.end()
     return found
 
@@ -42,7 +45,7 @@ def test_a_unit_that_runs_twice_has_two_followers() -> None:
     assert follow(order, "abac") == "----"
     assert follow(order, "abac") == "bac-"
     assert follow(order, "aab") == "bca"
-    assert follow(order, "aab") == "ab-"
+    assert follow(order, "aab") == "-b-"  # a unit is never its own follower
 
 
 def test_a_forward_that_fails_teaches_nothing() -> None:
@@ -58,3 +61,87 @@ def test_only_the_first_unit_of_a_forward_is_the_first() -> None:
     for _ in range(2):
         order.begin()
         assert [order.enter(unit) for unit in "aab"] == [True, False, False]
+
+
+SIZES = {"a": 3, "b": 3, "c": 4, "d": 9, "e": 2, "f": 9, "g": 11, "h": 1}
+
+
+@pytest.mark.parametrize(
+    ("sequence", "groups"),
+    [
+        ("abc", "abc"),  # as many as have room
+        ("abcd", "abc d"),
+        ("abec", "abe c"),  # in order: nothing overtakes
+        ("eGe", "e G e"),  # what stays alone parts its neighbours
+        ("aBb", "a B b"),  # as does another kind
+        ("gh", "g h"),  # larger than a group
+        ("", ""),
+    ],
+)
+def test_units_that_follow_each_other_are_joined_up_to_a_size(sequence: str, groups: str) -> None:
+    def key(unit: str) -> tuple[int, object] | None:
+        return None if unit == "G" else (SIZES[unit.lower()], unit.isupper())
+
+    assert ["".join(group) for group in join(sequence, key, most=10)] == groups.split()
+
+
+def test_the_first_group_reads_one_unit_beyond_itself() -> None:
+    read = []
+
+    def reading() -> Iterator[str]:
+        for unit in "abcde":
+            read.append(unit)
+            yield unit
+
+    assert next(join(reading(), lambda unit: (SIZES[unit], None), most=6)) == ("a", "b")
+    assert read == ["a", "b", "c"]
+
+
+def pairs(units: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    return join(units, lambda unit: (1, None), most=2)
+
+
+def test_joined_gathers_are_handed_out_as_one() -> None:
+    plan = GatherPlan(("a", "b", "c", "d", "e"), join=pairs)
+    assert plan.until("e") == (("e", "d"),)
+    assert plan.until("d") == (("d",),)  # again
+    assert plan.ahead("d") == (("c", "b"),)
+    assert plan.ahead("d") == ()  # one is ahead already
+    assert plan.until("a") == (("a",),)
+
+
+def record_of(units: str) -> ForwardRecord[str]:
+    record: ForwardRecord[str] = ForwardRecord()
+    for unit in units:
+        record.enter(unit)
+    return record
+
+
+def test_joined_reductions_wait_for_all_of_them() -> None:
+    plan = ReducePlan(record_of("abcde"))
+    for unit in "bcde":
+        plan.expect(unit)
+    plan.join(pairs)
+    plan.expect("a")
+    plan.ready("d")
+    plan.ready("c")
+    assert plan.due() == []
+    plan.ready("e")
+    assert plan.due() == [("e", "d")]
+    plan.ready("e")  # a gradient that came late: on its own
+    assert plan.due() == [("e",)]
+    plan.ready("a")
+    assert plan.due() == [] and plan.last is None
+    assert plan.rest() == [("c", "b"), ("a",)] and plan.rest() == []
+
+
+def test_upcoming_units_are_those_of_the_forward_before() -> None:
+    order: ForwardOrder[str] = ForwardOrder()
+    follow(order, "abcad")
+    order.begin()
+    order.enter("a")
+    assert "".join(order.upcoming()) == "bc"
+    order.enter("b")
+    assert "".join(order.upcoming()) == "cad"
+    order.enter("a")  # its second visit, earlier than it was
+    assert "".join(order.upcoming()) == "d"

@@ -1,0 +1,121 @@
+"""Small units whose collectives are issued as one. [Note: joining]"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from .flat_param import FlatParamHandle
+from .policy.joining import join
+from .reduction import JoinedReduction, Part, Reduction
+from .unit import Unit
+
+_apart = False
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Let units of models that are wrapped inside the context share nothing: for tests of each unit's own
+    collectives."""
+    global _apart
+    before, _apart = _apart, True
+    try:
+        yield
+    finally:
+        _apart = before
+
+
+class Joining:
+    """Which units of a model share their collectives."""
+
+    def __init__(self, *, most: int) -> None:
+        """`most`: bytes of unsharded parameters that a group of units has; 0 to join none."""
+        self._most = 0 if _apart else most
+        self._bytes: dict[Unit, int] = {}  # of the small units
+
+    def weigh(self, units: Iterable[Unit]) -> None:
+        """Find the small ones among `units`. Tied parameters are needed at other times than their unit."""
+        sizes = {unit: sum(map(_unsharded_bytes, unit.handles)) for unit in units if not unit.is_tied}
+        self._bytes = {unit: size for unit, size in sizes.items() if 0 < size <= self._most}
+
+    def gathers(self, sequence: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:
+        """`sequence`, the order of gathers, cut into groups."""
+        return join(sequence, self._gather_of, most=self._most)
+
+    def first_gather(self, unit: Unit, following: Iterable[Unit]) -> tuple[Unit, ...]:
+        """`unit` with those `following` it that are gathered with it."""
+        if unit not in self._bytes:
+            return (unit,)
+
+        def sharded() -> Iterator[Unit]:
+            yield unit
+            for each in following:
+                if not each.is_sharded:
+                    return
+                yield each
+
+        return next(self.gathers(sharded()))
+
+    def reductions(self, sequence: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:
+        """`sequence`, the order of reductions, cut into groups."""
+        return join(sequence, self._reduction_of, most=self._most)
+
+    def _gather_of(self, unit: Unit) -> tuple[int, object] | None:
+        size = self._bytes.get(unit)
+        schedule = unit.choices.schedule
+        alone = unit.groups.shard.size == 1 or schedule.neighbours is not None or schedule.unshard_async_op
+        return None if size is None or alone else (size, id(unit.gather))
+
+    def _reduction_of(self, unit: Unit) -> tuple[int, object] | None:
+        size, choices = self._bytes.get(unit), unit.choices
+        hooked = choices.all_reduce_hook is not None or choices.comm_hook is not None
+        return None if size is None or hooked else (size, (id(unit.scatter), id(unit.completed_by)))
+
+
+def launch_unshard(units: Sequence[Unit], *, ahead: bool) -> None:
+    """Issue the all-gathers of whatever is sharded of a group of `units`; `ahead`: before their use. Collective over
+    the shard axis."""
+    if len(units) == 1:
+        units[0].launch_unshard(ahead=ahead)
+        return
+    root = units[0].root
+    lane = root.lanes.unshard
+    by_dtype: dict[torch.dtype, list[FlatParamHandle]] = defaultdict(list)
+    for unit in units:
+        sharded = unit.prepare_unshard(root, ahead=ahead)
+        for handle in sharded:
+            by_dtype[unit.dtype_of(handle)].append(handle)
+        if sharded:
+            unit.note("gather")
+    for dtype, handles in by_dtype.items():
+        flats = [flat for handle in handles if (flat := handle.open_unshard(lane, dtype=dtype)) is not None]
+        pending = units[0].gather.all_gather_joined(flats, [handle.shard for handle in handles], lane)
+        for handle in handles:
+            handle.await_unshard(pending)
+        if any(handle.offload for handle in handles):
+            root.limiter.note_upload()
+
+
+def reduce(units: Sequence[Unit]) -> list[Reduction]:
+    """Issue the reductions of a group of `units`. Collective over the shard axis."""
+    if len(units) == 1:
+        return units[0].reduce()
+    first = units[0]
+    by_dtype: dict[torch.dtype, list[Part]] = defaultdict(list)
+    for unit in units:
+        for part in unit.hand_over():
+            by_dtype[part.dtype].append(part)
+    lanes = first.root.lanes
+    return [
+        JoinedReduction(parts, first.scatter, first.completed_by, lanes.reduce, lanes.replicate)
+        for parts in by_dtype.values()
+    ]
+
+
+def _unsharded_bytes(handle: FlatParamHandle) -> int:
+    # In evaluation a unit may compute in the master dtype.
+    itemsize = max(handle.precision.compute.itemsize, handle.precision.master.itemsize)
+    return handle.layout.padded_numel * itemsize
