@@ -223,6 +223,7 @@ class Backward:
             due = self._gathers.until(unit)
             _launch([each for each in group if each.is_sharded] for group in due)
             unit.arm(self)
+        unit.completed = True
         if self.reduces(unit) and any(grads.awaited for grads in unit.grads):
             self._reductions.ready(unit)
             self._reduce(self._reductions.due())

@@ -219,7 +219,10 @@ class JoinedReduction(Reduction):
 
     def _start(self, scatter: Reducer) -> Pending:
         arriving = self._transport.reduce_scatter_joined(self._result, self._fulls(), self._lane)
-        return self._all_reduce() if self._parts[0].handle.whole else arriving
+        if not self._parts[0].handle.whole:
+            return arriving
+        arriving.wait()  # a copy, no message
+        return self._all_reduce()
 
     def _fulls(self) -> list[torch.Tensor]:
         return [part.buffer.tensor for part in self._parts if part.buffer is not None]
