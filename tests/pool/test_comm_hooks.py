@@ -16,6 +16,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm_hooks
 from flatfsdp.errors import AgreementError, FlatFSDPWarning
+from flatfsdp.joining import apart
 from tests.conftest import Run
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import (
@@ -246,7 +247,8 @@ class Skipping(nn.Module):
 def skipping(rank: int, world: int, under: tuple[Setting, ...]) -> list[str]:
     lines = []
     for setting in under:
-        model, plain = (setting.wrap(seeded(Skipping), (Feedforward,)) for _ in range(2))
+        with apart():
+            model, plain = (setting.wrap(seeded(Skipping), (Feedforward,)) for _ in range(2))
         register(model, comm_hooks.reduce_scatter_hook, comm_hooks.DefaultState)
         order: list[str] = []
         for step in range(2):

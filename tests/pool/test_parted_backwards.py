@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, comm_hooks
+from flatfsdp.joining import apart
 from tests.conftest import Run
 
 WIDTH = 6
@@ -170,25 +172,28 @@ def test_leaves_of_the_user_s_keep_no_old_hooks(pool2: Run) -> None:
 
 
 class Scaled(nn.Module):
-    """A layer with a scale that only the rank given uses."""
+    """A layer with a scale that may go unused."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
 
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        return self.linear(x) * self.scale if rank == 0 else self.linear(x)
+    def forward(self, x: Tensor, scaled: bool) -> Tensor:
+        return self.linear(x) * self.scale if scaled else self.linear(x)
 
 
 class Stack(nn.Module):
+    """Residual units. The first rank uses and reaches all; of the others, "scales" go unused, or "units" unreached."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.units = nn.ModuleList(Scaled() for _ in range(6))
+        self.units = nn.ModuleList(Scaled() for _ in range(8))
 
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        for unit in self.units:
-            x = unit(x, rank)
+    def forward(self, x: Tensor, rank: int, without: str) -> Tensor:
+        for index, unit in enumerate(self.units):
+            y = unit(x, rank == 0 or without != "scales")
+            x = x + (y.detach() if rank > 0 and without == "units" and index in (3, 5, 6) else y)
         return x
 
 
@@ -197,21 +202,26 @@ def _stack() -> Stack:
     return Stack()
 
 
-def used_on_one_rank(rank: int, world: int, prefetch: str | None, hooked: bool) -> bool:
-    model = FullyShardedDataParallel(
-        _stack(), auto_wrap_policy={Scaled}, use_orig_params=True, backward_prefetch=prefetch
-    )
+def used_on_one_rank(rank: int, world: int, without: str, prefetch: str | None, hooked: bool, joined: bool) -> bool:
+    with nullcontext() if joined else apart():
+        model = FullyShardedDataParallel(
+            _stack(), auto_wrap_policy={Scaled}, use_orig_params=True, backward_prefetch=prefetch
+        )
     if hooked:
         model.register_comm_hook(comm_hooks.DefaultState(model.process_group), comm_hooks.reduce_scatter_hook)
     nets: list[nn.Module] = [_stack() for _ in range(world)]
-    for _ in range(2):
-        model(_data(rank), rank).sum().backward()
+    for sync in (True, False, True):
+        with nullcontext() if sync else model.no_sync():
+            model(_data(rank), rank, without).sum().backward()
         for each, net in enumerate(nets):
-            net(_data(each), each).sum().backward()
-    return _same(_gradients(model), _expected(nets))
+            net(_data(each), each, without).sum().backward()
+    found, expected = _gradients(model), _expected(nets)
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
-def test_parameters_that_one_rank_uses(pool2: Run, prefetch: str | None, hooked: bool) -> None:
-    assert all(pool2(used_on_one_rank, prefetch, hooked, timeout=20))
+@pytest.mark.parametrize("without", ["scales", "units"])
+def test_what_one_rank_alone_uses(pool2: Run, without: str, prefetch: str | None, hooked: bool) -> None:
+    for joined in (False, True):
+        assert all(pool2(used_on_one_rank, without, prefetch, hooked, joined, timeout=20))
