@@ -121,6 +121,12 @@ class Backward:
         """Issue the gathers of `unit` and of all whose turn comes before. Collective over the shard axis."""
         _launch(self._gathers.until(unit))
 
+    def gather_again(self, unit: Unit) -> None:
+        """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
+        for each in (*unit.owners, unit):
+            self.gather_in_turn(each)
+        self._complete_what_comes_no_more(unit)
+
     def released(self, unit: Unit) -> None:
         """`unit` was resharded after its part."""
         if unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST and not unit.choices.backward_targets:
@@ -210,7 +216,7 @@ class Backward:
     def _complete_what_was_passed(self, unit: Unit) -> None:
         """`unit` was reached: those whose turn came before and that this backward does not reach get no gradients."""
         place = self._places.get(unit, 0)
-        if place > self._passed and self.fired and not self.double:
+        if place > self._passed and not self.double and self._brings_gradients():
             for earlier in self._sequence[self._passed : place]:
                 if not (earlier.armed or any(map(hooks.will_accumulate, earlier.trainable_leaves()))):
                     self._complete(earlier)
@@ -218,7 +224,30 @@ class Backward:
         if place == self._passed:
             self._passed += 1
 
-    def _complete(self, unit: Unit) -> None:
+    def _complete_what_comes_no_more(self, unit: Unit) -> None:
+        """The forward of `unit` runs again: of those next in turn to reduce, complete what gets no gradients.
+
+        They stay whole, since this backward may reach them still, only not for their gradients.
+        """
+        if unit not in self._places or self.double or self.in_inner_task() or not self._brings_gradients():
+            return
+        missed = []
+        for each in self._reductions.outstanding():
+            if not each.completed:
+                comes = each.armed or any(map(hooks.will_accumulate, each.trainable_leaves()))
+                if comes or each not in self._places:
+                    break
+                missed.append(each)
+        for each in missed:
+            self._complete(each, keep=True)
+
+    def _brings_gradients(self) -> bool:
+        """Whether a gradient of a parameter has arrived or will."""
+        return self.fired or any(
+            hooks.will_accumulate(leaf) for unit in self._sequence for leaf in unit.trainable_leaves()
+        )
+
+    def _complete(self, unit: Unit, *, keep: bool = False) -> None:
         if not unit.armed:
             due = self._gathers.until(unit)
             _launch([each for each in group if each.is_sharded] for group in due)
@@ -227,7 +256,7 @@ class Backward:
         if self.reduces(unit) and any(grads.awaited for grads in unit.grads):
             self._reductions.ready(unit)
             self._reduce(self._reductions.due())
-        if not self.keeps_whole(unit):
+        if not (keep or self.keeps_whole(unit)):
             unit.reshard(Exposure.NOTHING)
 
 

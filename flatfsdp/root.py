@@ -307,8 +307,7 @@ class Root:
             if torch.is_grad_enabled():
                 self.record.enter(unit)
         if recomputing and self.backward is not None:
-            for each in (*unit.owners, unit):
-                self.backward.gather_in_turn(each)
+            self.backward.gather_again(unit)
         else:
             for owner in unit.owners:
                 owner.launch_unshard()

@@ -150,6 +150,10 @@ class ReducePlan(Generic[U]):
             if len(group) > 1:
                 self._joined.update(dict.fromkeys(group, group))
 
+    def outstanding(self) -> Iterator[U]:
+        """What is expected and was not handed out, the next first."""
+        return reversed(self._sorted())
+
     def due(self) -> list[tuple[U, ...]]:
         """The groups whose turn has come, in order; each is handed out once."""
         out = []

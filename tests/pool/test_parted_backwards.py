@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel, comm_hooks
 from flatfsdp.joining import apart
@@ -71,6 +72,54 @@ def cut_on_one_rank(rank: int, world: int, prefetch: str | None) -> bool:
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 def test_a_backward_that_does_not_reach_all_units_of_the_other_ranks(pool2: Run, prefetch: str | None) -> None:
     assert all(pool2(cut_on_one_rank, prefetch, timeout=20))
+
+
+class Sum(nn.Module):
+    """Units whose outputs add up, of which the last `left_out` do not count; the first one's is recomputed."""
+
+    def __init__(self, recompute: str | None) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.units = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor, left_out: int) -> Tensor:
+        first, *others = self.units
+        x = x.requires_grad_()
+        if self.recompute is None:
+            x = x + first(x)
+        else:
+            x = x + checkpoint(lambda x: first(x).tanh(), x, use_reentrant=False)
+        for index, unit in enumerate(others):
+            y = unit(x)
+            x = x + (y.detach() if index >= len(others) - left_out else y)
+        return x
+
+
+def last_ones_left_out(
+    rank: int, world: int, recompute: str | None, prefetch: str | None, counts: list[int], most: int
+) -> bool:
+    def build() -> Sum:
+        torch.manual_seed(0)
+        return Sum(recompute)
+
+    model = _wrap(build(), backward_prefetch=prefetch, join_units_below=most)
+    nets = [build() for _ in range(world)]
+    for _ in range(2):
+        model(_data(rank), left_out=counts[rank]).sum().backward()
+        for each, net in enumerate(nets):
+            net(_data(each), left_out=counts[each]).sum().backward()
+    return _same(_gradients(model), _expected(nets))
+
+
+@pytest.mark.parametrize("recompute", [None, "in place"])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", None])
+@pytest.mark.parametrize("counts", [[0, 4], [0, 5], [3, 5]])
+def test_a_backward_that_begins_behind_units_of_the_other_ranks(
+    pool2: Run, recompute: str | None, prefetch: str | None, counts: list[int]
+) -> None:
+    """It completes what it has passed before it waits for a gather, though no gradient has come yet."""
+    for most in (0, 3 * 4 * (WIDTH * WIDTH + 2 * WIDTH)):
+        assert all(pool2(last_ones_left_out, recompute, prefetch, counts, most, timeout=20))
 
 
 def again_after_a_failure(rank: int, world: int, strategy: str) -> bool:
