@@ -106,11 +106,7 @@ class Backward:
         for each in (*unit.owners, unit):
             self.gather_in_turn(each)
         self._complete_what_was_passed(unit)
-        targets = unit.choices.backward_targets
-        if targets:
-            _launch(self._gathers.through(targets), ahead=True)
-        elif unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and not unit.choices.schedule.unshard_async_op:
-            self._prefetch(unit)
+        self._prefetch_after(unit)
         for each in (*unit.owners, unit):
             if each.is_whole:
                 each.wait_unshard()
@@ -123,13 +119,23 @@ class Backward:
 
     def gather_again(self, unit: Unit) -> None:
         """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
+        if unit not in self._places:
+            self._complete_what_comes_no_more(unit)
         for each in (*unit.owners, unit):
             self.gather_in_turn(each)
-        self._complete_what_comes_no_more(unit)
+        if unit in self._places:
+            self._complete_what_comes_no_more(unit)
 
     def released(self, unit: Unit) -> None:
         """`unit` was resharded after its part."""
         if unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST and not unit.choices.backward_targets:
+            self._prefetch(unit)
+
+    def _prefetch_after(self, unit: Unit) -> None:
+        targets = unit.choices.backward_targets
+        if targets:
+            _launch(self._gathers.through(targets), ahead=True)
+        elif unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and not unit.choices.schedule.unshard_async_op:
             self._prefetch(unit)
 
     def _prefetch(self, unit: Unit) -> None:
@@ -227,9 +233,11 @@ class Backward:
     def _complete_what_comes_no_more(self, unit: Unit) -> None:
         """The forward of `unit` runs again: of those next in turn to reduce, complete what gets no gradients.
 
-        They stay whole, since this backward may reach them still, only not for their gradients.
+        They stay whole, since this backward may reach them still, only not for their gradients. A unit outside of the
+        plan had no graph (reentrant checkpointing): its gradients are to come, and its collectives come after those.
         """
-        if unit not in self._places or self.double or self.in_inner_task() or not self._brings_gradients():
+        planned = unit in self._places
+        if self.double or self.in_inner_task() or (planned and not self._brings_gradients()):
             return
         missed = []
         for each in self._reductions.outstanding():
@@ -240,6 +248,9 @@ class Backward:
                 missed.append(each)
         for each in missed:
             self._complete(each, keep=True)
+            if not planned:
+                self._prefetch_after(each)
+                self.released(each)
 
     def _brings_gradients(self) -> bool:
         """Whether a gradient of a parameter has arrived or will."""

@@ -88,7 +88,7 @@ class Sum(nn.Module):
         if self.recompute is None:
             x = x + first(x)
         else:
-            x = x + checkpoint(lambda x: first(x).tanh(), x, use_reentrant=False)
+            x = x + checkpoint(lambda x: first(x).tanh(), x, use_reentrant=self.recompute == "reentrant")
         for index, unit in enumerate(others):
             y = unit(x)
             x = x + (y.detach() if index >= len(others) - left_out else y)
@@ -111,7 +111,7 @@ def last_ones_left_out(
     return _same(_gradients(model), _expected(nets))
 
 
-@pytest.mark.parametrize("recompute", [None, "in place"])
+@pytest.mark.parametrize("recompute", [None, "in place", "reentrant"])
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", None])
 @pytest.mark.parametrize("counts", [[0, 4], [0, 5], [3, 5]])
 def test_a_backward_that_begins_behind_units_of_the_other_ranks(
