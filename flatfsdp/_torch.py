@@ -6,14 +6,16 @@ that an upgrade fails in words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 # Versions this release was tested with; a newer one works or fails in words, and warns once.
 TESTED = ((2, 11), (2, 13))
+
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 REASONS = {
     "torch._C._autograd._unsafe_set_version_counter": "a unit gathered again with unchanged weights must look "
@@ -30,6 +32,8 @@ REASONS = {
     "torch._C.DisableTorchFunctionSubclass": "a hidden parameter's gradient is asked for on the way of every backward",
     "torch.autograd.profiler._is_profiler_enabled": "ranges in a profiler's trace are worth their cost only while one "
     "runs, in whatever thread; nothing public tells",
+    "torch.distributed.ProcessGroup._allgather_base": "torch.distributed's own functions check what is known here, at "
+    "every call, for longer than a small collective takes; likewise _reduce_scatter_base",
     "torch.distributed.ProcessGroup.*_coalesced": "NCCL makes one operation of several small ones without a copy; the "
     "public way to it, a list per tensor, copies",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
@@ -52,6 +56,10 @@ def missing() -> list[str]:
         ),
         "torch._C.DisableTorchFunctionSubclass": lambda: torch._C.DisableTorchFunctionSubclass,
         "torch.autograd.profiler._is_profiler_enabled": lambda: torch.autograd.profiler._is_profiler_enabled,
+        "torch.distributed.ProcessGroup._allgather_base": lambda: (
+            torch.distributed.ProcessGroup._allgather_base,
+            torch.distributed.ProcessGroup._reduce_scatter_base,
+        ),
         "torch.distributed.ProcessGroup.*_coalesced": lambda: (_gather_grouped(), _reduce_scatter_grouped()),
         "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
     }
@@ -76,6 +84,41 @@ def untested() -> str | None:
     )
 
 
+def _options(kind: str) -> tuple[Any, Any]:
+    """Options for an operation on the caller's stream, and for one on the backend's."""
+    made = getattr(torch.distributed.distributed_c10d, kind)(), getattr(torch.distributed.distributed_c10d, kind)()
+    for options, asynchronous in zip(made, (False, True), strict=True):
+        options.asyncOp = asynchronous
+    return made
+
+
+_GATHER, _REDUCE_SCATTER, _ALL_REDUCE = map(_options, ("AllgatherOptions", "ReduceScatterOptions", "AllreduceOptions"))
+
+
+def _awaited(work: Any, beside: bool) -> Any:
+    if not beside and work is not None:
+        work.wait()  # no backend blocks the host for it, and some order the stream only here
+    return work if beside else None
+
+
+def gather_base(process_group: Any, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> Any:
+    """Fill `output` with every rank's `shard`, `beside` the caller's stream or on it; the work to wait for, None there."""
+    return _awaited(process_group._allgather_base(output, shard, _GATHER[beside]), beside)
+
+
+def reduce_scatter_base(process_group: Any, output: torch.Tensor, full: torch.Tensor, *, beside: bool) -> Any:
+    """Sum `full` over ranks and leave this rank's piece in `output`; otherwise as `gather_base`."""
+    if full.is_complex():  # backends know no complex numbers, whose sum is that of their parts
+        output, full = torch.view_as_real(output), torch.view_as_real(full)
+    return _awaited(process_group._reduce_scatter_base(output, full, _REDUCE_SCATTER[beside]), beside)
+
+
+def all_reduce(process_group: Any, tensor: torch.Tensor, *, beside: bool) -> Any:
+    """Sum `tensor` over ranks in place; otherwise as `gather_base`."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return _awaited(process_group.allreduce([real], _ALL_REDUCE[beside]), beside)
+
+
 def _newest(*names: str) -> Any:
     """The method of a process group under the first of these names that this torch has."""
     found = next((method for name in names if (method := getattr(torch.distributed.ProcessGroup, name, None))), None)
@@ -92,14 +135,16 @@ def _reduce_scatter_grouped() -> Any:
     return _newest("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
 
-def gather_grouped(process_group: Any, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> Any:
-    """Fill each of `outputs` with every rank's shard, as one operation; its work."""
-    return _gather_grouped()(process_group, outputs, shards)
+def gather_grouped(process_group: Any, outputs: list[torch.Tensor], shards: list[torch.Tensor], *, beside: bool) -> Any:
+    """Fill each of `outputs` with every rank's shard, as one operation; otherwise as `gather_base`."""
+    return _awaited(_gather_grouped()(process_group, outputs, shards, _GATHER[beside]), beside)
 
 
-def reduce_scatter_grouped(process_group: Any, outputs: list[torch.Tensor], fulls: list[torch.Tensor]) -> Any:
-    """Sum each of `fulls` over ranks into `outputs`, as one operation; its work."""
-    return _reduce_scatter_grouped()(process_group, outputs, fulls)
+def reduce_scatter_grouped(
+    process_group: Any, outputs: list[torch.Tensor], fulls: list[torch.Tensor], *, beside: bool
+) -> Any:
+    """Sum each of `fulls` over ranks into `outputs`, as one operation; otherwise as `gather_base`."""
+    return _awaited(_reduce_scatter_grouped()(process_group, outputs, fulls, _REDUCE_SCATTER[beside]), beside)
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
@@ -111,6 +156,11 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
 def as_plain_tensors() -> AbstractContextManager[None]:
     """Inside the context tensors of subclasses are asked without their `__torch_function__`, which is slow."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def no_grad() -> AbstractContextManager[Any]:
+    """`torch.no_grad()`, at no cost where gradients are not recorded anyway, as in most backwards."""
+    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
 def in_backward() -> bool:
@@ -153,6 +203,12 @@ def accumulate_hooks(leaf: torch.Tensor) -> dict[int, Callable[[torch.Tensor], N
 def profiler_runs() -> bool:
     """Whether a profiler of torch's records in this process."""
     return torch.autograd.profiler._is_profiler_enabled
+
+
+def accumulate_hooks_of(leaves: Iterable[torch.Tensor]) -> list[dict[int, Callable[[torch.Tensor], None]]]:
+    """The live dictionaries of those of `leaves` that have several post-accumulate hooks."""
+    every: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in leaves]
+    return [hooks for hooks in every if hooks is not None and len(hooks) > 1]
 
 
 @contextmanager

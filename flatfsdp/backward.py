@@ -155,11 +155,10 @@ class Backward:
         self._reductions.join(self._joins.reductions)
 
     def gradient_arrived(self) -> None:
-        """This backward computes gradients of parameters."""
-        if not self.fired:
-            self.fired = True
-            if self.sync:
-                self.agreement.check_gradients(came=True)
+        """The first gradient of a parameter is there."""
+        self.fired = True
+        if self.sync:
+            self.agreement.check_gradients(came=True)
 
     @explained
     def gradients_ready(self, unit: Unit) -> None:

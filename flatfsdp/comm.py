@@ -31,11 +31,6 @@ from .api import ShardingStrategy
 from .device import DONE, Device, Lane, Pending, accelerator
 from .storage import Claim, Ledger
 
-# torch renames its flat collectives; the newest name that exists is the one without a deprecation warning. Both are
-# c10d's `_all_gather_base` and `_reduce_scatter_base`.
-_all_gather_base = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_base = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 @dataclass
 class Traffic:
@@ -124,18 +119,17 @@ class Base:
         `output` (in place). Collective over the group.
         """
         self.traffic.log("all_gather", output.numel() * output.element_size())
-        output, shard = _as_bytes(output), _as_bytes(shard)
-        return self._issue(lane, lambda wait: self._gather(output, shard, wait), (output, shard))
+        return self._issue(lane, self._gather, _as_bytes(output), _as_bytes(shard))
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending:
         """Sum `full` (world * n elements) over ranks and leave this rank's n elements in `output`. Collective."""
         self.traffic.log("reduce_scatter", full.numel() * full.element_size())
-        return self._issue(lane, lambda wait: self._reduce_scatter(output, full, wait), (output, full))
+        return self._issue(lane, self._reduce_scatter, output, full)
 
     def all_reduce(self, tensor: torch.Tensor, lane: Lane) -> Pending:
         """Sum `tensor` over ranks in place. Collective."""
         self.traffic.log("all_reduce", tensor.numel() * tensor.element_size())
-        return self._issue(lane, lambda wait: self._all_reduce(tensor, wait), (tensor,))
+        return self._issue(lane, self._all_reduce, tensor)
 
     def all_gather_joined(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], lane: Lane) -> Pending:
         """`all_gather_base` of several outputs (of one dtype) as one operation. Collective over the group.
@@ -200,33 +194,33 @@ class Base:
         """Every rank's `tensor` stacked along a new first dimension, blocking; for small things. Collective."""
         output = tensor.new_empty((self.group.size, *tensor.shape))
         self.traffic.log("scalar", output.numel() * output.element_size())
-        _all_gather_base(output.view(-1), tensor.reshape(-1).contiguous(), group=self.group.process_group)
+        Base._gather(self, output.view(-1), tensor.reshape(-1).contiguous(), beside=False).wait()
         return output
 
-    def _gather(self, output: torch.Tensor, shard: torch.Tensor, wait: bool) -> Pending:
-        return self._pending(_all_gather_base(output, shard, group=self.group.process_group, async_op=not wait))
+    def _gather(self, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> Pending:
+        work = _torch.gather_base(self.group.process_group, output, shard, beside=beside)
+        return self._pending(work, output, shard)
 
-    def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wait: bool) -> Pending:
-        return self._pending(_reduce_scatter_base(output, full, group=self.group.process_group, async_op=not wait))
+    def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, *, beside: bool) -> Pending:
+        work = _torch.reduce_scatter_base(self.group.process_group, output, full, beside=beside)
+        return self._pending(work, output, full)
 
-    def _all_reduce(self, tensor: torch.Tensor, wait: bool) -> Pending:
-        return self._pending(dist.all_reduce(tensor, group=self.group.process_group, async_op=not wait))
+    def _all_reduce(self, tensor: torch.Tensor, *, beside: bool) -> Pending:
+        return self._pending(_torch.all_reduce(self.group.process_group, tensor, beside=beside), tensor)
 
     @staticmethod
-    def _pending(work: Any) -> Pending:
-        return Pending(work=work)
+    def _pending(work: Any, *keep: torch.Tensor) -> Pending:
+        return Pending(work=work, keep=keep)
 
-    def _issue(self, lane: Lane, start: Callable[[bool], Pending], keep: tuple[torch.Tensor, ...]) -> Pending:
-        if all(tensor.numel() == 0 for tensor in keep):
+    def _issue(self, lane: Lane, start: Callable[..., Pending], *tensors: torch.Tensor) -> Pending:
+        if tensors[0].numel() == 0:
             return DONE  # equal on every rank: sizes of a collective are agreed
         if lane.is_callers:
-            inner = start(False)
-            # The inner work holds what its backend reads; `keep` says so where a double swaps the backend.
-            return Pending(work=inner, keep=keep)
+            return start(*tensors, beside=True)
         with lane.running():
-            inner = start(True)  # runs on the lane's own stream: the event behind it is the end of the work
-            inner.wait()
-            return Pending(device=self.device, event=lane.mark(), keep=keep)
+            # Runs on the lane's own stream: the event behind it is the end of the work.
+            start(*tensors, beside=False).wait()
+            return Pending(device=self.device, event=lane.mark(), keep=tensors)
 
 
 class RankOrder(Base):
@@ -238,15 +232,15 @@ class RankOrder(Base):
         self._pairs = gloo.Pairs(group.process_group, ledger=ledger, log=traffic.log_messages)
         self._all_to_all = gloo.AllToAll(group.process_group, ledger=ledger)
 
-    def _gather(self, output: torch.Tensor, shard: torch.Tensor, wait: bool) -> Pending:
+    def _gather(self, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> Pending:
         if self._is_for_pairs(output):
             return self._pairs.gather(output, shard)
-        return super()._gather(output, shard, wait)
+        return super()._gather(output, shard, beside=beside)
 
-    def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wait: bool) -> Pending:
+    def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, *, beside: bool) -> Pending:
         return (self._pairs if self._is_for_pairs(full) else self._all_to_all).reduce_scatter(output, full)
 
-    def _all_reduce(self, tensor: torch.Tensor, wait: bool) -> Pending:
+    def _all_reduce(self, tensor: torch.Tensor, *, beside: bool) -> Pending:
         return (self._pairs if self._is_for_pairs(tensor) else self._all_to_all).all_reduce(tensor)
 
     def _is_for_pairs(self, whole: torch.Tensor) -> bool:
@@ -267,30 +261,23 @@ class Grouping(Base):
             _torch.foreach_copy_(slots, list(shards), non_blocking=True)
         self.traffic.log("all_gather", sum(output.numel() * output.element_size() for output in outputs))
 
-        def start(wait: bool) -> Pending:
-            work = _torch.gather_grouped(
-                self.group.process_group, [_as_bytes(t) for t in outputs], [_as_bytes(t) for t in slots]
-            )
-            return self._waited(work, wait)
+        def start(*outputs: torch.Tensor, beside: bool) -> Pending:
+            group, whole, own = self.group.process_group, list(map(_as_bytes, outputs)), list(map(_as_bytes, slots))
+            return self._pending(_torch.gather_grouped(group, whole, own, beside=beside), *outputs)
 
-        return self._issue(lane, start, tuple(outputs))
+        return self._issue(lane, start, *outputs)
 
     def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Lane) -> Pending:
         sizes = [full.numel() // self.group.size for full in fulls]
         self.traffic.log("reduce_scatter", sum(full.numel() * full.element_size() for full in fulls))
 
-        def start(wait: bool) -> Pending:
-            work = _torch.reduce_scatter_grouped(self.group.process_group, list(output.split(sizes)), list(fulls))
-            return self._waited(work, wait)
+        def start(output: torch.Tensor, *fulls: torch.Tensor, beside: bool) -> Pending:
+            group, pieces = self.group.process_group, list(output.split(sizes))
+            return self._pending(
+                _torch.reduce_scatter_grouped(group, pieces, list(fulls), beside=beside), output, *fulls
+            )
 
-        return self._issue(lane, start, (output, *fulls))
-
-    @staticmethod
-    def _waited(work: Any, wait: bool) -> Pending:
-        pending = Pending(work=work)
-        if wait:
-            pending.wait()
-        return pending
+        return self._issue(lane, start, output, *fulls)
 
 
 class Alone(Base):

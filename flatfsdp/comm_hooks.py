@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .comm import _reduce_scatter_base
 from .errors import refuse_type
+
+# torch renames its flat collectives; the newest name is the one without a deprecation warning.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 __all__ = ["DefaultState", "allreduce_hook", "bf16_compress_hook", "fp16_compress_hook", "reduce_scatter_hook"]
 
@@ -79,7 +81,7 @@ def reduce_scatter_hook(state: State, grad: torch.Tensor, shard: torch.Tensor | 
         allreduce_hook(state, grad)
         return
     grad.div_(state.gradient_predivide_factor)
-    _reduce_scatter_base(shard, grad, group=state.process_group)
+    _reduce_scatter(shard, grad, group=state.process_group)
     shard.div_(state.gradient_postdivide_factor)
 
 

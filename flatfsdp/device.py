@@ -101,23 +101,20 @@ _HERE: AbstractContextManager[None] = nullcontext()
 
 
 class Lane:
-    """An order of execution: a stream on an accelerator; without one the caller's own, which on CPU is the host's."""
+    """An order of execution: a stream on an accelerator; without one the caller's own, which on CPU is the host's.
+
+    Attributes:
+        is_stream: whether it is an order of its own, beside the host.
+        is_callers: whether what is issued here is in order with what the caller computes.
+    """
 
     def __init__(self, name: str, device: Device, stream: Any) -> None:
         self.name = name
         self._device = device
         self._stream = stream
+        self.is_stream = stream is not None
+        self.is_callers = stream is None
         self._downloaded: Any = None  # an event behind the last download that the host has not waited for
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the lane is an order of its own, beside the host."""
-        return self._stream is not None
-
-    @property
-    def is_callers(self) -> bool:
-        """Whether what is issued here is in order with what the caller computes."""
-        return self._stream is None
 
     def running(self) -> AbstractContextManager[None]:
         """Issue the enclosed work on this lane."""

@@ -64,6 +64,7 @@ class Gradients:
     Attributes:
         expected: indices of the leaves whose gradients this backward awaits.
         arrived: those that came.
+        missing: those that are awaited still.
     """
 
     def __init__(self, handle: FlatParamHandle, shown: Shown) -> None:
@@ -71,7 +72,7 @@ class Gradients:
         self._shown = shown
         self.expected: frozenset[int] = frozenset()
         self.arrived: set[int] = set()
-        self._excused: frozenset[int] = frozenset()  # expected, but not computed by this rank's backward
+        self.missing: set[int] = set()
         self._buffer: FlatBuffer | None = None
         self._buffers: dict[torch.dtype, tuple[FlatBuffer, list[torch.Tensor]]] = {}
         self._slots: list[torch.Tensor] = []
@@ -142,7 +143,7 @@ class Gradients:
         self.take()
         self.expected = expected
         self.arrived = set()
-        self._excused = frozenset()
+        self.missing = set(expected)
         self._accumulating = not sync
         self._hooked = hooked
         self._before, self._after = gradient_scaling(world, self.handle.precision.reduce, divide_by)
@@ -153,26 +154,19 @@ class Gradients:
     @property
     def complete(self) -> bool:
         """Whether every expected gradient has arrived, or is excused."""
-        return len(self.arrived) + len(self._excused) == len(self.expected)
-
-    @property
-    def missing(self) -> frozenset[int]:
-        """The leaves whose gradients are expected and have not arrived."""
-        return self.expected - self.arrived
+        return not self.missing
 
     def excuse(self, indices: Iterable[int]) -> None:
         """Do not wait for the gradients of these leaves, which are zero on this rank."""
-        self._excused = frozenset(indices)
+        self.missing.difference_update(indices)
 
     # -- gradients arrive --------------------------------------------------------------------------------------------
 
     def arrive(self, index: int, grad: torch.Tensor) -> None:
         """Move `grad` (shaped like leaf `index`, compute dtype) into its slot, now or with the other small ones."""
         self.arrived.add(index)
-        if self._sharing:
-            self.handle.overwrite(index)
-            self._shown.hide(index)
-        size = grad.numel() * grad.element_size()
+        self.missing.discard(index)
+        size = grad.nbytes
         if size > SMALL_BYTES or grad.is_sparse:
             self._move([index], [grad])
             return
@@ -190,7 +184,10 @@ class Gradients:
 
     def _move(self, indices: list[int], grads: list[torch.Tensor]) -> None:
         self._open_buffer()
-        with torch.no_grad():
+        if self._sharing:
+            self.handle.overwrite(indices)
+            self._shown.hide(indices)
+        with _torch.no_grad():
             grads = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
             if self._before != 1.0:
                 grads = [grad * self._before for grad in grads]
@@ -291,7 +288,7 @@ class Gradients:
         self._open_buffer()
         buffer = self._buffer
         assert buffer is not None
-        with torch.no_grad():
+        with _torch.no_grad():
             if len(self._filled) < len(self._slots):
                 for i, slot in enumerate(self._slots):
                     if i not in self._filled:
@@ -343,7 +340,7 @@ class Gradients:
             self.restore()
             return
         handle = self.handle
-        with torch.no_grad():
+        with _torch.no_grad():
             total = downloaded if downloaded is not None else self._at_home(total)
         taken, self._taken = self._taken or {}, None
         if not handle.use_orig_params:
@@ -363,7 +360,7 @@ class Gradients:
                 assign_grad(leaf, old)
                 added.append((old, views[i]))
         if added:
-            with torch.no_grad():
+            with _torch.no_grad():
                 _torch.foreach_add_([old for old, _ in added], [new for _, new in added])
 
     def _at_home(self, total: torch.Tensor) -> torch.Tensor:
@@ -387,12 +384,13 @@ class Gradients:
         if parameter.grad is None:
             assign_grad(parameter, grad)
         else:
-            with torch.no_grad():
+            with _torch.no_grad():
                 parameter.grad.add_(grad)
 
     def _forget_expectations(self) -> None:
         self.expected = frozenset()
         self.arrived = set()
+        self.missing = set()
 
     def restore(self) -> None:
         """Give the leaves back the `.grad` that was taken. Precondition: leaves show the shard."""

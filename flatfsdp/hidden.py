@@ -38,10 +38,14 @@ class HiddenParameter(nn.Parameter):
         raise UsageError(_refusal(getattr(func, "__name__", str(func)), (*args, *(kwargs or {}).values())))
 
 
-def hide(leaf: nn.Parameter) -> None:
-    """Refuse operations on `leaf`; parameters of users' own classes stay what they are."""
-    if type(leaf) is nn.Parameter:
-        leaf.__class__ = HiddenParameter
+def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
+    """Let `leaves` show `nothing` and refuse operations on them; those of users' own classes stay what they are."""
+    for leaf in leaves:
+        kind = type(leaf)
+        if kind is not HiddenParameter:
+            leaf.data = nothing
+            if kind is nn.Parameter:
+                leaf.__class__ = HiddenParameter
 
 
 def is_hidden(leaf: torch.Tensor) -> bool:
@@ -49,10 +53,11 @@ def is_hidden(leaf: torch.Tensor) -> bool:
     return type(leaf) is HiddenParameter
 
 
-def unhide(leaf: nn.Parameter) -> None:
-    """End of `hide`."""
-    if type(leaf) is HiddenParameter:
-        leaf.__class__ = nn.Parameter  # type: ignore[assignment]
+def unhide(leaves: Iterable[nn.Parameter]) -> None:
+    """End of `hide`; the leaves show nothing still."""
+    for leaf in leaves:
+        if type(leaf) is HiddenParameter:
+            leaf.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _hidden_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ step: a closure on a leaf is never freed, not even by the garbage collector.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -57,10 +57,9 @@ def watch_leaf(leaf: nn.Parameter, owner: LeafOwner, kind: int, index: int) -> A
     return leaf.register_post_accumulate_grad_hook(LeafHook(owner, kind, index))
 
 
-def defer_user_hooks(leaf: nn.Parameter) -> None:
-    """Keep users' post-accumulate hooks of `leaf` for `run_user_hooks`; their own handles still remove them."""
-    hooks = _torch.accumulate_hooks(leaf)
-    if len(hooks) > 1:
+def defer_user_hooks(leaves: Iterable[nn.Parameter]) -> None:
+    """Keep users' post-accumulate hooks of `leaves` for `run_user_hooks`; their own handles still remove them."""
+    for hooks in _torch.accumulate_hooks_of(leaves):
         for key, hook in hooks.items():
             if not isinstance(hook, (LeafHook, Deferred)):
                 hooks[key] = Deferred(hook)

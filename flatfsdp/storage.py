@@ -36,29 +36,28 @@ class Ledger:
     def __init__(self) -> None:
         self.live: dict[str, int] = defaultdict(int)
         self._peaks: dict[str, int] = defaultdict(int)
-        self.peak_total = 0
+        self.total = self.peak_total = 0  # live bytes of all kinds
 
     def add(self, kind: str, count: int) -> None:
         """`count` bytes of `kind` came to life."""
-        self.live[kind] += count
-        self._peaks[kind] = max(self._peaks[kind], self.live[kind])
-        self.peak_total = max(self.peak_total, self.total)
+        live = self.live[kind] = self.live[kind] + count
+        self.total += count
+        if live > self._peaks[kind]:
+            self._peaks[kind] = live
+        if self.total > self.peak_total:
+            self.peak_total = self.total
 
     def remove(self, kind: str, count: int) -> None:
         """`count` bytes of `kind` were freed."""
         if count > self.live[kind]:
             raise InternalError(f"ledger: {count} bytes of {kind!r} freed, only {self.live[kind]} are live")
         self.live[kind] -= count
+        self.total -= count
 
     def hold(self, kind: str, count: int) -> Claim:
         """`count` bytes of `kind` came to life; what is returned says when they are freed."""
         self.add(kind, count)
         return Claim(self, kind, count)
-
-    @property
-    def total(self) -> int:
-        """Live bytes of all kinds."""
-        return sum(self.live.values())
 
     def peak(self, kind: str) -> int:
         """The most bytes of `kind` alive at once since the last `reset_peaks`."""
@@ -164,12 +163,14 @@ class Versions:
         self._overwritten: dict[int, int] = {}  # by index: the same, of parameters whose place holds something else now
         self._at_rest: list[int] = []  # versions right after the last bump
 
-    def on_overwrite(self, index: int) -> int:
-        """The place of this parameter will hold something else: saved views of it must be refused. Its version now."""
-        leaf = self._leaves[index]
-        version = self._overwritten[index] = leaf._version
-        torch.autograd.graph.increment_version(leaf)
-        return version + 1
+    def on_overwrite(self, indices: Sequence[int]) -> list[int]:
+        """The places of these parameters will hold something else: saved views of them must be refused. Their versions
+        now."""
+        leaves = [self._leaves[i] for i in indices]
+        versions = versions_of(leaves)
+        self._overwritten.update(zip(indices, versions, strict=True))
+        torch.autograd.graph.increment_version(leaves)
+        return [version + 1 for version in versions]
 
     def on_free(self) -> None:
         """The buffer is about to be unreadable: saved views of it must be refused."""

@@ -31,19 +31,19 @@ class Trace:
     """The last events of one model; listeners see every event as it happens."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=KEPT)
+        self._events: deque[tuple[str, str, str]] = deque(maxlen=KEPT)  # made events when somebody looks
         self._listeners: list[Callable[[Event], None]] = []
 
     def record(self, kind: str, unit: str, phase: str) -> None:
         """Append one event."""
-        event = Event(kind, unit, phase)
-        self._events.append(event)
-        for listener in self._listeners:
-            listener(event)
+        self._events.append((kind, unit, phase))
+        if self._listeners:
+            for listener in self._listeners:
+                listener(Event(kind, unit, phase))
 
     def tail(self, count: int = 8) -> list[Event]:
         """The last `count` events, oldest first."""
-        return list(self._events)[-count:]
+        return [Event(*event) for event in list(self._events)[-count:]]
 
     @contextmanager
     def listening(self, listener: Callable[[Event], None] | None = None) -> Iterator[list[Event]]:

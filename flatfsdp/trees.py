@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,19 +45,27 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> An
     return tree
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Every tensor of `tree`, in order, repetitions included."""
     if isinstance(tree, torch.Tensor):
-        yield tree
+        return [tree]
+    found: list[torch.Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from tensors_in(item)
+            _collect(item, found)
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from tensors_in(value)
+            _collect(value, found)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
-            yield from tensors_in(getattr(tree, field.name, None))
+            _collect(getattr(tree, field.name, None), found)
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:

@@ -348,7 +348,7 @@ class Unit(UnitData):
         """Await the gradients of all leaves that require one. `share`: in the parameters' own places."""
         hooked = self.choices.comm_hook is not None
         for handle, grads in zip(self.handles, self.grads, strict=True):
-            expected = frozenset(i for i, leaf in enumerate(handle.leaves) if leaf.requires_grad)
+            expected = frozenset([i for i, leaf in enumerate(handle.leaves) if leaf.requires_grad])
             grads.arm(
                 expected,
                 world=left_to_average(self.groups) if hooked else self.groups.world,
@@ -357,13 +357,14 @@ class Unit(UnitData):
                 share=share,
                 hooked=hooked,
             )
-            for i in expected:
-                hooks.defer_user_hooks(handle.leaves[i])
+            hooks.defer_user_hooks(handle.leaves)
         self._expect(backward)
 
     def _expect(self, backward: Backward) -> None:
-        if any(grads.awaited for grads in self.grads):
-            backward.expect(self)
+        for grads in self.grads:
+            if grads.awaited:
+                backward.expect(self)
+                return
 
     @property
     def armed(self) -> bool:
@@ -373,7 +374,7 @@ class Unit(UnitData):
     def leaf_ready(self, kind: int, index: int) -> None:
         """Autograd accumulated the gradient of a leaf: move it to its slot; all in: reduce and reshard."""
         backward = self.root.backward
-        if backward is None or not self.armed:
+        if backward is None or not (self.phase is Phase.PRE_BACKWARD or self.completed):
             backward = self.root.begin_backward()
             self.arm(backward)
             self.enter_phase(Phase.PRE_BACKWARD)
@@ -386,15 +387,16 @@ class Unit(UnitData):
         if grad.shape != handle.layout.params[index].shape:
             refuse_gradient(handle, index, grad)
         grads = self.grads[kind]
-        if self.reads_once is not False and (backward.in_inner_task() or index in grads.arrived):
+        if self.reads_once is not False and (index in grads.arrived or backward.in_inner_task()):
             self.reads_once = False
-        backward.gradient_arrived()
+        if not backward.fired:
+            backward.gradient_arrived()
         grads.arrive(index, grad.detach())
         del grad  # moved, or collected: what follows may take memory
         if self.completed:
             self._expect(backward)  # a late one: a second reduction, at the end of the backward
             self._late -= 1
-        if self.completed or grads.complete:
+        if self.completed or not grads.missing:
             self._advance()
 
     def inputs_ready(self, call: Call) -> None:
@@ -413,7 +415,7 @@ class Unit(UnitData):
             return
         for handle, grads in zip(self.handles, self.grads, strict=True):
             if not grads.complete:
-                grads.excuse(i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i]))
+                grads.excuse([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
 
     def _advance(self) -> None:
         """Reduce when every gradient is there, and reshard, unless something in this backward can still read the
@@ -421,8 +423,11 @@ class Unit(UnitData):
         backward = self.root.backward
         if self._open_calls or backward is None:
             return
-        expecting = any(grads.expected for grads in self.grads)
-        if expecting and not self.completed and all(grads.complete for grads in self.grads):
+        expecting = missing = False
+        for grads in self.grads:
+            expecting = expecting or bool(grads.expected)
+            missing = missing or bool(grads.missing)
+        if expecting and not self.completed and not missing:
             self.completed = True
             if self.reads_once is None:
                 self.reads_once = True

@@ -28,7 +28,7 @@ from .policy.schedule import AS_BUILT, Schedule
 from .policy.strategy import Traits
 from .reduction import Part, Reduction
 from .values import Beginnings
-from .views import Exposure, Home, Shown, check_exposed, check_homes
+from .views import Exposure, Home, Shown, changed, check_exposed, check_homes
 
 if TYPE_CHECKING:
     from .extensions import Extended
@@ -196,12 +196,12 @@ class UnitData:
     @property
     def is_sharded(self) -> bool:
         """Whether all data is sharded."""
-        return all(handle.state is ShardState.SHARDED for handle in self.handles)
+        return not [handle for handle in self.handles if handle.state is not ShardState.SHARDED]
 
     @property
     def is_whole(self) -> bool:
         """Whether all data is unsharded, or on its way."""
-        return not any(handle.state is ShardState.SHARDED for handle in self.handles)
+        return not [handle for handle in self.handles if handle.state is ShardState.SHARDED]
 
     def launch_unshard(self, *, ahead: bool = False) -> None:
         """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis, or
@@ -220,10 +220,10 @@ class UnitData:
 
     def prepare_unshard(self, root: Root, *, ahead: bool) -> list[FlatParamHandle]:
         """The handles that are sharded, and may take memory to be gathered now, maybe `ahead` of their use."""
-        if any(grads.holds_place for grads in self.grads):
-            self._refuse_to_regain()
         sharded = []
         for handle, grads in zip(self.handles, self.grads, strict=True):
+            if grads.holds_place:
+                self._refuse_to_regain()
             if handle.state is ShardState.SHARDED:
                 grads.return_inputs()
                 root.limiter.make_room(handle.buffer(self._dtype_gathered(handle)), ahead=ahead)
@@ -308,7 +308,7 @@ class UnitData:
     @property
     def places_are_taken(self) -> bool:
         """Whether gradients lie in places of parameters while the unit is unsharded. [Note: slot sharing]"""
-        return any(grads.occupies_place for grads in self.grads)
+        return bool([grads for grads in self.grads if grads.occupies_place])
 
     def _refuse_to_regain(self) -> NoReturn:
         fail(
@@ -405,12 +405,12 @@ class UnitData:
 
         Raises UsageError for changes that cannot be taken over.
         """
-        changed = [home for home in (*self.homes, *self.aliases) if home.held is not home.leaf]
-        if changed and self.is_between():
-            check_homes(changed, self.aliases, self.root.names_of_leaves(), self.label)
+        elsewhere = changed((*self.homes, *self.aliases))
+        if elsewhere and self.is_between():
+            check_homes(elsewhere, self.aliases, self.root.names_of_leaves(), self.label)
         for kind, (handle, shown) in enumerate(zip(self.handles, self.shown, strict=True)):
             if shown.exposure is Exposure.SHARD:
-                wrote = shown.write_back(changed)
+                wrote = shown.write_back(elsewhere)
                 if handle.state is ShardState.UNSHARDED and (wrote or self._is_out_of_date(handle)):
                     self.root.free(handle)
                 elif handle.state is ShardState.GATHERING and handle.versions != self._versions_asked[kind]:
@@ -426,6 +426,8 @@ class UnitData:
 
     def dtype_of(self, handle: FlatParamHandle) -> torch.dtype:
         """In which dtype the unit computes with the handle's parameters now."""
+        if not self.mixed_precision.full_precision_in_eval:
+            return handle.precision.compute
         return handle.precision.master if self.root.in_full_precision(self) else handle.precision.compute
 
     def _is_out_of_date(self, handle: FlatParamHandle) -> bool:

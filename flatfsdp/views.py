@@ -23,7 +23,7 @@ from torch import nn
 from . import _torch
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle, dense
-from .hidden import hide, is_hidden, may_hide, unhide
+from .hidden import hide, may_hide, unhide
 from .lifecycle import ShardState
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ class Shown:
             return
         handle = self.handle
         if exposure is Exposure.NOTHING:
-            for index in range(len(handle.leaves)):
-                self.hide(index)
+            hide(handle.leaves, handle.nothing)
+            self._some_hidden = True
         else:
             self.unhide()
             for leaf, view in zip(handle.leaves, self._views(exposure), strict=True):
@@ -104,20 +104,17 @@ class Shown:
             return [nothing.expand(spec.shape) for spec in handle.layout.params]
         return handle.sharded_views if exposure is Exposure.SHARD else handle.unsharded_views
 
-    def hide(self, index: int) -> None:
-        """Let one leaf show nothing."""
-        leaf = self.handle.leaves[index]
-        if not is_hidden(leaf):
-            leaf.data = self.handle.nothing
-            hide(leaf)
+    def hide(self, indices: Iterable[int]) -> None:
+        """Let some leaves show nothing."""
+        leaves = self.handle.leaves
+        hide([leaves[i] for i in indices], self.handle.nothing)
         self._some_hidden = True
 
     def unhide(self) -> None:
         """The leaves are about to show something: nobody but the engine asks them until then."""
         if self._some_hidden:
             self._some_hidden = False
-            for leaf in self.handle.leaves:
-                unhide(leaf)
+            unhide(self.handle.leaves)
 
     def install_extended(self) -> None:
         """Let modules see what extensions make of the leaves, anew: each pass has a graph of its own.
@@ -231,6 +228,16 @@ class Shown:
                     f"{tuple(view.shape)}, or the "
                     f"whole parameter, {spec.shape}. Inside summon_full_params() parameters have their whole shape"
                 )
+
+
+def changed(homes: Iterable[Home]) -> list[Home]:
+    """Those of `homes` that hold something else than their leaf."""
+    found = []
+    for home in homes:  # asked of every parameter at every forward: most hold what they should
+        attributes = home.module._parameters if home.attribute in home.module._parameters else home.module.__dict__
+        if attributes.get(home.attribute) is not home.leaf and home.held is not home.leaf:
+            found.append(home)
+    return found
 
 
 def check_homes(changed: Iterable[Home], aliases: Iterable[Home], names: Mapping[int, str], label: str) -> None:

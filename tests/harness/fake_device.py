@@ -218,7 +218,7 @@ class FakeDevice(TorchDispatchMode):
 
         return noted
 
-    def _pending(self, work: Any) -> seam.Pending:
+    def _pending(self, work: Any, *keep: torch.Tensor) -> seam.Pending:
         return seam.Pending(work=None if work is None else AsyncWork(Event(self, self._backend)))
 
     def _owned_by_current(self, tensor: Tensor) -> Memory:
