@@ -102,7 +102,7 @@ def _awaited(work: Any, beside: bool) -> Any:
 
 
 def gather_base(process_group: Any, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> Any:
-    """Fill `output` with every rank's `shard`, `beside` the caller's stream or on it; the work to wait for, None there."""
+    """Fill `output` with every rank's `shard`, `beside` the caller's stream or on it; the work to wait for, or None."""
     return _awaited(process_group._allgather_base(output, shard, _GATHER[beside]), beside)
 
 

@@ -25,12 +25,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatfsdp import comm
 from flatfsdp import device as seam
 from flatfsdp.storage import FlatBuffer
+
+_all_to_all_single = dist.all_to_all_single
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,11 @@ class AsyncWork:
     """What the backend hands back for a collective on its own stream."""
 
     event: Event
+    really: Any = None  # the work of a backend that does move something
 
     def wait(self) -> None:
+        if self.really is not None:
+            self.really.wait()
         self.event.device.current_stream().wait_event(self.event)
 
 
@@ -197,6 +203,7 @@ class FakeDevice(TorchDispatchMode):
         self._stack.enter_context(patch.object(FlatBuffer, "allocate", self._noted(FlatBuffer.allocate, "allocate")))
         self._stack.enter_context(patch.object(FlatBuffer, "free", self._noted(FlatBuffer.free, "free")))
         self._stack.enter_context(patch.object(comm.Base, "_pending", self._pending))
+        self._stack.enter_context(patch.object(dist, "all_to_all_single", self._all_to_all))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -219,7 +226,11 @@ class FakeDevice(TorchDispatchMode):
         return noted
 
     def _pending(self, work: Any, *keep: torch.Tensor) -> seam.Pending:
-        return seam.Pending(work=None if work is None else AsyncWork(Event(self, self._backend)))
+        return seam.Pending(work=None if work is None else AsyncWork(Event(self, self._backend), work))
+
+    def _all_to_all(self, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        work = _all_to_all_single(*args, async_op=async_op, **kwargs)
+        return AsyncWork(Event(self, self._backend), work) if async_op else work
 
     def _owned_by_current(self, tensor: Tensor) -> Memory:
         reference = weakref.ref(tensor.untyped_storage(), self._died)
