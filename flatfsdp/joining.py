@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from .flat_param import FlatParamHandle
+from .labels import around, follow
 from .policy.joining import join
 from .reduction import JoinedReduction, Part, Reduction
 from .unit import Unit
@@ -81,6 +82,11 @@ def launch_unshard(units: Sequence[Unit], *, ahead: bool) -> None:
     if len(units) == 1:
         units[0].launch_unshard(ahead=ahead)
         return
+    with around("gather", units):
+        _launch_joined(units, ahead=ahead)
+
+
+def _launch_joined(units: Sequence[Unit], *, ahead: bool) -> None:
     root = units[0].root
     lane = root.lanes.unshard
     by_dtype: dict[torch.dtype, list[FlatParamHandle]] = defaultdict(list)
@@ -103,6 +109,11 @@ def reduce(units: Sequence[Unit]) -> list[Reduction]:
     """Issue the reductions of a group of `units`. Collective over the shard axis."""
     if len(units) == 1:
         return units[0].reduce()
+    with around("reduce", units):
+        return follow(units, _reduce_joined(units))
+
+
+def _reduce_joined(units: Sequence[Unit]) -> list[Reduction]:
     first = units[0]
     by_dtype: dict[torch.dtype, list[Part]] = defaultdict(list)
     for unit in units:

@@ -9,7 +9,7 @@ DEBUG says so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -36,6 +36,25 @@ def follow_profiler(units: Sequence[Unit]) -> bool:
 def _range(stage: str, unit: str, *, happens: bool = True) -> AbstractContextManager[Any]:
     """A range around a stage; none where nothing `happens` in it."""
     return record_function(f"flatfsdp::{stage} {unit or '<root>'}") if happens else nullcontext()
+
+
+def around(stage: str, units: Sequence[Unit]) -> AbstractContextManager[Any]:
+    """A range around what `units` do together, if they are labelled."""
+    if not isinstance(units[0], LabelledUnit):
+        return nullcontext()
+    return _range(stage, _together(unit.name for unit in units))
+
+
+def follow(units: Sequence[Unit], reductions: list[Reduction]) -> list[Reduction]:
+    """`reductions` of `units`, labelled if they are."""
+    if isinstance(units[0], LabelledUnit):
+        for reduction in reductions:
+            reduction.__class__ = LabelledReduction
+    return reductions
+
+
+def _together(names: Iterable[str]) -> str:
+    return "+".join(dict.fromkeys(name or "<root>" for name in names))
 
 
 class LabelledUnit(Unit):
@@ -68,10 +87,7 @@ class LabelledUnit(Unit):
 
     def reduce(self) -> list[Reduction]:
         with _range("reduce", self.name):
-            reductions = super().reduce()
-        for reduction in reductions:
-            reduction.__class__ = LabelledReduction
-        return reductions
+            return follow([self], super().reduce())
 
     def settle(self) -> None:
         with _range("settle", self.name, happens=any(grads.expected for grads in self.grads)):
@@ -83,7 +99,7 @@ class LabelledReduction(Reduction):
 
     @property
     def _units(self) -> str:
-        return "+".join(dict.fromkeys(part.handle.name or "<root>" for part in self._parts))
+        return _together(part.handle.name for part in self._parts)
 
     def release_input(self) -> None:
         with _range("wait for reduction", self._units, happens=not self._halfway):

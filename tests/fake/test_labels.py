@@ -149,3 +149,14 @@ def test_a_failure_leaves_no_range_open() -> None:
                 step(model)
 
         assert "forward" in ranges_of(broken)["1"]
+
+
+def test_units_that_share_a_collective_are_named_together() -> None:
+    with fake_world(4, joined=True):
+        model = model_of()
+        step(model)
+        found = ranges_of(lambda: step(model))
+    assert found["<root>+1+2"] == {"gather"}  # forwards
+    assert found["<root>+2+1"] == {"gather"}
+    assert found["2+1+<root>"] == {"reduce", "wait for reduction"}
+    assert found["1"] == STAGES - {"gather", "reduce", "wait for reduction"}
