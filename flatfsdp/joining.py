@@ -73,7 +73,10 @@ class Joining:
     def _reduction_of(self, unit: Unit) -> tuple[int, object] | None:
         size, choices = self._bytes.get(unit), unit.choices
         hooked = choices.all_reduce_hook is not None or choices.comm_hook is not None
-        return None if size is None or hooked else (size, (id(unit.scatter), id(unit.completed_by)))
+        travels = unit.groups.shard.size > 1 or unit.completed_by is not None
+        return (
+            (size, (id(unit.scatter), id(unit.completed_by))) if size is not None and travels and not hooked else None
+        )
 
 
 def launch_unshard(units: Sequence[Unit], *, ahead: bool) -> None:
