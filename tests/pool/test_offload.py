@@ -54,7 +54,7 @@ class Spied(Net):
 def separate(rank: int, world: int, strategy: str, orig: bool) -> list[str]:
     lines = []
     net = seeded(Spied)
-    model = wrap(net, orig, sharding_strategy=strategy)
+    model = wrap(net, orig, sharding_strategy=strategy, join_units_below=0)
     handles = [handle for unit in model._unit.root.units for handle in unit.handles]
     shards = {storage(handle.shard) for handle in handles}
     with Copies(shards) as copies:
