@@ -194,18 +194,12 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def accumulate_hooks(leaf: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]]:
-    """The live dictionary of post-accumulate hooks of `leaf` (empty where none was ever registered)."""
-    hooks: Any = leaf._post_accumulate_grad_hooks
-    return hooks if hooks is not None else {}
-
-
 def profiler_runs() -> bool:
     """Whether a profiler of torch's records in this process."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
-def accumulate_hooks_of(leaves: Iterable[torch.Tensor]) -> list[dict[int, Callable[[torch.Tensor], None]]]:
+def accumulate_hooks(leaves: Iterable[torch.Tensor]) -> list[dict[int, Callable[[torch.Tensor], None]]]:
     """The live dictionaries of those of `leaves` that have several post-accumulate hooks."""
     every: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in leaves]
     return [hooks for hooks in every if hooks is not None and len(hooks) > 1]

@@ -253,12 +253,11 @@ class Grouping(Base):
     """NCCL, which makes one operation of several by itself: nothing is staged."""
 
     def all_gather_joined(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], lane: Lane) -> Pending:
+        pairs = [(output, shard) for output, shard in zip(outputs, shards, strict=True) if output.numel()]
+        outputs, shards = [output for output, _ in pairs], [shard for _, shard in pairs]
         with lane.running():
-            slots = [
-                output.narrow(0, self.group.rank * shard.numel(), shard.numel())
-                for output, shard in zip(outputs, shards, strict=True)
-            ]
-            _torch.foreach_copy_(slots, list(shards), non_blocking=True)
+            slots = [output.narrow(0, self.group.rank * shard.numel(), shard.numel()) for output, shard in pairs]
+            _torch.foreach_copy_(slots, shards, non_blocking=True)
         self.traffic.log("all_gather", sum(output.numel() * output.element_size() for output in outputs))
 
         def start(*outputs: torch.Tensor, beside: bool) -> Pending:
@@ -268,6 +267,7 @@ class Grouping(Base):
         return self._issue(lane, start, *outputs)
 
     def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Lane) -> Pending:
+        fulls = [full for full in fulls if full.numel()]
         sizes = [full.numel() // self.group.size for full in fulls]
         self.traffic.log("reduce_scatter", sum(full.numel() * full.element_size() for full in fulls))
 

@@ -151,11 +151,6 @@ class Gradients:
             share, self._before = False, 1.0
         self._sharing = share and self._buffer is None and self.handle.can_hold(self.handle.precision.reduce)
 
-    @property
-    def complete(self) -> bool:
-        """Whether every expected gradient has arrived, or is excused."""
-        return not self.missing
-
     def excuse(self, indices: Iterable[int]) -> None:
         """Do not wait for the gradients of these leaves, which are zero on this rank."""
         self.missing.difference_update(indices)

@@ -59,7 +59,7 @@ def watch_leaf(leaf: nn.Parameter, owner: LeafOwner, kind: int, index: int) -> A
 
 def defer_user_hooks(leaves: Iterable[nn.Parameter]) -> None:
     """Keep users' post-accumulate hooks of `leaves` for `run_user_hooks`; their own handles still remove them."""
-    for hooks in _torch.accumulate_hooks_of(leaves):
+    for hooks in _torch.accumulate_hooks(leaves):
         for key, hook in hooks.items():
             if not isinstance(hook, (LeafHook, Deferred)):
                 hooks[key] = Deferred(hook)
@@ -67,8 +67,7 @@ def defer_user_hooks(leaves: Iterable[nn.Parameter]) -> None:
 
 def run_user_hooks(parameter: torch.Tensor) -> None:
     """Run what `defer_user_hooks` kept, now that `parameter.grad` is the sharded gradient."""
-    hooks = _torch.accumulate_hooks(parameter)
-    if len(hooks) > 1:
+    for hooks in _torch.accumulate_hooks([parameter]):
         for hook in tuple(hooks.values()):
             if isinstance(hook, Deferred):
                 hook.hook(parameter)

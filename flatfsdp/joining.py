@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -44,7 +44,7 @@ class Joining:
 
     def gathers(self, sequence: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:
         """`sequence`, the order of gathers, cut into groups."""
-        return join(sequence, self._gather_of, most=self._most)
+        return self._cut(sequence, self._gather_of)
 
     def first_gather(self, unit: Unit, following: Iterable[Unit]) -> tuple[Unit, ...]:
         """`unit` with those `following` it that are gathered with it."""
@@ -62,7 +62,14 @@ class Joining:
 
     def reductions(self, sequence: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:
         """`sequence`, the order of reductions, cut into groups."""
-        return join(sequence, self._reduction_of, most=self._most)
+        return self._cut(sequence, self._reduction_of)
+
+    def _cut(
+        self, sequence: Iterable[Unit], key: Callable[[Unit], tuple[int, object] | None]
+    ) -> Iterator[tuple[Unit, ...]]:
+        if not self._bytes:  # asked at every step, and few models have small units
+            return ((unit,) for unit in sequence)
+        return join(sequence, key, most=self._most)
 
     def _gather_of(self, unit: Unit) -> tuple[int, object] | None:
         size = self._bytes.get(unit)

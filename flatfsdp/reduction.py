@@ -28,11 +28,11 @@ class Part:
 
     Attributes:
         buffer: what is reduced: shape (padded_numel,), reduce dtype; None when it has been given back.
+        reduction: what the part is in; None until that is issued.
         result: this rank's shard of the sum: shape (shard_numel,), reduce dtype; undefined until `reduction` is over.
         downloaded: the scaled result in host memory, in the optimizer's dtype; None where it is not sent there.
     """
 
-    reduction: Reduction
     result: torch.Tensor
 
     def __init__(
@@ -49,6 +49,7 @@ class Part:
         """`buffer` belongs to the reduction from now on, until it is given back. `earlier` is added between the stages;
         `hook` sees the sum of both, before it is multiplied by `scale`. `download`: it is all that the host awaits."""
         self.handle = handle
+        self.reduction: Reduction | None = None
         self.buffer: FlatBuffer | None = buffer
         self.dtype = buffer.tensor.dtype
         self.in_place = False  # the result lies in the buffer
@@ -79,7 +80,8 @@ class Part:
 
     def release_input(self) -> None:
         """Wait for the first stage, whose input is in the way."""
-        self.reduction.release_input()
+        if self.reduction is not None:
+            self.reduction.release_input()
 
     def finish(self, lane: Lane) -> None:
         """Run the hook on the sum, and send the result on its way to the host. [Note: downloads]"""
@@ -103,6 +105,7 @@ class Part:
 
     def wait(self) -> torch.Tensor:
         """The summed and scaled gradient of the shard. Collective over the replicate axis."""
+        assert self.reduction is not None
         self.reduction.finish()
         self._downloading.wait()
         if self.buffer is not None:  # whose memory is the result
@@ -116,6 +119,9 @@ class Part:
         """Wait for what was issued; nobody wants the result."""
         self.hook = None
         self._download = False
+        if self.reduction is None:  # another part of it failed
+            self.release_buffer()
+            return
         self.reduction.issue_no_more()
         self.wait()
 

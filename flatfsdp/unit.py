@@ -414,7 +414,7 @@ class Unit(UnitData):
         if self._open_calls or self.completed or backward is None or backward.in_inner_task():
             return
         for handle, grads in zip(self.handles, self.grads, strict=True):
-            if not grads.complete:
+            if grads.missing:
                 grads.excuse([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
 
     def _advance(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.comm import Group, Grouping, Traffic
 from flatfsdp.device import Device
+from flatfsdp.grads import Gradients
 from flatfsdp.storage import Ledger
 from tests.fake.test_communication import Collectives
 from tests.harness.fake import fake_world
@@ -225,10 +227,33 @@ def test_a_backend_that_groups_by_itself_needs_no_staging() -> None:
         transport = Grouping(Group.of(group, device), Device(device), traffic=traffic, ledger=ledger)
         shards = [torch.full((2,), 3.0), torch.full((3,), 5.0)]
         outputs = [torch.zeros(8), torch.zeros(12)]
-        transport.all_gather_joined(outputs, shards, lane).wait()
+        nothing = torch.zeros(0)  # of parameters without elements, which do not hold up the others
+        transport.all_gather_joined([nothing, *outputs], [nothing, *shards], lane).wait()
         # The fake group hands every rank's slot the own shard.
         assert [set(output.tolist()) for output in outputs] == [{3.0}, {5.0}]
+        outputs.append(nothing)
         transport.reduce_scatter_joined(torch.empty(5), outputs, lane).wait()
         assert traffic.counts == {"all_gather": 1, "reduce_scatter": 1}
         assert traffic.bytes == {"all_gather": 80, "reduce_scatter": 80}
         assert traffic.staged == 0 and ledger.total == 0
+
+
+def test_what_was_handed_over_is_given_back_if_its_reduction_is_not_issued() -> None:
+    with fake_world(4, joined=True):
+        model = wrapped(Many(), 2**20)
+        step(model)
+        model.zero_grad()
+        ledger = model._unit.root.ledger
+        at_rest = dict(ledger.live)
+        hand_over = Gradients.hand_over
+
+        def fails(self: Gradients, **kwargs: Any) -> Any:
+            if self.handle.name == "blocks.3":
+                raise MemoryError("none left")
+            return hand_over(self, **kwargs)
+
+        with patch.object(Gradients, "hand_over", fails), pytest.raises(MemoryError, match="none left"):
+            step(model)
+        step(model)
+        model.zero_grad()
+        assert dict(ledger.live) == at_rest
