@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -363,7 +363,7 @@ class FlatParamHandle:
             self._pending.wait()
             self._pending = None
         self.state = step(self.state, ShardState.UNSHARDED, SHARD_STEPS, self.name, None)
-        active = self._active or self._require_active()
+        active = self._require_active()
         if not active.views:
             active.views = full_views(self.shard if active.buffer is None else active.buffer.tensor, self.layout)
         writes = self._writes
@@ -385,7 +385,7 @@ class FlatParamHandle:
         Precondition: unsharded. Postcondition: sharded; the caller lets the leaves show something else at once.
         """
         self.state = step(self.state, ShardState.SHARDED, SHARD_STEPS, self.name, None)
-        buffer = (self._active or self._require_active()).buffer
+        buffer = self._require_active().buffer
         if buffer is not None:
             self._versions.on_free()
         self._active = None
@@ -399,7 +399,7 @@ class FlatParamHandle:
         there = self.state is ShardState.UNSHARDED and not self.whole
         return there and self.unsharded.dtype == dtype
 
-    def overwrite(self, indices: Sequence[int]) -> None:
+    def overwrite(self, indices: Collection[int]) -> None:
         """The places of these parameters in the unsharded buffer will hold their gradients: nobody may read them any
         more."""
         for index, version in zip(indices, self._versions.on_overwrite(indices), strict=True):
@@ -408,7 +408,7 @@ class FlatParamHandle:
     @property
     def place(self) -> FlatBuffer:
         """The unsharded buffer; only while unsharded, and where it is not the shard."""
-        buffer = (self._active or self._require_active()).buffer
+        buffer = self._require_active().buffer
         assert buffer is not None
         return buffer
 
@@ -427,7 +427,7 @@ class FlatParamHandle:
                 f"to_cpu() of unit {self.name or '<root>'!r}: expected unsharded parameters apart from their shard, as "
                 f"inside its forward; they are {'not sharded at all' if self.whole else self.state.value}"
             )
-        buffer = (self._active or self._require_active()).buffer
+        buffer = self._require_active().buffer
         assert buffer is not None
         numel = self.layout.unpadded_numel
         on_cpu = torch.empty(numel, dtype=buffer.tensor.dtype, device="cpu")
@@ -450,12 +450,12 @@ class FlatParamHandle:
     @property
     def unsharded_views(self) -> list[torch.Tensor]:
         """The parameters as N-D views of the unsharded buffer; only while unsharded."""
-        return (self._active or self._require_active()).views
+        return self._require_active().views
 
     @property
     def unsharded(self) -> torch.Tensor:
         """The unsharded flat parameter, 1-D and padded; only while unsharded."""
-        active = self._active or self._require_active()
+        active = self._require_active()
         return self.shard if active.buffer is None else active.buffer.tensor
 
     def buffer(self, dtype: torch.dtype) -> FlatBuffer | None:

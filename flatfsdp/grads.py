@@ -180,8 +180,9 @@ class Gradients:
     def _move(self, indices: list[int], grads: list[torch.Tensor]) -> None:
         self._open_buffer()
         if self._sharing:
-            self.handle.overwrite(indices)
-            self._shown.hide(indices)
+            overwritten = set(indices) - self._filled
+            self.handle.overwrite(overwritten)
+            self._shown.hide(overwritten)
         with _torch.no_grad():
             grads = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
             if self._before != 1.0:

@@ -48,11 +48,6 @@ def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
                 leaf.__class__ = HiddenParameter
 
 
-def is_hidden(leaf: torch.Tensor) -> bool:
-    """Whether operations on `leaf` are refused."""
-    return type(leaf) is HiddenParameter
-
-
 def unhide(leaves: Iterable[nn.Parameter]) -> None:
     """End of `hide`; the leaves show nothing still."""
     for leaf in leaves:

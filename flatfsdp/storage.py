@@ -15,7 +15,7 @@ optimizer's step is refused as in an unsharded model.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -163,7 +163,7 @@ class Versions:
         self._overwritten: dict[int, int] = {}  # by index: the same, of parameters whose place holds something else now
         self._at_rest: list[int] = []  # versions right after the last bump
 
-    def on_overwrite(self, indices: Sequence[int]) -> list[int]:
+    def on_overwrite(self, indices: Collection[int]) -> list[int]:
         """The places of these parameters will hold something else: saved views of them must be refused. Their versions
         now."""
         leaves = [self._leaves[i] for i in indices]

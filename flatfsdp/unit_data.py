@@ -28,7 +28,7 @@ from .policy.schedule import AS_BUILT, Schedule
 from .policy.strategy import Traits
 from .reduction import Part, Reduction
 from .values import Beginnings
-from .views import Exposure, Home, Shown, changed, check_exposed, check_homes
+from .views import Exposure, Home, Shown, check_exposed, check_homes
 
 if TYPE_CHECKING:
     from .extensions import Extended
@@ -405,12 +405,12 @@ class UnitData:
 
         Raises UsageError for changes that cannot be taken over.
         """
-        elsewhere = changed((*self.homes, *self.aliases))
-        if elsewhere and self.is_between():
-            check_homes(elsewhere, self.aliases, self.root.names_of_leaves(), self.label)
+        changed = [home for home in (*self.homes, *self.aliases) if home.held is not home.leaf]
+        if changed and self.is_between():
+            check_homes(changed, self.aliases, self.root.names_of_leaves(), self.label)
         for kind, (handle, shown) in enumerate(zip(self.handles, self.shown, strict=True)):
             if shown.exposure is Exposure.SHARD:
-                wrote = shown.write_back(elsewhere)
+                wrote = shown.write_back(changed)
                 if handle.state is ShardState.UNSHARDED and (wrote or self._is_out_of_date(handle)):
                     self.root.free(handle)
                 elif handle.state is ShardState.GATHERING and handle.versions != self._versions_asked[kind]:

@@ -230,16 +230,6 @@ class Shown:
                 )
 
 
-def changed(homes: Iterable[Home]) -> list[Home]:
-    """Those of `homes` that hold something else than their leaf."""
-    found = []
-    for home in homes:  # asked of every parameter at every forward: most hold what they should
-        attributes = home.module._parameters if home.attribute in home.module._parameters else home.module.__dict__
-        if attributes.get(home.attribute) is not home.leaf and home.held is not home.leaf:
-            found.append(home)
-    return found
-
-
 def check_homes(changed: Iterable[Home], aliases: Iterable[Home], names: Mapping[int, str], label: str) -> None:
     """Refuse what cannot be written back of the `changed` homes of a unit: anything but new values for a parameter.
 
