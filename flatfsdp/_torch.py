@@ -36,6 +36,8 @@ REASONS = {
     "every call, for longer than a small collective takes; likewise _reduce_scatter_base",
     "torch.distributed.ProcessGroup.*_coalesced": "NCCL makes one operation of several small ones without a copy; the "
     "public way to it, a list per tensor, copies",
+    "torch.Tensor._make_wrapper_subclass": "a value of a sharded state dict has the shape of the whole parameter and "
+    "memory for a piece; torch's own tensors of that kind are made by it",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
 }
 
@@ -61,6 +63,7 @@ def missing() -> list[str]:
             torch.distributed.ProcessGroup._reduce_scatter_base,
         ),
         "torch.distributed.ProcessGroup.*_coalesced": lambda: (_gather_grouped(), _reduce_scatter_grouped()),
+        "torch.Tensor._make_wrapper_subclass": lambda: torch.Tensor._make_wrapper_subclass,
         "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
     }
     absent = []
@@ -225,3 +228,10 @@ def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor], *, n
 def foreach_add_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """`target.add_(source)` for each pair."""
     torch._foreach_add_(targets, sources)
+
+
+def tensor_without_memory(
+    cls: type[torch.Tensor], shape: Sequence[int], stride: Sequence[int] | None, like: torch.Tensor
+) -> Any:
+    """A tensor of class `cls` that looks like one of this shape, with the dtype and device of `like`."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=like.dtype, device=like.device)

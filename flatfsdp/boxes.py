@@ -1,0 +1,105 @@
+"""An interval of a parameter as boxes: the language of distributed checkpoints.
+
+[Note: boxes] A rank owns an interval of a parameter's elements in memory order, `[start, stop)`. Checkpoints know only
+boxes: N-D blocks with offsets and sizes. An interval of a row-major N-D parameter (N >= 1) is at most 2(N-1)+1 boxes:
+incomplete rows at its beginning and its end, for each dimension but the first, and whole ones between. Each box is
+again an interval, so its elements lie together. A parameter without dimensions is one box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from .layout import ParamSpec, Span
+
+__all__ = ["Box", "boxes_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a parameter.
+
+    Attributes:
+        offsets, sizes: where it begins and how far it reaches, per dimension of the parameter.
+        span: its elements in the parameter's memory order.
+        order: the dimensions from the slowest to the fastest in memory; (0, 1, ...) for row-major parameters.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    span: Span
+    order: tuple[int, ...]
+
+    @property
+    def sizes_in_memory(self) -> tuple[int, ...]:
+        """The shape that the elements have as they lie; `permute(back)` of it is the box."""
+        return tuple(self.sizes[dim] for dim in self.order)
+
+    @property
+    def back(self) -> tuple[int, ...]:
+        """The permutation from memory order to the parameter's dimensions."""
+        return tuple(self.order.index(dim) for dim in range(len(self.order)))
+
+
+def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
+    """What `span` of a parameter (in memory order) is as boxes, in order; none for an empty span.
+
+    An empty parameter is one empty box wherever it is asked for: whether somebody has to name it is not known here.
+    """
+    order = _order(spec)
+    shape = tuple(spec.shape[dim] for dim in order)
+    if spec.numel == 0:
+        return (Box((0,) * len(shape), spec.shape, Span(0, 0), order),)
+    boxes = []
+    for offsets, sizes, start in _cut(shape, span.start, span.stop):
+        where = dict(zip(order, zip(offsets, sizes, strict=True), strict=True))
+        boxes.append(
+            Box(
+                tuple(where[dim][0] for dim in range(len(shape))),
+                tuple(where[dim][1] for dim in range(len(shape))),
+                Span(start, start + prod(sizes)),
+                order,
+            )
+        )
+    return tuple(boxes)
+
+
+def _order(spec: ParamSpec) -> tuple[int, ...]:
+    dims = range(len(spec.shape))
+    if spec.stride is None:
+        return tuple(dims)
+    stride = spec.stride
+    # Where strides are equal, a dimension of size one has that of its neighbour: its place makes no difference.
+    return tuple(sorted(dims, key=lambda dim: (-stride[dim], spec.shape[dim] != 1, dim)))
+
+
+def _cut(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """(offsets, sizes, first element) of the boxes of `[start, stop)` in a row-major `shape`."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield ((start,), (stop - start,), start) if shape else ((), (), 0)
+        return
+    row = prod(shape[1:])
+    first, inside = divmod(start, row)
+    last, rest = divmod(stop, row)
+    if first == last:  # within one row
+        yield from _within(shape, first, inside, rest)
+        return
+    if inside:
+        yield from _within(shape, first, inside, row)
+        first += 1
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]), first * row
+    if rest:
+        yield from _within(shape, last, 0, rest)
+
+
+def _within(
+    shape: tuple[int, ...], index: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    base = index * prod(shape[1:])
+    for offsets, sizes, first in _cut(shape[1:], start, stop):
+        yield (index, *offsets), (1, *sizes), base + first
