@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .hooked import CommHook
 from .policy.schedule import AS_BUILT, Schedule
+from .state_dict_configs import StateDictSettings
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -44,6 +45,7 @@ class Choices:
         all_reduce_hook: runs on the sum of gradients before it is scaled.
         forward_targets: gathered ahead when the unit's forward begins; none for the unit that followed last time.
         backward_targets: gathered ahead when its backward begins; none for the unit that comes next.
+        state_dict: what state dicts hold; ranks need not agree on it until they ask for one.
     """
 
     schedule: Schedule = AS_BUILT
@@ -51,6 +53,7 @@ class Choices:
     all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
     forward_targets: Targets = NO_TARGETS
     backward_targets: Targets = NO_TARGETS
+    state_dict: StateDictSettings = field(default_factory=StateDictSettings)
 
     def told(self) -> Iterator[str]:
         """What was chosen, in words that are equal on all ranks."""

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from . import _torch, gloo
 from .api import ShardingStrategy
 from .device import DONE, Device, Lane, Pending, accelerator
+from .errors import InternalError
 from .storage import Claim, Ledger
 
 
@@ -183,6 +184,25 @@ class Base:
         if tensor.numel():
             dist.broadcast(tensor, self.group.ranks[source], group=self.group.process_group)
 
+    def send_now(self, tensor: torch.Tensor, target: int) -> None:
+        """Send `tensor` to group rank `target`, which receives it now, blocking."""
+        self.traffic.log_messages(1)
+        if tensor.numel():
+            self.group.process_group.send([_as_bytes(self._reachable(tensor))], target, gloo.PARCEL_TAG).wait()
+
+    def receive_now(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite `tensor` with what group rank `source` sends now, blocking."""
+        self.traffic.log_messages(1)
+        if tensor.numel():
+            landing = self._reachable(tensor)
+            self.group.process_group.recv([_as_bytes(landing)], source, gloo.PARCEL_TAG).wait()
+            if landing is not tensor:
+                tensor.copy_(landing)
+
+    def _reachable(self, tensor: torch.Tensor) -> torch.Tensor:
+        # gloo sends no message from an accelerator's memory.
+        return tensor.cpu() if self.group.backend == "gloo" else tensor
+
     def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
         """Sum (or maximum) of `tensor` over ranks in place, blocking; for scalars such as norms. Collective."""
         self.traffic.log("scalar", tensor.numel() * tensor.element_size())
@@ -302,6 +322,12 @@ class Alone(Base):
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         return
+
+    def send_now(self, tensor: torch.Tensor, target: int) -> None:
+        raise InternalError(f"a message to rank {target} of an axis of one rank")
+
+    def receive_now(self, tensor: torch.Tensor, source: int) -> None:
+        raise InternalError(f"a message from rank {source} of an axis of one rank")
 
     def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
         return tensor

@@ -7,27 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from . import _torch
-from .comm import Transport
+from .consolidate import gather_shard, is_first, scatter, store
 from .errors import UsageError
 from .flat_param import FlatParamHandle, full_views
 from .lifecycle import Phase
 from .unit import Unit
 from .views import assign_grad
-
-
-def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transport, lane: Any) -> torch.Tensor:
-    """The whole of `shard` (1-D, one per rank of the shard axis) on the compute device, in new memory. Collective."""
-    own = shard.to(handle.device)
-    flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
-    lane.follow_compute()  # which has just written what travels
-    transport.all_gather_base(flat, own, lane).wait()
-    return flat
 
 
 def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,6 +47,7 @@ class _Summoned:
 
     def __init__(self, unit: Unit, kind: int, *, keep: bool, offload_to_cpu: bool, with_grads: bool) -> None:
         self.unit = unit
+        self.kind = kind
         self.handle = unit.handles[kind]
         self.shown = unit.shown[kind]
         self.keep = keep
@@ -69,11 +60,9 @@ class _Summoned:
                 shard, present = _gradient_shard(handle)
                 whole = gather_shard(handle, shard, unit.gather, lane)
                 unit.gather.all_reduce_now(present, maximum=True)
-                self.flat_grad = whole.cpu() if offload_to_cpu else whole
-                self.grads = [
-                    view if there else None
-                    for view, there in zip(full_views(self.flat_grad, handle.layout), present.tolist(), strict=True)
-                ]
+                self.grad_dtype = whole.dtype
+                views = full_views(whole.cpu() if offload_to_cpu else whole, handle.layout) if keep else []
+                self.grads = [view if there else None for view, there in zip(views, present.tolist(), strict=False)]
             if offload_to_cpu:
                 self.flat = self.flat.cpu() if self.flat.device.type != "cpu" else self.flat
         self.bytes = self.flat.numel() * self.flat.element_size()
@@ -109,7 +98,7 @@ class _Summoned:
                         misfits.append(f"{spec.name} of unit {self.unit.label}: {tuple(leaf.shape)}, not {spec.shape}")
                     elif leaf.data_ptr() != view.data_ptr():
                         view.copy_(leaf)
-            whole_grads = [leaf.grad for leaf in handle.leaves] if self.keep and self.grads is not None else None
+            whole_grads = [leaf.grad for leaf in handle.leaves] if self.keep and self.grads is not None else []
             if self.keep:
                 for leaf in handle.leaves:
                     leaf.grad = None
@@ -118,66 +107,46 @@ class _Summoned:
                     if grad is not None:
                         assign_grad(leaf, grad)
             if writeback:
-                flat = self.flat
                 if from_rank0:
-                    flat = self._from_rank0(flat)
-                    if self.grads is not None:
-                        whole_grads = self._grads_of_rank0(whole_grads)
-                start = handle.rank * handle.layout.shard_numel
-                own = flat[start : start + handle.layout.shard_numel]
+                    own = scatter(self.unit, self.kind, full_views(self.flat, handle.layout) if self.keep else None)
+                else:
+                    own = self.flat[handle.layout.shard(handle.rank).slice]
                 if not torch.equal(own.to(handle.home), handle.shard):
                     handle.shard.copy_(own)
-                if whole_grads is not None:
-                    self._write_grads(whole_grads)
+                if self.grads is not None:
+                    self._write_grads(whole_grads, from_rank0=from_rank0)
         handle.ledger.remove("summoned", self.bytes)
         return misfits
 
-    def _from_rank0(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The first rank's `tensor`, on the compute device. Collective over both axes."""
-        tensor = tensor.to(self.handle.device)
-        for axis in (self.unit.replicate, self.unit.gather):
-            if axis is not None:
-                axis.broadcast(tensor)
-        return tensor
-
-    def _grads_of_rank0(self, whole: list[torch.Tensor | None] | None) -> list[torch.Tensor | None]:
-        """The first rank's whole gradients, which it gives as `whole`. Collective over both axes."""
-        layout = self.handle.layout
-        present = torch.zeros(len(layout.params), dtype=torch.int32)
-        if whole is not None:
-            for i, (grad, view) in enumerate(zip(whole, full_views(self.flat_grad, layout), strict=True)):
-                if grad is not None:
-                    present[i] = 1
-                    if grad.data_ptr() != view.data_ptr():
-                        view.copy_(grad)
-        present = self._from_rank0(present)
-        flat = self._from_rank0(self.flat_grad)
-        return [view if there else None for view, there in zip(full_views(flat, layout), present.tolist(), strict=True)]
-
-    def _write_grads(self, whole: list[torch.Tensor | None]) -> None:
+    def _write_grads(self, whole: list[torch.Tensor | None], *, from_rank0: bool) -> None:
+        """Copy this rank's part of the user's `whole` gradients back. Collective if `from_rank0`."""
         handle = self.handle
-        for owned in handle.layout.owned(handle.rank):
-            grad = whole[owned.index]
-            if grad is None:
+        layout = handle.layout
+        present = torch.zeros(len(layout.params), dtype=torch.int32, device=handle.device)
+        for index, grad in enumerate(whole):
+            present[index] = grad is not None
+        if from_rank0:
+            for axis in (self.unit.replicate, self.unit.gather):
+                if axis is not None:
+                    axis.broadcast(present)
+            shard = scatter(self.unit, self.kind, whole, dtype=self.grad_dtype)
+        else:
+            shard = torch.zeros(layout.shard_numel, dtype=self.grad_dtype, device=handle.device)
+            for index, grad in enumerate(whole):
+                if grad is not None:
+                    store(layout, handle.rank, shard, index, grad)
+        pieces, there = handle.views_of_shard(shard.to(handle.home)), present.tolist()
+        for owned in layout.owned(handle.rank):
+            if not there[owned.index]:
                 continue
-            if handle.use_orig_params and handle.whole:
-                target = handle.leaves[owned.index].grad
-                if target is None:
-                    assign_grad(handle.leaves[owned.index], grad.clone())
-                else:
-                    target.copy_(grad)
-                continue
-            spec = handle.layout.params[owned.index]
-            flat = grad.reshape(-1) if spec.stride is None else grad.as_strided((grad.numel(),), (1,))
-            piece = flat[owned.in_param.slice]
-            if handle.use_orig_params:
-                leaf = handle.leaves[owned.index]
-                if leaf.grad is None:
-                    assign_grad(leaf, piece.to(handle.home).clone())
-                else:
-                    leaf.grad.copy_(piece)
-            elif handle.flat_param.grad is not None:
-                handle.flat_param.grad[owned.in_shard.slice].copy_(piece)
+            leaf, piece = handle.leaves[owned.index], pieces[owned.index]
+            if not handle.use_orig_params:
+                if handle.flat_param.grad is not None:
+                    handle.flat_param.grad[owned.in_shard.slice].copy_(piece.reshape(-1))
+            elif leaf.grad is None:
+                assign_grad(leaf, piece.clone())
+            else:
+                leaf.grad.copy_(piece)
 
 
 def require_summoned(unit: Unit, what: str) -> None:
@@ -189,11 +158,6 @@ def require_summoned(unit: Unit, what: str) -> None:
             "        state = {name: value.clone() for name, value in model.state_dict().items()}\n"
             "on every rank (add rank0_only=True, offload_to_cpu=True, writeback=False to keep the copy on one rank)"
         )
-
-
-def _is_first(unit: Unit) -> bool:
-    replicate = unit.groups.replicate
-    return unit.groups.shard.rank == 0 and (replicate is None or replicate.rank == 0)
 
 
 @contextmanager
@@ -241,7 +205,7 @@ def summon(
                     _Summoned(
                         unit,
                         kind,
-                        keep=_is_first(unit) or not rank0_only,
+                        keep=is_first(unit) or not rank0_only,
                         offload_to_cpu=offload_to_cpu,
                         with_grads=with_grads,
                     )

@@ -39,6 +39,7 @@ from .device import Pending, Work
 from .storage import Ledger
 
 FIRST_TAG, TAGS = 2**30, 2**20  # more than can be in flight
+PARCEL_TAG = FIRST_TAG + TAGS  # of messages that are waited for at once, and so need no other
 MOST_RANKS = 8  # as far as was measured; at some point W-1 messages each way cost more than a ring
 SMALLEST = 2 * 1024 * 1024  # bytes of the whole; measured on two busy cores (on idle ones messages always cost less)
 

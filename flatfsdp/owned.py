@@ -127,7 +127,9 @@ class OwnedInterval(torch.Tensor):
         return 0
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves `func` out of its stub
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Carry out the few operations that make sense on an interval; refuse all others."""
         carry_out = _OPERATIONS.get(func)
         if carry_out is None:

@@ -1,0 +1,116 @@
+"""From shards to wholes and back: the one way that whole parameters, and states of their shape, are put together.
+
+[Note: consolidation] What is laid out like a shard (the shard itself, its gradient, a moment of an optimizer) is
+gathered into memory of its own, one flat tensor at a time, so that no more than one unit is ever whole on its account
+(`consolidated`). The way back needs no communication where a rank has the whole (`store`), and sends each rank its
+piece where only the first one has it (`scatter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from .comm import Transport
+from .device import Lane
+from .flat_param import FlatParamHandle, full_views
+from .layout import FlatLayout
+from .owned import OwnedInterval
+from .unit import Unit
+
+
+def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transport, lane: Lane) -> torch.Tensor:
+    """The whole of `shard` (1-D, one per rank of the shard axis) on the compute device, in new memory of
+    (padded_numel,) elements of its dtype. Collective over the shard axis."""
+    own = shard.to(handle.device)
+    flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
+    lane.follow_compute()  # which has just written what travels
+    transport.all_gather_base(flat, own, lane).wait()
+    return flat
+
+
+@contextmanager
+def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> Iterator[list[torch.Tensor]]:
+    """The parameters of one handle as whole N-D views of memory that goes with the context; of what is laid out like
+    its shard, if that is given. Collective over the shard axis.
+
+    Precondition: the unit's root has been initialised (`Root.lazy_init`), the shards are not being written to.
+    """
+    handle = unit.handles[kind]
+    with torch.no_grad():
+        own = handle.shard.detach() if shard is None else shard
+        flat = gather_shard(handle, own, unit.gather, unit.root.lanes.unshard)
+    claim = handle.ledger.hold("consolidated", flat.numel() * flat.element_size())
+    unit.note("consolidate")
+    try:
+        yield full_views(flat, handle.layout)
+    finally:
+        claim.close()
+
+
+def is_first(unit: Unit) -> bool:
+    """Whether this rank is the one that has what only one rank is to have: the first of shard and replicate axis."""
+    replicate = unit.groups.replicate
+    return unit.groups.shard.rank == 0 and (replicate is None or replicate.rank == 0)
+
+
+def store(layout: FlatLayout, rank: int, shard: torch.Tensor, index: int, whole: torch.Tensor) -> None:
+    """Copy what `rank` owns of parameter `index` from `whole` (its shape, any strides, dtype and device) into `shard`
+    (1-D, shard_numel elements). No communication.
+
+    An `OwnedInterval` will do if it is the interval that the rank owns.
+    """
+    spec = layout.params[index]
+    span = layout.span_in_shard(index, rank)
+    if span.is_empty:
+        return
+    in_param = span.shift(rank * layout.shard_numel - layout.spans[index].start)
+    target = OwnedInterval(shard[span.slice], spec, in_param)
+    with torch.no_grad():
+        target.copy_(whole)
+
+
+def scatter(
+    unit: Unit, kind: int, whole: Sequence[torch.Tensor | None] | None, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Each rank's shard of what the first rank has whole. Collective over the shard and the replicate axis.
+
+    Args:
+        whole: on the first rank ([Note: consolidation]) the parameters, N-D, on any device; None stands for zeros.
+            Ignored on other ranks.
+        dtype: of the result; None for the master dtype.
+
+    Returns:
+        A 1-D tensor of shard_numel elements on the compute device; padding is zero.
+
+    The first rank holds at most one shard besides `whole`, others hold their own.
+    """
+    handle = unit.handles[kind]
+    layout, axis, replicate = handle.layout, unit.gather, unit.replicate
+
+    def assemble(rank: int) -> torch.Tensor:
+        shard = torch.zeros(layout.shard_numel, dtype=dtype or handle.precision.master, device=handle.device)
+        for index, value in enumerate(whole or ()):
+            if value is not None:
+                store(layout, rank, shard, index, value)
+        return shard
+
+    with torch.no_grad():
+        mine = replicate is None or replicate.group.rank == 0
+        first = is_first(unit)
+        own = (
+            assemble(0)
+            if first
+            else torch.empty(layout.shard_numel, dtype=dtype or handle.precision.master, device=handle.device)
+        )
+        if mine:
+            if first:
+                for rank in range(1, axis.group.size):
+                    axis.send_now(assemble(rank), rank)
+            else:
+                axis.receive_now(own, 0)
+        if replicate is not None:
+            replicate.broadcast(own)
+    return own
