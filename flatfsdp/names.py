@@ -76,8 +76,8 @@ def named_state(module: nn.Module) -> list[Named]:
             names.setdefault(id(leaf), []).append(f"{path}{attribute}")
     out = []
     for key, found in names.items():
-        unit, kind, index = places.get(key, (None, 0, 0))
-        out.append(Named(found[0], tuple(found), unit, kind, index, leaves[key]))
+        owner, kind, index = places.get(key, (None, 0, 0))
+        out.append(Named(found[0], tuple(found), owner, kind, index, leaves[key]))
     return out
 
 

@@ -10,16 +10,18 @@ boxes ([Note: boxes]), saves them from and loads them into that memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from . import _torch
 from .boxes import Box, boxes_of
 from .errors import UsageError
 from .layout import ParamSpec, Span
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["OwnedInterval"]
 
@@ -81,8 +83,12 @@ class OwnedInterval(torch.Tensor):
             self.data_of(box).copy_(block_of(whole, box))
 
     # -- what DCP asks -----------------------------------------------------------------------------------------------
+    # It is imported here only, by then it has been: importing it imports torch's own FSDP.
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties(dtype=self.local.dtype)
         return [
             WriteItem(
@@ -150,6 +156,8 @@ def block_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
