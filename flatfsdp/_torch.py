@@ -235,3 +235,33 @@ def tensor_without_memory(
 ) -> Any:
     """A tensor of class `cls` that looks like one of this shape, with the dtype and device of `like`."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=like.dtype, device=like.device)
+
+
+def group_of_sharded_tensor(value: Any) -> Any:
+    """The process group over which a `ShardedTensor` is spread."""
+    return value._process_group
+
+
+def sharded_tensor_of_rows(rows: torch.Tensor, first: int, shape: Sequence[int], process_group: Any) -> Any:
+    """A `ShardedTensor` of which this rank has `rows` from row `first` on. Collective.
+
+    Programs written for FSDP1 ask for this class, which has no public name; it is imported for them only.
+    """
+    from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
+
+    offsets = [first, *(0,) * (len(shape) - 1)]
+    rank = torch.distributed.get_rank(process_group)
+    shards = [Shard.from_tensor_and_offsets(rows, offsets, rank)] if rows.shape[0] else []
+    return init_from_local_shards(shards, *shape, process_group=process_group)
+
+
+def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any) -> Any:
+    """A `DTensor` of the shape of `whole`, of which this rank has `rows`; replicated where there are no dimensions."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = DeviceMesh.from_group(process_group, whole.device.type)
+    placement = Shard(0) if whole.dim() else Replicate()
+    return DTensor.from_local(
+        rows, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
+    )

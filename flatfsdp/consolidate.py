@@ -66,8 +66,7 @@ def store(layout: FlatLayout, rank: int, shard: torch.Tensor, index: int, whole:
     span = layout.span_in_shard(index, rank)
     if span.is_empty:
         return
-    in_param = span.shift(rank * layout.shard_numel - layout.spans[index].start)
-    target = OwnedInterval(shard[span.slice], spec, in_param)
+    target = OwnedInterval(shard[span.slice], spec, layout.span_in_param(index, rank))
     with torch.no_grad():
         target.copy_(whole)
 

@@ -149,17 +149,6 @@ class _Summoned:
                 leaf.grad.copy_(piece)
 
 
-def require_summoned(unit: Unit, what: str) -> None:
-    """Refuse `what` where the unit's parameters are not whole."""
-    if unit.phase is not Phase.SUMMONED and unit.handles:
-        raise UsageError(
-            f"{what} outside summon_full_params(): unit {unit.label} shows only this rank's shards. Use\n"
-            "    with FullyShardedDataParallel.summon_full_params(model):\n"
-            "        state = {name: value.clone() for name, value in model.state_dict().items()}\n"
-            "on every rank (add rank0_only=True, offload_to_cpu=True, writeback=False to keep the copy on one rank)"
-        )
-
-
 @contextmanager
 def summon(
     units: Sequence[Unit],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import copying, full_params
+from . import copying, full_params, loading, state_dict
 from .api import JOIN_UNITS_BELOW, BackwardPrefetch, Config, CPUOffload, MixedPrecision, ShardingStrategy
 from .arguments import check_arguments
 from .auto_wrap import auto_wrapped
@@ -19,6 +19,8 @@ from .controls import ScheduleControls
 from .fsdp1_names import FSDP1Names, wrapped_inside
 from .groups import resolve_groups
 from .placement import apply_to_tensors
+from .state_dict_configs import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
+from .state_dict_type import set_type, settings_of, type_for_a_while
 from .summary import group_line
 from .traversal import units_at, units_in
 from .unit import Unit
@@ -155,6 +157,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, nn.Module):
         self._fsdp_wrapped_module = module
         keep_root(self, self._unit)
         register_flat_params(self, self._unit)
+        self.register_load_state_dict_post_hook(loading.end)
 
     @classmethod
     def _of(cls, module: nn.Module, config: Config, *, island: bool = False) -> FullyShardedDataParallel:
@@ -220,19 +223,85 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         copying.restore(self, state)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole state under plain names; arguments as in torch.
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The state of the module under plain names, as `state_dict_type` says; arguments as in torch.
+
+        Values of parameters are copies. With `FULL_STATE_DICT` they are whole, in the dtype that optimizers see, on the
+        compute device; no more than one unit is gathered at a time. With `SHARDED_STATE_DICT` they are what this rank
+        owns, for `torch.distributed.checkpoint`, and with `LOCAL_STATE_DICT` one flat shard per unit (and kind).
+        Buffers, and parameters that are ignored, are what the module has. Inside `summon_full_params()` values are the
+        summoned parameters themselves.
+
+        Collective for whole values, and where a module inside computes with values on the way; else nothing is
+        communicated.
 
         Raises:
-            UsageError: outside of `summon_full_params()`, where it would hold shards.
+            UsageError: inside a forward or a backward; wrappers inside are set to different types.
         """
-        full_params.require_summoned(self._unit, "state_dict()")
-        return self.module.state_dict(*args, **kwargs)
+        given: Any = (*args, *(destination, prefix, keep_vars)[len(args) :])
+        destination, prefix, keep_vars = given
+        return state_dict.state_dict(self, destination, prefix, keep_vars=keep_vars)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        full_params.require_summoned(self._unit, "load_state_dict()")
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            state_dict[f"{prefix}_fsdp_wrapped_module.{key[len(prefix) :]}"] = state_dict.pop(key)
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what `state_dict()` of any type gave, here or in a model that was never wrapped; returns as in torch.
+
+        Values may be whole tensors on any device, of which each rank copies what it owns; what this rank owns, as
+        `torch.distributed.checkpoint` has loaded it into a `SHARDED_STATE_DICT`; flat shards; DTensors and
+        ShardedTensors. Under `FullStateDictConfig(rank0_only=True)` rank 0's are used, and others may give an empty
+        dict. With `assign` values are copied, too, and dtypes stay.
+
+        Collective with `rank0_only`, with DTensors and ShardedTensors.
+
+        Raises:
+            RuntimeError: with all keys that are missing or unexpected (if `strict`), or of another shape.
+            UsageError: inside a forward or a backward.
+        """
+        return loading.load_state_dict(
+            self, state_dict, lambda found: super(FullyShardedDataParallel, self).load_state_dict(found, strict, assign)
+        )
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        loading.begin(self, *args)
+
+    @staticmethod
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType | str,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> AbstractContextManager[None]:
+        """A context in which state dicts of `module`, and of its optimizers, are of one type. No communication.
+
+        Args:
+            module: a wrapper, or any module with wrappers inside.
+            state_dict_type: a `StateDictType`, or the name of a member ("FULL", "SHARDED", "LOCAL" will do).
+            state_dict_config: the config for models that belongs to the type; None for its defaults.
+            optim_state_dict_config: the config for optimizers; None for its defaults.
+
+        Raises:
+            ConfigTypeError, ConfigValueError: no such type, or a config that belongs to another one.
+        """
+        return type_for_a_while(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType | str,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """As `state_dict_type`, with the same arguments (`module`, `state_dict_type`, `state_dict_config`,
+        `optim_state_dict_config`), but for good; returns the settings before. No communication."""
+        return set_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The settings of all wrappers in `module`.
+
+        Raises:
+            UsageError: they differ.
+        """
+        return settings_of(module)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call `fn(module)` on every module inside, children first, with whole parameters; what it writes is kept.

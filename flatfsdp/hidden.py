@@ -17,13 +17,7 @@ from torch import nn
 
 from .errors import UsageError
 from .flat_param import FlatParamHandle
-
-# What asks about a tensor, or hangs something on it, without reading its elements.
-_ASKS = frozenset(
-    "__get__ __set__ __delete__ __repr__ __hash__ __len__ __format__ size dim ndimension numel nelement stride "
-    "storage_offset element_size is_contiguous is_floating_point is_complex is_signed get_device data_ptr "
-    "untyped_storage requires_grad_ register_hook register_post_accumulate_grad_hook".split()
-)
+from .placeholder import ASKS
 
 
 class HiddenParameter(nn.Parameter):
@@ -33,7 +27,7 @@ class HiddenParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") in _ASKS:
+        if getattr(func, "__name__", "") in ASKS:
             return super().__torch_function__(func, types, args, kwargs or {})
         raise UsageError(_refusal(getattr(func, "__name__", str(func)), (*args, *(kwargs or {}).values())))
 

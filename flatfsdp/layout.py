@@ -260,6 +260,16 @@ class FlatLayout:
         shard = self.shard(rank)
         return shard.intersect(self.spans[index]).shift(-shard.start)
 
+    def span_in_param(self, index: int, rank: int) -> Span:
+        """Which elements of parameter `index` are in the shard of ``rank``; ``[0, 0)`` where none is."""
+        shared = self.spans[index].intersect(self.shard(rank))
+        return Span(0, 0) if shared.is_empty else shared.shift(-self.spans[index].start)
+
+    @property
+    def unpadded(self) -> Span:
+        """The flat space without world padding."""
+        return Span(0, self.numel)
+
     def over(self, world: int) -> FlatLayout:
         """The same flat space, padding included, in ``world`` shards, each of them some of these shards in a row.
 

@@ -1,0 +1,269 @@
+"""`load_state_dict()` of wrapped modules, from whatever kind of state dict.
+
+[Note: loading] Modules load their state dict themselves, into placeholders that keep what they are given. When all
+modules of a unit have been asked, each rank copies what it owns of the values into its shard: from whole tensors and
+from its own intervals without communication. Between the two torch walks from the wrapper to its modules, so what is
+under way is kept with the wrapper.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from .carriers import is_distributed, whole_of
+from .consolidate import scatter, store
+from .errors import FlatFSDPError, UsageError, warn
+from .flat_param import FlatParamHandle
+from .from_first import FromFirst, spread
+from .full_params import summon
+from .lifecycle import Phase
+from .names import WRAPPED, clean, clean_text
+from .owned import OwnedInterval
+from .stand_ins import StandIns, stand_in
+from .state_dict import FLAT, check_between, has_own_classes
+from .state_dict_configs import FullStateDictConfig, StateDictType
+from .unit import Unit
+
+_UNDER_WAY = "_load_under_way"
+
+
+class _Load:
+    """The loading of one unit, from its wrapper's turn until all modules inside have had theirs.
+
+    Attributes:
+        errors: where torch collects what to complain of.
+    """
+
+    def __init__(self, unit: Unit, errors: list[str]) -> None:
+        self.unit = unit
+        self.errors = errors
+        self._told = len(errors)
+        self._whole = ExitStack()
+        self._stand_ins: StandIns | None = None
+        if has_own_classes(unit):
+            self._whole.enter_context(
+                summon([unit], writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False)
+            )
+        else:
+            self._stand_ins = StandIns(unit, receives=True)
+
+    def close(self) -> None:
+        """Store what was received. Collective if it comes from the first rank, or in distributed tensors."""
+        self._whole.close()
+        if self._stand_ins is None:
+            return
+        received = self._stand_ins.remove()
+        with torch.no_grad():
+            for owner in (self.unit, *self.unit.owners):
+                for kind, handle in enumerate(owner.handles):
+                    values = {i: received[id(leaf)] for i, leaf in enumerate(handle.leaves) if id(leaf) in received}
+                    if values:
+                        self._store(owner, kind, handle, values)
+
+    def _store(self, owner: Unit, kind: int, handle: FlatParamHandle, values: dict[int, torch.Tensor]) -> None:
+        if any(isinstance(value, FromFirst) for value in values.values()):
+            whole: list[torch.Tensor | None] = [None] * len(handle.leaves)
+            for index, value in values.items():
+                whole[index] = value.held if isinstance(value, FromFirst) else value
+            shard = scatter(owner, kind, whole)
+            for owned in handle.layout.owned(handle.rank):
+                if owned.index in values:
+                    handle.shard[owned.in_shard.slice].copy_(shard[owned.in_shard.slice])
+            return
+        for index, value in values.items():
+            try:
+                store(
+                    handle.layout, handle.rank, handle.shard, index, whole_of(value) if is_distributed(value) else value
+                )
+            except FlatFSDPError as error:
+                self.errors.append(str(error))
+
+    def abandon(self) -> None:
+        """Forget what was received: something raised on the way."""
+        if self._stand_ins is not None:
+            self._stand_ins.remove()
+        self._whole.close()
+
+    def clean_errors(self) -> None:
+        """Drop wrappers' names from what torch complains of."""
+        self.errors[self._told :] = [clean_text(text) for text in self.errors[self._told :]]
+
+
+def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any) -> Any:
+    """`load(state dict)` for the module that `load_state_dict` was called on, if that is a wrapper."""
+    unit: Unit = wrapper.__dict__["_unit"]
+    if isinstance(state_dict, Mapping) and unit.phase is not Phase.SUMMONED:
+        state_dict = _with_metadata(wrapper, state_dict)
+    try:
+        return load(state_dict)
+    finally:
+        for each in wrapper.modules():
+            if (left := each.__dict__.pop(_UNDER_WAY, None)) is not None:  # it raised
+                left.abandon()
+
+
+def begin(
+    wrapper: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """The wrapper's turn: let modules inside find their keys, and placeholders to copy into."""
+    unit: Unit = wrapper.__dict__["_unit"]
+    if (left := wrapper.__dict__.pop(_UNDER_WAY, None)) is not None:  # of a call that raised
+        left.abandon()
+    for before in wrapper._load_state_dict_pre_hooks.values():
+        before(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+    if unit.phase is Phase.SUMMONED:
+        _rename(state_dict, prefix, wrapper)
+        return
+    check_between("load_state_dict()", [unit])
+    if not unit.is_between():
+        unit.root.come_to_rest()
+    unit.write_back()
+    config = unit.choices.state_dict.state_dict_config
+    if isinstance(config, FullStateDictConfig) and config.rank0_only:
+        unit.root.lazy_init()
+        spread(unit, state_dict, prefix)
+    _unpack_flat(unit, state_dict, prefix)
+    _rename(state_dict, prefix, wrapper)
+    if local_metadata.get("assign_to_params_buffers"):
+        _tell_dtypes(unit, state_dict, prefix)
+    wrapper.__dict__[_UNDER_WAY] = _Load(unit, errors)
+
+
+def end(wrapper: nn.Module, incompatible: Any) -> None:
+    """All modules inside have had their turn."""
+    load: _Load | None = wrapper.__dict__.pop(_UNDER_WAY, None)
+    if load is not None:
+        load.close()
+        load.clean_errors()
+    for keys in incompatible:
+        keys[:] = [clean(key) for key in keys]
+
+
+def _with_metadata(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`state_dict` with the modules' versions under the paths by which torch walks, too."""
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is None:
+        return state_dict
+    out: Any = OrderedDict(state_dict)
+    out._metadata = OrderedDict(metadata)
+    for path in _paths(wrapper, ""):
+        if clean(path) in metadata:
+            out._metadata.setdefault(path, metadata[clean(path)])
+    return out
+
+
+def _paths(module: nn.Module, path: str) -> list[str]:
+    out = [path]
+    for name, child in module._modules.items():
+        if child is not None:
+            out += _paths(child, f"{path}.{name}" if path else name)
+    return out
+
+
+def _rename(state_dict: dict[str, Any], prefix: str, wrapper: nn.Module) -> None:
+    """Give keys the paths by which torch walks from `wrapper` on."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        rest = key[len(prefix) :]
+        state_dict[f"{prefix}{WRAPPED}.{_path_of(rest, wrapper._modules[WRAPPED])}"] = state_dict.pop(key)
+
+
+def _path_of(name: str, module: nn.Module | None) -> str:
+    """`name` below `module` with the attributes under which torch.compile's modules hold theirs."""
+    out: list[str] = []
+    parts = name.split(".")
+    while parts:
+        if module is not None and "_orig_mod" in module._modules and parts[0] != "_orig_mod":
+            out.append("_orig_mod")
+            module = module._modules["_orig_mod"]
+            continue
+        # Other wrappers find their keys themselves.
+        inside = next(
+            (each for each in (WRAPPED, "_checkpoint_wrapped_module") if module and each in module._modules), ""
+        )
+        if inside and parts[0] != inside:
+            assert module is not None
+            module = module._modules[inside]
+            continue
+        out.append(parts[0])
+        module = module._modules.get(parts.pop(0)) if module is not None else None
+    return ".".join(out)
+
+
+def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replace flat shards (LOCAL_STATE_DICT) by what they hold of each parameter."""
+    for kind, handle in enumerate(unit.handles):
+        key = f"{prefix}{FLAT}" if kind == 0 else f"{prefix}{FLAT}_{kind}"
+        if key not in state_dict:
+            continue
+        layout, value = handle.layout, state_dict.pop(key)
+        flat = _flat_of(value, handle, key)
+        shard = torch.zeros(layout.shard_numel, dtype=flat.dtype, device=flat.device)
+        shard[: flat.numel()] = flat
+        homes = {id(leaf): [home for home in unit.homes if home.leaf is leaf] for leaf in handle.leaves}
+        for index, leaf in enumerate(handle.leaves):
+            local = shard[layout.span_in_shard(index, handle.rank).slice]
+            interval = OwnedInterval(local, layout.params[index], layout.span_in_param(index, handle.rank))
+            for home in homes[id(leaf)]:
+                state_dict.setdefault(f"{prefix}{home.path}", interval)
+    if unit.choices.state_dict.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        for home in unit.aliases:  # their values come with the flat shards of other units
+            state_dict.setdefault(f"{prefix}{home.path}", stand_in(home.leaf, unit.owners))
+
+
+def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
+    """This rank's elements of a flat parameter, without world padding, of ours or of FSDP1's.
+
+    Raises:
+        UsageError: it is of another layout.
+    """
+    layout = handle.layout
+    span = layout.shard(handle.rank).intersect(layout.unpadded)
+    what = (
+        f"{key!r}: a LOCAL_STATE_DICT fits the number of ranks, the wrapping and the use_orig_params that it was made "
+        f"with, here {layout.world} shards of {layout.shard_numel} elements"
+    )
+    remedy = ". Load it into such a model, and save SHARDED_STATE_DICT or FULL_STATE_DICT there"
+    if isinstance(value, OwnedInterval):
+        digest = value.spec.name.rpartition(" ")[2]
+        if digest != layout.digest() or value.span != span:
+            raise UsageError(f"{what}; found elements {value.span} of a flat parameter of {value.spec.numel}{remedy}")
+        return value.local
+    if type(value).__name__ == "ShardedTensor":
+        shards = value.local_shards()
+        local = shards[0].tensor.reshape(-1) if shards else torch.empty(0, dtype=value.dtype)
+        offset = shards[0].metadata.shard_offsets[0] if shards else span.start
+        if value.size().numel() != layout.unpadded_numel or local.numel() != span.numel or offset != span.start:
+            raise UsageError(
+                f"{what}; found elements [{offset}, {offset + local.numel()}) of a flat parameter of "
+                f"{value.size().numel()}{remedy}"
+            )
+        return local
+    raise UsageError(f"{what}; found a {type(value).__name__}. Expected what state_dict() gave under LOCAL_STATE_DICT")
+
+
+def _tell_dtypes(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
+    """Say that `assign=True` does not change dtypes here."""
+    inside = f"{prefix}{WRAPPED}."
+    for handle in unit.handles:
+        for spec in handle.layout.params:
+            value = state_dict.get(f"{inside}{spec.name}")
+            if isinstance(value, torch.Tensor) and value.dtype != handle.precision.master:
+                warn(
+                    f"load_state_dict(assign=True): {spec.name!r} is {value.dtype} in the state dict, and stays "
+                    f"{handle.precision.master} in unit {unit.label}: values are copied into its shards. To change the "
+                    "dtype call .to() on the wrapper"
+                )
+                return

@@ -1,0 +1,289 @@
+"""`state_dict()` of wrapped modules: whole values, what each rank owns, or flat shards.
+
+[Note: state dicts] Modules make their state dict themselves, while placeholders stand for the parameters of their unit.
+Then each unit replaces its placeholders by values, one unit after the other. Where a module reads values on the way (a
+hook that casts, parameters of a class of its own), its unit is made whole for it, and nested ones still come one by
+one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from .carriers import rows_of
+from .consolidate import consolidated, is_first
+from .errors import UsageError
+from .flat_param import FlatParamHandle
+from .full_params import summon
+from .layout import ParamSpec
+from .lifecycle import Phase
+from .names import clean
+from .owned import OwnedInterval
+from .placeholder import Placeholder, ReadsValues
+from .stand_ins import StandIns, stand_in
+from .state_dict_configs import FullStateDictConfig, ShardedStateDictConfig, StateDictSettings, StateDictType
+from .state_dict_type import settings_of
+from .traversal import units_in
+from .unit import Unit
+
+FLAT = "_flat_param"
+
+
+@dataclass
+class _Job:
+    """One call from outside, and those that it leads to.
+
+    Attributes:
+        settings: what values are to be.
+        first: whether this rank is the one that has values where only one has.
+        active: units whose modules are being asked, outermost first.
+        values: made so far, by the id of the leaf; they are kept, so that tied names share them.
+        made: ids of the values that are not modules' own.
+        copies: of shards, by the id of the handle.
+    """
+
+    settings: StateDictSettings
+    first: bool
+    active: list[Unit] = field(default_factory=list)
+    values: dict[int, Any] = field(default_factory=dict)
+    made: set[int] = field(default_factory=set)
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def rank0_only(self) -> bool:
+        """Whether only the first rank is to have values."""
+        config = self.settings.state_dict_config
+        return isinstance(config, FullStateDictConfig) and config.rank0_only
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is to be communicated."""
+        config = self.settings.state_dict_config
+        return self.settings.state_dict_type is not StateDictType.FULL_STATE_DICT and (
+            getattr(config, "sharded_as", "interval") == "interval"
+        )
+
+    def copy(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` in memory of its own, where the config wants it."""
+        value = value.detach()
+        return value.to("cpu", copy=True) if self.settings.state_dict_config.offload_to_cpu else value.clone()
+
+
+_job: ContextVar[_Job | None] = ContextVar("state dict under way", default=None)
+
+
+def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: bool) -> Any:
+    """What `nn.Module.state_dict` returns, for a wrapper. Collective for whole values."""
+    unit: Unit = wrapper.__dict__["_unit"]
+    if destination is None:
+        destination = OrderedDict()
+        destination._metadata = OrderedDict()
+    if unit.phase is Phase.SUMMONED:
+        return unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    job = _job.get()
+    if job is not None:
+        _add(job, wrapper, destination, prefix)
+        return destination
+    units = units_in(wrapper)
+    job = _Job(settings_of(wrapper), is_first(unit))
+    check_between("state_dict()", units)
+    for root in {id(each.root): each.root for each in units}.values():
+        if not job.is_silent:
+            root.lazy_init()
+            root.settle_down()
+    for each in units:
+        if not job.is_silent and not each.is_between():
+            each.root.come_to_rest()
+        if each.is_between():
+            each.write_back()
+    start = len(destination)
+    token = _job.set(job)
+    try:
+        _add(job, wrapper, destination, prefix)
+    finally:
+        _job.reset(token)
+    _finish(job, destination, start, keep_vars=keep_vars)
+    return destination
+
+
+def check_between(what: str, units: Sequence[Unit]) -> None:
+    """Refuse `what` while a unit computes."""
+    for unit in units:
+        if unit.phase is not Phase.IDLE:
+            hint = "; leave summon_full_params() first, or call it on the whole model inside" * (
+                unit.phase is Phase.SUMMONED
+            )
+            raise UsageError(
+                f"{what} while unit {unit.label} is in {unit.phase.value}: expected a call between forward, backward "
+                f"and step{hint}"
+            )
+
+
+def _add(job: _Job, wrapper: nn.Module, destination: Any, prefix: str) -> None:
+    unit: Unit = wrapper.__dict__["_unit"]
+    start = len(destination)
+    for before in wrapper._state_dict_pre_hooks.values():
+        before(wrapper, prefix, True)
+    job.active.append(unit)
+    try:
+        by_values = has_own_classes(unit)
+        if not by_values:
+            stand_ins = StandIns(unit, receives=False)
+            try:
+                unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
+            except ReadsValues:
+                by_values = True
+                for key in list(islice(destination, start, None)):
+                    del destination[key]
+            finally:
+                stand_ins.remove()
+        if by_values:
+            _add_values(job, unit, destination, prefix, start)
+    finally:
+        job.active.pop()
+    _rename(destination, prefix, start)
+    _fill(job, unit, destination, prefix, start)
+    metadata = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
+    for after in wrapper._state_dict_hooks.values():
+        if (changed := after(wrapper, destination, prefix, metadata)) is not None:
+            raise UsageError(
+                f"a state dict hook of the wrapper of {type(unit.module).__name__} returned a "
+                f"{type(changed).__name__}: change the dictionary in place, and return None"
+            )
+
+
+def has_own_classes(unit: Unit) -> bool:
+    """Whether parameters are of users' classes, of which modules may ask more than any parameter has."""
+    return any(type(leaf) is not nn.Parameter for handle in unit.handles for leaf in handle.leaves) and (
+        unit.is_between()
+    )
+
+
+def _add_values(job: _Job, unit: Unit, destination: Any, prefix: str, start: int) -> None:
+    """Let the modules of `unit` see whole parameters."""
+    with summon([unit], writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False):
+        unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
+        leaves = {id(leaf): leaf for handle in unit.handles for leaf in handle.leaves}
+        lent = {_storage(leaf) for leaf in leaves.values()} - {None}
+        for key, value in list(islice(destination.items(), start, None)):
+            if id(value) in leaves:
+                destination[key] = stand_in(value, [unit])
+            elif id(value) not in job.made and _storage(value) in lent:  # made of a parameter, or a part of one
+                _put(job, destination, key, job.copy(value))
+
+
+def _storage(value: Any) -> int | None:
+    """Where the memory of `value` begins, if it is a tensor that has some."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, Placeholder | OwnedInterval) or not value.numel():
+        return None
+    return value.untyped_storage().data_ptr()
+
+
+def _rename(destination: Any, prefix: str, start: int) -> None:
+    """Drop the names of wrappers that do not do so themselves."""
+    keys = list(islice(destination, start, None))
+    names = [prefix + clean(key.removeprefix(prefix)) for key in keys]
+    if names != keys:
+        values = [destination.pop(key) for key in keys]
+        destination.update(zip(names, values, strict=True))
+    metadata: dict[str, Any] = getattr(destination, "_metadata", {})
+    for key in list(metadata):
+        if key.startswith(prefix) and (name := prefix + clean(key.removeprefix(prefix))) != key:
+            metadata[name] = metadata.pop(key)
+
+
+def _fill(job: _Job, unit: Unit, destination: Any, prefix: str, start: int) -> None:
+    """Replace placeholders for parameters of `unit`, and of owners that are not asked themselves, by values."""
+    waiting: dict[int, list[str]] = {}
+    for key, value in islice(destination.items(), start, None):
+        if type(value) is Placeholder:
+            waiting.setdefault(id(value.leaf), []).append(key)
+    local = job.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    for owner in (unit, *(each for each in unit.owners if each not in job.active)):
+        for kind, handle in enumerate(owner.handles):
+            wanted = {index: waiting[id(leaf)] for index, leaf in enumerate(handle.leaves) if id(leaf) in waiting}
+            if local:
+                for key in (key for keys in wanted.values() for key in keys):
+                    del destination[key]
+                if owner is unit:
+                    name = f"{prefix}{FLAT}" if kind == 0 else f"{prefix}{FLAT}_{kind}"
+                    _put(job, destination, name, _flat(job, name, handle))
+                continue
+            missing = [index for index in wanted if id(handle.leaves[index]) not in job.values]
+            if missing:
+                for index, value in _values(job, owner, kind, missing, wanted):
+                    job.values[id(handle.leaves[index])] = value
+            for index, keys in wanted.items():
+                for key in keys:
+                    _put(job, destination, key, job.values[id(handle.leaves[index])])
+
+
+def _put(job: _Job, destination: Any, key: str, value: Any) -> None:
+    destination[key] = value
+    job.made.add(id(value))
+
+
+def _values(
+    job: _Job, unit: Unit, kind: int, indices: Sequence[int], names: dict[int, list[str]]
+) -> Iterator[tuple[int, Any]]:
+    """(index, value) of some parameters of one handle. Collective over the shard axis unless the job is silent."""
+    handle = unit.handles[kind]
+    config = job.settings.state_dict_config
+    if job.is_silent:
+        for index in indices:
+            yield index, _owned(job, handle, index, names[index][0])
+        return
+    with consolidated(unit, kind) as whole:
+        for index in indices:
+            if isinstance(config, ShardedStateDictConfig):
+                rows = rows_of(whole[index], unit.groups.shard, as_dtensor=config.sharded_as == "dtensor")
+                yield index, rows.cpu() if config.offload_to_cpu else rows
+            else:
+                yield index, job.copy(whole[index]) if job.first or not job.rank0_only else None
+
+
+def _copied_shard(job: _Job, handle: FlatParamHandle) -> torch.Tensor:
+    if id(handle) not in job.copies:
+        job.copies[id(handle)] = job.copy(handle.shard)
+    return job.copies[id(handle)]
+
+
+def _owned(job: _Job, handle: FlatParamHandle, index: int, name: str) -> OwnedInterval:
+    spec, rank = handle.layout.params[index], handle.rank
+    shard = _copied_shard(job, handle)
+    return OwnedInterval(
+        shard[handle.layout.span_in_shard(index, rank).slice],
+        ParamSpec(name, spec.shape, spec.stride),
+        handle.layout.span_in_param(index, rank),
+        names_empty=rank == 0,
+    )
+
+
+def _flat(job: _Job, name: str, handle: FlatParamHandle) -> Any:
+    """The flat shard without world padding; its name tells the layout."""
+    layout = handle.layout
+    span = layout.shard(handle.rank).intersect(layout.unpadded)
+    return OwnedInterval(
+        _copied_shard(job, handle)[: span.numel],
+        ParamSpec(f"{name} of layout {layout.digest()}", (layout.unpadded_numel,)),
+        span,
+        names_empty=handle.rank == 0,
+    )
+
+
+def _finish(job: _Job, destination: Any, start: int, *, keep_vars: bool) -> None:
+    offload = job.settings.state_dict_config.offload_to_cpu
+    for key, value in list(islice(destination.items(), start, None)):
+        if job.rank0_only and not job.first:
+            del destination[key]
+        elif isinstance(value, torch.Tensor) and id(value) not in job.made:
+            value = value if keep_vars else value.detach()
+            destination[key] = value.detach().to("cpu", copy=True) if offload else value
