@@ -6,6 +6,7 @@ that an upgrade fails in words.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -38,6 +39,8 @@ REASONS = {
     "public way to it, a list per tensor, copies",
     "torch.Tensor._make_wrapper_subclass": "a value of a sharded state dict has the shape of the whole parameter and "
     "memory for a piece; torch's own tensors of that kind are made by it",
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "where torch's distributed checkpoint looks for a piece of "
+    "a tensor: what it is to read must hold these",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
 }
 
@@ -64,6 +67,7 @@ def missing() -> list[str]:
         ),
         "torch.distributed.ProcessGroup.*_coalesced": lambda: (_gather_grouped(), _reduce_scatter_grouped()),
         "torch.Tensor._make_wrapper_subclass": lambda: torch.Tensor._make_wrapper_subclass,
+        "torch.distributed.checkpoint.filesystem._StorageInfo": storage_info,
         "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
     }
     absent = []
@@ -265,3 +269,11 @@ def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any)
     return DTensor.from_local(
         rows, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
     )
+
+
+def storage_info() -> Any:
+    """The class of distributed checkpoints' entries (relative_path, offset, length)."""
+    if not hasattr(torch.distributed, "checkpoint"):  # which checkpoints alone need
+        importlib.import_module("torch.distributed.checkpoint")
+    whole: Any = torch.distributed
+    return whole.checkpoint.filesystem._StorageInfo

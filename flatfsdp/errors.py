@@ -17,6 +17,7 @@ from typing import NoReturn
 
 __all__ = [
     "AgreementError",
+    "CheckpointError",
     "ConfigTypeError",
     "ConfigValueError",
     "FlatFSDPError",
@@ -44,6 +45,10 @@ class UsageError(FlatFSDPError, RuntimeError):
 
 class AgreementError(FlatFSDPError, RuntimeError):
     """Ranks differ in something that all of them must have in common."""
+
+
+class CheckpointError(FlatFSDPError, RuntimeError):
+    """A checkpoint could not be written, found or read; what it says names the ranks and the files."""
 
 
 class InternalError(FlatFSDPError, AssertionError):

@@ -121,7 +121,7 @@ def _for_reductions(process_group: Any) -> Any:
     made = _reduction_groups.get(process_group)
     if made is None or not _exists(made):
         ranks = dist.get_process_group_ranks(process_group)
-        made = _reduction_groups[process_group] = _new_group(tuple(ranks), "wraps a module")
+        made = _reduction_groups[process_group] = new_group(tuple(ranks), "wraps a module")
     return made
 
 
@@ -133,11 +133,11 @@ def neighbours(axis: Group, count: int, device: torch.device) -> Group:
     known = _neighbours.setdefault(axis.process_group, {})
     if count not in known or not _exists(known[count]):
         first = axis.rank - axis.rank % count
-        known[count] = _new_group(axis.ranks[first : first + count], "keeps parameters after forward")
+        known[count] = new_group(axis.ranks[first : first + count], "keeps parameters after forward")
     return Group.of(known[count], device)
 
 
-def _new_group(ranks: tuple[int, ...], doing: str) -> Any:
+def new_group(ranks: tuple[int, ...], doing: str, *, backend: str | None = None) -> Any:
     """One more group over `ranks`, made by them alone: models on different halves of the world are independent.
 
     Collective over `ranks`; `doing` completes "rank 0 ..." for those who wait.
@@ -146,7 +146,7 @@ def _new_group(ranks: tuple[int, ...], doing: str) -> Any:
     counts[ranks] += 1
     name = f"flatfsdp {number(str(ranks)):x} {counts[ranks]}"
     with expecting(ranks, f"{doing} over ranks {', '.join(map(str, ranks))}"), _torch.name_of_group(name):
-        return dist.new_group(list(ranks), use_local_synchronization=True, group_desc="flatfsdp")
+        return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, group_desc="flatfsdp")
 
 
 def _exists(process_group: Any) -> bool:
@@ -205,5 +205,5 @@ def _group_over(ranks: tuple[int, ...]) -> Any:
         )
     known = _groups_by_ranks.setdefault(dist.group.WORLD, {})
     if ranks not in known:
-        known[ranks] = _new_group(ranks, "loads a pickled model")
+        known[ranks] = new_group(ranks, "loads a pickled model")
     return known[ranks]

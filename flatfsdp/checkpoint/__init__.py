@@ -1,0 +1,12 @@
+"""Checkpoints that any number of ranks can read.
+
+`save`, `load` and `async_save` are collective; a folder is a complete checkpoint or what it was before, whatever moment
+a process ends at. Folders are read without executing anything, and by torch.distributed.checkpoint (DCP) as its own.
+"""
+
+from __future__ import annotations
+
+from .api import async_save, load, save
+from .background import Saving
+
+__all__ = ["Saving", "async_save", "load", "save"]

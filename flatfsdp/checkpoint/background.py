@@ -1,0 +1,96 @@
+"""Saving beside the training: the state is copied to the host, then a thread writes it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import CheckpointError
+from .ranks import Ranks
+from .saving import Contents, Request, save_contents
+
+__all__ = ["Saving", "finish_before", "start"]
+
+
+class Saving:
+    """A save under way; `flatfsdp.checkpoint.async_save` returns it."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._told = False
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="flatfsdp checkpoint")
+        self._thread.start()  # not a daemon: the interpreter waits for it at its end
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # told by `result`, and by the next save
+            self._error = error
+        finally:
+            del self._work  # and with it the copies
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is complete, at most `timeout` seconds. Not collective.
+
+        Raises:
+            CheckpointError: it could not be saved; on every rank.
+            TimeoutError: it is not complete yet.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the checkpoint is not complete after {timeout} seconds")
+        if self._error is not None:
+            self._told = True
+            raise self._error
+
+    def raise_untold(self) -> None:
+        """Raise an error that nobody has asked for."""
+        if self._error is not None and not self._told:
+            self._told = True
+            raise CheckpointError(f"the save before this one, in the background, failed: {self._error}")
+
+
+_last: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()
+
+
+def finish_before(ranks: Ranks, take: Callable[[], Contents]) -> Callable[[], Contents]:
+    """Wait for the last save in the background; `take`, which fails where that one has and nobody asked."""
+    last = _last.pop(ranks.key, None)
+    if last is None:
+        return take
+    last._thread.join()
+
+    def take_if_all_is_well() -> Contents:
+        last.raise_untold()
+        return take()
+
+    return take_if_all_is_well
+
+
+def start(ranks: Ranks, request: Request, take: Callable[[], Contents]) -> Saving:
+    """Copy to the host what `take` returns, then save it in a thread. Collective."""
+    beside = ranks.beside()
+    staged = _outcome(lambda: finish_before(ranks, take)().staged())
+    saving = _last[ranks.key] = Saving(lambda: save_contents(beside, request, staged))
+    return saving
+
+
+def _outcome(work: Callable[[], Contents]) -> Callable[[], Contents]:
+    """What `work` returned or raised, when asked: the other ranks learn of it in the thread, at the first exchange."""
+    try:
+        contents = work()
+    except Exception as raised:
+        error = raised
+
+        def fail() -> Contents:
+            raise error
+
+        return fail
+    return lambda: contents

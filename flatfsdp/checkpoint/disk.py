@@ -1,0 +1,142 @@
+"""The one way from checkpoints to the disk.
+
+Everything that a checkpoint does to files goes through `Disk`, one method for each kind of operation, so that tests
+can count operations, end the process at any one of them, or let the disk run full. Files are written by position and
+unbuffered: what has been written before a process is killed is in the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["Disk", "File", "disk", "through"]
+
+
+class File:
+    """An open file. `write` and `read` name positions; `close` it, or use it as a context."""
+
+    def __init__(self, disk: Disk, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._disk = disk
+        self._descriptor = descriptor
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def write(self, data: memoryview | bytes, offset: int) -> None:
+        """Write all of `data` at `offset` bytes.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        rest = memoryview(data).cast("B")
+        while rest:
+            self._disk.before("write", self.path, len(rest))
+            done = os.pwrite(self._descriptor, rest, offset)
+            rest, offset = rest[done:], offset + done
+
+    def read(self, into: memoryview, offset: int) -> int:
+        """Fill `into` from `offset` on; the number of bytes found, which is less only where the file ends."""
+        rest = into.cast("B")
+        self._disk.before("read", self.path, len(rest))
+        while rest:
+            done = os.preadv(self._descriptor, [rest], offset)
+            if done == 0:
+                break
+            rest, offset = rest[done:], offset + done
+        return len(into) - len(rest)
+
+    def allocate(self, size: int) -> None:
+        """Give the file `size` bytes; zeros where nothing is written."""
+        self._disk.before("allocate", self.path, 0)
+        os.ftruncate(self._descriptor, size)
+
+    def sync(self) -> None:
+        """Wait until what was written will outlive a loss of power."""
+        self._disk.before("sync", self.path, 0)
+        os.fsync(self._descriptor)
+
+
+class Disk:
+    """The file system, as checkpoints use it. Every method raises OSError where the system refuses."""
+
+    def before(self, operation: str, path: Path, size: int) -> None:
+        """Called ahead of each operation below; `size` in bytes for reads and writes. Doubles count or raise here."""
+
+    def create(self, path: Path) -> File:
+        """A new file to write; an old one of that name loses its contents."""
+        self.before("create", path, 0)
+        return File(self, path, os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666))
+
+    def open(self, path: Path, *, write: bool = False) -> File:
+        """A file that exists, to read or to write."""
+        self.before("open", path, 0)
+        return File(self, path, os.open(path, os.O_WRONLY if write else os.O_RDONLY))
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """A new file with these contents, safe from a loss of power."""
+        with self.create(path) as file:
+            file.write(data, 0)
+            file.sync()
+
+    def read_file(self, path: Path) -> bytes:
+        """The contents of a file."""
+        data = bytearray(os.stat(path).st_size)
+        with self.open(path) as file:
+            found = file.read(memoryview(data), 0)
+        return bytes(data[:found])
+
+    def make_folder(self, path: Path) -> None:
+        """A folder, with those around it; nothing where it exists."""
+        self.before("make_folder", path, 0)
+        path.mkdir(parents=True, exist_ok=True)
+
+    def sync_folder(self, path: Path) -> None:
+        """Wait until the names in a folder will outlive a loss of power."""
+        self.before("sync", path, 0)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file or folder another name, at once or not at all. A file or empty folder there is replaced."""
+        self.before("rename", old, 0)
+        os.rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or a folder with all in it; nothing where there is none."""
+        if path.is_dir() and not path.is_symlink():
+            for inside in sorted(path.iterdir()):
+                self.remove(inside)
+            self.before("remove", path, 0)
+            path.rmdir()
+        elif path.is_symlink() or path.exists():
+            self.before("remove", path, 0)
+            path.unlink()
+
+
+_current = Disk()
+
+
+def disk() -> Disk:
+    """The disk in use."""
+    return _current
+
+
+@contextmanager
+def through(other: Disk) -> Iterator[None]:
+    """Inside, this process's checkpoints go through `other`."""
+    global _current
+    before, _current = _current, other
+    try:
+        yield
+    finally:
+        _current = before

@@ -1,0 +1,145 @@
+"""Loading into a nested state that is there already: which checkpoint, whether it is whole, what of it goes where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from . import manifest as manifest_file
+from . import metadata
+from .folders import Place, candidates, choose
+from .manifest import Manifest
+from .nested import Path, decode, unflatten
+from .ranks import Ranks
+from .raw import dtype_named
+from .reading import Reader, verify
+
+__all__ = ["Found", "empty_tensors", "find", "is_foreign", "load_tensors", "part_of"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint: the folder that it is in, which is not always the path asked for ([Note: siblings])."""
+
+    folder: FilePath
+    manifest: Manifest
+
+
+def is_foreign(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder was saved by torch.distributed.checkpoint and not by flatfsdp."""
+    folder = FilePath(path)
+    return (folder / metadata.NAME).is_file() and not (folder / manifest_file.NAME).is_file()
+
+
+def find(ranks: Ranks, path: str | os.PathLike[str], *, check: bool) -> Found:
+    """The newest checkpoint that all ranks see at `path`, whole. Collective.
+
+    All sizes are compared; with `check` also the checksums, each file's by one of the ranks that see it.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    place = Place.at(path)
+    doing = f"loading {place.path}"
+    mine: dict[str, Found] = {}
+
+    def look() -> list[str]:
+        if is_foreign(place.path):
+            raise CheckpointError(
+                "torch.distributed.checkpoint saved it, not flatfsdp. Its table of contents is a pickle, and reading a "
+                "pickle runs whatever code it names; pass trust=True if you know who wrote it"
+            )
+        mine.update({found.id: Found(folder, found) for folder, found in candidates(place)})
+        return list(mine)
+
+    found = mine[choose(ranks.exchange(doing, look), place.path)]
+    files = found.manifest.files
+    here = ranks.exchange(doing, lambda: [(found.folder / file.name).is_file() for file in files])
+
+    def check_mine() -> None:
+        # Nodes without a shared file system have some of the files each; what nobody has is found when it is wanted.
+        holders = [[rank for rank in range(ranks.world) if here[rank][number]] for number in range(len(files))]
+        verify(found.folder, [file for number, file in enumerate(files) if here[ranks.rank][number]], contents=False)
+        if check:
+            share = [
+                file
+                for number, file in enumerate(files)
+                if ranks.rank in holders[number] and holders[number][number % len(holders[number])] == ranks.rank
+            ]
+            verify(found.folder, share)
+
+    ranks.exchange(doing, check_mine)
+    return found
+
+
+def load_tensors(
+    ranks: Ranks, found: Found, targets: Mapping[str, torch.Tensor], parts: Collection[str], *, strict: bool
+) -> None:
+    """Read tensors by key, in place: intervals and whole ones. Collective.
+
+    Raises:
+        CheckpointError: on every rank, with everything that has another shape there, and, where `strict`, that is
+            missing there, or is there under the first names `parts` and not in `targets`. Nothing is read then.
+    """
+
+    def compare() -> None:
+        problems = differences(found.manifest, targets, parts, strict=strict)
+        if problems:
+            raise CheckpointError("; ".join(problems))
+
+    ranks.exchange(f"loading {found.folder}", compare)
+
+    def read() -> None:
+        with torch.no_grad(), Reader(found.folder, found.manifest) as reader:
+            for key, target in targets.items():
+                if key in found.manifest.tensors:
+                    reader.read(key, target)
+
+    ranks.exchange(f"loading {found.folder}", read)
+
+
+def differences(
+    manifest: Manifest, targets: Mapping[str, torch.Tensor], parts: Collection[str], *, strict: bool
+) -> list[str]:
+    """What is missing, unexpected and of another shape, a sentence each."""
+    there = manifest.tensors
+    sentences = []
+    missing = [key for key in targets if key not in there]
+    unexpected = [key for key, saved in there.items() if key not in targets and saved.path[0] in parts]
+    if missing and strict:
+        sentences.append(f"missing in the checkpoint: {', '.join(missing)}")
+    if unexpected and strict:
+        sentences.append(f"in the checkpoint, but not wanted: {', '.join(unexpected)}")
+    for key, target in targets.items():
+        if key in there and tuple(target.shape) != there[key].shape:
+            sentences.append(f"{key} has shape {there[key].shape} in the checkpoint, {tuple(target.shape)} here")
+    return sentences
+
+
+def part_of(manifest: Manifest, name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What was saved under the first name `name`, nested as it was: the plain values, and `tensors` by their keys."""
+    leaves: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    for key, (path, value) in manifest.values.items():
+        if path[0] == name:
+            leaves[key], paths[key] = decode(value), path
+    for key, tensor in tensors.items():
+        leaves[key], paths[key] = tensor, manifest.tensors[key].path
+    return unflatten(leaves, paths).get(name)
+
+
+def empty_tensors(found: Found, name: str) -> dict[str, torch.Tensor]:
+    """Memory on the CPU for the tensors under the first name `name` whose files are here, by their keys."""
+    files = found.manifest.files
+    here = [(found.folder / file.name).is_file() for file in files]
+    return {
+        key: torch.empty(saved.shape, dtype=dtype_named(saved.dtype))
+        for key, saved in found.manifest.tensors.items()
+        if saved.path[0] == name and any(here[row[0]] for row in saved.rows)
+    }

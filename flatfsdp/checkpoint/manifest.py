@@ -1,0 +1,185 @@
+"""What a checkpoint says of itself: a JSON file beside its data, written last, so that a folder with one is complete.
+
+[Note: manifest] `flatfsdp.json` is one object: `{"crc32": "...", "manifest": {...}}`, the checksum being of the bytes
+of the inner object. That has of every file the size and the CRC-32, of every tensor the dtype, the shape and where its
+elements lie, of every other value the value. Elements lie in *chunks*: boxes ([Note: boxes]) given as intervals in
+memory order, each in one piece of a file; where nodes share no file system, in one file of each node. A tensor's
+"chunks" are rows of integers: file, first element, and then for each of the chunks that follow each other its number of
+elements and its offset in bytes.
+
+CRC-32, because it is to find what disks and copies damage, not forgeries: every flipped byte and every lost end is
+found, and it is computed as fast as a disk delivers.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..layout import ParamSpec
+from .nested import Path, shown
+
+__all__ = ["NAME", "Chunk", "Manifest", "Saved", "SavedFile"]
+
+NAME = "flatfsdp.json"
+_VERSION = 1
+_HEAD = b'{"crc32": "%08x", "manifest": '
+_HEAD_LENGTH = len(_HEAD % 0)
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of the checkpoint: its name, size in bytes and CRC-32."""
+
+    name: str
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Elements `[start, stop)` of a tensor in memory order, at `offset` bytes of file number `file`."""
+
+    file: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor of the checkpoint. `stride` gives the order of its elements where that is not row-major.
+
+    `rows` are its chunks as in [Note: manifest].
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    rows: Sequence[Sequence[int]]
+
+    @property
+    def spec(self) -> ParamSpec:
+        """The whole tensor."""
+        return ParamSpec(shown(self.path), self.shape, self.stride)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Its chunks, in no order."""
+        for file, start, *pieces in self.rows:
+            for numel, offset in zip(pieces[::2], pieces[1::2], strict=True):
+                yield Chunk(file, start, start + numel, offset)
+                start += numel
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in the manifest."""
+        stride = {} if self.stride is None else {"stride": self.stride}
+        return {"path": self.path, "dtype": self.dtype, "shape": self.shape, **stride, "chunks": self.rows}
+
+    @classmethod
+    def from_json(cls, read: Mapping[str, Any]) -> Saved:
+        """From what stands there."""
+        stride = tuple(read["stride"]) if "stride" in read else None
+        return cls(_path(read["path"]), read["dtype"], tuple(read["shape"]), stride, read["chunks"])
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint says of itself.
+
+    Attributes:
+        world: how many ranks saved it.
+        files, tensors: of tensors by key ([Note: keys]).
+        values: plain values by key, as `nested.encode` makes them, with their paths.
+        id: names this save.
+        saved: when, in seconds since 1970.
+        metrics: what `keep_best` compares.
+    """
+
+    world: int
+    files: Sequence[SavedFile]
+    tensors: Mapping[str, Saved]
+    values: Mapping[str, tuple[Path, Any]]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    saved: float = field(default_factory=time.time)
+    versions: Mapping[str, str] = field(default_factory=lambda: _versions())
+
+    def to_bytes(self) -> bytes:
+        """The file's contents."""
+        head = {
+            "format": "flatfsdp checkpoint",
+            "version": _VERSION,
+            "id": self.id,
+            "saved": self.saved,
+            "world": self.world,
+            "versions": dict(self.versions),
+            "metrics": dict(self.metrics),
+            "files": [[file.name, file.size, f"{file.crc32:08x}"] for file in self.files],
+        }
+        tensors = {key: saved.to_json() for key, saved in self.tensors.items()}
+        values = {key: {"path": path, "value": value} for key, (path, value) in self.values.items()}
+        body = _lines(head | {"tensors": tensors, "values": values})
+        return _HEAD % zlib.crc32(body) + body + b"}\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Manifest:
+        """Read `to_bytes`; `where` names the file in errors.
+
+        Raises:
+            CheckpointError: the file is damaged, or a later version's.
+        """
+        body = data[_HEAD_LENGTH:-2]
+        if data != _HEAD % zlib.crc32(body) + body + b"}\n":
+            raise CheckpointError(f"{where} is damaged: its contents do not have the checksum that it names")
+        read = json.loads(body)
+        if read["version"] != _VERSION:
+            raise CheckpointError(
+                f"{where} has version {read['version']} of the format, that of flatfsdp "
+                f"{read['versions']['flatfsdp']}; this flatfsdp reads version {_VERSION}"
+            )
+        return cls(
+            world=read["world"],
+            files=[SavedFile(name, size, int(crc32, 16)) for name, size, crc32 in read["files"]],
+            tensors={key: Saved.from_json(each) for key, each in read["tensors"].items()},
+            values={key: (_path(each["path"]), each["value"]) for key, each in read["values"].items()},
+            metrics=read["metrics"],
+            id=read["id"],
+            saved=read["saved"],
+            versions=read["versions"],
+        )
+
+
+def _path(steps: Sequence[Any]) -> Path:
+    return tuple((step[0],) if isinstance(step, list) else step for step in steps)
+
+
+def _lines(entries: Mapping[str, Any]) -> bytes:
+    """JSON, with a line for each entry of the outer two levels, for people who look into it."""
+    parts = []
+    for name, value in entries.items():
+        if isinstance(value, dict) and value:
+            inner = ",\n  ".join(f"{json.dumps(key)}: {_compact(held)}" for key, held in value.items())
+            parts.append(f"{json.dumps(name)}: {{\n  {inner}\n }}")
+        else:
+            parts.append(f"{json.dumps(name)}: {_compact(value)}")
+    return ("{\n " + ",\n ".join(parts) + "\n}").encode()
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _versions() -> dict[str, str]:
+    import flatfsdp  # complete by the time that anything is saved
+
+    return {"flatfsdp": flatfsdp.__version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -1,0 +1,93 @@
+"""Who writes what: pure data, the same on every rank.
+
+A rank's *plan* is what it holds: intervals of tensors (`Held`). All plans together say for each tensor which rank
+writes which interval, each once, and prove that every element is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from ..errors import CheckpointError
+from ..layout import ParamSpec
+from ..peers import ranks_in_words
+from .nested import Path
+
+__all__ = ["Held", "assign", "digest"]
+
+
+class Held(NamedTuple):
+    """An interval of a tensor, which one or more ranks hold.
+
+    `[start, stop)` are elements in memory order, which `stride` gives where it is not row-major. `size` in bytes.
+    """
+
+    key: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    start: int
+    stop: int
+    size: int
+
+    @property
+    def spec(self) -> ParamSpec:
+        """The whole tensor."""
+        return ParamSpec(self.key, self.shape, self.stride)
+
+
+def digest(plan: Sequence[Held]) -> str:
+    """Equal where plans are."""
+    return hashlib.sha256(repr(tuple(plan)).encode()).hexdigest()
+
+
+def assign(plans: Sequence[Sequence[Held]], nodes: Sequence[int]) -> list[list[Held]]:
+    """What each rank writes, given what each holds. Of several holders the one that writes least so far does.
+
+    `nodes` are equal for ranks that share a file system: on each, everything is written that its ranks hold.
+
+    Raises:
+        CheckpointError: ranks describe a tensor differently, or its intervals overlap or do not cover it.
+    """
+    holders: dict[str, dict[Held, list[int]]] = {}
+    for rank, plan in enumerate(plans):
+        for held in plan:
+            holders.setdefault(held.key, {}).setdefault(held, []).append(rank)
+    writes: list[list[Held]] = [[] for _ in plans]
+    load = [0] * len(plans)
+    for key, intervals in holders.items():
+        _check(key, intervals)
+        for held, ranks in intervals.items():
+            for node in {nodes[rank] for rank in ranks}:
+                writer = min((rank for rank in ranks if nodes[rank] == node), key=load.__getitem__)
+                writes[writer].append(held)
+                load[writer] += held.size
+    return writes
+
+
+def _check(key: str, intervals: dict[Held, list[int]]) -> None:
+    first = next(iter(intervals))
+    for held, ranks in intervals.items():
+        if held[2:5] != first[2:5]:
+            raise CheckpointError(
+                f"{key!r} is {_described(first)} on {ranks_in_words(intervals[first])}, but {_described(held)} on "
+                f"{ranks_in_words(ranks)}; every rank must save the same tensors"
+            )
+    end = 0
+    for held in sorted(intervals, key=lambda held: (held.start, held.stop)):
+        if held.start != end:
+            problem = "held twice, in different intervals" if held.start < end else "held by no rank"
+            low, high = sorted((held.start, end))
+            raise CheckpointError(f"{key!r} {first.shape}: elements [{low}, {high}) are {problem}")
+        end = held.stop
+    if end != prod(first.shape):
+        raise CheckpointError(f"{key!r} {first.shape}: elements [{end}, {prod(first.shape)}) are held by no rank")
+
+
+def _described(held: Held) -> str:
+    stride = "" if held.stride is None else f" with strides {held.stride}"
+    return f"{held.dtype} {held.shape}{stride}"

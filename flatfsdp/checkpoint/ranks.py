@@ -1,0 +1,89 @@
+"""The ranks that save or load together: each step's outcome is known to all before anybody goes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..errors import CheckpointError, ConfigValueError
+from ..groups import new_group
+from ..peers import ranks_in_words
+
+__all__ = ["Ranks"]
+
+T = TypeVar("T")
+
+# Of each group that saved in the background once: what a thread exchanges must not meet what the training exchanges.
+_beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+class Ranks:
+    """The ranks of a process group, or this process alone where there is none.
+
+    Attributes:
+        rank, world: this rank's number in the group, and how many there are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = None
+        self.rank, self.world = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self._group = group if group is not None else dist.group.WORLD
+            self.rank, self.world = dist.get_rank(self._group), dist.get_world_size(self._group)
+            if self.rank < 0:
+                raise ConfigValueError("process_group: this rank is not in the group that is to save or load")
+        elif group is not None:
+            raise ConfigValueError("process_group: torch.distributed is not initialised (or no more)")
+
+    @property
+    def key(self) -> Any:
+        """What things of these ranks can be kept by: the process group, or the class of this where there is none."""
+        return Ranks if self._group is None else self._group
+
+    def beside(self) -> Ranks:
+        """The same ranks over a group of their own, for a thread. Collective at a group's first call."""
+        if self._group is None:
+            return self
+        if self._group not in _beside:
+            members = tuple(dist.get_process_group_ranks(self._group))
+            _beside[self._group] = new_group(members, "prepares to save in the background", backend="gloo")
+        return Ranks(_beside[self._group])
+
+    def exchange(self, doing: str, work: Callable[[], T]) -> list[T]:
+        """Let every rank do its `work`; what each returned, in the order of ranks. Collective.
+
+        Raises:
+            CheckpointError: on every rank, where one or more ranks failed; `doing` says in the message at what.
+        """
+        value: Any = None
+        failure: Exception | None = None
+        try:
+            value = work()
+        except Exception as error:  # it must reach the others, who would wait for ever
+            failure = error
+        answers = self._gather((value, None if failure is None else _in_words(failure)))
+        told: dict[str, list[int]] = {}
+        for rank, (_, words) in enumerate(answers):
+            if words is not None:
+                told.setdefault(words, []).append(rank)
+        if told:
+            shared = "; ".join(
+                words if self.world == 1 else f"{ranks_in_words(ranks)}: {words}" for words, ranks in told.items()
+            )
+            raise CheckpointError(f"{doing}: {shared}") from failure
+        return [value for value, _ in answers]
+
+    def _gather(self, value: Any) -> list[Any]:
+        if self.world == 1:
+            return [value]
+        answers: list[Any] = [None] * self.world
+        dist.all_gather_object(answers, value, group=self._group)
+        return answers
+
+
+def _in_words(error: Exception) -> str:
+    # A message of ours says what is wrong; of others' the class says most.
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,92 @@
+"""The bytes of tensors: as memory, as what torch.save makes of them, and where they lie in that."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..boxes import Box, boxes_of
+from ..layout import ParamSpec, Span
+
+__all__ = ["LARGEST", "Archive", "bytes_of", "cut", "dtype_named", "name_of"]
+
+# Elements that are in host memory beside the tensors themselves, at most, in bytes.
+LARGEST = 2**26
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a dense tensor on the CPU, to read and to write. `tensor` must outlive it."""
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that `name_of` named."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch {torch.__version__}")
+    return dtype
+
+
+@dataclass(frozen=True)
+class Archive:
+    """What torch.save makes of one value.
+
+    Attributes:
+        data: the bytes, which torch.load reads wherever in a file they stand.
+        inside: where in them a tensor's elements begin; 0 for other values.
+    """
+
+    data: memoryview
+    inside: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Archive:
+        """Of a tensor that has its memory to itself, on the CPU."""
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        with zipfile.ZipFile(file) as entries:
+            (entry,) = [entry for entry in entries.infolist() if entry.filename.endswith("data/0")]
+        data = file.getbuffer()
+        # Behind the local header come the name and the padding that aligns the elements, of lengths that it gives.
+        lengths = data[entry.header_offset + 26 : entry.header_offset + 30]
+        inside = (
+            entry.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+        )
+        return cls(data, inside)
+
+    @classmethod
+    def of_value(cls, value: Any) -> Archive:
+        """Of anything else."""
+        file = io.BytesIO()
+        torch.save(value, file)
+        return cls(file.getbuffer(), 0)
+
+
+def cut(spec: ParamSpec, span: Span, most: int) -> Iterator[Box]:
+    """`span` of a parameter as boxes of at most `most` elements each, in order."""
+    for box in boxes_of(spec, span):
+        if box.span.numel <= most:
+            yield box
+            continue
+        row = box.span.numel
+        for size in box.sizes_in_memory:
+            row //= size
+            if size > 1:
+                break
+        step = max(1, most // row) * row
+        for start in range(box.span.start, box.span.stop, step):
+            yield from cut(spec, Span(start, min(box.span.stop, start + step)), most)

@@ -1,0 +1,179 @@
+"""Reading elements of a checkpoint into memory: only those asked for, straight to where they belong.
+
+Where a tensor's memory order is that of the file, and its memory is the CPU's, bytes go from the file into the tensor;
+elsewhere through a buffer of at most `raw.LARGEST` bytes, or one chunk.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from ..boxes import Box, boxes_of
+from ..errors import CheckpointError
+from ..layout import ParamSpec, Span
+from ..owned import OwnedInterval
+from .disk import File, disk
+from .manifest import Chunk, Manifest, Saved, SavedFile
+from .raw import LARGEST, bytes_of, dtype_named
+
+__all__ = ["Reader", "verify"]
+
+
+class Reader:
+    """Reads tensors of one folder; a context that closes its files."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._files: dict[int, File] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def read(self, key: str, target: torch.Tensor) -> None:
+        """Fill `target` (an interval, or a whole tensor; of any dtype) from the tensor `key`, of the same shape.
+
+        Raises:
+            CheckpointError: a file is too short, or elements are nowhere.
+            OSError: the disk refused.
+        """
+        saved = self._manifest.tensors[key]
+        if isinstance(target, OwnedInterval):
+            interval = target
+        else:
+            whole = target.detach()
+            flat = whole if whole.is_contiguous() else torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
+            interval = OwnedInterval(flat.view(-1), ParamSpec(key, tuple(whole.shape)), Span(0, whole.numel()))
+        if interval.span.numel:
+            self._fill(saved, interval)
+        if interval is not target and not target.is_contiguous():
+            target.detach().copy_(interval.local.view(target.shape))
+
+    def _fill(self, saved: Saved, interval: OwnedInterval) -> None:
+        spec = saved.spec
+        chunks = self._chunks(saved)
+        dtype = dtype_named(saved.dtype)
+        if spec.stride == interval.spec.stride:
+            self._fill_in_order(chunks, dtype, interval)
+            return
+        for chunk in chunks:
+            (box,) = boxes_of(spec, Span(chunk.start, chunk.stop))
+            meets = [(mine, both) for mine in interval.boxes if (both := _overlap(box, mine)) is not None]
+            if meets:
+                data = torch.empty(chunk.stop - chunk.start, dtype=dtype)
+                self._read(chunk, Span(chunk.start, chunk.stop), data)
+                elements = data.view(box.sizes_in_memory).permute(box.back)
+                for mine, (offsets, sizes) in meets:
+                    target = _block(interval.data_of(mine), mine, offsets, sizes)
+                    target.copy_(_block(elements, box, offsets, sizes))
+
+    def _chunks(self, saved: Saved) -> list[Chunk]:
+        """In order; of those that several nodes have the one that is here."""
+        chosen: dict[int, Chunk] = {}
+        for chunk in saved.chunks():
+            if chunk.start not in chosen or self._path(chunk.file).is_file():
+                chosen[chunk.start] = chunk
+        return [chosen[start] for start in sorted(chosen)]
+
+    def _path(self, number: int) -> Path:
+        return self._folder / self._manifest.files[number].name
+
+    def _fill_in_order(self, chunks: Sequence[Chunk], dtype: torch.dtype, interval: OwnedInterval) -> None:
+        span, local = interval.span, interval.local.detach()
+        direct = local.device.type == "cpu" and local.dtype == dtype and local.is_contiguous()
+        most = LARGEST // dtype.itemsize
+        done = span.start
+        number = max(0, bisect_right(chunks, done, key=lambda chunk: chunk.start) - 1)
+        while done < span.stop:
+            if number == len(chunks) or not chunks[number].start <= done < chunks[number].stop:
+                raise CheckpointError(f"{interval.spec.name!r}: element {done} is in no file of {self._folder}")
+            chunk = chunks[number]
+            piece = Span(done, min(span.stop, chunk.stop, done + (span.numel if direct else most)))
+            into = local[piece.shift(-span.start).slice]
+            if direct:
+                self._read(chunk, piece, into)
+            else:
+                data = torch.empty(piece.numel, dtype=dtype)
+                self._read(chunk, piece, data)
+                into.copy_(data)
+            done = piece.stop
+            number += done == chunk.stop
+
+    def _read(self, chunk: Chunk, span: Span, into: torch.Tensor) -> None:
+        """Elements `span` of `chunk` into a tensor on the CPU of the saved dtype."""
+        file = self._file(chunk.file)
+        wanted = bytes_of(into)
+        offset = chunk.offset + (span.start - chunk.start) * into.element_size()
+        if file.read(wanted, offset) != len(wanted):
+            raise CheckpointError(f"{file.path} ends before byte {offset + len(wanted)}: the file has lost its end")
+
+    def _file(self, number: int) -> File:
+        if number not in self._files:
+            path = self._path(number)
+            try:
+                self._files[number] = self._open.enter_context(disk().open(path))
+            except FileNotFoundError:
+                raise _missing(path) from None
+        return self._files[number]
+
+
+def _overlap(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(offsets, sizes) of what two boxes of a tensor share."""
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    stops = [min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)]
+    sizes = tuple(stop - start for start, stop in zip(offsets, stops, strict=True))
+    return (offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def _block(elements: torch.Tensor, box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+        elements = elements.narrow(dim, start - box.offsets[dim], size)
+    return elements
+
+
+def _missing(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is missing. After a save with per_node=True each node has its own ranks' files: copy them into one "
+        "folder to load with other ranks"
+    )
+
+
+def verify(folder: Path, files: Iterable[SavedFile], *, contents: bool = True) -> None:
+    """Compare files with what the manifest says of them: their sizes, and with `contents` their checksums.
+
+    Raises:
+        CheckpointError: naming every file that is missing, short or changed.
+    """
+    problems = [problem for file in files if (problem := _problem(folder / file.name, file, contents)) is not None]
+    if problems:
+        raise CheckpointError("; ".join(problems))
+
+
+def _problem(path: Path, file: SavedFile, contents: bool) -> str | None:
+    if not path.is_file():
+        return str(_missing(path))
+    size = path.stat().st_size
+    if size != file.size:
+        return f"{path} has {size} bytes, {file.size} were written"
+    if contents and (found := _checksum(path, size)) != file.crc32:
+        return f"{path} is damaged: its CRC-32 is {found:08x}, {file.crc32:08x} was written"
+    return None
+
+
+def _checksum(path: Path, size: int) -> int:
+    crc32 = 0
+    buffer = memoryview(bytearray(min(size, 2**22)))
+    with disk().open(path) as opened:
+        for offset in range(0, size, max(1, len(buffer))):
+            crc32 = zlib.crc32(buffer[: opened.read(buffer[: size - offset], offset)], crc32)
+    return crc32

@@ -1,0 +1,115 @@
+"""One rank's file of a checkpoint: its intervals, and for the first rank the plain values, one archive after the other.
+
+[Note: archives] Each chunk of a tensor is what torch.save makes of it, because torch.distributed.checkpoint (DCP)
+reads such. flatfsdp itself reads the elements inside, whose place it writes down, and unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path as FilePath
+from typing import Any, NamedTuple
+
+import torch
+
+from ..layout import Span
+from ..owned import OwnedInterval
+from .disk import File, disk
+from .manifest import SavedFile
+from .nested import Path
+from .plan import Held
+from .raw import LARGEST, Archive, cut, dtype_named, name_of
+
+__all__ = ["Piece", "Rows", "Written", "held_by", "write"]
+
+
+class Piece(NamedTuple):
+    """One archive of a file: `numel` elements that begin at `inside` bytes of `length` bytes at `offset`."""
+
+    numel: int
+    offset: int
+    inside: int
+    length: int
+
+
+# (key, first element, archives that follow each other); of a plain value (key, 0, its archive).
+Rows = list[tuple[str, int, list[Piece]]]
+
+
+class Written(NamedTuple):
+    """A file as it was written. `digest` is equal where `tensors` and `values` are."""
+
+    file: SavedFile
+    tensors: Rows
+    values: Rows
+    digest: str
+
+
+def held_by(key: str, path: Path, value: torch.Tensor) -> list[Held]:
+    """What a rank that has `value` holds of the tensor `key`: nothing, or one interval."""
+    dtype = name_of(value.dtype)
+    if not isinstance(value, OwnedInterval):
+        size = value.numel() * value.element_size()
+        return [Held(key, path, dtype, tuple(value.shape), None, 0, value.numel(), size)]
+    spec, span = value.spec, value.span
+    if span.is_empty and not (spec.numel == 0 and value.names_empty):
+        return []
+    size = span.numel * value.local.element_size()
+    return [Held(key, path, dtype, spec.shape, spec.stride, span.start, span.stop, size)]
+
+
+def write(
+    path: FilePath, writes: Iterable[Held], tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+) -> Written:
+    """Write this rank's file: intervals of `tensors`, and `values`.
+
+    At most `raw.LARGEST` bytes or one row of a tensor, whichever is more, are held in memory twice.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    with disk().create(path) as file:
+        out = _Sequential(file)
+        rows = [
+            (held.key, held.start, [out.add_tensor(each) for each in _cut(held, tensors[held.key])]) for held in writes
+        ]
+        plain = [(key, 0, [out.add_value(value)]) for key, value in values.items()]
+        file.sync()
+    digest = hashlib.sha256(repr((rows, plain)).encode()).hexdigest()
+    return Written(SavedFile(path.name, out.offset, out.crc32), rows, plain, digest)
+
+
+def _cut(held: Held, value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The interval as tensors with memory of their own, on the CPU."""
+    most = LARGEST // dtype_named(held.dtype).itemsize
+    if isinstance(value, OwnedInterval):
+        local = value.local.detach()
+    else:
+        local = value.detach().contiguous().view(-1)
+    interval = OwnedInterval(local, held.spec, Span(held.start, held.stop))
+    for box in cut(held.spec, interval.span, most):
+        yield interval.data_of(box).to("cpu", copy=True, memory_format=torch.preserve_format)
+
+
+class _Sequential:
+    """A file that grows, and its checksum."""
+
+    def __init__(self, file: File) -> None:
+        self.offset = 0
+        self.crc32 = 0
+        self._file = file
+
+    def add_tensor(self, tensor: torch.Tensor) -> Piece:
+        return self._add(Archive.of(tensor), tensor.numel())
+
+    def add_value(self, value: Any) -> Piece:
+        return self._add(Archive.of_value(value), 0)
+
+    def _add(self, archive: Archive, numel: int) -> Piece:
+        piece = Piece(numel, self.offset, archive.inside, len(archive.data))
+        self._file.write(archive.data, self.offset)
+        self.crc32 = zlib.crc32(archive.data, self.crc32)
+        self.offset += len(archive.data)
+        return piece
