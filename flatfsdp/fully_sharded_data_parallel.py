@@ -18,6 +18,7 @@ from .clip import clip_grad_norm
 from .controls import ScheduleControls
 from .fsdp1_names import FSDP1Names, wrapped_inside
 from .groups import resolve_groups
+from .optim_api import OptimStates
 from .placement import apply_to_tensors
 from .state_dict_configs import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from .state_dict_type import set_type, settings_of, type_for_a_while
@@ -27,7 +28,7 @@ from .unit import Unit
 from .wrapper import flat_params_hidden, keep_root, no_sync, register_comm_hook, register_flat_params, root_of
 
 
-class FullyShardedDataParallel(FSDP1Names, ScheduleControls, nn.Module):
+class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Module):
     """Train `module` with its parameters, gradients and optimizer state split over ranks.
 
     The parameters of `module` that no nested wrapper owns become one *unit*: they lie in a flat parameter, of which

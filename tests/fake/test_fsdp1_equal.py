@@ -41,7 +41,12 @@ def test_the_constructor() -> None:
 
 @pytest.mark.parametrize(
     "method",
-    ["summon_full_params", "clip_grad_norm_", "no_sync", "fsdp_modules", "apply", "check_is_root", "forward"],
+    [
+        *("summon_full_params", "clip_grad_norm_", "no_sync", "fsdp_modules", "apply", "check_is_root", "forward"),
+        *("optim_state_dict", "optim_state_dict_to_load", "full_optim_state_dict", "sharded_optim_state_dict"),
+        *("shard_full_optim_state_dict", "flatten_sharded_optim_state_dict", "scatter_full_optim_state_dict"),
+        "rekey_optim_state_dict",
+    ],
 )
 def test_methods(method: str) -> None:
     ours, theirs = (inspect.signature(getattr(cls, method)).parameters for cls in (Ours, Theirs))

@@ -1,0 +1,330 @@
+"""An optimizer's state by the names of the model's parameters: whole, or what this rank owns of it.
+
+[Note: optimizer state dicts] {"state": {name: {state: value}}, "param_groups": [...]}, like that of an optimizer over
+the model before it was wrapped, with names ([Note: clean names]) in place of numbers. Before anything is put together,
+ranks tell each other what states they have (`optim_facts`), because a rank knows nothing of parameters of which it owns
+no element. Whole states are then gathered one state of one unit at a time; sharded ones need nothing more.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .carriers import is_distributed, rows_of
+from .comm import Group, Transport
+from .consolidate import consolidated, store
+from .errors import ConfigValueError
+from .exchange import is_first_of, ranks_over, together
+from .names import Named
+from .optim_facts import Facts, Kept, Report, Shaped, agree, facts_of, value_of
+from .optim_held import Held, Holder, Key, groups_of, handle_of, has_elements, span_in_param, span_in_shard, spec_of
+from .optim_plan import check_dict
+from .optim_trial import state_before_first_step
+from .owned import OwnedInterval
+from .traversal import units_in
+
+DOING = "puts the state of an optimizer together"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which state dict.
+
+    Attributes:
+        carrier: "whole" tensors; else what this rank has: an "interval", rows as "sharded_tensor" or "dtensor".
+        offload_to_cpu: whether tensors go to the CPU.
+        rank0_only: whether only the first rank gets a dict that is not empty; for whole tensors.
+    """
+
+    carrier: str
+    offload_to_cpu: bool = True
+    rank0_only: bool = False
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where tensors go; None for where they are."""
+        return torch.device("cpu") if self.offload_to_cpu else None
+
+
+def state_by_name(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    state_dict: dict[str, Any] | None,
+    wanted: Wanted,
+    *,
+    optim_input: Any = None,
+    group: Any = None,
+) -> dict[str, Any]:
+    """[Note: optimizer state dicts]. `state_dict`: the optimizer's own, if something else than `optim.state_dict()`.
+
+    Collective over the axes of the model's units. No value shares memory with the optimizer's.
+    """
+    axes = axes_of(model)
+    keeps = not wanted.rank0_only or is_source(axes, group)
+
+    def tell() -> tuple[_Own, list[Report]]:
+        own = _Own.of(model, optim, state_dict, groups_of(model, optim, optim_input))
+        return own, own.reports()
+
+    own, reports = _tell(axes, tell)
+    if not any(has_state for has_state, _ in reports.values()):
+
+        def step() -> tuple[_Own, list[Report]]:
+            tried = own.with_state(state_before_first_step(optim, own.holder.groups))
+            return tried, tried.reports()
+
+        own, reports = _tell(axes, step)
+    facts = agree({rank: told for rank, (_, told) in reports.items()})
+    state: dict[str, dict[str, Any]] = {}
+    for members in own.holder.by_unit():
+        agreed = _by_name(own.holder, members, facts)
+        if wanted.carrier == "interval":
+            _add_intervals(own, members, agreed, state, wanted)
+        else:
+            _add_gathered(own, members, agreed, state, wanted, keeps=keeps)
+        for named in members:
+            for name, fact in agreed.get(named.name, {}).items():
+                if not isinstance(fact, Shaped):
+                    value = own.kept(named, name) if isinstance(fact, Kept) and fact.value is None else fact
+                    value = value.value if isinstance(value, Kept) else value
+                    state.setdefault(named.name, {})[name] = value_of(value)
+    if not keeps:
+        return {}
+    for held in own.holder:
+        if held.handle is None and (values := own.state.get(held.key)):
+            state[held.name] = {name: _copied(value, wanted.device) for name, value in values.items()}
+    ordered: dict[Any, Any] = {named.name: state[named.name] for named in own.holder.params if named.name in state}
+    ordered |= {key: value_of(value) for key, value in own.others.items()}
+    return {"state": ordered, "param_groups": own.param_groups()}
+
+
+def axes_of(model: nn.Module) -> list[Transport]:
+    """The axes over which units of `model` are spread, each once. Collective if nothing collective came before."""
+    units = units_in(model)
+    for root in {id(unit.root): unit.root for unit in units}.values():
+        root.lazy_init()
+        root.settle_down()
+    found: dict[int, Transport] = {}
+    for unit in units:
+        for axis in (unit.replicate, unit.gather):
+            if axis is not None and axis.group.size > 1:
+                found.setdefault(id(axis.group.process_group), axis)
+    return list(found.values())
+
+
+def is_source(axes: Sequence[Transport], group: Any) -> bool:
+    """Whether this rank is the one that has what only one rank is to have: the first of `group`, else of the model."""
+    if group is None:
+        return is_first_of(axes)
+    given = Group.of(group, torch.device("cpu"))
+    if given.rank < 0:
+        raise ConfigValueError(f"group: this rank is not in it; its ranks are {list(given.ranks)}")
+    if not set(given.ranks) <= set(ranks_over(axes) or given.ranks):
+        raise ConfigValueError(
+            f"group: expected ranks among {ranks_over(axes)}, over which the model is spread, found "
+            f"{list(given.ranks)}; leave it out"
+        )
+    return given.rank == 0
+
+
+def _tell(axes: Sequence[Transport], work: Any) -> tuple[_Own, dict[int, tuple[bool, list[Report]]]]:
+    """What `work()` gives here, and what all ranks tell. Collective over all axes."""
+    kept: list[_Own] = []
+
+    def told() -> tuple[bool, list[Report]]:
+        own, reports = work()
+        kept.append(own)
+        return bool(own.state), reports
+
+    answers = together(axes, told, doing=DOING)
+    return kept[0], answers
+
+
+class _Own:
+    """What this rank's optimizer has.
+
+    Attributes:
+        state: by key; entries without states are left out.
+        others: entries of the state that belong to no parameter.
+    """
+
+    def __init__(
+        self,
+        holder: Holder,
+        state: Mapping[Key, dict[str, Any]],
+        others: Mapping[Any, Any],
+        param_groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.holder = holder
+        self.state = {key: entry for key, entry in state.items() if entry}
+        self.others = others
+        self._param_groups = param_groups
+        self._held = {named.name: held for held in holder for named in held.params}
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        state_dict: dict[str, Any] | None,
+        groups: list[list[torch.Tensor]],
+    ) -> _Own:
+        own_dict = optim.state_dict() if state_dict is None else check_dict(state_dict)
+        param_groups = own_dict["param_groups"]
+        keys = [key for each in param_groups for key in each["params"]]
+        by_name = any(isinstance(key, str) for key in keys)
+        holder = Holder(model, groups, by_name=by_name)
+        if sorted(map(str, keys)) != sorted(str(held.key) for held in holder):
+            raise ConfigValueError(
+                f"optim_state_dict: its param groups have {len(keys)} parameters, those of the optimizer "
+                f"{len(list(holder))}, or under other keys. Give the optimizer's own state_dict(), or leave it out"
+            )
+        known = {held.key for held in holder}
+        state = {key: entry for key, entry in own_dict["state"].items() if key in known}
+        others = {key: entry for key, entry in own_dict["state"].items() if key not in known}
+        return cls(holder, state, others, param_groups)
+
+    def with_state(self, state: Mapping[Key, dict[str, Any]]) -> _Own:
+        """The same optimizer with another state."""
+        return _Own(self.holder, state, self.others, self._param_groups)
+
+    def reports(self) -> list[Report]:
+        """What this rank tells the others: of every parameter in units of which it has elements."""
+        out = []
+        for members in self.holder.by_unit():
+            for named in _tellers(members):
+                held = self._held.get(named.name)
+                if held is None:
+                    if has_elements(named):
+                        out.append(Report(named.name, None))
+                elif held.reports:
+                    out.append(Report(named.name, facts_of(held, self.state.get(held.key, {}))))
+        return out
+
+    def held(self, named: Named) -> Held | None:
+        """What the optimizer holds `named` in."""
+        return self._held.get(named.name)
+
+    def kept(self, named: Named, state: str) -> Any:
+        """A state that every rank has itself."""
+        return self.state[self._held[named.name].key][state]
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups with names in place of keys."""
+        names = {held.key: [named.name for named in held.params] for held in self.holder}
+        out = []
+        for group in self._param_groups:
+            covered = [name for key in group["params"] for name in names[key]]
+            own = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            if "param_names" in own:
+                own["param_names"] = list(covered)
+            out.append({**own, "params": covered})
+        return out
+
+
+def _tellers(members: Sequence[Named]) -> Sequence[Named]:
+    """Of the parameters of one handle those by whose names states are told: all, or the first for a flat parameter."""
+    handle = handle_of(members[0])
+    assert handle is not None
+    return members if handle.use_orig_params else [min(members, key=lambda named: named.index)]
+
+
+def _by_name(holder: Holder, members: Sequence[Named], facts: Mapping[str, Facts]) -> dict[str, Facts]:
+    """What was agreed on, for each parameter of one handle."""
+    tellers = _tellers(members)
+    if len(tellers) == len(members):
+        return {named.name: facts[named.name] for named in members if named.name in facts}
+    found = facts.get(tellers[0].name)
+    return {} if found is None else {named.name: found for named in members}
+
+
+def _add_gathered(
+    own: _Own,
+    members: Sequence[Named],
+    facts: Mapping[str, Facts],
+    state: dict[str, dict[str, Any]],
+    wanted: Wanted,
+    *,
+    keeps: bool,
+) -> None:
+    """Put the shaped states of one handle into `state`, whole or by rows, where this rank `keeps` them. Collective."""
+    unit, kind = members[0].unit, members[0].kind
+    assert unit is not None
+    for name, dtype in _shaped(facts):
+        having = [named for named in members if facts.get(named.name, {}).get(name) == Shaped(dtype)]
+        with consolidated(unit, kind, _shard_of(own, having, name, dtype)) as views:
+            for named in having if keeps else ():
+                value = views[named.index]
+                if wanted.carrier != "whole":
+                    value = rows_of(value, unit.groups.shard, as_dtensor=wanted.carrier == "dtensor")
+                state.setdefault(named.name, {})[name] = _copied(value, wanted.device)
+
+
+def _shaped(facts: Mapping[str, Facts]) -> Iterator[tuple[str, torch.dtype]]:
+    """Every shaped state with its dtype, once, in an order that all ranks share."""
+    found = {(name, fact.dtype) for each in facts.values() for name, fact in each.items() if isinstance(fact, Shaped)}
+    yield from sorted(found, key=str)
+
+
+def _shard_of(own: _Own, having: Sequence[Named], name: str, dtype: torch.dtype) -> torch.Tensor:
+    """One state of parameters of one handle, laid out like its shard."""
+    handle = handle_of(having[0])
+    assert handle is not None
+    first = own.held(having[0])
+    if first is not None and first.is_flat:
+        flat: torch.Tensor = own.state[first.key][name].detach()
+        return flat
+    shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.home)
+    for named in having:
+        held = own.held(named)
+        if held is None or not has_elements(named):
+            continue
+        value = own.state[held.key][name].detach()
+        if handle.whole:
+            store(handle.layout, handle.rank, shard, named.index, value)
+        else:
+            shard[span_in_shard(named).slice].copy_(value)
+    return shard
+
+
+def _add_intervals(
+    own: _Own,
+    members: Sequence[Named],
+    facts: Mapping[str, Facts],
+    state: dict[str, dict[str, Any]],
+    wanted: Wanted,
+) -> None:
+    """Put what this rank owns of the shaped states of one handle into `state`."""
+    handle = handle_of(members[0])
+    assert handle is not None
+    for named in members:
+        for name, fact in facts.get(named.name, {}).items():
+            if isinstance(fact, Shaped):
+                span = span_in_param(named)
+                local = torch.empty(span.numel, dtype=fact.dtype, device=wanted.device or handle.home)
+                interval = OwnedInterval(local, spec_of(named), span, names_empty=handle.rank == 0)
+                if not span.is_empty:
+                    held = own.held(named)
+                    assert held is not None
+                    value = own.state[held.key][name].detach()
+                    if held.is_flat:
+                        local.copy_(value[span_in_shard(named).slice])
+                    elif handle.whole:
+                        interval.take_from(value)
+                    else:
+                        local.copy_(value)
+                state.setdefault(named.name, {})[name] = interval
+
+
+def _copied(value: Any, device: torch.device | None) -> Any:
+    if is_distributed(value):
+        return value if device is None else value.to(device)
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device or value.device, copy=True)
+    return value_of(value, device=device)

@@ -1,0 +1,148 @@
+"""The state that an optimizer has before its first step, which it makes in that step only.
+
+[Note: trial step] A copy of the optimizer steps on stand-ins: parameters of zeros, with gradients of zeros. Of each
+value of its state the first one assigned is kept: where an optimizer lays out its state before it computes, as most do,
+that is the state before the step (a step count of zero, moments of zero). What it assigns after it has computed is the
+state of one step without gradients (SGD's momentum: zero). Neither the optimizer nor the parameters take part, nor do
+hooks of the optimizer, a scheduler that counts its steps, or the random numbers of torch and Python.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import warn
+from .optim_facts import value_of
+from .optim_held import Held, Key
+
+_ITS_OWN = frozenset({"state", "param_groups"})
+
+
+class _Firsts(dict[Any, Any]):
+    """One parameter's state, which remembers what was assigned first. `first`: by the name of the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[Any, Any] = {}
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key not in self.first:
+            self.first[key] = _copied(value)
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+
+class _States(defaultdict[Any, Any]):
+    """An optimizer's state whose entries remember."""
+
+    def __init__(self) -> None:
+        super().__init__(_Firsts)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(value, dict) and not isinstance(value, _Firsts):
+            remembering = _Firsts()
+            remembering.update(value)
+            value = remembering
+        super().__setitem__(key, value)
+
+
+def state_before_first_step(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Held]]
+) -> dict[Key, dict[str, Any]]:
+    """The state of each parameter that requires a gradient, by its key. No communication but the optimizer's own.
+
+    Takes the memory of the parameters, their gradients and the state once more meanwhile. An optimizer that cannot step
+    on gradients of zeros (one that needs a closure, or sparse gradients) is left without state, and a warning says so.
+    """
+    stand_ins = {id(held.parameter): _stand_in(held) for group in groups for held in group}
+    trial = _copy_of(optimizer, stand_ins)
+    states = _States()
+    trial.state = states
+    numbers = random.getstate()
+    on = {each.device for each in stand_ins.values() if each.device.type != "cpu"}
+    try:
+        with torch.random.fork_rng(devices=sorted(on, key=str), device_type=_type_of(on)):
+            _own_step(type(optimizer))(trial)
+    except Exception as error:
+        warn(
+            f"the state that {type(optimizer).__name__} has before its first step is not known, because it does not "
+            f"step without real gradients ({type(error).__name__}: {error}). Its state dict has no state; ask for it "
+            "after a step"
+        )
+        return {}
+    finally:
+        random.setstate(numbers)
+    found = {}
+    for group in groups:
+        for held in group:
+            state = states.get(stand_ins[id(held.parameter)])
+            if state:
+                found[held.key] = state.first
+    return found
+
+
+def _stand_in(held: Held) -> nn.Parameter:
+    at_rest = held.parameter.detach()
+    handle = held.handle
+    if handle is not None:  # between forward and backward a parameter shows nothing
+        at_rest = handle.shard if held.is_flat else handle.sharded_views[held.params[0].index]
+    made = nn.Parameter(torch.zeros_like(at_rest), requires_grad=held.parameter.requires_grad)
+    for name, value in vars(held.parameter).items():
+        if name != "_handle_ref":
+            setattr(made, name, value)
+    if made.requires_grad:
+        made.grad = torch.zeros_like(made)
+    return made
+
+
+def _copy_of(optimizer: torch.optim.Optimizer, stand_ins: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
+    trial = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): trial, **stand_ins}
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            trial.__dict__[name] = OrderedDict()
+        elif name not in _ITS_OWN and not (callable(value) and hasattr(type(optimizer), name)):
+            trial.__dict__[name] = _copied(value, memo)
+    # By attribute: a wrapper around an optimizer hands them on to the copy of that.
+    trial.param_groups = [
+        {
+            key: [stand_ins[id(each)] for each in value] if key == "params" else copy.deepcopy(value, memo)
+            for key, value in group.items()
+        }
+        for group in optimizer.param_groups
+    ]
+    return trial
+
+
+def _copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    try:
+        return copy.deepcopy(value, memo) if memo is not None else value_of(value)
+    except Exception:  # process groups, generators, locks
+        return value
+
+
+def _own_step(kind: type[torch.optim.Optimizer]) -> Any:
+    """The class's step, inside of torch's wrapper that calls hooks."""
+    step: Any = kind.step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
+
+
+def _type_of(devices: set[torch.device]) -> str:
+    return next(iter(devices)).type if devices else "cpu"
