@@ -7,6 +7,7 @@ that an upgrade fails in words.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -256,7 +257,9 @@ def sharded_tensor_of_rows(rows: torch.Tensor, first: int, shape: Sequence[int],
     offsets = [first, *(0,) * (len(shape) - 1)]
     rank = torch.distributed.get_rank(process_group)
     shards = [Shard.from_tensor_and_offsets(rows, offsets, rank)] if rows.shape[0] else []
-    return init_from_local_shards(shards, *shape, process_group=process_group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # that it is deprecated: the user asked for it by name
+        return init_from_local_shards(shards, *shape, process_group=process_group)
 
 
 def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any) -> Any:

@@ -13,24 +13,38 @@ import torch.distributed as dist
 
 from . import _torch
 from .comm import Group
+from .deferred import Deferred
+from .device import accelerator
 from .errors import UsageError
 
 
-def is_distributed(value: Any) -> bool:
-    """Whether `value` is a DTensor or a ShardedTensor."""
-    return type(value).__name__ in ("DTensor", "ShardedTensor") and type(value).__module__.startswith("torch.")
+class Distributed(Deferred):
+    """A DTensor or a ShardedTensor as a value to be loaded. `held`: it."""
+
+    def arrive(self, target: torch.Tensor) -> None:
+        target.copy_(self.whole())
+
+    def whole(self) -> torch.Tensor:
+        """All of it. Collective over its mesh, or its process group."""
+        return self.held.full_tensor() if type(self.held).__name__ == "DTensor" else _whole_of_shards(self.held)
 
 
-def whole_of(value: Any) -> torch.Tensor:
-    """The whole of a DTensor or a ShardedTensor. Collective over its mesh, or its process group."""
-    if type(value).__name__ == "DTensor":
-        return value.full_tensor()
-    shards = value.local_shards()
+def defer_distributed(state_dict: dict[str, Any]) -> None:
+    """Replace torch's distributed tensors in `state_dict` by `Distributed`."""
+    for key, value in state_dict.items():
+        kind = type(value)
+        if kind.__name__ == "DTensor" and kind.__module__.startswith("torch."):
+            state_dict[key] = Distributed.of(value, value.shape, value.dtype)
+        elif kind.__name__ == "ShardedTensor" and kind.__module__.startswith("torch."):
+            metadata = value.metadata()  # everything else that it is asked warns
+            state_dict[key] = Distributed.of(value, metadata.size, metadata.tensor_properties.dtype)
+
+
+def _whole_of_shards(value: Any) -> torch.Tensor:
+    shards, metadata = value.local_shards(), value.metadata()
     group = _torch.group_of_sharded_tensor(value)
-    device = shards[0].tensor.device if shards else torch.device("cpu")
-    if "nccl" in str(dist.get_backend(group)):
-        device = torch.device(device.type if device.type != "cpu" else "cuda")
-    whole = torch.zeros(value.size(), dtype=value.dtype, device=device)
+    device = accelerator() if "nccl" in str(dist.get_backend(group)) else torch.device("cpu")
+    whole = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
     for shard in shards:
         block = whole
         sizes = shard.metadata.shard_sizes
@@ -42,8 +56,8 @@ def whole_of(value: Any) -> torch.Tensor:
     return whole
 
 
-def rows_of(whole: torch.Tensor, axis: Group, *, as_dtensor: bool) -> Any:
-    """This rank's rows of `whole` as a DTensor or a ShardedTensor over `axis`, in memory of its own.
+def rows_of(whole: torch.Tensor, axis: Group, *, as_dtensor: bool, offload_to_cpu: bool) -> Any:
+    """This rank's rows of `whole` as a DTensor or a ShardedTensor over `axis`, in (host) memory of its own.
 
     Rows are split as `torch.chunk` does, the last ranks may have none. What has no rows stays a tensor (DTensor:
     replicated). Collective over the axis.
@@ -56,6 +70,7 @@ def rows_of(whole: torch.Tensor, axis: Group, *, as_dtensor: bool) -> Any:
         )
     chunks = whole.chunk(axis.size, 0) if whole.dim() else ()
     own = chunks[axis.rank].clone() if axis.rank < len(chunks) else whole[:0].clone() if whole.dim() else whole.clone()
+    own = own.cpu() if offload_to_cpu else own
     if as_dtensor:
         return _torch.dtensor_of_rows(own, whole, axis.process_group)
     if not whole.dim():

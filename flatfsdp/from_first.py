@@ -7,67 +7,34 @@ the shards of a unit all together (`consolidate.scatter`). Non-tensors are sent 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from . import _torch
 from .comm import Transport
 from .consolidate import is_first
-from .errors import UsageError
-from .placeholder import ASKS, Placeholder
+from .deferred import Deferred
 from .unit import Unit
 
 
-class FromFirst(torch.Tensor):
+class FromFirst(Deferred):
     """A value of the first rank's state dict.
 
     Attributes:
         held: the value there, None on other ranks.
-        send: carries a tensor from the first rank to all others, in place. Collective.
+        unit: over whose axes it is sent.
     """
 
     held: torch.Tensor | None
-    send: Callable[[torch.Tensor], None]
+    unit: Unit
+    why = "only rank 0 has"
 
-    @staticmethod
-    def of(
-        shape: Sequence[int], dtype: torch.dtype, held: torch.Tensor | None, send: Callable[[torch.Tensor], None]
-    ) -> FromFirst:
-        """The value, of which every rank knows shape and dtype."""
-        like = torch.empty((), dtype=dtype)
-        self: FromFirst = like.expand(tuple(shape)).as_subclass(FromFirst)
-        self.held, self.send = held, send
-        return self
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Answer what only asks; carry out `copy_` from this value; refuse everything else, which only one rank could
-        do."""
-        name = getattr(func, "__name__", str(func))
-        if name in ASKS:
-            with _torch.as_plain_tensors():
-                return func(*args, **(kwargs or {}))
-        if name == "copy_" and isinstance(args[1], FromFirst):
-            target, source = args[0], args[1]
-            if isinstance(target, Placeholder):
-                target.received = source
-            else:
-                source._send_into(target)
-            return target
-        raise UsageError(
-            f"{name}() of a value that only rank 0 has, while its state dict is loaded (rank0_only=True): a hook or a "
-            "_load_from_state_dict of a module computes with it. Give every rank the state dict, without rank0_only"
-        )
-
-    def _send_into(self, target: torch.Tensor) -> None:
-        with torch.no_grad(), _torch.as_plain_tensors():
-            if self.held is not None:
-                target.copy_(self.held)
-            self.send(target.detach())
+    def arrive(self, target: torch.Tensor) -> None:
+        travelling = (target if self.held is None else self.held).to(self.unit.groups.device, target.dtype).contiguous()
+        for axis in _axes(self.unit):
+            axis.broadcast(travelling)
+        target.copy_(travelling)
 
 
 def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
@@ -90,8 +57,8 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
         if shape is None:
             state_dict[key] = what
         else:
-            value = held[key] if first else None
-            state_dict[key] = FromFirst.of(shape, what, value, lambda tensor: _send(unit, tensor))
+            state_dict[key] = FromFirst.of(held[key] if first else None, shape, what)
+            state_dict[key].unit = unit
 
 
 def _axes(unit: Unit) -> Iterator[Transport]:
@@ -99,14 +66,6 @@ def _axes(unit: Unit) -> Iterator[Transport]:
     for axis in (unit.replicate, unit.gather):
         if axis is not None:
             yield axis
-
-
-def _send(unit: Unit, tensor: torch.Tensor) -> None:
-    travelling = tensor.to(unit.groups.device).contiguous()
-    for axis in _axes(unit):
-        axis.broadcast(travelling)
-    if travelling is not tensor:
-        tensor.copy_(travelling)
 
 
 def _broadcast(unit: Unit, value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .carriers import is_distributed, whole_of
+from .carriers import Distributed, defer_distributed
 from .consolidate import scatter, store
 from .errors import FlatFSDPError, UsageError, warn
 from .flat_param import FlatParamHandle
@@ -79,7 +79,11 @@ class _Load:
         for index, value in values.items():
             try:
                 store(
-                    handle.layout, handle.rank, handle.shard, index, whole_of(value) if is_distributed(value) else value
+                    handle.layout,
+                    handle.rank,
+                    handle.shard,
+                    index,
+                    value.whole() if isinstance(value, Distributed) else value,
                 )
             except FlatFSDPError as error:
                 self.errors.append(str(error))
@@ -136,6 +140,7 @@ def begin(
         unit.root.lazy_init()
         spread(unit, state_dict, prefix)
     _unpack_flat(unit, state_dict, prefix)
+    defer_distributed(state_dict)
     _rename(state_dict, prefix, wrapper)
     if local_metadata.get("assign_to_params_buffers"):
         _tell_dtypes(unit, state_dict, prefix)
@@ -189,14 +194,11 @@ def _path_of(name: str, module: nn.Module | None) -> str:
             out.append("_orig_mod")
             module = module._modules["_orig_mod"]
             continue
-        # Other wrappers find their keys themselves.
-        inside = next(
-            (each for each in (WRAPPED, "_checkpoint_wrapped_module") if module and each in module._modules), ""
-        )
-        if inside and parts[0] != inside:
-            assert module is not None
-            module = module._modules[inside]
-            continue
+        if module is not None:  # other wrappers find their keys themselves
+            wrappers = [each for each in (WRAPPED, "_checkpoint_wrapped_module") if each in module._modules]
+            if wrappers and parts[0] not in wrappers:
+                module = module._modules[wrappers[0]]
+                continue
         out.append(parts[0])
         module = module._modules.get(parts.pop(0)) if module is not None else None
     return ".".join(out)

@@ -244,8 +244,8 @@ def _values(
     with consolidated(unit, kind) as whole:
         for index in indices:
             if isinstance(config, ShardedStateDictConfig):
-                rows = rows_of(whole[index], unit.groups.shard, as_dtensor=config.sharded_as == "dtensor")
-                yield index, rows.cpu() if config.offload_to_cpu else rows
+                as_dtensor, offload = config.sharded_as == "dtensor", config.offload_to_cpu
+                yield index, rows_of(whole[index], unit.groups.shard, as_dtensor=as_dtensor, offload_to_cpu=offload)
             else:
                 yield index, job.copy(whole[index]) if job.first or not job.rank0_only else None
 

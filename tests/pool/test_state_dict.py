@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatfsdp import (
+    FullStateDictConfig,
     FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedStateDictConfig,
     StateDictType,
 )
+from flatfsdp.errors import FlatFSDPError
 from flatfsdp.owned import OwnedInterval
 from tests.conftest import Run
-from tests.harness.models import CASES
-from tests.pool.corners import HYBRID, Setting, joined
+from tests.harness.models import CASES, WIDTH, Feedforward
+from tests.pool.corners import HYBRID, Net, Setting, data, joined, loss_of, seeded
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 as_type = FullyShardedDataParallel.state_dict_type
@@ -108,3 +113,345 @@ def test_whole_state_dicts_are_those_of_the_plain_model(run: Run, world: int, na
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_a_rank_saves_and_loads_what_it_owns(run: Run, world: int, name: str) -> None:
     assert not joined(run(world, pieces, name))
+
+
+# --- what a user does besides -----------------------------------------------------------------------------------------
+
+
+def wrapped(rank: int, *, orig: bool = True, **more: Any) -> Any:
+    return Setting("FULL_SHARD", orig).wrap(seeded(Net), (Feedforward,), **more)
+
+
+def at_any_time(rank: int, world: int) -> list[str]:
+    """After a forward, between microbatches and after a step: values are those of the shards, training goes on as if
+    nothing had been asked, and what was returned stays as it was."""
+    lines = []
+    for orig in (True, False):
+        for kind in (FULL, SHARDED, LOCAL):
+            with_dicts, without = wrapped(rank, orig=orig), wrapped(rank, orig=orig)
+            kept = []
+            for model in (with_dicts, without):
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+                def save(
+                    model: Any = model, saves: bool = model is with_dicts, kind: Any = kind, kept: Any = kept
+                ) -> None:
+                    if saves:
+                        with as_type(model, kind):
+                            state = model.state_dict()
+                        kept.append((state, {k: (getattr(v, "local", v)).clone() for k, v in state.items()}))
+
+                for step in range(2):
+                    optimizer.zero_grad()
+                    loss = loss_of(model(data(rank, 2 * step)))
+                    save()
+                    loss.backward()
+                    with model.no_sync():
+                        loss_of(model(data(rank, 2 * step))).backward()
+                        save()
+                    save()
+                    loss_of(model(data(rank, 2 * step + 1))).backward()
+                    save()
+                    optimizer.step()
+                    save()
+            lines += [f"{orig} {kind.name}: {line}" for line in unlike(with_dicts.state_dict(), without.state_dict())]
+            for number, (state, then) in enumerate(kept):
+                now = {key: getattr(value, "local", value) for key, value in state.items()}
+                lines += [f"{orig} {kind.name}, dict {number} changed: {line}" for line in unlike(now, then)]
+                if number % 5 and unlike(then, kept[number - 1][1]) and number % 5 != 4:
+                    lines.append(f"{orig} {kind.name}: dict {number} is not that before it")
+    return lines
+
+
+def test_state_dicts_at_any_time(pool2: Run) -> None:
+    assert not joined(pool2(at_any_time))
+
+
+def rank0_only(rank: int, world: int, hybrid: bool) -> list[str]:
+    """One rank has it all, in host memory of its own; loading spreads it, whatever the others give."""
+    lines = []
+    for orig in (True, False):
+        setting = Setting("HYBRID_SHARD" if hybrid else "FULL_SHARD", orig)
+        build = lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), seeded(Net))  # noqa: E731
+        model = setting.wrap(seeded(build), (Feedforward,))
+        config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        with as_type(model, FULL, config):
+            state = model.state_dict()
+        if rank and state:
+            lines.append(f"rank {rank} holds {list(state)}")
+        if not rank:
+            lines += unlike(
+                state if orig else {k: state[k] for k in seeded(build).state_dict()}, seeded(build).state_dict()
+            )
+            state = {key: value + 1 for key, value in state.items()}
+        again = setting.wrap(seeded(build), (Feedforward,))
+        with as_type(again, FULL, config):
+            again.load_state_dict(state)
+        expected = {key: value + 1 for key, value in model.state_dict().items()}
+        lines += [f"{setting}, loaded: {line}" for line in unlike(again.state_dict(), expected)]
+        if rank == 0:
+            del state["1.inner.0.up.weight" if "1.inner.0.up.weight" in state else list(state)[-1]]
+        with as_type(again, FULL, config):
+            try:
+                again.load_state_dict(state)
+                lines.append("a missing key was not told")
+            except RuntimeError as error:
+                if "Missing key(s)" not in str(error) or "_fsdp" in str(error):
+                    lines.append(str(error))
+    return lines
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_only_the_first_rank_has_it(run: Run, world: int) -> None:
+    assert not joined(run(world, rank0_only, world == 4))
+
+
+class Renaming(nn.Module):
+    """A module with hooks, an extra state, a buffer that is not kept, and a state dict method of its own below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = Casting()
+        self.weight = nn.Parameter(torch.randn(3, 5))
+        self.register_buffer("counted", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.note = "as built"
+        self._register_state_dict_hook(self.after)
+        self._register_load_state_dict_pre_hook(self.before)
+
+    @staticmethod
+    def after(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+    @staticmethod
+    def before(state: Any, prefix: str, *_: Any) -> None:
+        if f"{prefix}kernel" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.low(x @ self.weight.t())
+
+
+class Casting(nn.Linear):
+    """Saves its weight transposed and in half precision, and knows how to read that."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}half"] = self.weight.t().half()
+        destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}half").float().t()
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def own_ways(rank: int, world: int) -> list[str]:
+    lines = []
+    for orig in (True, False):
+        for units in ((), (Casting,), (Renaming,), (Casting, Renaming)):
+            build = lambda: nn.Sequential(Renaming(), nn.Linear(4, 2))  # noqa: E731
+            plain = seeded(build)
+            model = Setting("FULL_SHARD", orig).wrap(seeded(build), units)
+            plain[0].note = getattr(model[0], "module", model[0]).note = "later"
+            expected, found = plain.state_dict(), model.state_dict()
+            if set(expected) != set(found):
+                lines.append(f"{orig} {units}: keys {list(found)}")
+            texts = expected.pop("0._extra_state"), found["0._extra_state"]
+            if texts[0] != texts[1]:
+                lines.append(f"{orig} {units}: {texts}")
+            lines += [f"{orig} {units}: {line}" for line in unlike({k: found[k] for k in expected}, expected)]
+            torch.manual_seed(7)
+            again = Setting("FULL_SHARD", orig).wrap(build(), units)
+            again.load_state_dict(found)
+            now: Any = again.state_dict()
+            if now.pop("0._extra_state") != "later":
+                lines.append(f"{orig} {units}: the extra state was not loaded")
+            lines += [f"{orig} {units}, loaded: {line}" for line in unlike({k: now[k] for k in expected}, expected)]
+    return lines
+
+
+def test_modules_with_ways_of_their_own(pool2: Run) -> None:
+    assert not joined(pool2(own_ways))
+
+
+def wrappers(rank: int, world: int) -> list[str]:
+    """Activation checkpointing and torch.compile around and inside of units; a root that is not wrapped; prefixes."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def build() -> nn.Module:
+        model = nn.Sequential(OrderedDict(a=Feedforward(WIDTH, 9), b=Feedforward(WIDTH, 7), c=nn.BatchNorm1d(WIDTH)))
+        return nn.Sequential(OrderedDict(inner=model, head=nn.Linear(WIDTH, 3)))
+
+    lines = []
+    expected = seeded(build).state_dict()
+    changed = {key: value + 1 for key, value in expected.items()}
+    for orig in (True, False):
+        for way in ("inside", "outside", "compiled", "compiled outside", "unwrapped root"):
+            model: Any = seeded(build)
+            inner = model.inner
+            if way == "inside":
+                inner.a = FullyShardedDataParallel(checkpoint_wrapper(inner.a), use_orig_params=orig)
+            elif way == "outside":
+                inner.a = checkpoint_wrapper(FullyShardedDataParallel(inner.a, use_orig_params=orig))
+            elif way == "compiled":
+                inner.a = FullyShardedDataParallel(torch.compile(inner.a), use_orig_params=orig)
+            elif way == "compiled outside":
+                inner.a = torch.compile(FullyShardedDataParallel(inner.a, use_orig_params=orig))
+            if way == "unwrapped root":
+                model.inner = FullyShardedDataParallel(inner, use_orig_params=orig)
+            else:
+                model = FullyShardedDataParallel(model, use_orig_params=orig)
+            found = model.state_dict()
+            if set(found) != set(expected):
+                lines.append(f"{way}, {orig}: {sorted(set(found) ^ set(expected))}")
+                continue
+            lines += [f"{way}, {orig}: {line}" for line in unlike({k: found[k] for k in expected}, expected)]
+            told = model.load_state_dict(changed)
+            if told.missing_keys or told.unexpected_keys:
+                lines.append(f"{way}, {orig}: {told}")
+            now = model.state_dict()
+            lines += [f"{way}, {orig}, loaded: {line}" for line in unlike({k: now[k] for k in changed}, changed)]
+            below = (model.inner if way == "unwrapped root" else model.module.inner).state_dict()
+            if way == "unwrapped root" and {f"inner.{key}" for key in below} != {k for k in expected if "inner" in k}:
+                lines.append(f"{way}, {orig}: below {list(below)}")
+            prefixed = model.state_dict(prefix="p.")
+            if {f"p.{key}" for key in expected} != set(prefixed):
+                lines.append(f"{way}, {orig}: prefixed {list(prefixed)}")
+            versions = {
+                k: v
+                for k, v in getattr(prefixed, "_metadata", {}).items()
+                if "batch" in str(v) or v.get("version", 1) > 1
+            }
+            if not any(key.endswith("inner.c") for key in versions):
+                lines.append(f"{way}, {orig}: versions {versions}")
+    return lines
+
+
+def test_other_wrappers_leave_no_trace(pool2: Run) -> None:
+    assert not joined(pool2(wrappers))
+
+
+def told(rank: int, world: int) -> list[str]:
+    """What does not fit is listed at once, under plain names."""
+    texts = []
+    for orig in (True, False):
+        model = wrapped(rank, orig=orig)
+        state = model.state_dict()
+        first, second, third = list(state)[:3]
+        wrong = dict(state)
+        del wrong[first]
+        wrong[second] = torch.zeros(2, 2, 2)
+        wrong["nowhere"] = torch.zeros(1)
+        wrong[third] = state[third] + 1
+        try:
+            model.load_state_dict(wrong)
+        except RuntimeError as error:
+            texts.append(str(error))
+        now = model.state_dict()
+        if not torch.equal(now[third], state[third] + 1) or not torch.equal(now[second], state[second]):
+            texts.append("what fits was not loaded, or more")
+        found = model.load_state_dict({third: state[third]}, strict=False)
+        texts.append(f"{sorted(found.missing_keys) == sorted(set(state) - {third})} {found.unexpected_keys}")
+        loss_of(model(data(rank, 0))).backward()  # and the model is as good as new
+        expected = state[third].float() * 0
+        model.load_state_dict({third: expected}, strict=False, assign=True)
+        if not torch.equal(model.state_dict()[third], expected):
+            texts.append("assign")
+    return texts
+
+
+def test_what_does_not_fit_is_listed(pool2: Run) -> None:
+    for texts in pool2(told):
+        assert len(texts) == 4 and texts[0] == texts[2], texts
+        for word in ("Missing key(s)", "Unexpected key(s)", '"nowhere"', "size mismatch for"):
+            assert word in texts[0]
+        assert "_fsdp_wrapped_module" not in texts[0]
+        assert texts[1] == texts[3] == "True []"
+
+
+def refused(rank: int, world: int) -> dict[str, str]:
+    texts = {}
+
+    def attempt(name: str, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except (FlatFSDPError, RuntimeError) as error:
+            texts[name] = str(error)
+
+    model = wrapped(rank)
+    with as_type(model, SHARDED):
+        pieces = model.state_dict()
+    key, value = next((k, v) for k, v in pieces.items() if v.span.numel > 1)
+    moved = OwnedInterval(value.local[1:], value.spec, type(value.span)(value.span.start + 1, value.span.stop))
+    attempt("interval", lambda: model.load_state_dict({**pieces, key: moved}))
+    with as_type(model, LOCAL):
+        flat = model.state_dict()
+    other = wrapped(rank, orig=False)
+    attempt("layout", lambda: other.load_state_dict(flat))
+    inner = next(each for each in model.modules() if each is not model and isinstance(each, FullyShardedDataParallel))
+    FullyShardedDataParallel.set_state_dict_type(inner, SHARDED)
+    attempt("types", model.state_dict)
+    FullyShardedDataParallel.set_state_dict_type(inner, FULL)
+    attempt("config", lambda: as_type(model, FULL, ShardedStateDictConfig()).__enter__())
+    attempt("name", lambda: as_type(model, "FULL_STATE").__enter__())
+    model.register_forward_pre_hook(lambda *_: None)
+    inner.module.register_forward_hook(lambda *_: attempt("forward", model.state_dict))
+    loss_of(model(data(rank, 0))).backward()
+    return texts
+
+
+def test_refusals(pool2: Run) -> None:
+    for texts in pool2(refused):
+        assert "these are different intervals" in texts["interval"]
+        assert "a LOCAL_STATE_DICT fits the number of ranks" in texts["layout"]
+        assert "set to SHARDED_STATE_DICT" in texts["types"] and "set_state_dict_type()" in texts["types"]
+        assert "a FullStateDictConfig, which belongs to that state_dict_type" in texts["config"]
+        assert "FULL_STATE_DICT" in texts["name"]
+        assert "state_dict() while unit" in texts["forward"] and "in forward" in texts["forward"]
+
+
+def mixed(rank: int, world: int) -> list[str]:
+    """Under mixed precision values are those of the masters, and buffers keep their own values and dtype."""
+    build = lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), Feedforward(WIDTH, 9))  # noqa: E731
+    precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+    model = FullyShardedDataParallel(seeded(build), mixed_precision=precision, use_orig_params=True)
+    expected = seeded(build).state_dict()
+    lines = unlike(model.state_dict(), expected)
+    loss_of(model(data(rank, 0)).float()).backward()
+    return lines + [key for key, value in model.state_dict().items() if value.dtype != expected[key].dtype]
+
+
+def test_masters_and_buffers_keep_their_dtypes(pool2: Run) -> None:
+    assert not joined(pool2(mixed))
+
+
+def carriers(rank: int, world: int) -> list[str]:
+    """DTensors and ShardedTensors, on request, hold rows; both are loaded."""
+    lines = []
+    for orig in (True, False):
+        for carrier in ("dtensor", "sharded_tensor"):
+            model, again = wrapped(rank, orig=orig), wrapped(rank, orig=orig)
+            expected = model.state_dict()
+            zeros = {key: torch.zeros_like(value) for key, value in expected.items()}
+            again.load_state_dict(zeros)
+            config = ShardedStateDictConfig(sharded_as=carrier)
+            with as_type(model, SHARDED, config):
+                state = model.state_dict()
+            kinds = {type(value).__name__ for value in state.values()}
+            if kinds != {"DTensor" if carrier == "dtensor" else "ShardedTensor"}:
+                lines.append(f"{carrier}: {kinds}")
+            again.load_state_dict(state)
+            lines += [f"{carrier} {orig}: {line}" for line in unlike(again.state_dict(), expected)]
+    return lines
+
+
+def test_torchs_carriers_on_request(pool3: Run) -> None:
+    assert not joined(pool3(carriers))

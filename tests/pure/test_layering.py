@@ -53,6 +53,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (5, "owned names state_dict_type"),
     (5, "consolidate"),
     (5, "full_params clip"),
+    (5, "deferred"),
     (5, "carriers stand_ins from_first"),
     (5, "state_dict"),
     (5, "loading"),
