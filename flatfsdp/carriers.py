@@ -26,18 +26,27 @@ class Distributed(Deferred):
 
     def whole(self) -> torch.Tensor:
         """All of it. Collective over its mesh, or its process group."""
-        return self.held.full_tensor() if type(self.held).__name__ == "DTensor" else _whole_of_shards(self.held)
+        return whole_of(self.held)
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether `value` is a DTensor or a ShardedTensor."""
+    return type(value).__name__ in ("DTensor", "ShardedTensor") and type(value).__module__.startswith("torch.")
+
+
+def whole_of(value: Any) -> torch.Tensor:
+    """The whole of a DTensor or a ShardedTensor. Collective over its mesh, or its process group."""
+    return value.full_tensor() if type(value).__name__ == "DTensor" else _whole_of_shards(value)
 
 
 def defer_distributed(state_dict: dict[str, Any]) -> None:
     """Replace torch's distributed tensors in `state_dict` by `Distributed`."""
     for key, value in state_dict.items():
-        kind = type(value)
-        if kind.__name__ == "DTensor" and kind.__module__.startswith("torch."):
-            state_dict[key] = Distributed.of(value, value.shape, value.dtype)
-        elif kind.__name__ == "ShardedTensor" and kind.__module__.startswith("torch."):
-            metadata = value.metadata()  # everything else that it is asked warns
-            state_dict[key] = Distributed.of(value, metadata.size, metadata.tensor_properties.dtype)
+        if is_distributed(value):
+            # A ShardedTensor warns of whatever else it is asked.
+            known = value.metadata() if type(value).__name__ == "ShardedTensor" else None
+            shape, dtype = (value.shape, value.dtype) if known is None else (known.size, known.tensor_properties.dtype)
+            state_dict[key] = Distributed.of(value, shape, dtype)
 
 
 def _whole_of_shards(value: Any) -> torch.Tensor:
@@ -56,7 +65,7 @@ def _whole_of_shards(value: Any) -> torch.Tensor:
     return whole
 
 
-def rows_of(whole: torch.Tensor, axis: Group, *, as_dtensor: bool, offload_to_cpu: bool) -> Any:
+def rows_of(whole: torch.Tensor, axis: Group, *, as_dtensor: bool, offload_to_cpu: bool = False) -> Any:
     """This rank's rows of `whole` as a DTensor or a ShardedTensor over `axis`, in (host) memory of its own.
 
     Rows are split as `torch.chunk` does, the last ranks may have none. What has no rows stays a tensor (DTensor:
