@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from . import background
 from .background import Saving
-from .loading import empty_tensors, find, load_tensors, part_of
+from .folders import Place
+from .foreign import Foreign
+from .loading import compare, empty_tensors, find, is_foreign, part_of, read_tensors
 from .nested import flatten
+from .parts import Part, parts_of
 from .ranks import Ranks
 from .saving import Contents, Request, save_contents
 
 __all__ = ["async_save", "load", "save"]
 
-StatePath = str | os.PathLike[str]
+FolderPath = str | os.PathLike[str]
+State = Mapping[str, Any]
 
 
 def save(
-    path: StatePath,
+    path: FolderPath,
     *,
-    state: Mapping[str, Any],
+    model: nn.Module | State | None = None,
+    optimizer: Optimizer | State | None = None,
+    extra: State | None = None,
     overwrite: bool = False,
     per_node: bool = False,
     metrics: Mapping[str, float] | None = None,
@@ -36,33 +46,40 @@ def save(
 
     Args:
         path: a folder that is not there, is empty, or, with `overwrite`, holds a checkpoint. All ranks share it.
-        state: nested mappings and lists of tensors, values of sharded state dicts, and plain values (None, bool, int,
-            float, str, bytes, tuples, ...). Where ranks hold the same whole tensor one of them saves it; keys that only
-            some ranks hold are saved too. Plain values of one key are the same on all ranks.
+        model: of which every rank saves what it owns; no parameter is made whole.
+        optimizer: that of `model`. Its state is saved by the names of parameters.
+        extra: nested mappings and lists of tensors and plain values (None, bool, int, float, str, bytes, tuples, ...),
+            the same on all ranks where the keys are the same. What differs between ranks (states of random numbers)
+            has keys that differ.
         overwrite: replace a checkpoint; it is there until the new one is complete.
         per_node: for nodes that share no file system: each has a folder with what its own ranks hold.
         metrics: numbers by which `keep` can tell the best.
         process_group: the ranks that save; None for all.
+
+    State dicts, of whole tensors or as `StateDictType.SHARDED_STATE_DICT` has them, will do for model and optimizer.
 
     Raises:
         CheckpointError: on every rank: some rank could not do its part, does not see the folder, or holds something
             that contradicts another's.
     """
     ranks = Ranks(process_group)
-    take = background.finish_before(ranks, lambda: Contents.of(state))
-    save_contents(ranks, Request(path, overwrite, per_node, metrics or {}), take)
+    take = _taking(ranks, path, parts_of(model, optimizer), extra, copied=False)
+    request = Request(path, overwrite, per_node, metrics or {})
+    save_contents(ranks, request, background.finish_before(ranks, take))
 
 
 def async_save(
-    path: StatePath,
+    path: FolderPath,
     *,
-    state: Mapping[str, Any],
+    model: nn.Module | State | None = None,
+    optimizer: Optimizer | State | None = None,
+    extra: State | None = None,
     overwrite: bool = False,
     per_node: bool = False,
     metrics: Mapping[str, float] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
-    """As `save`, but only the copying of the state to host memory is awaited; a thread saves it.
+    """As `save`, but only the copying to host memory is awaited; a thread saves the copies.
 
     Collective over `process_group`, whose first call makes a second group (on gloo) for the thread's messages. A save
     that has not ended is awaited by the next one.
@@ -72,40 +89,116 @@ def async_save(
         nobody asked for is raised by the next save.
     """
     ranks = Ranks(process_group)
-    request = Request(path, overwrite, per_node, metrics or {})
-    return background.start(ranks, request, lambda: Contents.of(state))
+    take = _taking(ranks, path, parts_of(model, optimizer), extra, copied=True)
+    return background.start(ranks, Request(path, overwrite, per_node, metrics or {}), take)
+
+
+def _taking(
+    ranks: Ranks, path: FolderPath, parts: list[Part], extra: State | None, *, copied: bool
+) -> Callable[[], Contents]:
+    """Find what is to be saved, in memory that nobody else writes to if `copied`. Collective."""
+    for part in parts:
+        ranks.exchange(f"saving {Place.at(path).path}", part.take)
+
+    def take() -> Contents:
+        states = [(part.is_copy, Contents.of({part.name: part.state})) for part in parts]
+        states.append((False, Contents.of({} if extra is None else {"extra": extra})))
+        return reduce(or_, (each if is_copy or not copied else each.staged() for is_copy, each in states))
+
+    return take
 
 
 def load(
-    path: StatePath,
+    path: FolderPath,
     *,
-    state: Mapping[str, Any],
+    model: nn.Module | State | None = None,
+    optimizer: Optimizer | State | None = None,
     strict: bool = True,
     verify: bool = True,
+    trust: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load the checkpoint at `path`.
 
-    Collective over `process_group`. Ranks may be more or fewer than those that saved.
+    Collective over `process_group`. Ranks may be more or fewer than those that saved, and wrap the model differently.
 
     Args:
         path: where it was saved.
-        state: as it was saved, with tensors to fill.
+        model, optimizer: what is to have the saved state, of each rank what it owns; either may be left out. Tensors of
+            state dicts are filled in place.
         strict: refuse what is missing, and what is there and not wanted.
         verify: compare all files with their checksums first; each file is read once for that, by one of the ranks.
             Without it only their sizes are compared.
+        trust: read what torch.distributed.checkpoint saved (FSDP1, FSDP2, ...), too. Its table of contents is a pickle,
+            and reading a pickle runs whatever code it names.
         process_group: the ranks that load; None for all.
 
     Returns:
         What was saved as ``extra``; after a save with ``per_node`` without tensors that only other nodes' ranks held.
+        Of what torch.distributed.checkpoint saved all that is neither under "model" nor "optimizer".
 
     Raises:
-        CheckpointError: on every rank: there is no complete checkpoint, it is damaged, or it does not fit.
+        CheckpointError: on every rank: there is no complete checkpoint, it is damaged, or it does not fit. Nothing has
+            been loaded then, unless files could not be read.
     """
     ranks = Ranks(process_group)
+    doing = f"loading {Place.at(path).path}"
+    parts = parts_of(model, optimizer)
+    for part in parts:
+        ranks.exchange(doing, part.take)
+    names = [part.name for part in parts]
+    targets: dict[str, torch.Tensor] = {}
+
+    def collect() -> bool:
+        leaves, _ = flatten({part.name: part.state for part in parts})
+        targets.update((key, leaf) for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor))
+        return trust and is_foreign(path)
+
+    if all(ranks.exchange(doing, collect)):
+        read, extra = _read_foreign(ranks, path, doing, targets, names, strict=strict)
+    else:
+        read, extra = _read_ours(ranks, path, doing, targets, names, strict=strict, verify=verify)
+    for part in parts:
+        ranks.exchange(doing, lambda part=part: part.load(read.get(part.name, {})))  # type: ignore[misc]
+    return extra
+
+
+def _read_ours(
+    ranks: Ranks,
+    path: FolderPath,
+    doing: str,
+    targets: Mapping[str, torch.Tensor],
+    names: list[str],
+    *,
+    strict: bool,
+    verify: bool,
+) -> tuple[dict[str, Any], Any]:
     found = find(ranks, path, check=verify)
-    leaves, _ = flatten(state)
-    targets = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    there = {key: saved.shape for key, saved in found.manifest.tensors.items()}
+    ranks.exchange(doing, lambda: compare(there, targets, names, strict=strict))
     extra = empty_tensors(found, "extra")
-    load_tensors(ranks, found, targets | extra, set(state), strict=strict)
-    return part_of(found.manifest, "extra", extra)
+    ranks.exchange(doing, lambda: read_tensors(found, {**targets, **extra}))
+    inside = {
+        name: {key: each for key, each in targets.items() if key in there and key.startswith(f"{name}.")}
+        for name in names
+    }
+    return {name: part_of(found.manifest, name, inside[name]) or {} for name in names}, part_of(
+        found.manifest, "extra", extra
+    )
+
+
+def _read_foreign(
+    ranks: Ranks, path: FolderPath, doing: str, targets: Mapping[str, torch.Tensor], names: list[str], *, strict: bool
+) -> tuple[dict[str, Any], Any]:
+    opened: list[Foreign] = []
+
+    def look() -> None:
+        opened.append(Foreign(path))
+        compare(opened[0].shapes(), targets, names, strict=strict)
+
+    ranks.exchange(doing, look)
+    (foreign,) = opened
+    values, others = foreign.read(ranks, targets, ("model", "optimizer"))
+    known = foreign.shapes()
+    inside = {key: each for key, each in targets.items() if key in known}
+    return foreign.nested(inside | values), foreign.nested(others)

@@ -20,7 +20,7 @@ from .ranks import Ranks
 from .raw import dtype_named
 from .reading import Reader, verify
 
-__all__ = ["Found", "empty_tensors", "find", "is_foreign", "load_tensors", "part_of"]
+__all__ = ["Found", "compare", "empty_tensors", "find", "is_foreign", "part_of", "read_tensors"]
 
 
 @dataclass(frozen=True)
@@ -78,48 +78,35 @@ def find(ranks: Ranks, path: str | os.PathLike[str], *, check: bool) -> Found:
     return found
 
 
-def load_tensors(
-    ranks: Ranks, found: Found, targets: Mapping[str, torch.Tensor], parts: Collection[str], *, strict: bool
+def read_tensors(found: Found, targets: Mapping[str, torch.Tensor]) -> None:
+    """Read tensors by key, in place: intervals and whole ones; those that are not there are left out."""
+    with torch.no_grad(), Reader(found.folder, found.manifest) as reader:
+        for key, target in targets.items():
+            if key in found.manifest.tensors:
+                reader.read(key, target)
+
+
+def compare(
+    there: Mapping[str, tuple[int, ...]], targets: Mapping[str, torch.Tensor], parts: Collection[str], *, strict: bool
 ) -> None:
-    """Read tensors by key, in place: intervals and whole ones. Collective.
+    """Compare what is to be loaded with the shapes that are there.
 
     Raises:
-        CheckpointError: on every rank, with everything that has another shape there, and, where `strict`, that is
-            missing there, or is there under the first names `parts` and not in `targets`. Nothing is read then.
+        CheckpointError: with everything that has another shape there, and, where `strict`, that is missing there, or is
+            there under the first names `parts` and is not wanted.
     """
-
-    def compare() -> None:
-        problems = differences(found.manifest, targets, parts, strict=strict)
-        if problems:
-            raise CheckpointError("; ".join(problems))
-
-    ranks.exchange(f"loading {found.folder}", compare)
-
-    def read() -> None:
-        with torch.no_grad(), Reader(found.folder, found.manifest) as reader:
-            for key, target in targets.items():
-                if key in found.manifest.tensors:
-                    reader.read(key, target)
-
-    ranks.exchange(f"loading {found.folder}", read)
-
-
-def differences(
-    manifest: Manifest, targets: Mapping[str, torch.Tensor], parts: Collection[str], *, strict: bool
-) -> list[str]:
-    """What is missing, unexpected and of another shape, a sentence each."""
-    there = manifest.tensors
-    sentences = []
+    problems = []
     missing = [key for key in targets if key not in there]
-    unexpected = [key for key, saved in there.items() if key not in targets and saved.path[0] in parts]
+    unexpected = [key for key in there if key not in targets and key.partition(".")[0] in parts]
     if missing and strict:
-        sentences.append(f"missing in the checkpoint: {', '.join(missing)}")
+        problems.append(f"missing in the checkpoint: {', '.join(missing)}")
     if unexpected and strict:
-        sentences.append(f"in the checkpoint, but not wanted: {', '.join(unexpected)}")
+        problems.append(f"in the checkpoint, but not wanted: {', '.join(unexpected)}")
     for key, target in targets.items():
-        if key in there and tuple(target.shape) != there[key].shape:
-            sentences.append(f"{key} has shape {there[key].shape} in the checkpoint, {tuple(target.shape)} here")
-    return sentences
+        if key in there and tuple(target.shape) != there[key]:
+            problems.append(f"{key} has shape {there[key]} in the checkpoint, {tuple(target.shape)} here")
+    if problems:
+        raise CheckpointError("; ".join(problems))
 
 
 def part_of(manifest: Manifest, name: str, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -24,15 +24,16 @@ class Ranks:
     """The ranks of a process group, or this process alone where there is none.
 
     Attributes:
+        group: the process group; None where there is none.
         rank, world: this rank's number in the group, and how many there are.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = None
+        self.group: Any = None
         self.rank, self.world = 0, 1
         if dist.is_available() and dist.is_initialized():
-            self._group = group if group is not None else dist.group.WORLD
-            self.rank, self.world = dist.get_rank(self._group), dist.get_world_size(self._group)
+            self.group = group if group is not None else dist.group.WORLD
+            self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
             if self.rank < 0:
                 raise ConfigValueError("process_group: this rank is not in the group that is to save or load")
         elif group is not None:
@@ -41,16 +42,16 @@ class Ranks:
     @property
     def key(self) -> Any:
         """What things of these ranks can be kept by: the process group, or the class of this where there is none."""
-        return Ranks if self._group is None else self._group
+        return Ranks if self.group is None else self.group
 
     def beside(self) -> Ranks:
         """The same ranks over a group of their own, for a thread. Collective at a group's first call."""
-        if self._group is None:
+        if self.group is None:
             return self
-        if self._group not in _beside:
-            members = tuple(dist.get_process_group_ranks(self._group))
-            _beside[self._group] = new_group(members, "prepares to save in the background", backend="gloo")
-        return Ranks(_beside[self._group])
+        if self.group not in _beside:
+            members = tuple(dist.get_process_group_ranks(self.group))
+            _beside[self.group] = new_group(members, "prepares to save in the background", backend="gloo")
+        return Ranks(_beside[self.group])
 
     def exchange(self, doing: str, work: Callable[[], T]) -> list[T]:
         """Let every rank do its `work`; what each returned, in the order of ranks. Collective.
@@ -80,7 +81,7 @@ class Ranks:
         if self.world == 1:
             return [value]
         answers: list[Any] = [None] * self.world
-        dist.all_gather_object(answers, value, group=self._group)
+        dist.all_gather_object(answers, value, group=self.group)
         return answers
 
 

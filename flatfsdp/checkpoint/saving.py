@@ -69,6 +69,11 @@ class Contents:
         copies = {key: _copied(tensor) for key, tensor in self.tensors.items()}
         return Contents(copies, self.values, self.paths)
 
+    def __or__(self, other: Contents) -> Contents:
+        return Contents(
+            {**self.tensors, **other.tensors}, {**self.values, **other.values}, {**self.paths, **other.paths}
+        )
+
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, OwnedInterval | torch.nn.Parameter) or type(tensor) in (torch.Tensor, torch.nn.Buffer)

@@ -29,24 +29,24 @@ def state_of(rank: int, world: int, *, fill: float | None = None, add: float = 0
         if fill is None:
             value.local.add_(add)
     model["buffer"] = torch.full((3, 2), 7.0 + add) if fill is None else torch.full((3, 2), fill)
-    return {"model": model}
+    return model
 
 
 def require_equal(state: dict[str, Any], rank: int, world: int, add: float = 0.0) -> None:
-    for key, value in state_of(rank, world, add=add)["model"].items():
-        mine = state["model"][key]
+    for key, value in state_of(rank, world, add=add).items():
+        mine = state[key]
         assert torch.equal(getattr(mine, "local", mine), getattr(value, "local", value)), key
 
 
 def save(rank: int, world: int, path: str, add: float = 0.0, **kwargs: Any) -> None:
     extra = {"step": 3, "betas": (0.9, 0.999), "rng": {str(rank): torch.arange(rank + 1)}}
-    checkpoint.save(path, state=state_of(rank, world, add=add) | {"extra": extra}, **kwargs)
+    checkpoint.save(path, model=state_of(rank, world, add=add), extra=extra, **kwargs)
 
 
 def load(rank: int, world: int, path: str, add: float = 0.0) -> set[int]:
     """Returns the ranks whose own extra tensors there are."""
     state = state_of(rank, world, fill=-1.0)
-    extra = checkpoint.load(path, state=state)
+    extra = checkpoint.load(path, model=state)
     require_equal(state, rank, world, add)
     assert extra["step"] == 3 and extra["betas"] == (0.9, 0.999)
     assert all(numbers.tolist() == list(range(int(saver) + 1)) for saver, numbers in extra["rng"].items())
@@ -76,7 +76,7 @@ def test_any_world_loads_what_any_world_saved(tmp_path: Path) -> None:
 def through_dcp(rank: int, world: int, path: str) -> None:
     save(rank, world, f"{path}/ours")
     state = state_of(rank, world, fill=-1.0)
-    dcp.load(state, checkpoint_id=f"{path}/ours")
+    dcp.load({"model": state}, checkpoint_id=f"{path}/ours")
     require_equal(state, rank, world)
     plain = {"model": {name: torch.full_like(whole(spec), -1.0) for name, spec in SPECS.items()}}
     dcp.load(plain, checkpoint_id=f"{path}/ours")
@@ -99,9 +99,9 @@ def replicas(rank: int, world: int, path: str) -> list[int]:
     """Two copies of two shards: ranks 0 and 2 hold the same, and so do 1 and 3."""
     counting = Counting()
     with through(counting):
-        checkpoint.save(path, state=state_of(rank % 2, 2))
+        checkpoint.save(path, model=state_of(rank % 2, 2))
     state = state_of(rank, world, fill=-1.0)
-    checkpoint.load(path, state=state)
+    checkpoint.load(path, model=state)
     require_equal(state, rank, world)
     return [size for operation, name, size in counting.operations if operation == "write" and name.endswith("distcp")]
 
@@ -110,7 +110,7 @@ def test_replicas_share_the_writing(run: Run, tmp_path: Path) -> None:
     written = run(4, replicas, str(tmp_path / "x"))
     archives = [len(sizes) for sizes in written]
     assert sum(archives) == sum(
-        len(getattr(value, "boxes", [0])) for rank in (0, 1) for value in state_of(rank, 2)["model"].values()
+        len(getattr(value, "boxes", [0])) for rank in (0, 1) for value in state_of(rank, 2).values()
     ) - len(["buffer"])  # held whole by both
     assert all(archives), archives
 
@@ -119,7 +119,7 @@ def fewer_bytes(rank: int, world: int, path: str) -> int:
     state = state_of(rank, world, fill=-1.0)
     counting = Counting()
     with through(counting):
-        checkpoint.load(path, state=state, verify=False)
+        checkpoint.load(path, model=state, verify=False)
     require_equal(state, rank, world)
     return sum(size for operation, name, size in counting.operations if operation == "read" and "distcp" in name)
 
@@ -148,11 +148,11 @@ def cached(rank: int, world: int, path: str) -> list[int]:
     try:
         for add in (0.0, 1.0, 2.0):
             sizes.append([])
-            checkpoint.save(path, state=state_of(rank, world, add=add), overwrite=True)
+            checkpoint.save(path, model=state_of(rank, world, add=add), overwrite=True)
     finally:
         dist.all_gather_object = gather
     state = state_of(rank, world, fill=-1.0)
-    checkpoint.load(path, state=state)
+    checkpoint.load(path, model=state)
     require_equal(state, rank, world, 2.0)
     return [len(sizes[0]), len(sizes[1]), len(sizes[2]), max(sizes[2])]
 
@@ -184,7 +184,7 @@ def test_a_complete_checkpoint_is_replaced_only_on_demand(run: Run, tmp_path: Pa
 
 def different_values(rank: int, world: int, path: str) -> str:
     try:
-        checkpoint.save(path, state={"extra": {"seed": rank, "same": 1}})
+        checkpoint.save(path, extra={"seed": rank, "same": 1})
     except CheckpointError as error:
         return str(error)
     return ""
@@ -201,7 +201,7 @@ def test_values_that_differ_between_ranks_need_names_that_differ(pool2: Run, tmp
 def one_rank_fails(rank: int, world: int, path: str) -> str:
     value = (lambda: None) if rank == 1 else None
     try:
-        checkpoint.save(path, state={"extra": {f"hook{rank}": value}})
+        checkpoint.save(path, extra={f"hook{rank}": value})
     except CheckpointError as error:
         return str(error)
     return ""
@@ -213,11 +213,11 @@ def test_a_value_that_one_rank_cannot_save_is_told_on_all(pool2: Run, tmp_path: 
 
 
 def unfit(rank: int, world: int, path: str, strict: bool) -> str:
-    state = state_of(rank, world, fill=-1.0)["model"]
+    state = state_of(rank, world, fill=-1.0)
     state["another"] = state.pop("buffer")
     state["one"] = torch.zeros(5)
     try:
-        checkpoint.load(path, state={"model": state}, strict=strict)
+        checkpoint.load(path, model=state, strict=strict)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -259,7 +259,7 @@ def own_folder(rank: int, world: int, path: str, per_node: bool) -> str:
 
 def load_said(rank: int, world: int, path: str) -> str:
     try:
-        checkpoint.load(path, state=state_of(rank, world, fill=-1.0))
+        checkpoint.load(path, model=state_of(rank, world, fill=-1.0))
     except CheckpointError as error:
         return str(error)
     return ""
@@ -328,24 +328,24 @@ def test_killed_at_any_moment_a_good_checkpoint_is_there(tmp_path: Path) -> None
         return {"model": {f"w{each}": torch.full((each + 1,), number) for each in range(40)}, "extra": {"n": number}}
 
     def good() -> float:
-        held = {"model": {f"w{each}": torch.full((each + 1,), -1.0) for each in range(40)}}
-        found = checkpoint.load(path, state=held)["n"]
-        assert all(torch.equal(value, torch.full_like(value, found)) for value in held["model"].values())
+        held = {f"w{each}": torch.full((each + 1,), -1.0) for each in range(40)}
+        found: float = checkpoint.load(path, model=held)["n"]
+        assert all(torch.equal(value, torch.full_like(value, found)) for value in held.values())
         return found
 
-    checkpoint.save(path, state=state(0.0))
+    checkpoint.save(path, **state(0.0))
     with through(counting):
-        checkpoint.save(path, state=state(1.0), overwrite=True)
+        checkpoint.save(path, **state(1.0), overwrite=True)
     moments = sum(operation not in ("read", "open") for operation, _, _ in counting.operations)
     assert moments > 50
     before = 1.0
     for moment in range(moments):
         with through(Mortal(moment)), pytest.raises(Killed):
-            checkpoint.save(path, state=state(moment + 2.0), overwrite=True)
+            checkpoint.save(path, **state(moment + 2.0), overwrite=True)
         after = good()
         assert after in (before, moment + 2.0), moment
         if moment % 3:  # the next save finds what this one left, or what several did
-            checkpoint.save(path, state=state(moment + 2.5), overwrite=True)
+            checkpoint.save(path, **state(moment + 2.5), overwrite=True)
             before = good()
             assert before == moment + 2.5
             assert {each.name for each in tmp_path.iterdir() if not each.name.endswith(".token")} == {"x"}
@@ -358,15 +358,15 @@ def test_killed_at_any_moment_a_good_checkpoint_is_there(tmp_path: Path) -> None
 
 def in_background(rank: int, world: int, path: str) -> None:
     state = state_of(rank, world)
-    saving = checkpoint.async_save(f"{path}/x", state=state | {"extra": {"step": 3}})
-    for value in state["model"].values():
+    saving = checkpoint.async_save(f"{path}/x", model=state, extra={"step": 3})
+    for value in state.values():
         getattr(value, "local", value).fill_(-5.0)  # the training goes on
     total = torch.ones(1)
     dist.all_reduce(total)  # and its messages do not meet those of the thread
     saving.result()
     assert saving.done() and total.item() == world
     held = state_of(rank, world, fill=-1.0)
-    checkpoint.load(f"{path}/x", state=held)
+    checkpoint.load(f"{path}/x", model=held)
     require_equal(held, rank, world)
 
 
@@ -385,30 +385,30 @@ class Slow(Counting):
 
 def test_a_save_in_the_background_is_not_waited_for(tmp_path: Path) -> None:
     with through(Slow()):
-        saving = checkpoint.async_save(tmp_path / "x", state=state_of(0, 1))
+        saving = checkpoint.async_save(tmp_path / "x", model=state_of(0, 1))
         assert not saving.done()
         with pytest.raises(TimeoutError, match=r"not complete after 0\.01 seconds"):
             saving.result(0.01)
         saving.result()
     state = state_of(0, 1, fill=-1.0)
-    checkpoint.load(tmp_path / "x", state=state)
+    checkpoint.load(tmp_path / "x", model=state)
     require_equal(state, 0, 1)
 
 
 def errors_later(rank: int, world: int, path: str) -> list[str]:
     said = []
     with through(Full(100 if rank == 1 else 2**40)):
-        saving = checkpoint.async_save(f"{path}/a", state=state_of(rank, world))
+        saving = checkpoint.async_save(f"{path}/a", model=state_of(rank, world))
         try:
             saving.result()
         except CheckpointError as error:
             said.append(str(error))
-        checkpoint.async_save(f"{path}/b", state=state_of(rank, world)).done()
+        checkpoint.async_save(f"{path}/b", model=state_of(rank, world)).done()
         try:
-            checkpoint.save(f"{path}/c", state=state_of(rank, world))
+            checkpoint.save(f"{path}/c", model=state_of(rank, world))
         except CheckpointError as error:
             said.append(str(error))
-    checkpoint.save(f"{path}/d", state=state_of(rank, world))
+    checkpoint.save(f"{path}/d", model=state_of(rank, world))
     return said
 
 
@@ -421,9 +421,9 @@ def test_an_error_in_the_background_is_told_by_its_result_or_by_the_next_save(po
 
 
 def fails_to_stage(rank: int, world: int, path: str) -> str:
-    state = {"model": {"w": torch.zeros(2, device="meta") if rank == 0 else torch.zeros(2)}}
+    state = {"w": torch.zeros(2, device="meta") if rank == 0 else torch.zeros(2)}
     try:
-        checkpoint.async_save(path, state=state).result()
+        checkpoint.async_save(path, model=state).result()
     except CheckpointError as error:
         return str(error)
     return ""

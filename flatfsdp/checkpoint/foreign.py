@@ -1,0 +1,78 @@
+"""Folders that torch.distributed.checkpoint (DCP) wrote for FSDP1, FSDP2 or anybody: read by DCP itself.
+
+Their table of contents and their plain values are pickles: reading them runs whatever code they name. So only with
+`trust=True`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ..errors import CheckpointError
+from .nested import Path, unflatten
+from .ranks import Ranks
+
+__all__ = ["Foreign"]
+
+
+class Foreign:
+    """A folder of DCP's, trusted.
+
+    Where it holds a model's parameters under their bare names, "model" is put in front of them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._metadata: Metadata = dcp.FileSystemReader(path).read_metadata()
+        saved = self._metadata.state_dict_metadata
+        named = any(key.startswith(("model.", "optimizer.")) for key in saved)
+        self._names = {key if named else f"model.{key}": key for key in saved}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, by key ([Note: keys])."""
+        saved = self._metadata.state_dict_metadata
+        found = {name: saved[key] for name, key in self._names.items()}
+        return {name: tuple(each.size) for name, each in found.items() if isinstance(each, TensorStorageMetadata)}
+
+    def path_of(self, name: str) -> Path:
+        """The path of a key."""
+        data = self._metadata.planner_data or {}
+        steps = data.get(self._names[name], (self._names[name],))
+        path: Path = tuple((step,) if isinstance(step, int) else step for step in steps)
+        return path if name == self._names[name] else ("model", *path)
+
+    def read(
+        self, ranks: Ranks, targets: Mapping[str, torch.Tensor], parts: Collection[str]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Fill `targets`; returns the plain values under the first names `parts`, and all that is under other names.
+
+        Collective.
+        """
+        saved = self._metadata.state_dict_metadata
+        wanted: dict[str, Any] = {name: target for name, target in targets.items() if name in self._names}
+        values: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        for name, key in self._names.items():
+            each = saved[key]
+            inside = self.path_of(name)[0] in parts
+            if not isinstance(each, TensorStorageMetadata):
+                (values if inside else others)[name] = None
+            elif not inside:
+                others[name] = torch.empty(each.size, dtype=each.properties.dtype)
+        state = {self._names[name]: value for name, value in (wanted | values | others).items()}
+        try:
+            dcp.load(state, checkpoint_id=self._path, process_group=ranks.group)
+        except dcp.CheckpointException as error:
+            told = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+            raise CheckpointError(f"loading {self._path}: {told}") from error
+        return {name: state[self._names[name]] for name in values}, {name: state[self._names[name]] for name in others}
+
+    def nested(self, leaves: Mapping[str, Any]) -> dict[Any, Any]:
+        """Leaves by key as the nested state that they were."""
+        return unflatten(leaves, {name: self.path_of(name) for name in leaves})

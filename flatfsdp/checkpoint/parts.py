@@ -1,0 +1,120 @@
+"""A model and its optimizer as parts of a checkpoint: what this rank owns of them, and how they take it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import ConfigValueError, refuse_type
+from ..fully_sharded_data_parallel import FullyShardedDataParallel
+from ..state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
+
+__all__ = ["Part", "parts_of"]
+
+
+class Part(Protocol):
+    """One part, under its name in the checkpoint.
+
+    Attributes:
+        is_copy: whether nobody else has the tensors of `state`.
+        state: nested mappings.
+    """
+
+    name: str
+    is_copy: bool
+    state: Mapping[str, Any]
+
+    def take(self) -> None:
+        """Find `state`. Collective."""
+
+    def load(self, read: Mapping[str, Any]) -> None:
+        """Take back `read`, which is `state` with the values of the checkpoint. Collective."""
+
+
+class _Given:
+    """A state dict that the user has made, and will load."""
+
+    is_copy = False
+
+    def __init__(self, name: str, state: Mapping[str, Any]) -> None:
+        self.name, self.state = name, state
+
+    def take(self) -> None: ...
+
+    def load(self, read: Mapping[str, Any]) -> None: ...
+
+
+class _Model:
+    name = "model"
+    is_copy = True
+    state: Mapping[str, Any]
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def take(self) -> None:
+        with _sharded(self._model):
+            self.state = self._model.state_dict()
+
+    def load(self, read: Mapping[str, Any]) -> None:
+        with _sharded(self._model):
+            self._model.load_state_dict(self.state)
+
+
+class _Optimizer:
+    name = "optimizer"
+    is_copy = True
+    state: Mapping[str, Any]
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self._optimizer, self._model = optimizer, model
+
+    def take(self) -> None:
+        with _sharded(self._model):
+            self.state = FullyShardedDataParallel.optim_state_dict(self._model, self._optimizer)
+
+    def load(self, read: Mapping[str, Any]) -> None:
+        with _sharded(self._model):
+            FullyShardedDataParallel.optim_state_dict_to_load(
+                self._model, self._optimizer, {"state": {}, **read}, load_directly=True
+            )
+
+
+def _sharded(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, state dicts hold what this rank owns, in memory of its own on the CPU."""
+    return FullyShardedDataParallel.state_dict_type(
+        model,
+        "SHARDED",
+        ShardedStateDictConfig(offload_to_cpu=True),
+        ShardedOptimStateDictConfig(offload_to_cpu=True),
+    )
+
+
+def parts_of(model: Any, optimizer: Any) -> list[Part]:
+    """The parts, for arguments as users give them.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: arguments of a wrong type, or an optimizer without its model.
+    """
+    parts: list[Part] = []
+    if isinstance(model, nn.Module):
+        parts.append(_Model(model))
+    elif isinstance(model, Mapping):
+        parts.append(_Given("model", model))
+    elif model is not None:
+        refuse_type("model", model, "a module, or a state dict")
+    if isinstance(optimizer, Optimizer):
+        if not isinstance(model, nn.Module):
+            raise ConfigValueError(
+                "optimizer: its state is saved by the names of the model's parameters; pass model= as a module, too"
+            )
+        parts.append(_Optimizer(optimizer, model))
+    elif isinstance(optimizer, Mapping):
+        parts.append(_Given("optimizer", optimizer))
+    elif optimizer is not None:
+        refuse_type("optimizer", optimizer, "an optimizer, or a state dict")
+    return parts

@@ -1,0 +1,277 @@
+"""A model and its optimizer, saved by some ranks and loaded by others, wrapped otherwise; for and by torch's own."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as FSDP1Policy
+
+from flatfsdp import FullyShardedDataParallel as FSDP
+from flatfsdp import checkpoint
+from flatfsdp.errors import CheckpointError, ConfigValueError
+from tests.harness import pool
+from tests.harness.models import Feedforward, Low, Motley
+from tests.pool.corners import Net, Setting, data, loss_of, seeded
+from tests.pool.test_optim_state import Corners, different
+
+UNITS = (Feedforward, Low, Motley)
+
+
+class Trained:
+    """A wrapped model and its AdamW, which all ranks feed the same."""
+
+    def __init__(self, setting: Setting, units: tuple[type[nn.Module], ...] = UNITS) -> None:
+        inside = seeded(Corners)
+        inside.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.model = setting.wrap(inside, units, ignored_modules=[inside.outside])
+        floating = [p for p in self.model.parameters() if p.is_floating_point()]
+        self.optim = torch.optim.AdamW(floating, lr=0.01)
+
+    def train(self, first: int, steps: int = 2) -> Trained:
+        for step in range(first, first + steps):
+            self.optim.zero_grad()
+            loss_of(self.model(data(0, step))).backward()
+            self.model.mean += step
+            self.optim.step()
+        return self
+
+    def whole(self) -> dict[str, Any]:
+        """The whole state of both. Collective."""
+        with FSDP.state_dict_type(self.model, "FULL"):
+            return {
+                "model": {key: value.clone() for key, value in self.model.state_dict().items()},
+                "optimizer": FSDP.full_optim_state_dict(self.model, self.optim, rank0_only=False),
+            }
+
+
+def save(rank: int, world: int, path: str, setting: Setting) -> None:
+    trained = Trained(setting).train(0)
+    checkpoint.save(f"{path}/now", model=trained.model, optimizer=trained.optim, extra={"step": 2})
+    saving = checkpoint.async_save(f"{path}/later", model=trained.model, optimizer=trained.optim, extra={"step": 2})
+    states = {"saved": trained.whole()}
+    states["next"] = trained.train(2).whole()
+    saving.result()
+    if rank == 0:
+        torch.save((world, states), f"{path}/whole.pt")
+
+
+def load(rank: int, world: int, path: str, setting: Setting, units: tuple[type[nn.Module], ...]) -> None:
+    saved_by, states = torch.load(f"{path}/whole.pt", weights_only=False)
+    for name in ("now", "later"):
+        trained = Trained(setting, units)
+        assert checkpoint.load(f"{path}/{name}", model=trained.model, optimizer=trained.optim) == {"step": 2}
+        require_equal(trained.whole(), states["saved"])
+    found, expected = trained.train(2).whole(), states["next"]
+    if saved_by == world and setting.strategy == "FULL_SHARD" and units == UNITS:
+        require_equal(found, expected)
+    else:  # sums come in another order
+        for key, value in expected["model"].items():
+            torch.testing.assert_close(
+                found["model"][key], value, rtol=2e-2 if value.dtype.itemsize == 2 else 1e-4, atol=1e-5
+            )
+
+
+def require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["model"].keys() == expected["model"].keys()
+    for key, value in expected["model"].items():
+        assert found["model"][key].dtype == value.dtype and torch.equal(found["model"][key], value), key
+    assert not list(different(found["optimizer"]["state"], expected["optimizer"]["state"]))
+    groups = [found["optimizer"]["param_groups"], expected["optimizer"]["param_groups"]]
+    for one, other in zip(*groups, strict=True):
+        assert {**one, "params": sorted(one["params"])} == {**other, "params": sorted(other["params"])}
+
+
+ORIG, FLAT = Setting(orig=True), Setting(orig=False)
+
+
+@pytest.mark.parametrize(
+    ("world", "setting", "readers"),
+    [
+        (4, Setting("HYBRID_SHARD"), [(1, ORIG, UNITS), (2, FLAT, UNITS), (3, ORIG, ()), (4, ORIG, UNITS)]),
+        (3, FLAT, [(3, FLAT, UNITS), (2, Setting("NO_SHARD"), UNITS), (4, Setting("SHARD_GRAD_OP"), (Low,))]),
+        (2, Setting(offload=True), [(2, ORIG, UNITS), (1, FLAT, UNITS)]),
+    ],
+    ids=["hybrid", "flat", "offload"],
+)
+def test_any_world_and_wrapping_loads_what_any_saved(
+    tmp_path: Path, world: int, setting: Setting, readers: list[tuple[int, Setting, tuple[type[nn.Module], ...]]]
+) -> None:
+    pool.run(world, save, str(tmp_path), setting)
+    for reader, as_setting, units in readers:
+        pool.run(reader, load, str(tmp_path), as_setting, units)
+
+
+def before_the_first_step(rank: int, world: int, path: str) -> None:
+    fresh = Trained(ORIG)
+    checkpoint.save(path, model=fresh.model, optimizer=fresh.optim)
+    resumed = Trained(FLAT)
+    checkpoint.load(path, model=resumed.model, optimizer=resumed.optim)
+    require_equal(resumed.train(0).whole(), fresh.train(0).whole())
+
+
+def test_resuming_before_the_first_step_restores_everything(pool2: Any, tmp_path: Path) -> None:
+    pool2(before_the_first_step, str(tmp_path / "x"))
+
+
+def only_the_model(rank: int, world: int, path: str) -> str:
+    trained = Trained(ORIG).train(0)
+    checkpoint.save(path, model=trained.model, optimizer=trained.optim)
+    whole = trained.whole()["model"]
+    other = Trained(FLAT)
+    checkpoint.load(path, model=other.model)
+    found = other.whole()["model"]
+    assert all(torch.equal(found[key], whole[key]) for key in whole)
+    plain = {key: torch.zeros_like(value) for key, value in whole.items()}
+    checkpoint.load(path, model=plain)  # a state dict of whole tensors will do
+    assert all(torch.equal(plain[key], whole[key]) for key in whole)
+    smaller = Setting().wrap(seeded(lambda: Net(depth=1)), UNITS)
+    try:
+        checkpoint.load(path, model=smaller)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_part_may_be_loaded_alone_and_another_model_is_refused(pool2: Any, tmp_path: Path) -> None:
+    for said in pool2(only_the_model, str(tmp_path / "x")):
+        assert (
+            "missing in the checkpoint: model.head.weight, model.head.bias; in the checkpoint, but not wanted: " in said
+        )
+        assert "model.outside.bias" in said and "optimizer" not in said
+
+
+def test_an_optimizer_needs_its_model(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigValueError, match=r"^optimizer: its state is saved by the names of the model's param"):
+        checkpoint.save(tmp_path / "x", optimizer=torch.optim.Adam(model.parameters()))
+
+
+def test_a_model_that_nothing_wrapped_is_a_model_too(tmp_path: Path) -> None:
+    def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 3)
+        return model, torch.optim.Adam(model.parameters())
+
+    model, optim = plain()
+    model(torch.ones(1, 2)).sum().backward()
+    optim.step()
+    checkpoint.save(tmp_path / "x", model=model, optimizer=optim)
+    other, other_optim = plain()
+    checkpoint.load(tmp_path / "x", model=other, optimizer=other_optim)
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(other_optim.state[other.bias]["exp_avg"], optim.state[model.bias]["exp_avg"])
+
+
+# --- torch's own ------------------------------------------------------------------------------------------------------
+
+
+def peer(kind: str, depth: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = seeded(lambda: Net(depth=depth))
+    if kind == "fsdp1":
+        model: nn.Module = FSDP1(
+            net, auto_wrap_policy=FSDP1Policy({Feedforward}), use_orig_params=True, device_id=torch.device("cpu")
+        )
+    elif kind == "fsdp2":
+        for block in net.blocks:
+            fully_shard(block)
+        model = fully_shard(net)
+    elif kind == "ours":
+        model = Setting().wrap(net, UNITS)
+    else:
+        model = net
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def steps(model: nn.Module, optim: torch.optim.Optimizer, first: int) -> list[float]:
+    losses = []
+    for step in range(first, first + 3):
+        optim.zero_grad()
+        loss = loss_of(model(data(0, step)))
+        loss.backward()
+        optim.step()
+        losses.append(loss.item())
+    return losses
+
+
+def torchs_state(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    of_model, of_optim = dcp_state.get_state_dict(model, optim)
+    return {"model": of_model, "optimizer": of_optim}
+
+
+def from_torch(rank: int, world: int, path: str, kind: str) -> list[str]:
+    warnings.simplefilter("ignore", FutureWarning)  # FSDP1's, of its own ShardedTensor
+    model, optim = peer(kind)
+    steps(model, optim, 0)
+    dcp.save(torchs_state(model, optim) | {"step": 3, "noise": torch.arange(3)}, checkpoint_id=path)
+    expected = steps(model, optim, 3)
+    model, optim = peer("ours")
+    said = []
+    try:
+        checkpoint.load(path, model=model, optimizer=optim)
+    except CheckpointError as error:
+        said.append(str(error))
+    rest = checkpoint.load(path, model=model, optimizer=optim, trust=True)
+    assert rest["step"] == 3 and torch.equal(rest["noise"], torch.arange(3))
+    found = steps(model, optim, 3)
+    assert found == pytest.approx(expected, rel=1e-5), kind
+    return said
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "plain"])
+def test_what_torch_saved_is_loaded_on_trust(pool2: Any, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "x"
+    for (said,) in pool2(from_torch, str(path), kind):
+        assert said == (
+            f"loading {path}: ranks 0, 1: torch.distributed.checkpoint saved it, not flatfsdp. Its table of contents "
+            "is a pickle, and reading a pickle runs whatever code it names; pass trust=True if you know who wrote it"
+        )
+
+
+def to_torch(rank: int, world: int, path: str, kind: str) -> None:
+    warnings.simplefilter("ignore", FutureWarning)
+    model, optim = peer("ours")
+    steps(model, optim, 0)
+    checkpoint.save(path, model=model, optimizer=optim)
+    expected = steps(model, optim, 3)
+    model, optim = peer(kind)
+    state = torchs_state(model, optim)
+    dcp.load(state, checkpoint_id=path)
+    dcp_state.set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert steps(model, optim, 3) == pytest.approx(expected, rel=1e-5), kind
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "plain"])
+def test_torch_loads_what_we_saved(pool2: Any, tmp_path: Path, kind: str) -> None:
+    pool2(to_torch, str(tmp_path / "x"), kind)
+
+
+def bare_names(rank: int, world: int, path: str) -> None:
+    plain = seeded(Net)
+    dcp.save(
+        {"head.weight": torch.ones_like(plain.head.weight)} | plain.blocks.state_dict(prefix="blocks."),
+        checkpoint_id=path,
+    )
+    model, _ = peer("ours")
+    checkpoint.load(path, model=model, trust=True, strict=False)
+    with FSDP.state_dict_type(model, "FULL"):
+        found = model.state_dict()
+    assert torch.equal(found["head.weight"], torch.ones_like(plain.head.weight))
+    assert torch.equal(found["head.bias"], plain.head.bias)
+    try:
+        checkpoint.load(path, model=model, trust=True)
+    except CheckpointError as error:
+        assert "missing in the checkpoint: model.head.bias" in str(error)
+    else:
+        raise AssertionError
+
+
+def test_bare_names_of_torchs_are_those_of_the_model(pool2: Any, tmp_path: Path) -> None:
+    pool2(bare_names, str(tmp_path / "x"))
