@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -98,7 +99,7 @@ class Group:
         ranks = tuple(dist.get_process_group_ranks(process_group))
         return Group(process_group, ranks, dist.get_rank(process_group), backend)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Ranks on the axis."""
         return len(self.ranks)
@@ -453,7 +454,7 @@ class GroupPlan:
         axes = (axis.process_group for axis in (self.shard, self.scatter, self.replicate) if axis is not None)
         return {group for group in (*given, *axes, dist.group.WORLD) if group is not None}
 
-    @property
+    @cached_property
     def world(self) -> int:
         """Ranks whose gradients are averaged."""
         return self.shard.size * (self.replicate.size if self.replicate is not None else 1)

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -285,17 +286,15 @@ class FlatParamHandle:
 
     # -- unshard and reshard -----------------------------------------------------------------------------------------
 
-    def _target(self, dtype: torch.dtype) -> Unsharded:
-        found = self._unsharded.get(dtype)
-        if found is None:
-            is_shard = self.whole and dtype == self.shard.dtype and not self.offload
-            buffer = (
-                None
-                if is_shard
-                else FlatBuffer(self.layout.padded_numel, dtype, self.device, ledger=self.ledger, kind="unsharded")
-            )
-            found = self._unsharded[dtype] = Unsharded(buffer)
-        return found
+    def _new_target(self, dtype: torch.dtype) -> Unsharded:
+        is_shard = self.whole and dtype == self.shard.dtype and not self.offload
+        buffer = (
+            None
+            if is_shard
+            else FlatBuffer(self.layout.padded_numel, dtype, self.device, ledger=self.ledger, kind="unsharded")
+        )
+        made = self._unsharded[dtype] = Unsharded(buffer)
+        return made
 
     def launch_unshard(self, transport: Transport, lane: Lane, *, dtype: torch.dtype) -> None:
         """Issue the all-gather in `dtype`. Collective over the shard axis.
@@ -319,7 +318,7 @@ class FlatParamHandle:
         """
         assert self.portion is not None
         self.state = step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
-        target = self._active = self._target(self.portion.dtype)
+        target = self._active = self._unsharded.get(self.portion.dtype) or self._new_target(self.portion.dtype)
         assert target.buffer is not None
         with lane.running():
             target.buffer.allocate()
@@ -343,9 +342,10 @@ class FlatParamHandle:
 
         Precondition: sharded. Postcondition: gathering; the caller issues the gather. A portion is dropped.
         """
-        self.drop_portion()
+        if self.portion is not None:
+            self.drop_portion()
         self.state = step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
-        target = self._active = self._target(dtype)
+        target = self._active = self._unsharded.get(dtype) or self._new_target(dtype)
         self._pending = None
         if target.buffer is None:
             return None
@@ -363,7 +363,7 @@ class FlatParamHandle:
             self._pending.wait()
             self._pending = None
         self.state = step(self.state, ShardState.UNSHARDED, SHARD_STEPS, self.name, None)
-        active = self._require_active()
+        active = self._active or self._refuse_sharded()
         if not active.views:
             active.views = full_views(self.shard if active.buffer is None else active.buffer.tensor, self.layout)
         writes = self._writes
@@ -385,7 +385,7 @@ class FlatParamHandle:
         Precondition: unsharded. Postcondition: sharded; the caller lets the leaves show something else at once.
         """
         self.state = step(self.state, ShardState.SHARDED, SHARD_STEPS, self.name, None)
-        buffer = self._require_active().buffer
+        buffer = (self._active or self._refuse_sharded()).buffer
         if buffer is not None:
             self._versions.on_free()
         self._active = None
@@ -408,7 +408,7 @@ class FlatParamHandle:
     @property
     def place(self) -> FlatBuffer:
         """The unsharded buffer; only while unsharded, and where it is not the shard."""
-        buffer = self._require_active().buffer
+        buffer = (self._active or self._refuse_sharded()).buffer
         assert buffer is not None
         return buffer
 
@@ -427,7 +427,7 @@ class FlatParamHandle:
                 f"to_cpu() of unit {self.name or '<root>'!r}: expected unsharded parameters apart from their shard, as "
                 f"inside its forward; they are {'not sharded at all' if self.whole else self.state.value}"
             )
-        buffer = self._require_active().buffer
+        buffer = (self._active or self._refuse_sharded()).buffer
         assert buffer is not None
         numel = self.layout.unpadded_numel
         on_cpu = torch.empty(numel, dtype=buffer.tensor.dtype, device="cpu")
@@ -450,12 +450,12 @@ class FlatParamHandle:
     @property
     def unsharded_views(self) -> list[torch.Tensor]:
         """The parameters as N-D views of the unsharded buffer; only while unsharded."""
-        return self._require_active().views
+        return (self._active or self._refuse_sharded()).views
 
     @property
     def unsharded(self) -> torch.Tensor:
         """The unsharded flat parameter, 1-D and padded; only while unsharded."""
-        active = self._require_active()
+        active = self._active or self._refuse_sharded()
         return self.shard if active.buffer is None else active.buffer.tensor
 
     def buffer(self, dtype: torch.dtype) -> FlatBuffer | None:
@@ -494,10 +494,8 @@ class FlatParamHandle:
         versions = zip(self.layout.params, self.leaves, self._filled_versions, strict=True)
         return [spec.name for spec, leaf, seen in versions if leaf._version != seen]
 
-    def _require_active(self) -> Unsharded:
-        if self._active is None:
-            raise InternalError(f"{self.name}: the unsharded parameter was asked for while {self.state.value}")
-        return self._active
+    def _refuse_sharded(self) -> NoReturn:
+        raise InternalError(f"{self.name}: the unsharded parameter was asked for while {self.state.value}")
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Size], list[torch.dtype]]:

@@ -65,6 +65,7 @@ class Gradients:
         expected: indices of the leaves whose gradients this backward awaits.
         arrived: those that came.
         missing: those that are awaited still.
+        sharing: gradients go to the parameters' places. [Note: slot sharing]
     """
 
     def __init__(self, handle: FlatParamHandle, shown: Shown) -> None:
@@ -77,7 +78,7 @@ class Gradients:
         self._buffers: dict[torch.dtype, tuple[FlatBuffer, list[torch.Tensor]]] = {}
         self._slots: list[torch.Tensor] = []
         self._filled: set[int] = set()
-        self._collected: list[tuple[int, torch.Tensor]] = []
+        self._collected: dict[int, torch.Tensor] = {}
         self._collected_bytes = 0
         self._before = self._after = 1.0
         self._hooked = False  # [Note: communication hooks]
@@ -85,9 +86,8 @@ class Gradients:
         self._taken: dict[int, torch.Tensor] | None = None
         self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
         self._accumulating = False
-        # [Note: slot sharing]: whether gradients go to the parameters' places; how to return them, once they are ours.
-        self._sharing = False
-        self._return_place: Callable[[FlatBuffer], None] | None = None
+        self.sharing = False
+        self._return_place: Callable[[FlatBuffer], None] | None = None  # once the places are ours
         # Microbatches without synchronisation came before: the next synchronised backward reduces, on every rank alike,
         # whether or not gradients arrived on this one.
         self.window_open = False
@@ -102,7 +102,7 @@ class Gradients:
         if self._taken is None:
             self._check_marks()
             self._taken = take_grads(self.handle.leaves)
-        else:
+        elif self._stand_ins:
             self._end_pause()
 
     def pause(self) -> None:
@@ -149,7 +149,7 @@ class Gradients:
         self._before, self._after = gradient_scaling(world, self.handle.precision.reduce, divide_by)
         if hooked:
             share, self._before = False, 1.0
-        self._sharing = share and self._buffer is None and self.handle.can_hold(self.handle.precision.reduce)
+        self.sharing = share and self._buffer is None and self.handle.can_hold(self.handle.precision.reduce)
 
     def excuse(self, indices: Iterable[int]) -> None:
         """Do not wait for the gradients of these leaves, which are zero on this rank."""
@@ -161,51 +161,46 @@ class Gradients:
         """Move `grad` (shaped like leaf `index`, compute dtype) into its slot, now or with the other small ones."""
         self.arrived.add(index)
         self.missing.discard(index)
+        if grad.is_sparse:
+            grad = grad.to_dense()
         size = grad.nbytes
-        if size > SMALL_BYTES or grad.is_sparse:
-            self._move([index], [grad])
+        if size > SMALL_BYTES:
+            self._move({index: grad})
             return
-        self._collected.append((index, grad))
+        if index in self._collected:
+            self._move_collected()
+        self._collected[index] = grad
         self._collected_bytes += size
         if self._collected_bytes > COLLECT_BYTES:
             self._move_collected()
 
     def _move_collected(self) -> None:
         if self._collected:
-            indices, grads = zip(*self._collected, strict=True)
-            self._collected = []
-            self._collected_bytes = 0
-            self._move(list(indices), list(grads))
+            collected, self._collected, self._collected_bytes = self._collected, {}, 0
+            self._move(collected)
 
-    def _move(self, indices: list[int], grads: list[torch.Tensor]) -> None:
+    def _move(self, grads: dict[int, torch.Tensor]) -> None:
+        """Copy gradients, by index of their leaf, into their slots, or add them to what came before."""
         self._open_buffer()
-        if self._sharing:
-            overwritten = set(indices) - self._filled
-            self.handle.overwrite(overwritten)
-            self._shown.hide(overwritten)
-        with _torch.no_grad():
-            grads = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
-            if self._before != 1.0:
-                grads = [grad * self._before for grad in grads]
-            fresh = [k for k, i in enumerate(indices) if i not in self._filled]
-            again = [k for k, i in enumerate(indices) if i in self._filled]
-            if len(set(indices)) != len(indices):  # the same leaf twice among the collected: one by one
-                for i, grad in zip(indices, grads, strict=True):
-                    slot = self._slots[i]
-                    slot.add_(grad) if i in self._filled else slot.copy_(grad)
-                    self._filled.add(i)
-                return
-            if fresh:
-                _torch.foreach_copy_([self._slots[indices[k]] for k in fresh], [grads[k] for k in fresh])
-            if again:
-                _torch.foreach_add_([self._slots[indices[k]] for k in again], [grads[k] for k in again])
-            self._filled.update(indices)
+        again = self._filled & grads.keys()
+        fresh = [i for i in grads if i not in again] if again else list(grads)
+        if self.sharing:
+            self.handle.overwrite(fresh)
+            self._shown.hide(fresh)
+        if self._before != 1.0:
+            grads = {i: grad * self._before for i, grad in grads.items()}
+        slots = self._slots
+        if fresh:
+            _torch.foreach_copy_([slots[i] for i in fresh], [grads[i] for i in fresh])
+        if again:
+            _torch.foreach_add_([slots[i] for i in again], [grads[i] for i in again])
+        self._filled.update(grads)
 
     def _open_buffer(self) -> None:
         if self._buffer is not None:
             return
         handle = self.handle
-        if self._sharing:
+        if self.sharing:
             self._buffer, self._slots = handle.place, handle.unsharded_views
             return
         dtype = handle.precision.accumulate if self._accumulating else handle.precision.reduce
@@ -228,14 +223,9 @@ class Gradients:
     # -- the parameters' own places ----------------------------------------------------------------------------------
 
     @property
-    def holds_place(self) -> bool:
-        """Whether gradients lie in places of parameters, and await their reduction."""
-        return self._sharing and bool(self.arrived)
-
-    @property
     def occupies_place(self) -> bool:
         """Whether gradients lie in places of parameters of which others may still be read."""
-        return self._sharing and self._return_place is None and bool(self.arrived)
+        return self.sharing and self._return_place is None and bool(self.arrived)
 
     def take_place(self, return_place: Callable[[FlatBuffer], None]) -> bool:
         """The handle is about to give its buffer up: keep it for the reduction, if gradients lie there.
@@ -243,7 +233,7 @@ class Gradients:
         `return_place` gives its memory back.
         """
         if not self.occupies_place:
-            self._sharing = False
+            self.sharing = False
             return False
         self._move_collected()
         self._open_buffer()
@@ -318,7 +308,8 @@ class Gradients:
     def settle(self) -> None:
         """Wait for the reductions and make them `.grad`, added to what was there. Precondition: leaves show the
         shard."""
-        self._end_pause()
+        if self._stand_ins:
+            self._end_pause()
         total: torch.Tensor | None = None
         for part in self._reducing:
             result = part.wait()
@@ -397,7 +388,7 @@ class Gradients:
     def drop(self) -> bool:
         """Forget a failed backward: what arrived, what is in flight, the window. True if a window was lost."""
         lost = self.window_open
-        self._collected = []
+        self._collected = {}
         self._collected_bytes = 0
         for part in self._reducing:
             part.discard()
@@ -409,7 +400,7 @@ class Gradients:
     def _close_window(self) -> None:
         if self._return_place is not None and self._buffer is not None:
             self._return_place(self._buffer)
-        elif self._buffer is not None and not self._sharing:
+        elif self._buffer is not None and not self.sharing:
             self._buffer.free()
         self._forget_buffer()
         self._marks = []
@@ -418,7 +409,7 @@ class Gradients:
         self._buffer = None
         self._slots = []
         self._filled = set()
-        self._sharing = False
+        self.sharing = False
         self._return_place = None
         self.window_open = False
 

@@ -14,6 +14,8 @@ from .policy.joining import join
 from .reduction import JoinedReduction, Part, Reduction
 from .unit import Unit
 
+REMEMBERED = 64  # sequences of units whose groups are known
+
 _apart = False
 
 
@@ -36,15 +38,21 @@ class Joining:
         """`most`: bytes of unsharded parameters that a group of units has; 0 to join none."""
         self._most = 0 if _apart else most
         self._bytes: dict[Unit, int] = {}  # of the small units
+        self._groups: dict[tuple[str, tuple[Unit, ...]], tuple[tuple[Unit, ...], ...]] = {}  # that were found before
 
     def weigh(self, units: Iterable[Unit]) -> None:
         """Find the small ones among `units`. Tied parameters are needed at other times than their unit."""
         sizes = {unit: sum(map(_unsharded_bytes, unit.handles)) for unit in units if not unit.is_tied}
         self._bytes = {unit: size for unit, size in sizes.items() if 0 < size <= self._most}
+        self.forget()
 
-    def gathers(self, sequence: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:
+    def forget(self) -> None:
+        """What users chose was changed: groups may be others."""
+        self._groups.clear()
+
+    def gathers(self, sequence: Iterable[Unit]) -> Iterable[tuple[Unit, ...]]:
         """`sequence`, the order of gathers, cut into groups."""
-        return self._cut(sequence, self._gather_of)
+        return self._cut("gathers", sequence, self._gather_of)
 
     def first_gather(self, unit: Unit, following: Iterable[Unit]) -> tuple[Unit, ...]:
         """`unit` with those `following` it that are gathered with it."""
@@ -58,18 +66,24 @@ class Joining:
                     return
                 yield each
 
-        return next(self.gathers(sharded()))
+        return next(join(sharded(), self._gather_of, most=self._most))
 
-    def reductions(self, sequence: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:
+    def reductions(self, sequence: Iterable[Unit]) -> Iterable[tuple[Unit, ...]]:
         """`sequence`, the order of reductions, cut into groups."""
-        return self._cut(sequence, self._reduction_of)
+        return self._cut("reductions", sequence, self._reduction_of)
 
     def _cut(
-        self, sequence: Iterable[Unit], key: Callable[[Unit], tuple[int, object] | None]
-    ) -> Iterator[tuple[Unit, ...]]:
+        self, what: str, sequence: Iterable[Unit], key: Callable[[Unit], tuple[int, object] | None]
+    ) -> Iterable[tuple[Unit, ...]]:
         if not self._bytes:  # asked at every step, and few models have small units
             return ((unit,) for unit in sequence)
-        return join(sequence, key, most=self._most)
+        units = tuple(sequence)
+        groups = self._groups.get((what, units))
+        if groups is None:
+            if len(self._groups) == REMEMBERED:  # of a model whose order is another at every step
+                self._groups.clear()
+            groups = self._groups[what, units] = tuple(join(units, key, most=self._most))
+        return groups
 
     def _gather_of(self, unit: Unit) -> tuple[int, object] | None:
         size = self._bytes.get(unit)

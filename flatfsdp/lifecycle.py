@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from .errors import InternalError
 from .trace import Trace
@@ -60,8 +60,13 @@ S = TypeVar("S", ShardState, Phase)
 
 def step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str, trace: Trace | None) -> S:
     """`target`, if the table allows it from `current`; else an `InternalError` with the end of the trace."""
-    if target in table[current]:
-        return target
+    if target not in table[current]:
+        refuse_step(current, target, table, who, trace)
+    return target
+
+
+def refuse_step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str, trace: Trace | None) -> NoReturn:
+    """Raise an `InternalError` with the end of the trace: the table does not lead from `current` to `target`."""
     story = "; ".join(map(str, trace.tail())) if trace is not None else "no trace yet"
     raise InternalError(
         f"unit {who!r} cannot go from {current.value} to {target.value} (allowed: "

@@ -34,6 +34,11 @@ class Limiter:
         self._held: list[Held] = []  # oldest first
         self._uploaded: object = None  # an event behind the last upload of an offloaded shard
 
+    @property
+    def holds_memory(self) -> bool:
+        """Whether anything was resharded that has its memory still."""
+        return bool(self._held)
+
     def give_back(self, unit: str, buffer: FlatBuffer) -> None:
         """Free `buffer`, memory of the lane, once the caller's stream is done with it."""
         if self._lane.is_callers:
@@ -43,8 +48,6 @@ class Limiter:
 
     def make_room(self, needed: FlatBuffer | None, *, ahead: bool) -> None:
         """Memory is about to be taken on the lane, for `needed` if that exists; `ahead` of its use."""
-        if not self._held:
-            return
         for held in self._held:
             if held.buffer is needed:
                 self._lane.await_mark(held.mark)

@@ -30,6 +30,8 @@ class Part:
         buffer: what is reduced: shape (padded_numel,), reduce dtype; None when it has been given back.
         reduction: what the part is in; None until that is issued.
         result: this rank's shard of the sum: shape (shard_numel,), reduce dtype; undefined until `reduction` is over.
+        scale: what the result is to be multiplied by still.
+        downloads: whether the result is sent on to the host.
         downloaded: the scaled result in host memory, in the optimizer's dtype; None where it is not sent there.
     """
 
@@ -57,8 +59,8 @@ class Part:
         self.hook = hook
         self.downloaded: torch.Tensor | None = None
         self._give_back = give_back
-        self._scale = scale
-        self._download = download
+        self.scale = scale
+        self.downloads = download
         self._downloading = DONE
 
     @property
@@ -92,16 +94,16 @@ class Part:
             if work is not None:
                 work.wait()
             lane.follow_compute()
-        if self._download and lane.is_stream:
+        if self.downloads and lane.is_stream:
             with lane.running():
                 self._apply_scale()
                 result = self.result.to(self.handle.precision.grad)
             self.downloaded, self._downloading = lane.download(result)
 
     def _apply_scale(self) -> None:
-        if self._scale != 1.0:
-            self.result.mul_(self._scale)
-            self._scale = 1.0
+        if self.scale != 1.0:
+            self.result.mul_(self.scale)
+            self.scale = 1.0
 
     def wait(self) -> torch.Tensor:
         """The summed and scaled gradient of the shard. Collective over the replicate axis."""
@@ -118,7 +120,7 @@ class Part:
     def discard(self) -> None:
         """Wait for what was issued; nobody wants the result."""
         self.hook = None
-        self._download = False
+        self.downloads = False
         if self.reduction is None:  # another part of it failed
             self.release_buffer()
             return
@@ -192,6 +194,9 @@ class Reduction:
         self._lane.await_mark(before.mark())
         return replicate.all_reduce(self._result, self._lane)
 
+    def _scale(self) -> None:
+        """The sum is there: scale it for all parts, if that can be done at once."""
+
     def issue_no_more(self) -> None:
         """Nobody wants the sum over replicas any more."""
         self._replicate = None
@@ -201,6 +206,7 @@ class Reduction:
         self.release_input()
         second, self._second = self._second, DONE
         second.wait()
+        self._scale()
         for part in self._parts:
             part.finish(self._lane)
         self._parts = ()  # which know their reduction: in a circle, gradients would live until the collector comes
@@ -229,6 +235,13 @@ class JoinedReduction(Reduction):
             return arriving
         arriving.wait()  # a copy, no message
         return self._all_reduce()
+
+    def _scale(self) -> None:
+        scales = {part.scale for part in self._parts}
+        if len(scales) == 1 and not any(part.downloads for part in self._parts):
+            self._result.mul_(scales.pop())
+            for part in self._parts:
+                part.scale = 1.0
 
     def _fulls(self) -> list[torch.Tensor]:
         return [part.buffer.tensor for part in self._parts if part.buffer is not None]

@@ -180,6 +180,7 @@ class Root:
         """What users chose for a unit was changed."""
         self._told = None
         self._neighbours_due = True
+        self._joins.forget()
 
     def set_unshard_async_op(self, async_op: bool) -> None:
         """Issue gathers on the caller's stream, and ahead only where a user says so; or on a lane of their own."""
@@ -311,8 +312,9 @@ class Root:
         else:
             for owner in unit.owners:
                 owner.launch_unshard()
-            self._launch(unit, self._order.upcoming())
-        if not recomputing:
+            if not unit.is_whole:
+                self._launch(unit, self._order.upcoming())
+        if not recomputing and (unit.forward_prefetch or unit.choices.forward_targets):
             self._prefetch_in_forward(unit)
         for each in (*unit.owners, unit):
             each.wait_unshard()

@@ -59,7 +59,10 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
         found.append(tree)
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            _collect(item, found)
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            else:
+                _collect(item, found)
     elif isinstance(tree, Mapping):
         for value in tree.values():
             _collect(value, found)

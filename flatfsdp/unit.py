@@ -265,7 +265,7 @@ class Unit(UnitData):
     @property
     def _lent(self) -> bool:
         """Whether a unit that holds some of these parameters too is in its forward."""
-        return any(unit.phase is Phase.FORWARD for unit in self._alive_borrowers())
+        return bool(self._borrowers) and any(unit.phase is Phase.FORWARD for unit in self._alive_borrowers())
 
     def lent_no_more(self, borrower: Unit) -> None:
         """`borrower`, which holds some of these parameters too, has run its forward: reshard, unless they are needed
@@ -378,7 +378,7 @@ class Unit(UnitData):
             backward = self.root.begin_backward()
             self.arm(backward)
             self.enter_phase(Phase.PRE_BACKWARD)
-        handle = self.handles[kind]
+        handle, grads = self.handles[kind], self.grads[kind]
         leaf = handle.leaves[index]
         grad = leaf.grad
         leaf.grad = None
@@ -386,17 +386,16 @@ class Unit(UnitData):
             return
         if grad.shape != handle.layout.params[index].shape:
             refuse_gradient(handle, index, grad)
-        grads = self.grads[kind]
         if self.reads_once is not False and (index in grads.arrived or backward.in_inner_task()):
             self.reads_once = False
         if not backward.fired:
             backward.gradient_arrived()
-        grads.arrive(index, grad.detach())
+        grads.arrive(index, grad.detach() if grad.requires_grad else grad)
         del grad  # moved, or collected: what follows may take memory
         if self.completed:
             self._expect(backward)  # a late one: a second reduction, at the end of the backward
             self._late -= 1
-        if self.completed or not grads.missing:
+        if (self.completed or not grads.missing) and not self._open_calls:
             self._advance()
 
     def inputs_ready(self, call: Call) -> None:
@@ -410,12 +409,14 @@ class Unit(UnitData):
 
         Other ranks may use all parameters: they reduce now, and gather on only when this rank has reduced, too.
         """
-        backward = self.root.backward
-        if self._open_calls or self.completed or backward is None or backward.in_inner_task():
+        awaiting = [(handle, grads) for handle, grads in zip(self.handles, self.grads, strict=True) if grads.missing]
+        if not awaiting or self._open_calls or self.completed:
             return
-        for handle, grads in zip(self.handles, self.grads, strict=True):
-            if grads.missing:
-                grads.excuse([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
+        backward = self.root.backward
+        if backward is None or backward.in_inner_task():
+            return
+        for handle, grads in awaiting:
+            grads.excuse([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
 
     def _advance(self) -> None:
         """Reduce when every gradient is there, and reshard, unless something in this backward can still read the
@@ -444,7 +445,7 @@ class Unit(UnitData):
 
     def _release(self, backward: Backward) -> None:
         """Reshard after the unit's part of the backward, unless the parameters are needed still."""
-        lent = any(unit._open_calls for unit in self._alive_borrowers())
+        lent = bool(self._borrowers) and any(unit._open_calls for unit in self._alive_borrowers())
         if not lent and not self.needed_whole and not backward.keeps_whole(self):
             self.reshard(Exposure.NOTHING)
             backward.released(self)

@@ -23,7 +23,7 @@ from .comm import GroupPlan, Reducer, Transport
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle
 from .grads import Gradients
-from .lifecycle import PHASE_STEPS, Phase, ShardState, step
+from .lifecycle import PHASE_STEPS, Phase, ShardState, refuse_step
 from .policy.schedule import AS_BUILT, Schedule
 from .policy.strategy import Traits
 from .reduction import Part, Reduction
@@ -135,7 +135,9 @@ class UnitData:
 
     def enter_phase(self, phase: Phase) -> None:
         """Change the phase, by the table."""
-        self.phase = step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self._trace)
+        if phase not in PHASE_STEPS[self.phase]:
+            refuse_step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self._trace)
+        self.phase = phase
 
     def note(self, kind: str) -> None:
         """Record an event of this unit."""
@@ -222,11 +224,12 @@ class UnitData:
         """The handles that are sharded, and may take memory to be gathered now, maybe `ahead` of their use."""
         sharded = []
         for handle, grads in zip(self.handles, self.grads, strict=True):
-            if grads.holds_place:
+            if grads.sharing and grads.arrived:
                 self._refuse_to_regain()
             if handle.state is ShardState.SHARDED:
                 grads.return_inputs()
-                root.limiter.make_room(handle.buffer(self._dtype_gathered(handle)), ahead=ahead)
+                if root.limiter.holds_memory:
+                    root.limiter.make_room(handle.buffer(self._dtype_gathered(handle)), ahead=ahead)
                 sharded.append(handle)
         return sharded
 
@@ -242,7 +245,8 @@ class UnitData:
             self.note("gathered")
         for shown in self.shown:
             shown.show(Exposure.WHOLE)
-            shown.install_extended()
+            if shown.extended:
+                shown.install_extended()
 
     def reshard_unused(self) -> None:
         """Free what was gathered ahead and is not used after all."""
@@ -274,7 +278,7 @@ class UnitData:
                 handle.wait_unshard()
             if handle.state is ShardState.UNSHARDED:
                 if handle.owns_unsharded or exposure is Exposure.SHARD:
-                    if grads.take_place(functools.partial(root.limiter.give_back, handle.name)):
+                    if grads.sharing and grads.take_place(functools.partial(root.limiter.give_back, handle.name)):
                         handle.reshard()
                     else:
                         root.free(handle)

@@ -89,7 +89,8 @@ class Shown:
             hide(handle.leaves, handle.nothing)
             self._some_hidden = True
         else:
-            self.unhide()
+            if self._some_hidden:
+                self.unhide()
             for leaf, view in zip(handle.leaves, self._views(exposure), strict=True):
                 leaf.data = view
         self.exposure = exposure

@@ -101,11 +101,13 @@ class GatherPlan(Generic[U]):
     def until(self, unit: U) -> Sequence[tuple[U, ...]]:
         """The groups to gather, in order, so that `unit` may be gathered; just `unit` where the plan is past it or
         lacks it."""
-        return self.through([unit]) or ((unit,),)
+        if self._position.get(unit, -1) < self._next:
+            return ((unit,),)
+        return self.through((unit,))
 
     def through(self, units: Iterable[U]) -> Sequence[tuple[U, ...]]:
         """The groups to gather, in order, so that all of `units` are gathered that the plan is not past."""
-        last = max((self._position.get(unit, -1) for unit in units), default=-1)
+        last = max([self._position.get(unit, -1) for unit in units], default=-1)
         due = self._groups[self._next : last + 1]
         self._next = max(self._next, last + 1)
         return due
