@@ -65,18 +65,27 @@ def _whole_of_shards(value: Any) -> torch.Tensor:
     return whole
 
 
+def _require_ranks(axis: Group) -> None:
+    if axis.process_group is None:
+        raise UsageError(
+            "state dicts of DTensors or ShardedTensors need a shard axis of several ranks, but here every rank holds "
+            'whole parameters (NO_SHARD, or one rank). Use sharded_as="interval" in the config, or FULL_STATE_DICT'
+        )
+
+
+def flat_of(local: torch.Tensor, start: int, numel: int, axis: Group) -> Any:
+    """A ShardedTensor of `numel` elements, of which this rank has `local` from `start` on. Collective over the axis."""
+    _require_ranks(axis)
+    return _torch.sharded_tensor_of_rows(local, start, (numel,), axis.process_group)
+
+
 def rows_of(whole: torch.Tensor, axis: Group, *, as_dtensor: bool, offload_to_cpu: bool = False) -> Any:
     """This rank's rows of `whole` as a DTensor or a ShardedTensor over `axis`, in (host) memory of its own.
 
     Rows are split as `torch.chunk` does, the last ranks may have none. What has no rows stays a tensor (DTensor:
     replicated). Collective over the axis.
     """
-    if axis.process_group is None:
-        raise UsageError(
-            "state dicts of DTensors or ShardedTensors need a shard axis of several ranks, but here every rank holds "
-            'whole parameters (NO_SHARD, or one rank). Use ShardedStateDictConfig(sharded_as="interval"), or '
-            "FULL_STATE_DICT"
-        )
+    _require_ranks(axis)
     chunks = whole.chunk(axis.size, 0) if whole.dim() else ()
     own = chunks[axis.rank].clone() if axis.rank < len(chunks) else whole[:0].clone() if whole.dim() else whole.clone()
     own = own.cpu() if offload_to_cpu else own

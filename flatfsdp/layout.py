@@ -265,10 +265,10 @@ class FlatLayout:
         shared = self.spans[index].intersect(self.shard(rank))
         return Span(0, 0) if shared.is_empty else shared.shift(-self.spans[index].start)
 
-    @property
-    def unpadded(self) -> Span:
-        """The flat space without world padding."""
-        return Span(0, self.numel)
+    def unpadded_part(self, rank: int) -> Span:
+        """What ``rank`` keeps of the flat space without world padding; ``[0, 0)`` for nothing."""
+        shared = self.shard(rank).intersect(Span(0, self.numel))
+        return Span(0, 0) if shared.is_empty else shared
 
     def over(self, world: int) -> FlatLayout:
         """The same flat space, padding included, in ``world`` shards, each of them some of these shards in a row.

@@ -219,7 +219,7 @@ def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
             local = shard[layout.span_in_shard(index, handle.rank).slice]
             interval = OwnedInterval(local, layout.params[index], layout.span_in_param(index, handle.rank))
             for home in homes[id(leaf)]:
-                state_dict.setdefault(f"{prefix}{home.path}", interval)
+                state_dict[f"{prefix}{home.path}"] = interval  # FSDP1 may have put its 1-D shard there
     if unit.choices.state_dict.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         for home in unit.aliases:  # their values come with the flat shards of other units
             state_dict.setdefault(f"{prefix}{home.path}", stand_in(home.leaf, unit.owners))
@@ -231,11 +231,12 @@ def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
     Raises:
         UsageError: it is of another layout.
     """
+    value = value.held if isinstance(value, Distributed) else value
     layout = handle.layout
-    span = layout.shard(handle.rank).intersect(layout.unpadded)
+    span = layout.unpadded_part(handle.rank)
     what = (
-        f"{key!r}: a LOCAL_STATE_DICT fits the number of ranks, the wrapping and the use_orig_params that it was made "
-        f"with, here {layout.world} shards of {layout.shard_numel} elements"
+        f"{clean(key)!r}: a LOCAL_STATE_DICT fits the number of ranks, the wrapping and the use_orig_params that it "
+        f"was made with, here {layout.world} shards of {layout.shard_numel} elements"
     )
     remedy = ". Load it into such a model, and save SHARDED_STATE_DICT or FULL_STATE_DICT there"
     if isinstance(value, OwnedInterval):
@@ -245,15 +246,15 @@ def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
         return value.local
     if type(value).__name__ == "ShardedTensor":
         shards = value.local_shards()
-        local = shards[0].tensor.reshape(-1) if shards else torch.empty(0, dtype=value.dtype)
+        local = shards[0].tensor.reshape(-1) if shards else handle.shard.new_empty(0)
         offset = shards[0].metadata.shard_offsets[0] if shards else span.start
-        if value.size().numel() != layout.unpadded_numel or local.numel() != span.numel or offset != span.start:
+        numel = value.metadata().size.numel()
+        if (numel, local.numel(), offset) != (layout.unpadded_numel, span.numel, span.start):
             raise UsageError(
-                f"{what}; found elements [{offset}, {offset + local.numel()}) of a flat parameter of "
-                f"{value.size().numel()}{remedy}"
+                f"{what}; found elements [{offset}, {offset + local.numel()}) of a flat parameter of {numel}{remedy}"
             )
         return local
-    raise UsageError(f"{what}; found a {type(value).__name__}. Expected what state_dict() gave under LOCAL_STATE_DICT")
+    raise UsageError(f"{what}; found a {type(value).__name__}, which is no value of such a state dict")
 
 
 def _tell_dtypes(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:

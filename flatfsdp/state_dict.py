@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .carriers import rows_of
+from .carriers import flat_of, rows_of
 from .consolidate import consolidated, is_first
 from .errors import UsageError
 from .flat_param import FlatParamHandle
@@ -29,7 +29,13 @@ from .names import clean
 from .owned import OwnedInterval
 from .placeholder import Placeholder, ReadsValues
 from .stand_ins import StandIns, stand_in
-from .state_dict_configs import FullStateDictConfig, ShardedStateDictConfig, StateDictSettings, StateDictType
+from .state_dict_configs import (
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from .state_dict_type import settings_of
 from .traversal import units_in
 from .unit import Unit
@@ -215,7 +221,7 @@ def _fill(job: _Job, unit: Unit, destination: Any, prefix: str, start: int) -> N
                     del destination[key]
                 if owner is unit:
                     name = f"{prefix}{FLAT}" if kind == 0 else f"{prefix}{FLAT}_{kind}"
-                    _put(job, destination, name, _flat(job, name, handle))
+                    _put(job, destination, name, _flat(job, name, owner, handle))
                 continue
             missing = [index for index in wanted if id(handle.leaves[index]) not in job.values]
             if missing:
@@ -267,16 +273,16 @@ def _owned(job: _Job, handle: FlatParamHandle, index: int, name: str) -> OwnedIn
     )
 
 
-def _flat(job: _Job, name: str, handle: FlatParamHandle) -> Any:
-    """The flat shard without world padding; its name tells the layout."""
+def _flat(job: _Job, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
+    """The flat shard without world padding. Collective if it is to be a ShardedTensor."""
     layout = handle.layout
-    span = layout.shard(handle.rank).intersect(layout.unpadded)
-    return OwnedInterval(
-        _copied_shard(job, handle)[: span.numel],
-        ParamSpec(f"{name} of layout {layout.digest()}", (layout.unpadded_numel,)),
-        span,
-        names_empty=handle.rank == 0,
-    )
+    span = layout.unpadded_part(handle.rank)
+    local = _copied_shard(job, handle)[: span.numel]
+    if isinstance(job.settings.state_dict_config, LocalStateDictConfig) and not job.is_silent:
+        return flat_of(local, span.start, layout.unpadded_numel, unit.groups.shard)
+    # The name tells the layout.
+    spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.unpadded_numel,))
+    return OwnedInterval(local, spec, span, names_empty=handle.rank == 0)
 
 
 def _finish(job: _Job, destination: Any, start: int, *, keep_vars: bool) -> None:

@@ -66,12 +66,24 @@ class FullStateDictConfig(StateDictConfig):
     rank0_only: bool = False
 
 
+SHARDED_AS = ("interval", "sharded_tensor", "dtensor")
+
+
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """Nothing else to choose."""
+    """``sharded_as`` (not in torch's FSDP): "interval", an `OwnedInterval`, or "sharded_tensor", which torch's FSDP1
+    loads if it wraps the same modules with the same arguments, and `use_orig_params=False`, over as many ranks.
 
+    Raises:
+        ConfigValueError: another ``sharded_as``.
+    """
 
-SHARDED_AS = ("interval", "sharded_tensor", "dtensor")
+    sharded_as: str = "interval"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sharded_as not in SHARDED_AS[:2]:
+            refuse_value("LocalStateDictConfig.sharded_as", self.sharded_as, " or ".join(map(repr, SHARDED_AS[:2])))
 
 
 @dataclass
