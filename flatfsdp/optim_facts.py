@@ -101,7 +101,7 @@ def _agreed(name: str, by_rank: Mapping[int, Facts | None]) -> Facts:
     first, *others = having
     expected = having[first]
     for without, words in ((None, "do not hold it"), ({}, "have no state of it")):
-        missing = [rank for rank, facts in by_rank.items() if facts == without and facts is not having.get(rank)]
+        missing = [rank for rank, facts in by_rank.items() if facts == without]
         if missing:
             raise AgreementError(
                 f"optimizer state of {name!r}: {ranks_in_words(sorted(having))} has {_listed(expected)}, but the "

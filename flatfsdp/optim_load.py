@@ -56,15 +56,21 @@ def load(
     """
     axes = [] if alone else axes_of(model)
     from_first = from_first and bool(axes)
-    if from_first and is_source(axes, group) is not is_first_of(axes):
-        raise ConfigValueError(
-            f"group: its first rank must be rank {ranks_over(axes)[0]}, the first over which the model is spread; "
-            "leave it out"
-        )
     described: list[Description] = []
     if from_first:
-        together(axes, lambda: described.append(describe(state_dict)) if is_first_of(axes) else None, doing=DOING)
-        described[:] = [firsts(axes, described[0] if described else None)]  # type: ignore[list-item]
+        first = is_first_of(axes)
+
+        def look() -> None:
+            if is_source(axes, group) is not first:
+                raise ConfigValueError(
+                    f"group: its first rank must be rank {ranks_over(axes)[0]}, the first over which the model is "
+                    "spread, which has the dict; leave it out"
+                )
+            if first:
+                described.append(describe(state_dict))
+
+        together(axes, look, doing=DOING)
+        described[:] = [firsts(axes, described[0] if first else None)]  # type: ignore[list-item]
     made: list[tuple[Holder, Plan]] = []
 
     def prepare() -> int:

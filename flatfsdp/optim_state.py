@@ -66,9 +66,10 @@ def state_by_name(
     Collective over the axes of the model's units. No value shares memory with the optimizer's.
     """
     axes = axes_of(model)
-    keeps = not wanted.rank0_only or is_source(axes, group)
+    source: list[bool] = []
 
     def tell() -> tuple[_Own, list[Report]]:
+        source.append(is_source(axes, group))
         own = _Own.of(model, optim, state_dict, groups_of(model, optim, optim_input))
         return own, own.reports()
 
@@ -80,6 +81,7 @@ def state_by_name(
             return tried, tried.reports()
 
         own, reports = _tell(axes, step)
+    keeps = not wanted.rank0_only or source[0]
     facts = agree({rank: told for rank, (_, told) in reports.items()})
     state: dict[str, dict[str, Any]] = {}
     for members in own.holder.by_unit():

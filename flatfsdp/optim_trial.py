@@ -97,9 +97,10 @@ def state_before_first_step(
 
 
 def _stand_in(held: Held) -> nn.Parameter:
-    at_rest = held.parameter.detach()
     handle = held.handle
-    if handle is not None:  # between forward and backward a parameter shows nothing
+    if handle is None:
+        at_rest = held.parameter.detach()
+    else:  # between forward and backward the parameter shows nothing
         at_rest = handle.shard if held.is_flat else handle.sharded_views[held.params[0].index]
     made = nn.Parameter(torch.zeros_like(at_rest), requires_grad=held.parameter.requires_grad)
     for name, value in vars(held.parameter).items():

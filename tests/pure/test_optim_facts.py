@@ -1,0 +1,74 @@
+"""What ranks tell of an optimizer's states, and what that comes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flatfsdp.errors import AgreementError, UsageError
+from flatfsdp.optim_facts import Kept, Odd, Report, Shaped, agree, alike, value_of
+
+STEP = torch.tensor(3.0)
+FLOATS = Shaped(torch.float32)
+
+
+def told(*facts: Any) -> dict[int, list[Report]]:
+    """One report of the parameter "w" per rank; ... for a rank that owns no element of it."""
+    return {rank: [] if each is ... else [Report("w", each)] for rank, each in enumerate(facts)}
+
+
+def test_what_owners_tell_holds_for_all() -> None:
+    facts = {"exp_avg": FLOATS, "step": STEP}
+    assert agree(told(..., facts, dict(facts), ...)) == {"w": facts}
+    assert agree(told({}, {}, None)) == {}
+    assert agree(told(..., {"row": Kept(torch.ones(2))})).keys() == {"w"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        pytest.param(
+            ({"step": STEP}, {}, {}), "rank 0 has step, but the optimizers of ranks 1, 2, .* no state", id="missing"
+        ),
+        pytest.param((None, {"step": STEP}), "rank 1 has step, but the optimizers of rank 0, .*hold it", id="not held"),
+        pytest.param(({"a": 1, "b": 2}, {"a": 1}), "rank 0 has a, b, rank 1 has a", id="names"),
+        pytest.param(({"m": FLOATS}, {"m": Shaped(torch.float64)}), "float32, rank 1 has .*torch.float64", id="dtypes"),
+        pytest.param(({"step": STEP}, {"step": STEP + 1}), "3.0, torch.float32, rank 1 has a tensor, 4.0", id="values"),
+        pytest.param(({"on": True}, {"on": 1}), "'on' of 'w': rank 0 has True, rank 1 has 1", id="types"),
+    ],
+)
+def test_differences(facts: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(AgreementError, match=words):
+        agree(told(*facts))
+
+
+def test_what_cannot_be_put_together() -> None:
+    for facts in (({"row": Odd("a tensor of shape (3,)")},), ({"row": FLOATS}, {"row": Odd("a tensor of shape (3,)")})):
+        with pytest.raises(UsageError, match=r"'row' of 'w' is a tensor of shape \(3,\), and the parameter is split"):
+            agree(told(*facts))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (float("nan"), float("nan"), True),
+        (torch.tensor(float("nan")), torch.tensor(float("nan")), True),
+        (torch.tensor(0.0), torch.tensor(-0.0), False),
+        (torch.tensor(1), torch.tensor(1.0), False),
+        ({"a": [1, (torch.ones(2), None)]}, {"a": [1, (torch.ones(2), None)]}, True),
+        ({"a": [1, (torch.ones(2), None)]}, {"a": [1, (torch.zeros(2), None)]}, False),
+        ([1, 2], [1], False),
+    ],
+)
+def test_alike_is_bit_for_bit(one: Any, other: Any, expected: bool) -> None:
+    assert alike(one, other) is expected
+
+
+def test_values_are_copies() -> None:
+    held = {"a": [torch.zeros(1)], "b": (torch.zeros(()),)}
+    copied = value_of(held)
+    held["a"][0] += 1
+    held["b"][0].add_(1)
+    assert copied["a"][0] == 0 and copied["b"][0] == 0
