@@ -118,9 +118,10 @@ def describe(state_dict: Any) -> Description:
 def _described(value: Any) -> Any:
     if isinstance(value, OwnedInterval):
         return Described(value.spec.shape, value.dtype, (value.span.start, value.span.stop))
-    if is_distributed(value):
-        return Described(tuple(value.size()), value.dtype)
-    if isinstance(value, torch.Tensor) and value.dim():
+    if type(value).__name__ == "ShardedTensor":  # which warns of whatever else it is asked
+        known = value.metadata()
+        return Described(tuple(known.size), known.tensor_properties.dtype)
+    if isinstance(value, torch.Tensor) and (value.dim() or is_distributed(value)):
         return Described(tuple(value.shape), value.dtype)
     return value_of(value)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .carriers import is_distributed, rows_of
+from .carriers import rows_of
 from .comm import Group, Transport
 from .consolidate import consolidated, store
 from .errors import ConfigValueError
@@ -262,10 +262,16 @@ def _add_gathered(
         having = [named for named in members if facts.get(named.name, {}).get(name) == Shaped(dtype)]
         with consolidated(unit, kind, _shard_of(own, having, name, dtype)) as views:
             for named in having if keeps else ():
-                value = views[named.index]
-                if wanted.carrier != "whole":
-                    value = rows_of(value, unit.groups.shard, as_dtensor=wanted.carrier == "dtensor")
-                state.setdefault(named.name, {})[name] = _copied(value, wanted.device)
+                view = views[named.index]
+                state.setdefault(named.name, {})[name] = (
+                    _copied(view, wanted.device)
+                    if wanted.carrier == "whole"
+                    else _rows(view, unit.groups.shard, wanted)
+                )
+
+
+def _rows(view: torch.Tensor, axis: Group, wanted: Wanted) -> Any:
+    return rows_of(view, axis, as_dtensor=wanted.carrier == "dtensor", offload_to_cpu=wanted.offload_to_cpu)
 
 
 def _shaped(facts: Mapping[str, Facts]) -> Iterator[tuple[str, torch.dtype]]:
@@ -325,8 +331,6 @@ def _add_intervals(
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:
-    if is_distributed(value):
-        return value if device is None else value.to(device)
     if isinstance(value, torch.Tensor):
         return value.detach().to(device or value.device, copy=True)
     return value_of(value, device=device)
