@@ -22,6 +22,7 @@ from .flat_param import FlatParamHandle
 from .groups import plan_groups
 from .materialise import materialise
 from .optimizers import guard_optimizers
+from .parts import watch
 from .placement import compute_device, move_buffers
 from .policy.schedule import AS_BUILT, Schedule, reshard_choice
 from .policy.strategy import traits
@@ -83,6 +84,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     if beginnings is not None:
         beginnings.seal(handles)
     unit.beginnings = beginnings
+    watch((*homes, *aliases))
     for home in unit.hidden:
         home.unregister()
     for each in ignored_modules:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import io
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -75,6 +76,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
             "groups": unit.groups,
             "root": unit.root.settings,
             "schedule": unit.choices.schedule,
+            "state_dict": unit.choices.state_dict,
             **{name: getattr(unit, name) for name in _SETTINGS},
         },
     }
@@ -105,6 +107,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         aliases=[Home(module, attribute, path, leaf) for module, attribute, path, leaf in plan["aliases"]],
         **{name: plan[name] for name in _SETTINGS},
     )
+    unit.choices = replace(unit.choices, state_dict=plan["state_dict"])
     unit.extend(
         [
             Extended(leaf, state, extensions, [home for home in unit.homes if home.leaf is leaf])

@@ -8,6 +8,7 @@ under way is kept with the wrapper.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -25,33 +26,36 @@ from .full_params import summon
 from .lifecycle import Phase
 from .names import WRAPPED, clean, clean_text
 from .owned import OwnedInterval
+from .placeholder import ReadsValues
 from .stand_ins import StandIns, stand_in
 from .state_dict import FLAT, check_between, has_own_classes
 from .state_dict_configs import FullStateDictConfig, StateDictType
 from .unit import Unit
 
 _UNDER_WAY = "_load_under_way"
+# Units whose modules read values of parameters while they load.
+_read_values: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
-class _Load:
+class Load:
     """The loading of one unit, from its wrapper's turn until all modules inside have had theirs.
 
     Attributes:
         errors: where torch collects what to complain of.
     """
 
-    def __init__(self, unit: Unit, errors: list[str]) -> None:
+    def __init__(self, unit: Unit, errors: list[str], *, within: nn.Module | None = None) -> None:
         self.unit = unit
         self.errors = errors
         self._told = len(errors)
         self._whole = ExitStack()
         self._stand_ins: StandIns | None = None
-        if has_own_classes(unit):
+        if has_own_classes(unit) or unit in _read_values:
             self._whole.enter_context(
                 summon([unit], writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False)
             )
         else:
-            self._stand_ins = StandIns(unit, receives=True)
+            self._stand_ins = StandIns(unit, receives=True, within=within)
 
     def close(self) -> None:
         """Store what was received. Collective if it comes from the first rank, or in distributed tensors."""
@@ -100,16 +104,31 @@ class _Load:
 
 
 def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any) -> Any:
-    """`load(state dict)` for the module that `load_state_dict` was called on, if that is a wrapper."""
+    """`load(state dict)` for the module that `load_state_dict` was called on, if that is a wrapper.
+
+    Where a module reads values of parameters on its way, its unit is made whole for it, and all is loaded anew.
+    """
     unit: Unit = wrapper.__dict__["_unit"]
     if isinstance(state_dict, Mapping) and unit.phase is not Phase.SUMMONED:
         state_dict = _with_metadata(wrapper, state_dict)
-    try:
-        return load(state_dict)
-    finally:
-        for each in wrapper.modules():
-            if (left := each.__dict__.pop(_UNDER_WAY, None)) is not None:  # it raised
-                left.abandon()
+    while True:
+        try:
+            return load(state_dict)
+        except ReadsValues:
+            reading = [each for each in _under_way(wrapper) if each.unit not in _read_values]
+            if not reading:
+                raise
+            _read_values.add(reading[-1].unit)
+        finally:
+            for each in _under_way(wrapper):  # it raised
+                each.abandon()
+            for module in wrapper.modules():
+                module.__dict__.pop(_UNDER_WAY, None)
+
+
+def _under_way(wrapper: nn.Module) -> list[Load]:
+    """What has begun inside `wrapper` and not ended, outermost first."""
+    return [module.__dict__[_UNDER_WAY] for module in wrapper.modules() if _UNDER_WAY in module.__dict__]
 
 
 def begin(
@@ -131,25 +150,30 @@ def begin(
     if unit.phase is Phase.SUMMONED:
         _rename(state_dict, prefix, wrapper)
         return
-    check_between("load_state_dict()", [unit])
-    if not unit.is_between():
-        unit.root.come_to_rest()
-    unit.write_back()
+    begin_unit(unit, state_dict)
     config = unit.choices.state_dict.state_dict_config
     if isinstance(config, FullStateDictConfig) and config.rank0_only:
         unit.root.lazy_init()
         spread(unit, state_dict, prefix)
     _unpack_flat(unit, state_dict, prefix)
-    defer_distributed(state_dict)
     _rename(state_dict, prefix, wrapper)
     if local_metadata.get("assign_to_params_buffers"):
         _tell_dtypes(unit, state_dict, prefix)
-    wrapper.__dict__[_UNDER_WAY] = _Load(unit, errors)
+    wrapper.__dict__[_UNDER_WAY] = Load(unit, errors)
+
+
+def begin_unit(unit: Unit, state_dict: dict[str, Any]) -> None:
+    """Bring `unit` to rest, and make of `state_dict` one that modules can load."""
+    check_between("load_state_dict()", [unit])
+    if not unit.is_between():
+        unit.root.come_to_rest()
+    unit.write_back()
+    defer_distributed(state_dict)
 
 
 def end(wrapper: nn.Module, incompatible: Any) -> None:
     """All modules inside have had their turn."""
-    load: _Load | None = wrapper.__dict__.pop(_UNDER_WAY, None)
+    load: Load | None = wrapper.__dict__.pop(_UNDER_WAY, None)
     if load is not None:
         load.close()
         load.clean_errors()

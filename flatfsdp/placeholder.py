@@ -63,6 +63,8 @@ class Placeholder(nn.Parameter):
         if name in ASKS and getattr(getattr(func, "__self__", None), "__name__", "") not in _READ:
             return super().__torch_function__(func, types, args, kwargs or {})
         target = args[0] if args else None
+        if name == "detach":
+            return target
         if name == "copy_" and isinstance(target, Placeholder) and target._receives:
             if type(args[1]) is not Placeholder:  # which says that its value comes from elsewhere
                 target.received = args[1]

@@ -19,18 +19,20 @@ _standing: weakref.WeakValueDictionary[int, Placeholder] = weakref.WeakValueDict
 
 
 class StandIns:
-    """Placeholders in all homes of one unit, those of parameters that it borrows included.
+    """Placeholders in all homes of one unit, those of parameters that it borrows included, or `within` one module.
 
     Attributes:
         unit: whose modules hold them.
     """
 
-    def __init__(self, unit: Unit, *, receives: bool) -> None:
+    def __init__(self, unit: Unit, *, receives: bool, within: nn.Module | None = None) -> None:
         self.unit = unit
         self._held: list[tuple[Home, bool, Any]] = []  # what was there, and whether it was registered
         self._placeholders: dict[int, Placeholder] = {}
         places = _places((unit, *unit.owners))
         for home in (*unit.homes, *unit.aliases):
+            if within is not None and home.module is not within:
+                continue
             placeholder = _standing.get(id(home.leaf))
             if placeholder is None:
                 placeholder = _made(home.leaf, places, receives=receives)

@@ -44,7 +44,7 @@ FLAT = "_flat_param"
 
 
 @dataclass
-class _Job:
+class Job:
     """One call from outside, and those that it leads to.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Job:
         return value.to("cpu", copy=True) if self.settings.state_dict_config.offload_to_cpu else value.clone()
 
 
-_job: ContextVar[_Job | None] = ContextVar("state dict under way", default=None)
+_job: ContextVar[Job | None] = ContextVar("state dict under way", default=None)
 
 
 def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: bool) -> Any:
@@ -98,8 +98,20 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
     if job is not None:
         _add(job, wrapper, destination, prefix)
         return destination
-    units = units_in(wrapper)
-    job = _Job(settings_of(wrapper), is_first(unit))
+    job = begin(unit, units_in(wrapper), settings_of(wrapper))
+    start = len(destination)
+    token = _job.set(job)
+    try:
+        _add(job, wrapper, destination, prefix)
+    finally:
+        _job.reset(token)
+    _finish(job, destination, start, keep_vars=keep_vars)
+    return destination
+
+
+def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> Job:
+    """A job for `units`, outermost `unit`, which are brought to rest where they are to be gathered."""
+    job = Job(chosen, is_first(unit))
     check_between("state_dict()", units)
     for root in {id(each.root): each.root for each in units}.values():
         if not job.is_silent:
@@ -110,14 +122,7 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
             each.root.come_to_rest()
         if each.is_between():
             each.write_back()
-    start = len(destination)
-    token = _job.set(job)
-    try:
-        _add(job, wrapper, destination, prefix)
-    finally:
-        _job.reset(token)
-    _finish(job, destination, start, keep_vars=keep_vars)
-    return destination
+    return job
 
 
 def check_between(what: str, units: Sequence[Unit]) -> None:
@@ -133,7 +138,7 @@ def check_between(what: str, units: Sequence[Unit]) -> None:
             )
 
 
-def _add(job: _Job, wrapper: nn.Module, destination: Any, prefix: str) -> None:
+def _add(job: Job, wrapper: nn.Module, destination: Any, prefix: str) -> None:
     unit: Unit = wrapper.__dict__["_unit"]
     start = len(destination)
     for before in wrapper._state_dict_pre_hooks.values():
@@ -156,7 +161,7 @@ def _add(job: _Job, wrapper: nn.Module, destination: Any, prefix: str) -> None:
     finally:
         job.active.pop()
     _rename(destination, prefix, start)
-    _fill(job, unit, destination, prefix, start)
+    fill(job, unit, destination, list(islice(destination, start, None)), prefix)
     metadata = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
     for after in wrapper._state_dict_hooks.values():
         if (changed := after(wrapper, destination, prefix, metadata)) is not None:
@@ -173,7 +178,7 @@ def has_own_classes(unit: Unit) -> bool:
     )
 
 
-def _add_values(job: _Job, unit: Unit, destination: Any, prefix: str, start: int) -> None:
+def _add_values(job: Job, unit: Unit, destination: Any, prefix: str, start: int) -> None:
     """Let the modules of `unit` see whole parameters."""
     with summon([unit], writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False):
         unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
@@ -206,11 +211,12 @@ def _rename(destination: Any, prefix: str, start: int) -> None:
             metadata[name] = metadata.pop(key)
 
 
-def _fill(job: _Job, unit: Unit, destination: Any, prefix: str, start: int) -> None:
-    """Replace placeholders for parameters of `unit`, and of owners that are not asked themselves, by values."""
+def fill(job: Job, unit: Unit, destination: Any, among: Sequence[str], prefix: str) -> None:
+    """Replace placeholders `among` these keys for parameters of `unit`, and of owners that are not asked themselves, by
+    values."""
     waiting: dict[int, list[str]] = {}
-    for key, value in islice(destination.items(), start, None):
-        if type(value) is Placeholder:
+    for key in among:
+        if type(value := destination[key]) is Placeholder:
             waiting.setdefault(id(value.leaf), []).append(key)
     local = job.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     for owner in (unit, *(each for each in unit.owners if each not in job.active)):
@@ -232,13 +238,13 @@ def _fill(job: _Job, unit: Unit, destination: Any, prefix: str, start: int) -> N
                     _put(job, destination, key, job.values[id(handle.leaves[index])])
 
 
-def _put(job: _Job, destination: Any, key: str, value: Any) -> None:
+def _put(job: Job, destination: Any, key: str, value: Any) -> None:
     destination[key] = value
     job.made.add(id(value))
 
 
 def _values(
-    job: _Job, unit: Unit, kind: int, indices: Sequence[int], names: dict[int, list[str]]
+    job: Job, unit: Unit, kind: int, indices: Sequence[int], names: dict[int, list[str]]
 ) -> Iterator[tuple[int, Any]]:
     """(index, value) of some parameters of one handle. Collective over the shard axis unless the job is silent."""
     handle = unit.handles[kind]
@@ -256,13 +262,13 @@ def _values(
                 yield index, job.copy(whole[index]) if job.first or not job.rank0_only else None
 
 
-def _copied_shard(job: _Job, handle: FlatParamHandle) -> torch.Tensor:
+def _copied_shard(job: Job, handle: FlatParamHandle) -> torch.Tensor:
     if id(handle) not in job.copies:
         job.copies[id(handle)] = job.copy(handle.shard)
     return job.copies[id(handle)]
 
 
-def _owned(job: _Job, handle: FlatParamHandle, index: int, name: str) -> OwnedInterval:
+def _owned(job: Job, handle: FlatParamHandle, index: int, name: str) -> OwnedInterval:
     spec, rank = handle.layout.params[index], handle.rank
     shard = _copied_shard(job, handle)
     return OwnedInterval(
@@ -273,7 +279,7 @@ def _owned(job: _Job, handle: FlatParamHandle, index: int, name: str) -> OwnedIn
     )
 
 
-def _flat(job: _Job, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
+def _flat(job: Job, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
     """The flat shard without world padding. Collective if it is to be a ShardedTensor."""
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
@@ -285,7 +291,7 @@ def _flat(job: _Job, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
     return OwnedInterval(local, spec, span, names_empty=handle.rank == 0)
 
 
-def _finish(job: _Job, destination: Any, start: int, *, keep_vars: bool) -> None:
+def _finish(job: Job, destination: Any, start: int, *, keep_vars: bool) -> None:
     offload = job.settings.state_dict_config.offload_to_cpu
     for key, value in list(islice(destination.items(), start, None)):
         if job.rank0_only and not job.first:

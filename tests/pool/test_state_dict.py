@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -416,6 +418,120 @@ def test_refusals(pool2: Run) -> None:
         assert "a FullStateDictConfig, which belongs to that state_dict_type" in texts["config"]
         assert "FULL_STATE_DICT" in texts["name"]
         assert "state_dict() while unit" in texts["forward"] and "in forward" in texts["forward"]
+
+
+def parts(rank: int, world: int) -> list[str]:
+    """A module inside a unit, no wrapper itself, answers for itself: whole values, or what this rank owns."""
+    build = lambda: nn.Sequential(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)), seeded(Net))  # noqa: E731
+    lines = []
+    for orig in (True, False):
+        model = Setting("FULL_SHARD", orig).wrap(seeded(build), (Feedforward,))
+        expected = seeded(build)[0].state_dict()
+        lines += unlike(model.module[0].state_dict(), expected)
+        lines += unlike(model.module[0].state_dict(prefix="a."), {f"a.{key}": value for key, value in expected.items()})
+        lines += unlike(dict(model.module[0][0].state_dict(keep_vars=True)), seeded(build)[0][0].state_dict())
+        with as_type(model, SHARDED):
+            for name, value in model.module[0][0].state_dict().items():
+                if not isinstance(value, OwnedInterval) or value.shape != expected[f"0.{name}"].shape:
+                    lines.append(f"{orig} {name}: {value}")
+        changed = {key: value + 1 for key, value in expected.items()}
+        model.module[0].load_state_dict(changed)
+        lines += unlike(model.module[0].state_dict(), changed)
+        lines += unlike({key: model.state_dict()[f"0.{key}"] for key in changed}, changed)
+        try:
+            model.module[0].load_state_dict({"0.weight": torch.zeros(2)}, strict=False)
+            lines.append("another shape was taken")
+        except RuntimeError as error:
+            if "size mismatch for 0.weight" not in str(error):
+                lines.append(str(error))
+        with as_type(model, SHARDED):
+            copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        for twin in (copied, pickled):
+            if twin.get_state_dict_type(twin).state_dict_type is not SHARDED:
+                lines.append(f"{orig}: a copy forgot its type")
+            twin.set_state_dict_type(twin, FULL)
+            lines += unlike(twin.module[0].state_dict(), changed)
+        taken = copy.deepcopy(seeded(build)[0])
+        lines += unlike(taken.state_dict(), expected)
+        odd = FullyShardedDataParallel(nn.Sequential(Casting()), use_orig_params=orig)
+        try:
+            odd.module[0].state_dict()
+            lines.append("a state dict of values that nobody has")
+        except FlatFSDPError as error:
+            if "Call it on the wrapper" not in str(error):
+                lines.append(str(error))
+    return lines
+
+
+def test_parts_of_a_unit_answer_for_themselves(pool2: Run) -> None:
+    assert not joined(pool2(parts))
+
+
+class Reading(nn.Linear):
+    """Loads by writing to `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        self.weight.data.copy_(state.pop(f"{prefix}weight"))
+        self.bias.data.mul_(0).add_(state.pop(f"{prefix}bias"))
+
+
+def reading(rank: int, world: int) -> list[str]:
+    lines = []
+    for orig in (True, False):
+        for units in ((), (Reading,)):
+            build = lambda: nn.Sequential(Reading(), seeded(Net))  # noqa: E731
+            model = Setting("FULL_SHARD", orig).wrap(seeded(build), units)
+            expected = {key: value + 1 for key, value in model.state_dict().items()}
+            model.load_state_dict(expected)
+            lines += [f"{orig} {units}: {line}" for line in unlike(model.state_dict(), expected)]
+    return lines
+
+
+def test_modules_that_read_values_while_they_load_see_whole_ones(pool2: Run) -> None:
+    assert not joined(pool2(reading))
+
+
+def scattered(rank: int, world: int) -> list[str]:
+    """Other wrappings, ignored modules and parameters, a model from the meta device, models in one group."""
+    lines = []
+    expected = seeded(Net).state_dict()
+    changed = {key: value + 1 for key, value in expected.items()}
+    ignoring = seeded(Net)
+    ignored = next(module for module in ignoring.modules() if isinstance(module, nn.Linear))
+    with torch.device("meta"):
+        unborn = Net()
+    models = [
+        FullyShardedDataParallel(seeded(Net)),
+        Setting("SHARD_GRAD_OP", True).wrap(seeded(Net), (nn.Linear,)),
+        FullyShardedDataParallel(ignoring, ignored_modules=[ignored], use_orig_params=True),
+        FullyShardedDataParallel(seeded(Net), auto_wrap_policy={Feedforward}, cpu_offload=True),
+        FullyShardedDataParallel(unborn, use_orig_params=True, check_values="off"),
+    ]
+    by_parameter = seeded(Net)
+    models.append(FullyShardedDataParallel(by_parameter, ignored_states=[list(by_parameter.parameters())[-1]]))
+    for number, model in enumerate(models):
+        model.load_state_dict(changed)
+        found = model.state_dict()
+        lines += [f"{number}: {line}" for line in unlike({key: found[key] for key in changed}, changed)]
+        with as_type(model, SHARDED):
+            state = model.state_dict()
+            if set(state) != set(expected):
+                lines.append(f"{number}: {sorted(set(state) ^ set(expected))}")
+            model.load_state_dict({key: value.clone() for key, value in state.items()})
+        with model.summon_full_params(model):
+            inside = {key: value.clone() for key, value in model.state_dict().items()}
+            lines += [f"{number}, inside: {line}" for line in unlike({k: inside[k] for k in changed}, changed)]
+            model.load_state_dict(expected)
+        found = model.state_dict()
+        lines += [f"{number}, loaded inside: {line}" for line in unlike({k: found[k] for k in expected}, expected)]
+    return lines
+
+
+def test_other_wrappings_read_it(pool3: Run) -> None:
+    assert not joined(pool3(scattered))
 
 
 def mixed(rank: int, world: int) -> list[str]:

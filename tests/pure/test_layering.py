@@ -57,6 +57,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (5, "carriers stand_ins from_first"),
     (5, "state_dict"),
     (5, "loading"),
+    (5, "parts"),
     (5, "optim_held optim_facts optim_trial optim_plan optim_state optim_load optim_keys optim_api"),
     (5, "summary fsdp1_names controls"),
     (6, "wrapper wrap constructing"),
