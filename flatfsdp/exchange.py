@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -62,23 +62,30 @@ def together(axes: Sequence[Transport], work: Callable[[], T], *, doing: str) ->
     """What `work()` returned on every rank; where it fails on one, this fails on all. Collective over all axes.
 
     Raises:
-        AgreementError: it failed on other ranks; the message is theirs.
+        AgreementError: it failed on other ranks, and the message is theirs; or they are doing something else.
     """
     value, error = None, None
     try:
         value = work()
     except Exception as raised:
         error = raised
-    answers = everyones(axes, (value, None if error is None else _told(error)), doing=doing)
+    answers = everyones(axes, (doing, value, None if error is None else _told(error)), doing=doing)
     if error is not None:
         raise error
-    failed: dict[str, list[int]] = {}
-    for rank, (_, text) in answers.items():
-        if text is not None:
-            failed.setdefault(text, []).append(rank)
-    if failed:
-        raise AgreementError("; ".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in failed.items()))
-    return {rank: answer for rank, (answer, _) in answers.items()}  # type: ignore[misc]
+    if failed := [rank for rank, (_, _, text) in answers.items() if text is not None]:
+        raise AgreementError(by_ranks({rank: f": {answers[rank][2]}" for rank in failed}))
+    if any(other != doing for other, _, _ in answers.values()):
+        told = by_ranks({rank: f" {other}" for rank, (other, _, _) in answers.items()})
+        raise AgreementError(f"{told}. These calls are collective: all ranks must make the same, in the same order")
+    return {rank: answer for rank, (_, answer, _) in answers.items()}  # type: ignore[misc]
+
+
+def by_ranks(texts: Mapping[int, str]) -> str:
+    """What ranks have to say, once for those that say the same: "rank 0 ...; ranks 1, 2 ..."."""
+    alike: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        alike.setdefault(text, []).append(rank)
+    return "; ".join(f"{ranks_in_words(ranks)}{text}" for text, ranks in alike.items())
 
 
 def ranks_over(axes: Sequence[Transport]) -> list[int]:

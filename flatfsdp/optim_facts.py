@@ -144,7 +144,7 @@ def alike(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, torch.Tensor):
         same_kind = one.dtype == other.dtype and one.shape == other.shape
-        return same_kind and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+        return same_kind and torch.equal(_bits(one), _bits(other))
     if isinstance(one, Kept):
         return alike(one.value, other.value)
     if isinstance(one, dict):
@@ -155,6 +155,10 @@ def alike(one: Any, other: Any) -> bool:
         return bool(one == other) or pickle.dumps(one) == pickle.dumps(other)
     except Exception:  # what does not compare, or not to one bool
         return pickle.dumps(one) == pickle.dumps(other)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8)
 
 
 def shown(value: Any) -> str:

@@ -14,18 +14,20 @@ from torch import nn
 
 from .carriers import is_distributed, whole_of
 from .comm import Transport
-from .consolidate import scatter, store
-from .errors import AgreementError, ConfigValueError
-from .exchange import firsts, is_first_of, ranks_over, together
+from .consolidate import is_first, scatter, store
+from .errors import AgreementError, ConfigValueError, UsageError
+from .exchange import by_ranks, firsts, is_first_of, ranks_over, together
 from .flat_param import full_views
 from .names import Named
 from .optim_facts import value_of
 from .optim_held import Held, Holder, Key, handle_of, span_in_shard
 from .optim_plan import Cut, Described, Description, Plan, Taken, describe, plan
 from .optim_state import axes_of, is_source
-from .peers import number, ranks_in_words
+from .peers import number
+from .traversal import units_in
 
 DOING = "loads the state of an optimizer"
+FROM_FIRST = "loads the state of an optimizer that the first rank has"
 
 
 def load(
@@ -68,9 +70,16 @@ def load(
                 )
             if first:
                 described.append(describe(state_dict))
+            for unit in units_in(model):
+                if is_first(unit) and not first:
+                    raise UsageError(
+                        f"unit {unit.label} is spread over ranks without rank {ranks_over(axes)[0]}, which has the "
+                        "state, and sends it to the ranks that it shares a unit with. Give every rank the dict, and "
+                        "call shard_full_optim_state_dict()"
+                    )
 
-        together(axes, look, doing=DOING)
-        described[:] = [firsts(axes, described[0] if first else None)]  # type: ignore[list-item]
+        together(axes, look, doing=FROM_FIRST)
+        described[:] = [firsts(axes, described[0].to_cpu() if first else None)]  # type: ignore[list-item]
     made: list[tuple[Holder, Plan]] = []
 
     def prepare() -> int:
@@ -102,13 +111,10 @@ def _told(holder: Holder, description: Description) -> str:
 
 def _require_equal(digests: Mapping[int, int]) -> None:
     if len(set(digests.values())) > 1:
-        alike: dict[int, list[int]] = {}
-        for rank, digest in digests.items():
-            alike.setdefault(digest, []).append(rank)
-        told = " and ".join(ranks_in_words(ranks) for ranks in alike.values())
+        told = by_ranks({rank: f" with digest {digest:x}" for rank, digest in digests.items()})
         raise AgreementError(
-            f"optim_state_dict: {told} have dicts with different names, shapes or dtypes. Load the same on all ranks, "
-            "or on rank 0 only, with FullOptimStateDictConfig(rank0_only=True)"
+            f"optim_state_dict: ranks have dicts with different names, shapes or dtypes ({told}). Load the same on all "
+            "ranks, or on rank 0 only, with FullOptimStateDictConfig(rank0_only=True)"
         )
 
 
@@ -131,7 +137,11 @@ class _Filler:
         self._from_first = from_first
 
     def states(self) -> dict[Key, dict[str, Any]]:
-        """What the optimizer loads, by its keys. Collective over the axes if there are any."""
+        """What the optimizer loads, by its keys. Collective over the axes if there are any.
+
+        Parameters of which this rank has no element are left out, as optimizers do that step on gradients alone; those
+        that go by names have all.
+        """
         by_name = {named.name: held for held in self._holder for named in held.params}
         out: dict[Key, dict[str, Any]] = {}
         for members in self._holder.by_unit():
@@ -152,7 +162,7 @@ class _Filler:
         return {
             each.key: {state: out[each.key][state] for state in self._planned(each)}
             for each in self._holder
-            if each.key in out
+            if each.key in out and (each.reports or isinstance(each.key, str))
         }
 
     def _planned(self, held: Held) -> dict[str, Any]:

@@ -7,6 +7,7 @@ first rank has it, its description is all that others need. Then tensors are cut
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,10 @@ class Description:
 
     state: dict[str, Any]  # Values by the name of the parameter; what is no dict belongs to no parameter
     param_groups: list[dict[str, Any]]
+
+    def to_cpu(self) -> Description:
+        """The same for another rank, whose accelerator may be another one."""
+        return Description(self.state, [value_of(group) for group in self.param_groups])
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ def describe(state_dict: Any) -> Description:
         key: {name: _described(value) for name, value in entry.items()} if isinstance(entry, dict) else value_of(entry)
         for key, entry in checked["state"].items()
     }
-    return Description(state, [value_of(dict(group)) for group in checked["param_groups"]])
+    return Description(state, [copy.deepcopy(dict(group)) for group in checked["param_groups"]])
 
 
 def _described(value: Any) -> Any:
@@ -339,7 +344,7 @@ def _groups(holder: Holder, given: Sequence[Mapping[str, Any]], names: Sequence[
                     f"{sources[0]} and {source}, which differ in {_few(unlike)}. Build the optimizer with param groups "
                     "like those of the dict; with use_orig_params=False a flat parameter is in one group"
                 )
-        merged = value_of(settings[0]) if settings else {}
+        merged = copy.deepcopy(settings[0]) if settings else {}
         out.append({**merged, "params": [held.key for held in group]})
     return out
 

@@ -29,7 +29,12 @@ from .optim_trial import state_before_first_step
 from .owned import OwnedInterval
 from .traversal import units_in
 
-DOING = "puts the state of an optimizer together"
+DOING = {
+    "whole": "gathers the state of an optimizer",
+    "interval": "takes this rank's part of the state of an optimizer",
+    "sharded_tensor": "gathers the state of an optimizer into ShardedTensors",
+    "dtensor": "gathers the state of an optimizer into DTensors",
+}
 
 
 @dataclass(frozen=True)
@@ -66,23 +71,26 @@ def state_by_name(
     Collective over the axes of the model's units. No value shares memory with the optimizer's.
     """
     axes = axes_of(model)
+    doing = DOING[wanted.carrier]
+    made: list[_Own] = []
     source: list[bool] = []
 
-    def tell() -> tuple[_Own, list[Report]]:
+    def tell() -> tuple[bool, list[Report]]:
         source.append(is_source(axes, group))
-        own = _Own.of(model, optim, state_dict, groups_of(model, optim, optim_input))
-        return own, own.reports()
+        made.append(_Own.of(model, optim, state_dict, groups_of(model, optim, optim_input)))
+        return bool(made[-1].state), made[-1].reports()
 
-    own, reports = _tell(axes, tell)
-    if not any(has_state for has_state, _ in reports.values()):
+    def step() -> list[Report]:
+        made.append(made[-1].with_state(state_before_first_step(optim, made[-1].holder.groups)))
+        return made[-1].reports()
 
-        def step() -> tuple[_Own, list[Report]]:
-            tried = own.with_state(state_before_first_step(optim, own.holder.groups))
-            return tried, tried.reports()
-
-        own, reports = _tell(axes, step)
+    answers = together(axes, tell, doing=doing)
+    if any(has_state for has_state, _ in answers.values()):
+        facts = agree({rank: told for rank, (_, told) in answers.items()})
+    else:
+        facts = agree(together(axes, step, doing=f"{doing}, before its first step"))
+    own = made[-1]
     keeps = not wanted.rank0_only or source[0]
-    facts = agree({rank: told for rank, (_, told) in reports.items()})
     state: dict[str, dict[str, Any]] = {}
     for members in own.holder.by_unit():
         agreed = _by_name(own.holder, members, facts)
@@ -133,19 +141,6 @@ def is_source(axes: Sequence[Transport], group: Any) -> bool:
             f"{list(given.ranks)}; leave it out"
         )
     return given.rank == 0
-
-
-def _tell(axes: Sequence[Transport], work: Any) -> tuple[_Own, dict[int, tuple[bool, list[Report]]]]:
-    """What `work()` gives here, and what all ranks tell. Collective over all axes."""
-    kept: list[_Own] = []
-
-    def told() -> tuple[bool, list[Report]]:
-        own, reports = work()
-        kept.append(own)
-        return bool(own.state), reports
-
-    answers = together(axes, told, doing=DOING)
-    return kept[0], answers
 
 
 class _Own:

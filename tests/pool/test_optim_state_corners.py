@@ -249,6 +249,13 @@ def on_one_rank(rank: int, world: int, what: str) -> str:
     elif rank == 1 and what == "another count":
         for state in optim.state.values():
             state["step"] += 1
+    elif rank == 1 and what == "another kind":
+        call = lambda: FSDP.sharded_optim_state_dict(model, optim)  # noqa: E731
+    elif rank == 1 and what == "another call":
+        call = lambda: FSDP.optim_state_dict_to_load(model, optim, whole)  # noqa: E731
+    elif what == "another source":
+        load = FSDP.scatter_full_optim_state_dict if rank == 0 else FSDP.flatten_sharded_optim_state_dict
+        call = lambda: load(whole, model, optim=optim)  # type: ignore[operator]  # noqa: E731
     elif what == "another dict":
         given = {"state": {}, "param_groups": []} if rank == 1 else whole
         call = lambda: FSDP.optim_state_dict_to_load(model, optim, given)  # noqa: E731
@@ -282,6 +289,14 @@ ON_ONE_RANK = {
     "without a state": ("has exp_avg, exp_avg_sq, step, rank 1 has exp_avg_sq, step",) * 2,
     "without states": ("but the optimizers of rank 1, which own elements of it, too, have no state of it",) * 2,
     "another count": ("rank 0 has a tensor, 2.0, torch.float32, rank 1 has a tensor, 3.0, torch.float32",) * 2,
+    "another kind": (
+        "AgreementError: rank 0 gathers the state of an optimizer; rank 1 takes this rank's part of the state of an",
+    )
+    * 2,
+    "another call": ("rank 0 gathers the state of an optimizer; rank 1 loads the state of an optimizer. These calls",)
+    * 2,
+    "another source": ("rank 0 loads the state of an optimizer that the first rank has; rank 1 loads the state of",)
+    * 2,
     "another dict": ("AgreementError: rank 1: optim_state_dict: no param group of it has", "ConfigValueError: "),
     "no dict": (
         "AgreementError: rank 1: optim_state_dict: expected the keys",
@@ -298,6 +313,29 @@ ON_ONE_RANK = {
 def test_what_is_wrong_on_one_rank_fails_on_all(what: str, pool2: Run) -> None:
     for said, words in zip(pool2(on_one_rank, what), ON_ONE_RANK[what], strict=True):
         assert words in said
+
+
+def apart(rank: int, world: int) -> list[str]:
+    """A unit that rank 0 has no part in cannot be sent its state by rank 0."""
+    groups = [dist.new_group([each]) for each in range(world)]
+    alone = FSDP(nn.Linear(WIDTH, WIDTH), process_group=groups[rank], use_orig_params=True)
+    model = nn.Sequential(alone, FSDP(nn.Linear(WIDTH, 3), use_orig_params=True))
+    optim = adam(model.parameters())
+    model(data(rank, 0)).sum().backward()
+    for parameter in alone.parameters():
+        dist.all_reduce(parameter.grad)
+    optim.step()
+    whole = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+    loadable = FSDP.shard_full_optim_state_dict(whole, model, optim=optim)
+    lines = list(different(loadable["state"], optim.state_dict()["state"]))
+    return lines + refused(
+        lambda: FSDP.scatter_full_optim_state_dict(whole, model, optim=optim),
+        "is spread over ranks without rank 0, which has the state",
+    )
+
+
+def test_units_without_the_first_rank(pool2: Run) -> None:
+    assert not joined(pool2(apart))
 
 
 # --- dicts that do not fit --------------------------------------------------------------------------------------------
