@@ -283,5 +283,5 @@ def storage_info() -> Any:
 
 
 def saves_as_usual(module: torch.nn.Module) -> bool:
-    """Whether the class of `module` leaves it to torch what its state dict is: what is overridden has no public name."""
+    """Whether the class of `module` leaves its state dict to torch: what it would override has no public name."""
     return type(module)._save_to_state_dict is torch.nn.Module._save_to_state_dict

@@ -7,6 +7,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -571,3 +572,35 @@ def carriers(rank: int, world: int) -> list[str]:
 
 def test_torchs_carriers_on_request(pool3: Run) -> None:
     assert not joined(pool3(carriers))
+
+
+def exchanges(rank: int, world: int, path: str) -> list[int]:
+    """How many objects torch's distributed checkpoint exchanges to save and to load models of other depths."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    counts = []
+    for depth in (1, 12):
+        build = lambda depth=depth: nn.Sequential(*(Feedforward(WIDTH, 5) for _ in range(depth)))  # noqa: E731
+        model = FullyShardedDataParallel(seeded(build), auto_wrap_policy={Feedforward})
+        expected = model.state_dict()
+        seen: list[int] = []
+        names = ("gather_object", "scatter_object_list", "broadcast_object_list", "all_gather_object", "all_reduce")
+        with as_type(model, SHARDED), pytest.MonkeyPatch.context() as patch:
+            for name in names:
+                real = getattr(dist, name)
+                patch.setattr(dist, name, lambda *a, real=real, seen=seen, **k: (seen.append(1), real(*a, **k))[1])
+            state = model.state_dict()
+            dcp.save(state, checkpoint_id=f"{path}/{depth}")
+            for value in state.values():
+                value.local.zero_()
+            dcp.load(state, checkpoint_id=f"{path}/{depth}")
+            model.load_state_dict(state)
+        assert not unlike(model.state_dict(), expected)
+        counts.append(len(seen))
+    return counts
+
+
+def test_dcp_exchanges_as_many_objects_for_any_model(pool3: Run, tmp_path: Path) -> None:
+    for few, many in pool3(exchanges, str(tmp_path)):
+        assert 0 < few == many
