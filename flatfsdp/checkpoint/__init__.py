@@ -8,5 +8,6 @@ from __future__ import annotations
 
 from .api import async_save, load, save
 from .background import Saving
+from .hugging_face import export_safetensors, load_safetensors
 
-__all__ = ["Saving", "async_save", "load", "save"]
+__all__ = ["Saving", "async_save", "export_safetensors", "load", "load_safetensors", "save"]

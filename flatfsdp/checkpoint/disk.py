@@ -85,6 +85,12 @@ class Disk:
             file.write(data, 0)
             file.sync()
 
+    def publish(self, path: Path, data: bytes) -> None:
+        """A new file with these contents, which is there whole or not at all."""
+        part = path.with_name(f"{path.name}.part")
+        self.write_file(part, data)
+        self.rename(part, path)
+
     def read_file(self, path: Path) -> bytes:
         """The contents of a file."""
         data = bytearray(os.stat(path).st_size)
@@ -120,7 +126,7 @@ class Disk:
             path.rmdir()
         elif path.is_symlink() or path.exists():
             self.before("remove", path, 0)
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 _current = Disk()

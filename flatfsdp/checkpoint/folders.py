@@ -27,18 +27,25 @@ __all__ = ["Place", "candidates", "choose"]
 
 # Seconds after which a file that another rank has written is not seen any more: network file systems are slow to tell.
 PATIENCE = 5.0
+TOKEN = ".token"
 
 
 @dataclass(frozen=True)
 class Place:
-    """The three folders of [Note: siblings]."""
+    """The three folders of [Note: siblings].
+
+    Attributes:
+        path: the one that users know.
+        marker: the file that is written last.
+    """
 
     path: Path
+    marker: str = manifest.NAME
 
     @classmethod
-    def at(cls, path: str | os.PathLike[str]) -> Place:
+    def at(cls, path: str | os.PathLike[str], marker: str = manifest.NAME) -> Place:
         """Of a path as users give it."""
-        return cls(Path(os.path.abspath(path)))
+        return cls(Path(os.path.abspath(path)), marker)
 
     @property
     def new(self) -> Path:
@@ -50,48 +57,58 @@ class Place:
         """What a save replaces, for a moment."""
         return self.path.with_name(f".{self.path.name}.old")
 
-    def prepare(self, keep: str | None, *, overwrite: bool) -> None:
-        """Clear up what a killed save left, so that only the save `keep` is there, and make the folder to write to.
+    def is_complete(self, folder: Path) -> bool:
+        """Whether a save to `folder` came to its end."""
+        return (folder / self.marker).is_file()
+
+    def complete(self) -> list[Path]:
+        """The folders that are complete, the newest first: one, but while a save swaps them or after it was killed."""
+        return [folder for folder in (self.new, self.path, self.old) if self.is_complete(folder)]
+
+    def prepare(self, keep: Path | None, *, overwrite: bool) -> None:
+        """Clear up what a killed save left, so that `keep` is at `path`, and make the folder to write to.
 
         Raises:
-            CheckpointError: there is a complete checkpoint and `overwrite` is False, or there are other files.
+            CheckpointError: there is something complete and `overwrite` is False, or there are other files.
         """
         self._settle(keep)
         self._check_free(overwrite=overwrite)
         disk().make_folder(self.new)
 
-    def _settle(self, keep: str | None) -> None:
-        found = {manifest.id: folder for folder, manifest in candidates(self, damaged=True)}
-        kept = found.get(keep) if keep is not None else None
-        if kept == self.old:
+    def _settle(self, keep: Path | None) -> None:
+        if keep == self.old:
             if self.path.exists():  # incomplete, or of a save that did not get everywhere
-                _discard(self.new)
+                self.discard(self.new)
                 disk().rename(self.path, self.new)
             disk().rename(self.old, self.path)
-        elif kept == self.new:
+        elif keep == self.new:
             if self.path.exists():
-                _discard(self.old)
+                self.discard(self.old)
             self.swap()
-        _discard(self.old)
-        _discard(self.new)
+        self.discard(self.old)
+        self.discard(self.new)
+        for left in self.path.parent.iterdir():
+            if left.name.startswith(f".{self.path.name}.") and left.name.endswith(TOKEN):
+                disk().remove(left)
 
     def _check_free(self, *, overwrite: bool) -> None:
         if not self.path.exists():
             return
         found = {each.name for each in self.path.iterdir()}
-        foreign = metadata.NAME in found and manifest.NAME not in found
-        if manifest.NAME in found or foreign:
+        if self.marker in found or metadata.NAME in found:
             if not overwrite:
                 raise CheckpointError(
-                    f"{self.path} holds a complete checkpoint. Save to another folder, or pass overwrite=True: then "
-                    "the old one stays until the new one is complete"
+                    f"{self.path} is complete already. Save to another folder, or pass overwrite=True: then the old "
+                    "one stays until the new one is complete"
                 )
-            known = {metadata.NAME, manifest.NAME} | {name for name in found if name.endswith(".distcp")}
-            found -= known
+            found -= {self.marker, metadata.NAME}
+            found = {
+                name for name in found if not name.endswith((".distcp", ".safetensors", ".safetensors.index.json"))
+            }
         if found:
             raise CheckpointError(
-                f"{self.path} holds {len(found)} files that are no checkpoint's ({', '.join(sorted(found)[:3])}); "
-                "saving would remove them. Save to another folder"
+                f"{self.path} holds {len(found)} files that no save wrote ({', '.join(sorted(found)[:3])}); saving "
+                "would remove them. Save to another folder"
             )
 
     def swap(self) -> None:
@@ -104,17 +121,12 @@ class Place:
 
     def drop_old(self) -> None:
         """Remove what was replaced."""
-        _discard(self.old)
+        self.discard(self.old)
 
-
-def is_complete(folder: Path) -> bool:
-    """Whether a save to `folder` came to its end."""
-    return (folder / manifest.NAME).is_file()
-
-
-def _discard(folder: Path) -> None:
-    disk().remove(folder / manifest.NAME)  # first, so that half a folder never looks complete
-    disk().remove(folder)
+    def discard(self, folder: Path) -> None:
+        """Remove a folder of these three."""
+        disk().remove(folder / self.marker)  # first, so that half a folder never looks complete
+        disk().remove(folder)
 
 
 def candidates(place: Place, *, damaged: bool = False) -> list[tuple[Path, Manifest]]:
@@ -124,14 +136,13 @@ def candidates(place: Place, *, damaged: bool = False) -> list[tuple[Path, Manif
         CheckpointError: a manifest is damaged; with `damaged` it is left out instead.
     """
     found = []
-    for folder in (place.path, place.new, place.old):
-        if is_complete(folder):
-            where = folder / manifest.NAME
-            try:
-                found.append((folder, Manifest.from_bytes(disk().read_file(where), str(where))))
-            except CheckpointError:
-                if not damaged:
-                    raise
+    for folder in place.complete():
+        where = folder / manifest.NAME
+        try:
+            found.append((folder, Manifest.from_bytes(disk().read_file(where), str(where))))
+        except CheckpointError:
+            if not damaged:
+                raise
     return sorted(found, key=lambda each: -each[1].saved)
 
 
@@ -165,7 +176,7 @@ def leader_of(place: Place, ranks: Ranks, doing: str, *, per_node: bool) -> int:
 
     def leave() -> str:
         disk().make_folder(place.path.parent)
-        token = place.path.with_name(f".{place.path.name}.{os.getpid()}-{time.time_ns()}.token")
+        token = place.path.with_name(f".{place.path.name}.{os.getpid()}-{time.time_ns()}{TOKEN}")
         disk().write_file(token, b"")
         return token.name
 

@@ -87,17 +87,22 @@ def read_tensors(found: Found, targets: Mapping[str, torch.Tensor]) -> None:
 
 
 def compare(
-    there: Mapping[str, tuple[int, ...]], targets: Mapping[str, torch.Tensor], parts: Collection[str], *, strict: bool
+    there: Mapping[str, tuple[int, ...]],
+    targets: Mapping[str, torch.Tensor],
+    parts: Collection[str] | None,
+    *,
+    strict: bool,
 ) -> None:
     """Compare what is to be loaded with the shapes that are there.
 
     Raises:
         CheckpointError: with everything that has another shape there, and, where `strict`, that is missing there, or is
-            there under the first names `parts` and is not wanted.
+            there under the first names `parts` (None: under any) and is not wanted.
     """
     problems = []
     missing = [key for key in targets if key not in there]
-    unexpected = [key for key in there if key not in targets and key.partition(".")[0] in parts]
+    inside = [key for key in there if parts is None or key.partition(".")[0] in parts]
+    unexpected = [key for key in inside if key not in targets]
     if missing and strict:
         problems.append(f"missing in the checkpoint: {', '.join(missing)}")
     if unexpected and strict:

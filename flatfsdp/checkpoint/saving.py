@@ -17,6 +17,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path as FilePath
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from ..errors import CheckpointError, ConfigTypeError
 from ..owned import OwnedInterval
 from . import manifest, metadata
 from .disk import disk
-from .folders import Place, candidates, choose, leader_of
+from .folders import Place, candidates, leader_of
 from .manifest import Manifest, Saved, SavedFile
 from .nested import Path, decode, encode, flatten
 from .plan import Held, assign, digest
@@ -184,11 +185,15 @@ class _Save:
         self.contents = take()
 
     def prepare(self) -> None:
-        seen = self.lead(lambda: [manifest.id for _, manifest in candidates(self.place, damaged=True)])
-        try:
-            keep = choose([ids for ids in seen if ids is not None], self.place.path)
-        except CheckpointError:
-            keep = None  # nothing there that all have
+        there: dict[str, FilePath] = {}
+
+        def look() -> list[str]:
+            there.update((each.id, folder) for folder, each in candidates(self.place, damaged=True))
+            return list(there)
+
+        seen = [ids for ids in self.lead(look) if ids is not None]
+        common = [id for id in seen[0] if all(id in ids for ids in seen)][:1]
+        keep = there[common[0]] if common and there else None
         self.lead(lambda: self.place.prepare(keep, overwrite=self.request.overwrite))
 
     def agree(self) -> tuple[_Plan, dict[str, tuple[Path, Any]]]:
@@ -257,7 +262,7 @@ class _Save:
             id=name,
             saved=when,
         )
-        disk().write_file(self.place.new / manifest.NAME, whole.to_bytes())
+        disk().publish(self.place.new / manifest.NAME, whole.to_bytes())
 
 
 def _tensors(plan: _Plan) -> dict[str, Saved]:

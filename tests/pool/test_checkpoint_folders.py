@@ -170,7 +170,7 @@ def test_a_complete_checkpoint_is_replaced_only_on_demand(run: Run, tmp_path: Pa
     run(2, save, path)
     for said in run(2, message, path, add=1.0):
         assert said == (
-            f"saving {path}: rank 0: {path} holds a complete checkpoint. Save to another folder, or pass "
+            f"saving {path}: rank 0: {path} is complete already. Save to another folder, or pass "
             "overwrite=True: then the old one stays until the new one is complete"
         )
     run(2, load, path)
@@ -178,7 +178,7 @@ def test_a_complete_checkpoint_is_replaced_only_on_demand(run: Run, tmp_path: Pa
     run(2, load, path, 1.0)
     (tmp_path / "x" / "notes.txt").write_text("mine")
     for said in run(2, message, path, overwrite=True):
-        assert "holds 1 files that are no checkpoint's (notes.txt); saving would remove them" in said
+        assert "holds 1 files that no save wrote (notes.txt); saving would remove them" in said
     assert {each.name for each in tmp_path.iterdir()} == {"x"}
 
 
@@ -322,7 +322,7 @@ def test_a_path_below_a_plain_file_is_told_on_all(pool2: Run, tmp_path: Path) ->
 
 def test_killed_at_any_moment_a_good_checkpoint_is_there(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    counting = Counting()
+    before = 1.0
 
     def state(number: float) -> dict[str, Any]:
         return {"model": {f"w{each}": torch.full((each + 1,), number) for each in range(40)}, "extra": {"n": number}}
@@ -333,24 +333,27 @@ def test_killed_at_any_moment_a_good_checkpoint_is_there(tmp_path: Path) -> None
         assert all(torch.equal(value, torch.full_like(value, found)) for value in held.values())
         return found
 
+    def kill(moment: int, number: float) -> None:
+        with through(Mortal(moment)), pytest.raises(Killed):
+            checkpoint.save(path, **state(number), overwrite=True)
+
     checkpoint.save(path, **state(0.0))
+    counting = Counting()
     with through(counting):
         checkpoint.save(path, **state(1.0), overwrite=True)
     moments = sum(operation not in ("read", "open") for operation, _, _ in counting.operations)
     assert moments > 50
-    before = 1.0
     for moment in range(moments):
-        with through(Mortal(moment)), pytest.raises(Killed):
-            checkpoint.save(path, **state(moment + 2.0), overwrite=True)
+        kill(moment, moment + 2.0)
+        assert good() in (before, moment + 2.0), moment
+        before = moment + 2.5
+        checkpoint.save(path, **state(before), overwrite=True)  # clears up
+        assert good() == before and {each.name for each in tmp_path.iterdir()} == {"x"}, moment
+    for moment in (*range(0, moments, 7), *range(moments - 1, 0, -5)):  # saves that are killed again and again
+        kill(moment, 1000.0 + moment)
         after = good()
-        assert after in (before, moment + 2.0), moment
-        if moment % 3:  # the next save finds what this one left, or what several did
-            checkpoint.save(path, **state(moment + 2.5), overwrite=True)
-            before = good()
-            assert before == moment + 2.5
-            assert {each.name for each in tmp_path.iterdir() if not each.name.endswith(".token")} == {"x"}
-        else:
-            before = after
+        assert after in (before, 1000.0 + moment), moment
+        before = after
 
 
 # --- in the background ------------------------------------------------------------------------------------------------

@@ -1,0 +1,359 @@
+"""Weights as Hugging Face keeps them: `model.safetensors`, or numbered files with an index. No tensor is gathered.
+
+[Note: exports] Every rank writes what it owns to its places in files of their final size, and reads what it owns into
+its shards, so that neither one rank nor one unit ever holds more than its own. A file that was not written to its end
+looks complete to the format and holds zeros; so an export ends with `model.safetensors.checksums.json`, the CRC-32 of
+each `BLOCK` bytes of each file, and the folder takes its place only then ([Note: siblings]).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..boxes import Box
+from ..errors import CheckpointError, refuse_type, refuse_value
+from ..layout import ParamSpec, Span
+from ..owned import OwnedInterval
+from .disk import File, disk
+from .folders import Place, leader_of
+from .held import InPlace, held_in_place, note_writes, settle
+from .loading import compare
+from .ranks import Ranks
+from .raw import LARGEST, bytes_of, cut
+from .tensor_file import SUFFIX, Entry, header_of, read_header
+
+__all__ = ["export_safetensors", "load_safetensors"]
+
+SINGLE = f"model{SUFFIX}"
+INDEX = f"{SINGLE}.index.json"
+CHECKSUMS = f"{SINGLE}.checksums.json"
+BLOCK = 2**26
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def export_safetensors(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the parameters and buffers of `model` as safetensors files, as ``transformers`` loads them.
+
+    Collective over `process_group`. Nothing is gathered: each rank writes its own elements to their places. Parameters
+    with several names (tied ones) are written once, under the first.
+
+    Args:
+        model: the model, wrapped or not.
+        folder: becomes the folder with ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and their index,
+            when all is written; all ranks share it. It is not there, empty, or, with `overwrite`, an export.
+        max_shard_size: largest file, in bytes or as "5GB", "500MiB"; larger where one tensor is.
+        dtype: in which floating-point tensors are written; None for their own.
+        overwrite: replace an export; it is there until the new one is complete.
+        process_group: the ranks over which the model is spread; None for all.
+
+    Raises:
+        CheckpointError: on every rank: some rank could not do its part, or has another model.
+    """
+    largest = _bytes_in(max_shard_size)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        refuse_value("dtype", dtype, "a floating-point dtype, or None")
+    ranks = Ranks(process_group)
+    place = Place.at(folder, CHECKSUMS)
+    doing = f"exporting to {place.path}"
+    held: list[InPlace] = []
+    files: dict[Path, tuple[bytes, list[Entry]]] = {}
+
+    def plan() -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        settle(model, "export_safetensors()")
+        held.extend(held_in_place(model))
+        tensors = [(each.names[0], _written_as(each.value, dtype), tuple(each.value.shape)) for each in held]
+        files.update(_files_of(place.new, tensors, largest))
+        return tensors
+
+    _require_same(ranks.exchange(doing, plan), doing)
+    leads = leader_of(place, ranks, doing, per_node=False) == ranks.rank
+
+    def prepare() -> None:
+        place.prepare(next(iter(place.complete()), None), overwrite=overwrite)
+        for path, (header, entries) in files.items():
+            with disk().create(path) as file:
+                file.write(header, 0)
+                file.allocate(len(header) + sum(entry.size for entry in entries))
+
+    def conclude(checksums: Sequence[Mapping[tuple[str, int], int]]) -> None:
+        if len(files) > 1:
+            disk().write_file(place.new / INDEX, _index_of([entries for _, entries in files.values()]))
+        disk().publish(place.new / CHECKSUMS, _checksums_of(checksums))
+
+    try:
+        ranks.exchange(doing, lambda: prepare() if leads else None)
+        entries = {entry.name: entry for _, inside in files.values() for entry in inside}
+        ranks.exchange(doing, lambda: _write(held, entries, first=ranks.rank == 0))
+        checksums = ranks.exchange(doing, lambda: _checksums(list(files), ranks))
+        ranks.exchange(doing, lambda: conclude(checksums) if leads else None)
+    except CheckpointError:
+        if leads and not place.is_complete(place.new):
+            disk().remove(place.new)
+        raise
+    ranks.exchange(doing, lambda: place.swap() if leads else None)
+    ranks.exchange(doing, lambda: place.drop_old() if leads else None)
+
+
+def load_safetensors(
+    model: nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load safetensors files into `model`: each rank reads what it owns, straight into its shards.
+
+    Collective over `process_group`. The model may have been built on the meta device; dtypes may differ.
+
+    Args:
+        model: the model, wrapped or not.
+        source: one file, or a folder of them, with an index or without. Every rank sees it, though not the same one.
+        strict: refuse names that are missing in the files, and names there that the model has not. Tied parameters may
+            be there under any of their names.
+        verify: compare the files with the checksums that `export_safetensors` left, if there are any.
+        process_group: the ranks over which the model is spread; None for all.
+
+    Raises:
+        CheckpointError: on every rank, with everything that is missing, unknown and of another shape; or files are
+            damaged. Nothing has been loaded then.
+    """
+    ranks = Ranks(process_group)
+    doing = f"loading {os.fspath(source)}"
+    there: dict[str, Entry] = {}
+    held: list[InPlace] = []
+
+    def look() -> None:
+        there.update(_entries_at(Path(source)))
+        settle(model, "load_safetensors()")
+        held.extend(held_in_place(model))
+        wanted = {_name_in(each, there): each.value for each in held}
+        known = {name for each in held for name in each.names}
+        shapes = {name: entry.shape for name, entry in there.items() if name in wanted or name not in known}
+        compare(shapes, wanted, None, strict=strict)
+
+    ranks.exchange(doing, look)
+    if verify:
+        ranks.exchange(doing, lambda: _verify(sorted({entry.file for entry in there.values()}), ranks))
+
+    def read() -> None:
+        with torch.no_grad(), _Files() as files:
+            for each in held:
+                if (name := _name_in(each, there)) in there:
+                    _read(files.of(there[name]), there[name], each.value)
+        note_writes(model)
+
+    ranks.exchange(doing, read)
+
+
+def _name_in(held: InPlace, there: Mapping[str, Entry]) -> str:
+    return next((name for name in held.names if name in there), held.names[0])
+
+
+def _bytes_in(size: int | str) -> int:
+    if isinstance(size, int) and size > 0:
+        return size
+    if not isinstance(size, str):
+        refuse_type("max_shard_size", size, 'a number of bytes, or a string such as "5GB" or "500MiB"')
+    number = size.rstrip("KMGTIBkmgtib")
+    unit = _UNITS.get(size[len(number) :].upper())
+    if unit is None or not number.strip().isdigit():
+        refuse_value("max_shard_size", size, f"a positive number and one of {', '.join(_UNITS)}")
+    return int(number) * unit
+
+
+def _written_as(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
+
+
+def _require_same(plans: Sequence[Any], doing: str) -> None:
+    for rank, plan in enumerate(plans):
+        if plan != plans[0]:
+            for mine, other in itertools.zip_longest(plans[0], plan):
+                if mine != other:
+                    raise CheckpointError(
+                        f"{doing}: ranks have different models: {mine} on rank 0, {other} on rank {rank}"
+                    )
+
+
+def _files_of(
+    folder: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], largest: int
+) -> dict[Path, tuple[bytes, list[Entry]]]:
+    """Headers and places of the files that hold `tensors`."""
+    groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
+    room = largest
+    for tensor in tensors:
+        size = prod(tensor[2]) * tensor[1].itemsize
+        if size > room and groups[-1]:
+            groups.append([])
+            room = largest
+        groups[-1].append(tensor)
+        room -= size
+    count = len(groups)
+    names = [SINGLE] if count == 1 else [f"model-{n + 1:05}-of-{count:05}{SUFFIX}" for n in range(count)]
+    return {folder / name: header_of(folder / name, group) for name, group in zip(names, groups, strict=True)}
+
+
+def _index_of(files: Sequence[Sequence[Entry]]) -> bytes:
+    places = {entry.name: entry.file.name for entries in files for entry in entries}
+    total = sum(entry.size for entries in files for entry in entries)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
+
+
+# --- elements ---------------------------------------------------------------------------------------------------------
+
+
+class _Files:
+    """Open files; a context that closes them."""
+
+    def __init__(self, *, write: bool = False) -> None:
+        self._write = write
+        self._open: dict[Path, File] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        for file in self._open.values():
+            file.__exit__(*details)
+
+    def of(self, entry: Entry) -> File:
+        """The file that `entry` is in."""
+        if entry.file not in self._open:
+            self._open[entry.file] = disk().open(entry.file, write=self._write)
+        return self._open[entry.file]
+
+    def sync(self) -> None:
+        """Wait for the disk."""
+        for file in self._open.values():
+            file.sync()
+
+
+def _write(held: Sequence[InPlace], entries: Mapping[str, Entry], *, first: bool) -> None:
+    with torch.no_grad(), _Files(write=True) as files:
+        for each in held:
+            entry = entries[each.names[0]]
+            if not each.saves(first=first):
+                continue
+            interval = _interval_of(entry.name, each.value, contiguous=True)
+            for box in cut(interval.spec, interval.span, LARGEST // entry.dtype.itemsize):
+                data = interval.data_of(box).to("cpu", entry.dtype).contiguous().view(-1)
+                for place, span in runs_of(box, entry.shape):
+                    part = data[span.slice]
+                    files.of(entry).write(bytes_of(part), entry.offset + place * entry.dtype.itemsize)
+        files.sync()
+
+
+def _read(file: File, entry: Entry, target: torch.Tensor) -> None:
+    interval = _interval_of(entry.name, target, contiguous=False)
+    for box in cut(interval.spec, interval.span, LARGEST // entry.dtype.itemsize):
+        block = interval.data_of(box)
+        direct = block.is_contiguous() and block.device.type == "cpu" and block.dtype == entry.dtype
+        data = block.view(-1) if direct else torch.empty(box.span.numel, dtype=entry.dtype)
+        for place, span in runs_of(box, entry.shape):
+            wanted = bytes_of(data[span.slice])
+            if file.read(wanted, entry.offset + place * entry.dtype.itemsize) != len(wanted):
+                raise CheckpointError(f"{file.path} has lost its end")
+        if not direct:
+            block.copy_(data.view(box.sizes))
+    if not isinstance(target, OwnedInterval) and not target.is_contiguous():
+        target.copy_(interval.local.view(target.shape))
+
+
+def _interval_of(name: str, value: torch.Tensor, *, contiguous: bool) -> OwnedInterval:
+    """`value` as an interval of itself; a whole tensor that is not row-major as one of a copy (`contiguous`), or of
+    memory to fill."""
+    if isinstance(value, OwnedInterval):
+        return value
+    if not value.is_contiguous():
+        value = value.contiguous() if contiguous else torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    return OwnedInterval(value.detach().view(-1), ParamSpec(name, tuple(value.shape)), Span(0, value.numel()))
+
+
+def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Span]]:
+    """The pieces of a box that lie together where the tensor is row-major: (first element there, elements of the box,
+    itself row-major)."""
+    dim = len(shape) - 1
+    while dim > 0 and box.sizes[dim] == shape[dim]:
+        dim -= 1
+    length = prod(box.sizes[max(dim, 0) :])
+    steps = [prod(shape[each + 1 :]) for each in range(len(shape))]
+    first = sum(offset * step for offset, step in zip(box.offsets, steps, strict=True))
+    for number, index in enumerate(itertools.product(*map(range, box.sizes[: max(dim, 0)]))):
+        place = first + sum(each * step for each, step in zip(index, steps, strict=False))
+        yield place, Span(number * length, (number + 1) * length)
+
+
+# --- checksums, files -------------------------------------------------------------------------------------------------
+
+
+def _checksums(files: Sequence[Path], ranks: Ranks) -> dict[tuple[str, int], int]:
+    """Of the blocks that fall to this rank, by name of the file and number of the block."""
+    blocks = [(path, block) for path in files for block in range(-(-path.stat().st_size // BLOCK))]
+    found = {}
+    for path, block in blocks[ranks.rank :: ranks.world]:
+        data = memoryview(bytearray(min(BLOCK, path.stat().st_size - block * BLOCK)))
+        with disk().open(path) as file:
+            found[path.name, block] = zlib.crc32(data[: file.read(data, block * BLOCK)])
+    return found
+
+
+def _checksums_of(found: Sequence[Mapping[tuple[str, int], int]]) -> bytes:
+    files: dict[str, list[str]] = {}
+    for name, block in sorted(key for each in found for key in each):
+        files.setdefault(name, []).append(f"{next(each[name, block] for each in found if (name, block) in each):08x}")
+    return json.dumps({"block": BLOCK, "crc32": files}, indent=1).encode() + b"\n"
+
+
+def _verify(files: Sequence[Path], ranks: Ranks) -> None:
+    path = files[0].parent / CHECKSUMS if files else Path(CHECKSUMS)
+    if not path.is_file():
+        return
+    told = json.loads(disk().read_file(path))
+    known = [file for file in files if file.name in told["crc32"]]
+    damaged = [
+        f"{name} (bytes {block * BLOCK} to {(block + 1) * BLOCK})"
+        for (name, block), crc32 in _checksums(known, ranks).items()
+        if told["crc32"][name][block : block + 1] != [f"{crc32:08x}"]
+    ]
+    if damaged:
+        raise CheckpointError(f"{files[0].parent}: damaged, or changed since it was exported: {', '.join(damaged)}")
+
+
+def _entries_at(source: Path) -> dict[str, Entry]:
+    """The tensors of a file or a folder, by name."""
+    if source.is_file():
+        return {entry.name: entry for entry in read_header(source)}
+    place = Place.at(source, CHECKSUMS)
+    folder = next(iter(place.complete()), place.path)
+    index = folder / INDEX
+    if index.is_file():
+        places = json.loads(disk().read_file(index))["weight_map"]
+        files = {name: read_header(folder / name) for name in sorted(set(places.values()))}
+        return {
+            entry.name: entry for name, inside in files.items() for entry in inside if places.get(entry.name) == name
+        }
+    single = folder / SINGLE
+    paths = [single] if single.is_file() else sorted(folder.glob(f"*{SUFFIX}"))
+    if not paths:
+        raise CheckpointError(f"{source}: no safetensors file there")
+    return {entry.name: entry for path in paths for entry in read_header(path)}

@@ -1,0 +1,114 @@
+"""The safetensors format: a header that says where in the file each tensor lies, row-major, and then the tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError, ConfigTypeError
+from .disk import disk
+
+__all__ = ["SUFFIX", "Entry", "header_of", "read_header"]
+
+SUFFIX = ".safetensors"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LARGEST_HEADER = 100_000_000  # what the library reads
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file: `offset` in bytes from the file's beginning to its first element."""
+
+    file: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def header_of(file: Path, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[Entry]]:
+    """The beginning of a file of these tensors, and where each of them goes.
+
+    Raises:
+        ConfigTypeError: a dtype that the format does not know.
+    """
+    # The widest first: then all are aligned, and readers can map them.
+    ordered = sorted(tensors, key=lambda each: -each[1].itemsize)
+    head: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    places = []
+    for name, dtype, shape in ordered:
+        if dtype not in _NAMES:
+            raise ConfigTypeError(f"{name} is of {dtype}. Accepted: {', '.join(map(str, _NAMES))}.")
+        size = prod(shape) * dtype.itemsize
+        head[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [end, end + size]}
+        places.append(end)
+        end += size
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    entries = [
+        Entry(file, name, dtype, shape, first + place)
+        for (name, dtype, shape), place in zip(ordered, places, strict=True)
+    ]
+    return len(text).to_bytes(8, "little") + text, entries
+
+
+def read_header(path: Path) -> list[Entry]:
+    """The tensors of a file. Nothing of it is executed.
+
+    Raises:
+        CheckpointError: it is no such file, or has lost its end.
+    """
+    try:
+        with disk().open(path) as file:
+            length = bytearray(8)
+            size = path.stat().st_size
+            if file.read(memoryview(length), 0) != 8 or (count := int.from_bytes(length, "little")) > _LARGEST_HEADER:
+                raise ValueError("it has no header")
+            text = bytearray(count)
+            if file.read(memoryview(text), 8) != count:
+                raise ValueError("its header has lost its end")
+        head = json.loads(text)
+        head.pop("__metadata__", None)
+        entries = [
+            Entry(path, name, _DTYPES[each["dtype"]], tuple(each["shape"]), 8 + count + each["data_offsets"][0])
+            for name, each in head.items()
+        ]
+        for entry in entries:
+            begin, end = head[entry.name]["data_offsets"]
+            if end - begin != entry.size or begin < 0:
+                raise ValueError(f"{entry.name} has {end - begin} bytes, its shape asks for {entry.size}")
+            if 8 + count + end > size:
+                raise ValueError(f"it has {size} bytes, {entry.name} ends at {8 + count + end}: it has lost its end")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no whole safetensors file: {error}") from error
+    return entries
