@@ -604,3 +604,78 @@ def exchanges(rank: int, world: int, path: str) -> list[int]:
 def test_dcp_exchanges_as_many_objects_for_any_model(pool3: Run, tmp_path: Path) -> None:
     for few, many in pool3(exchanges, str(tmp_path)):
         assert 0 < few == many
+
+
+class Ties(nn.Module):
+    """Parameters that three units hold, one without elements, one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(5, 5), nn.Linear(5, 5, bias=False), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.third.weight, self.third.bias = self.first.weight, self.first.bias
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.again = self.first.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x))) * self.gain + self.nothing.sum() + self.again
+
+
+def ties(rank: int, world: int) -> list[str]:
+    lines = []
+    expected = seeded(Ties).state_dict()
+    for orig in (True, False):
+        for units in ((), ("first",), ("first", "third"), ("second", "third", "first")):
+            model: Any = seeded(Ties)
+            for name in units:
+                setattr(model, name, FullyShardedDataParallel(getattr(model, name), use_orig_params=orig))
+            model = FullyShardedDataParallel(model, use_orig_params=orig)
+            found = model.state_dict()
+            lines += [f"{orig} {units}: {line}" for line in unlike({k: found[k] for k in expected}, expected)]
+            if found["second.weight"].data_ptr() != found["first.weight"].data_ptr():
+                lines.append(f"{orig} {units}: names of one parameter have two values")
+            for kind in (FULL, SHARDED, LOCAL):
+                with as_type(model, kind):
+                    state = copy.deepcopy(model.state_dict())
+                    for value in {id(value): value for value in state.values()}.values():
+                        getattr(value, "local", value).add_(1)
+                    told = model.load_state_dict(state)
+                    if told.missing_keys or told.unexpected_keys:
+                        lines.append(f"{orig} {units} {kind.name}: {told}")
+                now = model.state_dict()
+                more = {key: value + 1 for key, value in found.items()}
+                lines += [f"{orig} {units} {kind.name}: {line}" for line in unlike(now, more)]
+                found = now
+            with as_type(model, SHARDED):
+                model.load_state_dict(expected)  # whole, whatever the type is
+            now = model.state_dict()
+            lines += [f"{orig} {units}, back: {line}" for line in unlike({k: now[k] for k in expected}, expected)]
+    return lines
+
+
+def test_ties_across_units_and_odd_shapes(pool3: Run) -> None:
+    assert not joined(pool3(ties))
+
+
+def gradients_stay(rank: int, world: int) -> list[str]:
+    """Values are loaded between a backward and the step: the step uses the gradients that are there."""
+    lines = []
+    for orig in (True, False):
+        model, plain = wrapped(rank, orig=orig), seeded(Net)
+        loss_of(model(data(rank, 0))).backward()
+        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        changed = {key: value + 1 for key, value in plain.state_dict().items()}
+        model.load_state_dict(changed)
+        after = [p.grad for p in model.parameters() if p.grad is not None]
+        if not all(map(torch.equal, before, after)):
+            lines.append(f"{orig}: gradients changed")
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        if not unlike({key: model.state_dict()[key] for key in changed}, changed):
+            lines.append(f"{orig}: nothing was stepped")
+        loss_of(model(data(rank, 1))).backward()
+    return lines
+
+
+def test_loading_leaves_gradients_alone(pool2: Run) -> None:
+    assert not joined(pool2(gradients_stay))
