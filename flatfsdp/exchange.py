@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from .comm import Transport
-from .errors import AgreementError, FlatFSDPError, current_rank
+from .errors import AgreementError, FlatFSDPError, UsageError, current_rank
 from .peers import ranks_in_words
 from .watch import expecting
 
 T = TypeVar("T")
 
 
-def everyones(axes: Sequence[Transport], value: T, *, doing: str) -> dict[int, T]:
-    """Every rank's `value` by global rank, in rank order. Collective over all axes, two exchanges each.
+def _everyones(axes: Sequence[Transport], content: bytes, *, doing: str) -> dict[int, bytes]:
+    """Every rank's `content` by global rank, in rank order. Collective over all axes, two exchanges each.
 
-    `doing` completes "rank 0 ..." while this rank waits for the others. Process groups that move nothing (torch's fake
-    ones) give this rank's alone.
+    `doing` completes "rank 0 ..." while this rank waits for the others.
     """
-    rank = current_rank() if not axes else axes[0].group.ranks[axes[0].group.rank]
-    if _is_alone(axes):
-        return {rank: value}
-    device = axes[0].device.device
-    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    rank, device = axes[0].group.ranks[axes[0].group.rank], axes[0].device.device
+    payload = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     with expecting(ranks_over(axes), doing):
         sizes = torch.tensor([rank, payload.numel()], device=device)
         for axis in axes:
@@ -37,16 +33,16 @@ def everyones(axes: Sequence[Transport], value: T, *, doing: str) -> dict[int, T
         for axis in axes:
             block = axis.gather_now(block)
     rows = block.view(len(heads), -1).cpu().numpy()
-    texts = {rank: row[:size].tobytes() for (rank, size), row in zip(heads, rows, strict=True)}
-    return {rank: pickle.loads(texts[rank]) for rank in sorted(texts)}
+    found = {rank: row[:size].tobytes() for (rank, size), row in zip(heads, rows, strict=True)}
+    return {rank: found[rank] for rank in sorted(found)}
 
 
-def firsts(axes: Sequence[Transport], value: T) -> T:
-    """The `value` of the rank that is the first on all axes. Collective over all axes, two broadcasts each."""
+def firsts(axes: Sequence[Transport], content: bytes) -> bytes:
+    """The `content` of the rank that is the first on all axes. Collective over all axes, two broadcasts each."""
     if _is_alone(axes):
-        return value
+        return content
     device = axes[0].device.device
-    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    payload = torch.frombuffer(bytearray(content or b"-"), dtype=torch.uint8).to(device)
     size = torch.tensor([payload.numel()], device=device)
     for axis in axes:
         axis.broadcast(size)
@@ -54,30 +50,50 @@ def firsts(axes: Sequence[Transport], value: T) -> T:
         payload = torch.empty(int(size), dtype=torch.uint8, device=device)
     for axis in axes:
         axis.broadcast(payload)
-    sent: T = pickle.loads(payload.cpu().numpy().tobytes())
-    return sent
+    return bytes(payload.cpu().numpy().tobytes())
 
 
 def together(axes: Sequence[Transport], work: Callable[[], T], *, doing: str) -> dict[int, T]:
     """What `work()` returned on every rank; where it fails on one, this fails on all. Collective over all axes.
 
+    `doing` completes "rank 0 ...", and is the same on all. Process groups that move nothing (torch's fake ones) bring
+    nothing of other ranks.
+
     Raises:
         AgreementError: it failed on other ranks, and the message is theirs; or they are doing something else.
     """
-    value, error = None, None
+    if _is_alone(axes):
+        return {current_rank(): work()}
+    error = None
     try:
-        value = work()
+        told = pack((doing, work(), None))
     except Exception as raised:
         error = raised
-    answers = everyones(axes, (doing, value, None if error is None else _told(error)), doing=doing)
+        told = pack((doing, None, _told(error)))
+    answers = {rank: pickle.loads(each) for rank, each in _everyones(axes, told, doing=doing).items()}
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # or it holds the frame that holds it, and with it the model, until the garbage collector comes
     if failed := [rank for rank, (_, _, text) in answers.items() if text is not None]:
         raise AgreementError(by_ranks({rank: f": {answers[rank][2]}" for rank in failed}))
     if any(other != doing for other, _, _ in answers.values()):
-        told = by_ranks({rank: f" {other}" for rank, (other, _, _) in answers.items()})
-        raise AgreementError(f"{told}. These calls are collective: all ranks must make the same, in the same order")
-    return {rank: answer for rank, (_, answer, _) in answers.items()}  # type: ignore[misc]
+        calls = by_ranks({rank: f" {other}" for rank, (other, _, _) in answers.items()})
+        raise AgreementError(f"{calls}. These calls are collective: all ranks must make the same, in the same order")
+    return {rank: answer for rank, (_, answer, _) in answers.items()}
+
+
+def pack(value: Any) -> bytes:
+    """`value` for other ranks, which `pickle.loads` it.
+
+    Raises:
+        UsageError: it cannot be pickled.
+    """
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise UsageError(f"what is no tensor travels to other ranks by pickle, which fails here: {error}") from error
 
 
 def by_ranks(texts: Mapping[int, str]) -> str:

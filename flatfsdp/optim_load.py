@@ -6,6 +6,7 @@ gets its shard, one state of one unit at a time.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from .carriers import is_distributed, whole_of
 from .comm import Transport
 from .consolidate import is_first, scatter, store
 from .errors import AgreementError, ConfigValueError, UsageError
-from .exchange import by_ranks, firsts, is_first_of, ranks_over, together
+from .exchange import by_ranks, firsts, is_first_of, pack, ranks_over, together
 from .flat_param import full_views
 from .names import Named
 from .optim_facts import value_of
@@ -61,6 +62,7 @@ def load(
     described: list[Description] = []
     if from_first:
         first = is_first_of(axes)
+        packed: list[bytes] = []
 
         def look() -> None:
             if is_source(axes, group) is not first:
@@ -69,7 +71,7 @@ def load(
                     "spread, which has the dict; leave it out"
                 )
             if first:
-                described.append(describe(state_dict))
+                packed.append(pack(describe(state_dict).to_cpu()))
             for unit in units_in(model):
                 if is_first(unit) and not first:
                     raise UsageError(
@@ -79,7 +81,7 @@ def load(
                     )
 
         together(axes, look, doing=FROM_FIRST)
-        described[:] = [firsts(axes, described[0].to_cpu() if first else None)]  # type: ignore[list-item]
+        described.append(pickle.loads(firsts(axes, packed[0] if first else b"")))
     made: list[tuple[Holder, Plan]] = []
 
     def prepare() -> int:

@@ -93,7 +93,7 @@ def state_by_name(
     keeps = not wanted.rank0_only or source[0]
     state: dict[str, dict[str, Any]] = {}
     for members in own.holder.by_unit():
-        agreed = _by_name(own.holder, members, facts)
+        agreed = _by_name(members, facts)
         if wanted.carrier == "interval":
             _add_intervals(own, members, agreed, state, wanted)
         else:
@@ -101,9 +101,7 @@ def state_by_name(
         for named in members:
             for name, fact in agreed.get(named.name, {}).items():
                 if not isinstance(fact, Shaped):
-                    value = own.kept(named, name) if isinstance(fact, Kept) and fact.value is None else fact
-                    value = value.value if isinstance(value, Kept) else value
-                    state.setdefault(named.name, {})[name] = value_of(value)
+                    state.setdefault(named.name, {})[name] = own.value(named, name, fact)
     if not keeps:
         return {}
     for held in own.holder:
@@ -208,9 +206,11 @@ class _Own:
         """What the optimizer holds `named` in."""
         return self._held.get(named.name)
 
-    def kept(self, named: Named, state: str) -> Any:
-        """A state that every rank has itself."""
-        return self.state[self._held[named.name].key][state]
+    def value(self, named: Named, state: str, fact: Any) -> Any:
+        """A copy of what `fact` says of a state that is not shaped."""
+        if isinstance(fact, Kept):
+            return value_of(self.state[self._held[named.name].key][state] if fact.value is None else fact.value)
+        return value_of(fact)
 
     def param_groups(self) -> list[dict[str, Any]]:
         """The param groups with names in place of keys."""
@@ -232,7 +232,7 @@ def _tellers(members: Sequence[Named]) -> Sequence[Named]:
     return members if handle.use_orig_params else [min(members, key=lambda named: named.index)]
 
 
-def _by_name(holder: Holder, members: Sequence[Named], facts: Mapping[str, Facts]) -> dict[str, Facts]:
+def _by_name(members: Sequence[Named], facts: Mapping[str, Facts]) -> dict[str, Facts]:
     """What was agreed on, for each parameter of one handle."""
     tellers = _tellers(members)
     if len(tellers) == len(members):

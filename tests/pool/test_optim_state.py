@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp.optim_facts import alike, shown
 from flatfsdp.state_dict_configs import FullOptimStateDictConfig
 from tests.conftest import Run
-from tests.harness.models import WIDTH, Feedforward, Low, Motley
+from tests.harness.models import WIDTH, Convolution, Feedforward, Low, Motley, Pooled
 from tests.pool.corners import ALL, HYBRID, Setting, data, full_gradients, joined, loss_of, seeded
 
 UNITS = (Feedforward, Low, Motley)
@@ -85,6 +87,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[type[nn.Module], ...]]] = {
     "corners": (Corners, UNITS),
     "one unit": (lambda: nn.Sequential(Feedforward(WIDTH, 20), nn.Linear(WIDTH, 3)), ()),
+    "channels_last": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, 48), nn.Unflatten(1, (3, 4, 4)), Convolution(3), Pooled(3, 3)),
+        (Convolution,),
+    ),
 }
 
 
@@ -149,11 +155,11 @@ def different(found: Mapping[str, Any], expected: Mapping[str, Any], *, bound: f
                     yield f"{name}: {state} is {shown(other)}, not {shown(value)}"
 
 
-def gathered(rank: int, world: int, settings: tuple[Setting, ...], optimizer: str) -> list[str]:
+def gathered(rank: int, world: int, settings: tuple[Setting, ...], optimizer: str, model: str = "corners") -> list[str]:
     lines = []
     for setting in settings:
         with setting.doubles():
-            pair = Pair(setting, optimizer=optimizer).train(rank)
+            pair = Pair(setting, model, optimizer).train(rank)
             full, expected = pair.full(), pair.expected()
             bound = 1e-5 if optimizer == "fused" else 0.0  # rounds by where an element lies in its vectors
             lines += [f"{setting}: {line}" for line in different(full["state"], expected["state"], bound=bound)]
@@ -166,6 +172,15 @@ def gathered(rank: int, world: int, settings: tuple[Setting, ...], optimizer: st
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_whole_states_are_those_of_the_plain_optimizer(optimizer: str, pool2: Run) -> None:
     assert not joined(pool2(gathered, ALL, optimizer))
+
+
+def test_in_channels_last(pool2: Run) -> None:
+    assert not joined(pool2(gathered, ALL, "adam", "channels_last"))
+
+
+def test_offloaded(pool2: Run) -> None:
+    settings = (Setting(orig=True, offload=True), Setting("NO_SHARD", orig=False, offload=True))
+    assert not joined(pool2(gathered, settings, "adam"))
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
@@ -220,6 +235,50 @@ def test_what_is_loaded_steps_on(optimizer: str, way: str, pool2: Run) -> None:
     for setting in ALL:
         if setting.strategy != "SHARD_GRAD_OP":
             assert not joined(pool2(resumed, setting, optimizer, way))
+
+
+# --- through torch's distributed checkpoint ---------------------------------------------------------------------------
+
+
+def save(rank: int, world: int, setting: Setting, path: str) -> dict[str, Any]:
+    """Save intervals; values outlive the steps that follow."""
+    pair = Pair(setting).train(rank)
+    traffic = pair.model._unit.root.traffic
+    traffic.reset()
+    with FSDP.state_dict_type(pair.model, "SHARDED_STATE_DICT"):
+        state = FSDP.optim_state_dict(pair.model, pair.optim)
+    assert set(traffic.counts) <= {"scalar"}, dict(traffic.counts)
+    whole = pair.full()
+    pair.train(rank, 1, first=2)
+    dcp.save({"optimizer": state}, checkpoint_id=path)
+    return whole
+
+
+def load(rank: int, world: int, setting: Setting, path: str, whole: dict[str, Any]) -> list[str]:
+    """Into an optimizer that has not stepped: its state says what is there to load."""
+    pair = Pair(setting)
+    with FSDP.state_dict_type(pair.model, "SHARDED_STATE_DICT"):
+        state = FSDP.optim_state_dict(pair.model, pair.optim)
+        dcp.load({"optimizer": state}, checkpoint_id=path)
+        FSDP.optim_state_dict_to_load(pair.model, pair.optim, state, load_directly=True)
+    return list(different(pair.full()["state"], whole["state"]))
+
+
+@pytest.mark.parametrize(
+    ("before", "saved_as", "after", "loaded_as"),
+    [
+        (3, Setting(orig=True), 2, Setting(orig=False)),
+        (2, Setting(orig=False), 3, Setting(orig=True)),
+        (2, Setting("NO_SHARD", orig=True), 3, Setting(orig=False)),
+        (2, Setting(orig=True), 1, Setting("NO_SHARD", orig=True)),
+    ],
+    ids=str,
+)
+def test_saved_and_loaded_by_dcp(
+    before: int, saved_as: Setting, after: int, loaded_as: Setting, run: Run, tmp_path: Path
+) -> None:
+    whole = run(before, save, saved_as, str(tmp_path))[0]
+    assert not joined(run(after, load, loaded_as, str(tmp_path), whole))
 
 
 def test_hybrids_step_on(pool4: Run) -> None:

@@ -249,6 +249,9 @@ def on_one_rank(rank: int, world: int, what: str) -> str:
     elif rank == 1 and what == "another count":
         for state in optim.state.values():
             state["step"] += 1
+    elif rank == 1 and what == "what does not travel":
+        for state in optim.state.values():
+            state["function"] = lambda: 0
     elif rank == 1 and what == "another kind":
         call = lambda: FSDP.sharded_optim_state_dict(model, optim)  # noqa: E731
     elif rank == 1 and what == "another call":
@@ -289,6 +292,7 @@ ON_ONE_RANK = {
     "without a state": ("has exp_avg, exp_avg_sq, step, rank 1 has exp_avg_sq, step",) * 2,
     "without states": ("but the optimizers of rank 1, which own elements of it, too, have no state of it",) * 2,
     "another count": ("rank 0 has a tensor, 2.0, torch.float32, rank 1 has a tensor, 3.0, torch.float32",) * 2,
+    "what does not travel": ("AgreementError: rank 1: what is no tensor travels to other ranks", "UsageError: what is"),
     "another kind": (
         "AgreementError: rank 0 gathers the state of an optimizer; rank 1 takes this rank's part of the state of an",
     )

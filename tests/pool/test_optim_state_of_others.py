@@ -1,21 +1,18 @@
-"""Optimizer state of torch's own FSDP, ours there, and both through torch's distributed checkpoint."""
+"""Optimizer state of torch's own FSDP here, and ours there."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel as FSDP
-from flatfsdp import ShardedOptimStateDictConfig, StateDictType
-from flatfsdp.owned import OwnedInterval
+from flatfsdp import ShardedOptimStateDictConfig
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
 from tests.harness.models import Feedforward
@@ -149,39 +146,3 @@ def as_rows(rank: int, world: int, carrier: str) -> list[str]:
 @pytest.mark.parametrize("carrier", ["sharded_tensor", "dtensor"])
 def test_rows_in_torchs_classes(carrier: str, pool2: Run) -> None:
     assert not joined(pool2(as_rows, carrier))
-
-
-# --- through torch's distributed checkpoint ---------------------------------------------------------------------------
-
-
-def save(rank: int, world: int, setting: Setting, path: str) -> dict[str, Any]:
-    model, optim = ours(setting, rank)
-    model._unit.root.traffic.reset()
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state = FSDP.optim_state_dict(model, optim)
-    assert set(model._unit.root.traffic.counts) <= {"scalar"}, dict(model._unit.root.traffic.counts)
-    whole = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
-    for step in range(2, 4):  # values outlive what follows
-        loss_of(model(data(rank, step))).backward()
-        optim.step()
-    dcp.save({"optimizer": state}, checkpoint_id=path)
-    return whole
-
-
-def load(rank: int, world: int, setting: Setting, path: str, whole: dict[str, Any]) -> list[str]:
-    model, optim = ours(setting, rank, steps=0)
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state = FSDP.optim_state_dict(model, optim)  # of an optimizer that has not stepped: what is there to load
-        assert any(isinstance(v, OwnedInterval) for entry in state["state"].values() for v in entry.values())
-        dcp.load({"optimizer": state}, checkpoint_id=path)
-        FSDP.optim_state_dict_to_load(model, optim, state, load_directly=True)
-    found = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
-    return list(different(found["state"], whole["state"]))
-
-
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (1, 2)])
-def test_saved_and_loaded_by_dcp(before: int, after: int, run: Run, tmp_path: Path) -> None:
-    for one, two in (BOTH, BOTH[::-1]):
-        folder = str(tmp_path / str(one))
-        whole = run(before, save, one, folder)[0]
-        assert not joined(run(after, load, two, folder, whole))
