@@ -23,6 +23,7 @@ from tests.harness import fresh
 FOLDER = Path(flatfsdp.examples.__file__).parent
 ROOT = FOLDER.parents[1]
 AFTER, BEFORE, LORA = FOLDER / "from_fsdp1.py", FOLDER / "from_fsdp1.before.txt", FOLDER / "lora.py"
+RESUME = FOLDER / "resume.py"
 TIMEOUT = 240  # seconds
 
 
@@ -38,6 +39,7 @@ def start(*arguments: str) -> str:
 def run_in_turn(rank: int, world: int, programs: list[str]) -> list[str]:
     """Run programs that each make and destroy a process group, on this rank; what each printed."""
     outputs = []
+    os.chdir(Path(programs[1]).parent)  # where programs may leave files
     shared = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     for program in programs:
         # Each finds the keys of its own group only: under torchrun it would have a store to itself.
@@ -54,13 +56,14 @@ def run_in_turn(rank: int, world: int, programs: list[str]) -> list[str]:
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[str]]:
     """What each of two ranks printed in each program, all run by the same two processes."""
     folder = tmp_path_factory.mktemp("programs")
-    readme, before = folder / "readme.py", folder / "before.py"
+    readme, before, again = folder / "readme.py", folder / "before.py", folder / "again.py"
+    again.write_text(RESUME.read_text())
     readme.write_text("\n".join(blocks("python")))
     before.write_text(BEFORE.read_text())
-    ranks = fresh.run(2, run_in_turn, [str(path) for path in (LORA, readme, AFTER, before)], timeout=TIMEOUT)
+    ranks = fresh.run(2, run_in_turn, [*map(str, (LORA, readme, AFTER, before, RESUME, again))], timeout=TIMEOUT)
     assert [rank.exit_code for rank in ranks] == [0, 0], "\n".join(f"{rank.output}\n{rank.error}" for rank in ranks)
     by_program = map(list, zip(*(rank.result for rank in ranks), strict=True))
-    return dict(zip((LORA, ROOT / "README.md", AFTER, BEFORE), by_program, strict=True))
+    return dict(zip((LORA, ROOT / "README.md", AFTER, BEFORE, RESUME, again), by_program, strict=True))
 
 
 def blocks(language: str) -> list[str]:
@@ -109,6 +112,13 @@ def test_a_program_for_fsdp1_moves_by_its_imports(printed: dict[Path, list[str]]
     assert numbers[0] == pytest.approx(numbers[1], abs=2e-4)
 
 
+def test_a_second_run_goes_on_where_the_first_ended(printed: dict[Path, list[str]]) -> None:
+    again = next(path for path in printed if path.name == "again.py")
+    assert re.findall(r"\w+ after step \d+", printed[RESUME][0]) == ["saved after step 50"]
+    assert re.findall(r"\w+ after step \d+", printed[again][0]) == ["resumed after step 50", "saved after step 100"]
+    assert losses(printed[again][0]) < losses(printed[RESUME][0])
+
+
 def test_the_readme_runs_from_top_to_bottom_and_prints_what_it_shows(printed: dict[Path, list[str]]) -> None:
     assert [[text] for text in printed[ROOT / "README.md"]] == [blocks("text")] * 2
 
@@ -119,5 +129,12 @@ def test_the_first_program_of_the_readme_has_ten_lines() -> None:
 
 def test_every_example_is_short_and_tried_here() -> None:
     programs = {path.name for path in FOLDER.iterdir() if path.is_file()} - {"__init__.py"}
-    assert programs == {"plain_loop.py", "single_process.py", "lora.py", "from_fsdp1.py", "from_fsdp1.before.txt"}
+    assert programs == {
+        "plain_loop.py",
+        "single_process.py",
+        "lora.py",
+        "from_fsdp1.py",
+        "from_fsdp1.before.txt",
+        "resume.py",
+    }
     assert [name for name in programs if len((FOLDER / name).read_text().splitlines()) >= 60] == []
