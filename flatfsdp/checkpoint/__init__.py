@@ -9,5 +9,6 @@ from __future__ import annotations
 from .api import async_save, load, save
 from .background import Saving
 from .hugging_face import export_safetensors, load_safetensors
+from .keeping import keep
 
-__all__ = ["Saving", "async_save", "export_safetensors", "load", "load_safetensors", "save"]
+__all__ = ["Saving", "async_save", "export_safetensors", "keep", "load", "load_safetensors", "save"]

@@ -7,6 +7,7 @@ Their table of contents and their plain values are pickles: reading them runs wh
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -67,7 +68,9 @@ class Foreign:
                 others[name] = torch.empty(each.size, dtype=each.properties.dtype)
         state = {self._names[name]: value for name, value in (wanted | values | others).items()}
         try:
-            dcp.load(state, checkpoint_id=self._path, process_group=ranks.group)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+                dcp.load(state, checkpoint_id=self._path, process_group=ranks.group, no_dist=ranks.group is None)
         except dcp.CheckpointException as error:
             told = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
             raise CheckpointError(f"loading {self._path}: {told}") from error

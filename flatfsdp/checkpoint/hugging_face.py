@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -71,15 +71,40 @@ def export_safetensors(
     largest = _bytes_in(max_shard_size)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         refuse_value("dtype", dtype, "a floating-point dtype, or None")
-    ranks = Ranks(process_group)
+
+    def hold() -> list[InPlace]:
+        settle(model, "export_safetensors()")
+        return held_in_place(model)
+
+    _export(Ranks(process_group), folder, hold, largest=largest, dtype=dtype, overwrite=overwrite)
+
+
+def write_whole(tensors: Mapping[str, torch.Tensor], folder: Path, *, overwrite: bool) -> None:
+    """`export_safetensors` of whole tensors, in one process. Those that are the same memory are written once."""
+    same: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
+        same.setdefault(memory, []).append(name)
+    held = [InPlace(tuple(names), tensors[names[0]].detach(), None) for names in same.values()]
+    _export(Ranks(), folder, lambda: held, largest=_bytes_in("5GB"), dtype=None, overwrite=overwrite)
+
+
+def _export(
+    ranks: Ranks,
+    folder: str | os.PathLike[str],
+    hold: Callable[[], list[InPlace]],
+    *,
+    largest: int,
+    dtype: torch.dtype | None,
+    overwrite: bool,
+) -> None:
     place = Place.at(folder, CHECKSUMS)
     doing = f"exporting to {place.path}"
     held: list[InPlace] = []
     files: dict[Path, tuple[bytes, list[Entry]]] = {}
 
     def plan() -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        settle(model, "export_safetensors()")
-        held.extend(held_in_place(model))
+        held.extend(hold())
         tensors = [(each.names[0], _written_as(each.value, dtype), tuple(each.value.shape)) for each in held]
         files.update(_files_of(place.new, tensors, largest))
         return tensors
@@ -217,6 +242,28 @@ def _index_of(files: Sequence[Sequence[Entry]]) -> bytes:
     places = {entry.name: entry.file.name for entries in files for entry in entries}
     total = sum(entry.size for entries in files for entry in entries)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
+
+
+def read_whole(source: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a file or a folder, on the CPU, whole."""
+    found = {}
+    with _Files() as files:
+        for name, entry in _entries_at(source).items():
+            found[name] = torch.empty(entry.shape, dtype=entry.dtype)
+            _read(files.of(entry), entry, found[name])
+    return found
+
+
+def entries_of(source: Path, *, check: bool) -> list[Entry]:
+    """What is in a file or a folder; with `check` compared with its checksums, if it has some.
+
+    Raises:
+        CheckpointError: it is damaged, or no such thing.
+    """
+    entries = list(_entries_at(source).values())
+    if check:
+        _verify(sorted({entry.file for entry in entries}), Ranks())
+    return entries
 
 
 # --- elements ---------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ import torch
 from ..errors import CheckpointError
 from ..layout import ParamSpec
 from .nested import Path, shown
+from .raw import dtype_named
 
 __all__ = ["NAME", "Chunk", "Manifest", "Saved", "SavedFile"]
 
@@ -72,6 +73,11 @@ class Saved:
     def spec(self) -> ParamSpec:
         """The whole tensor."""
         return ParamSpec(shown(self.path), self.shape, self.stride)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.spec.numel * dtype_named(self.dtype).itemsize
 
     def chunks(self) -> Iterator[Chunk]:
         """Its chunks, in no order."""

@@ -1,0 +1,112 @@
+"""`python -m flatfsdp.checkpoint show|verify|convert`: checkpoints and weights from the command line, one process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import FlatFSDPError
+from .converting import FORMATS, convert, holds_safetensors
+from .hugging_face import entries_of
+from .loading import find
+from .manifest import Manifest
+from .ranks import Ranks
+from .raw import name_of
+
+
+def show(path: Path, *, tensors: bool) -> None:
+    """Print what is in a checkpoint, or in safetensors."""
+    if not holds_safetensors(path):
+        print("\n".join(described(find(Ranks(), path, check=False).manifest, tensors=tensors)))
+        return
+    entries = entries_of(path, check=False)
+    files = {entry.file for entry in entries}
+    print(f"{len(entries)} tensors of {sum(entry.size for entry in entries)} bytes in {len(files)} safetensors files")
+    for entry in entries if tensors else ():
+        print(f"  {entry.name}: {name_of(entry.dtype)} {list(entry.shape)} in {entry.file.name}")
+
+
+def described(manifest: Manifest, *, tensors: bool) -> list[str]:
+    """A checkpoint in lines."""
+    parts: dict[str, list[int]] = {}
+    for saved in manifest.tensors.values():
+        sums = parts.setdefault(str(saved.path[0]), [0, 0, 0])
+        for each, more in enumerate((1, saved.spec.numel, saved.size)):
+            sums[each] += more
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.saved))
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    lines = [
+        f"saved {when} by {manifest.world} rank{'s' * (manifest.world > 1)} ({versions})",
+        f"{len(manifest.files)} files of {sum(file.size for file in manifest.files)} bytes",
+    ]
+    lines += [f"metric {name}: {value}" for name, value in manifest.metrics.items()]
+    for name, (count, numel, size) in parts.items():
+        lines.append(f"{name}: {count} tensors of {numel} elements, {size} bytes")
+    values = Counter(str(path[0]) for path, _ in manifest.values.values())
+    lines += [f"{name}: {count} plain values" for name, count in values.items()]
+    if tensors:
+        lines += [
+            f"  {key}: {saved.dtype} {list(saved.shape)} in {sum(1 for _ in saved.chunks())} pieces"
+            for key, saved in manifest.tensors.items()
+        ]
+        lines += [f"  {key}: {value}" for key, (_, value) in manifest.values.items()]
+    return lines
+
+
+def verify(path: Path) -> None:
+    """Compare all files with their sizes and checksums."""
+    if holds_safetensors(path):
+        files = {entry.file for entry in entries_of(path, check=True)}
+        print(f"{path} is whole: {len(files)} safetensors files")
+    else:
+        found = find(Ranks(), path, check=True)
+        print(f"{found.folder} is whole: {len(found.manifest.files)} files have their checksums")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m flatfsdp.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    shown = commands.add_parser("show", help="what is in a checkpoint")
+    shown.add_argument("path", type=Path)
+    shown.add_argument("--tensors", action="store_true", help="every tensor and every plain value")
+    verified = commands.add_parser("verify", help="whether all files are as they were written")
+    verified.add_argument("path", type=Path)
+    converted = commands.add_parser("convert", help="write a checkpoint, or weights, in another format")
+    converted.add_argument(
+        "source", type=Path, help="a checkpoint, a folder of DCP's, safetensors, or a torch.save'd file"
+    )
+    converted.add_argument("target", type=Path)
+    converted.add_argument("--to", choices=FORMATS, required=True)
+    converted.add_argument(
+        "--part", default="model", help='for safetensors: which part of the source (default "model")'
+    )
+    converted.add_argument("--overwrite", action="store_true")
+    converted.add_argument("--trust", action="store_true", help="read pickles, which run whatever code they name")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, or 1 with the problem in words on standard error."""
+    given = _parser().parse_args(arguments)
+    try:
+        if given.command == "show":
+            show(given.path, tensors=given.tensors)
+        elif given.command == "verify":
+            verify(given.path)
+        else:
+            convert(
+                given.source, given.target, to=given.to, part=given.part, overwrite=given.overwrite, trust=given.trust
+            )
+            print(f"wrote {given.target}")
+    except (FlatFSDPError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Checkpoints and weights from one format to another, in one process that holds them whole.
+
+What comes in: a checkpoint of flatfsdp's, a folder of torch.distributed.checkpoint's (DCP; FSDP1, FSDP2, ...),
+safetensors, or a file of torch.save's. What goes out: a checkpoint (which DCP reads, too), a file of torch.save's, or
+safetensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, ConfigValueError
+from .disk import disk
+from .foreign import Foreign
+from .hugging_face import read_whole, write_whole
+from .loading import empty_tensors, find, is_foreign, part_of, read_tensors
+from .ranks import Ranks
+from .saving import Contents, Request, save_contents
+from .tensor_file import SUFFIX
+
+__all__ = ["FORMATS", "convert", "holds_safetensors"]
+
+FORMATS = ("dcp", "torch", "safetensors")
+
+
+def convert(source: Path, target: Path, *, to: str, part: str, overwrite: bool, trust: bool) -> None:
+    """Write `source` to `target` in another format.
+
+    Args:
+        source, target: a file or folder as above, and what is to become of it.
+        to: "dcp" for a checkpoint, "torch" for one file, "safetensors" for a folder of weights.
+        part: for safetensors, the part of the source to write; a state without parts is written whole.
+        overwrite: replace what is there.
+        trust: read pickles that may run code.
+
+    Raises:
+        CheckpointError, ConfigValueError, OSError: in words for users.
+    """
+    if to not in FORMATS:
+        raise ConfigValueError(f"to: got {to!r}. Accepted: {', '.join(FORMATS)}.")
+    state = read_state(source, trust=trust)
+    if to == "dcp":
+        if not isinstance(next(iter(state.values()), None), Mapping):
+            state = {"model": state}
+        save_contents(Ranks(), Request(target, overwrite), lambda: Contents.of(state))
+    elif to == "torch":
+        if target.exists() and not overwrite:
+            raise CheckpointError(f"{target} exists; pass --overwrite to replace it")
+        part_file = target.with_name(f"{target.name}.part")
+        torch.save(state, part_file)
+        disk().rename(part_file, target)
+    else:
+        write_whole(tensors_of(state, part), target, overwrite=overwrite)
+
+
+def read_state(source: Path, *, trust: bool) -> dict[Any, Any]:
+    """All that is at `source`, nested, on the CPU.
+
+    Raises:
+        CheckpointError: there is nothing to read, or it needs trust.
+    """
+    if source.is_file() and source.suffix != SUFFIX:
+        return _torch_file(source, trust=trust)
+    if is_foreign(source) and trust:
+        foreign = Foreign(source)
+        _, others = foreign.read(Ranks(), {}, ())
+        return foreign.nested(others)
+    if holds_safetensors(source):
+        return dict(read_whole(source))
+    found = find(Ranks(), source, check=True)
+    state = {}
+    names = [saved.path[0] for saved in found.manifest.tensors.values()]
+    names += [path[0] for path, _ in found.manifest.values.values()]
+    for name in map(str, dict.fromkeys(names)):
+        tensors = empty_tensors(found, name)
+        read_tensors(found, tensors)
+        state[name] = part_of(found.manifest, name, tensors)
+    return state
+
+
+def holds_safetensors(path: Path) -> bool:
+    """Whether `path` is a safetensors file, or a folder of them."""
+    return path.suffix == SUFFIX if path.is_file() else any(path.glob(f"*{SUFFIX}"))
+
+
+def _torch_file(source: Path, *, trust: bool) -> dict[Any, Any]:
+    try:
+        state = torch.load(source, map_location="cpu", weights_only=not trust)
+    except Exception as error:  # whatever a damaged or a foreign pickle raises
+        hint = "" if trust else ". A file that holds more than tensors and plain values is read with --trust only"
+        raise CheckpointError(f"{source} cannot be read: {str(error).splitlines()[0]}{hint}") from error
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{source} holds a {type(state).__name__}, no state dict")
+    return dict(state)
+
+
+def tensors_of(state: Mapping[Any, Any], part: str) -> dict[str, torch.Tensor]:
+    """The tensors of one part of a state, or of a state without parts."""
+    inside = state.get(part, state)
+    tensors = {name: value for name, value in inside.items() if isinstance(value, torch.Tensor)}
+    if len(tensors) < len(inside):
+        others = [str(name) for name in inside if name not in tensors]
+        raise CheckpointError(
+            f"{part}: {', '.join(others[:3])} {'is no tensor' if len(others) == 1 else 'are no tensors'}; safetensors "
+            f"hold tensors only. Choose a part of {', '.join(map(str, state))} that holds nothing else"
+        )
+    return tensors
