@@ -17,6 +17,7 @@ when an operation is issued. On an accelerator the caller has made the lane foll
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from . import _torch, gloo
 from .api import ShardingStrategy
 from .device import DONE, Device, Lane, Pending, accelerator
 from .errors import InternalError
-from .storage import Claim, Ledger
+from .storage import FlatBuffer, Ledger
 
 
 @dataclass
@@ -105,6 +106,33 @@ class Group:
         return len(self.ranks)
 
 
+class Staging:
+    """A staging buffer for certain tensors, and its views, which take longer to make than to fill. [Note: staging]
+
+    Attributes:
+        memory: shape (world * n,): a row of n elements for each rank.
+        own: shape (n,): this rank's row; `own_pieces`: cut, one piece for each tensor.
+        pieces, wholes: for each tensor, shape (world, numel / world): what the rows have of it; the tensor itself.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], group: Group, ledger: Ledger) -> None:
+        first = tensors[0]
+        self._tensors = list(tensors)
+        numel = sum(tensor.numel() for tensor in tensors)
+        self.memory = FlatBuffer(numel, first.dtype, first.device, ledger=ledger, kind="staging")
+        self.memory.allocate()
+        sizes = [tensor.numel() // group.size for tensor in tensors]
+        rows = self.memory.tensor.view(group.size, -1)
+        self.own = rows[group.rank]
+        self.own_pieces = list(self.own.split(sizes))
+        self.pieces = list(rows.split(sizes, dim=1))
+        self.wholes = [tensor.view(group.size, -1) for tensor in tensors]
+
+    def serves(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether it was made for these very `tensors`."""
+        return len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+
+
 class Base:
     """torch's flat collectives over one group, on one device."""
 
@@ -113,6 +141,7 @@ class Base:
         self.device = device
         self.traffic = traffic
         self.ledger = ledger
+        self._stagings: dict[int, Staging] = {}  # by id of the first of their tensors
 
     def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Lane) -> Pending:
         """Fill `output` (world * n elements) with every rank's `shard` (n elements) in rank order.
@@ -138,26 +167,21 @@ class Base:
 
         Shards may be of other dtypes and elsewhere: they are cast on their way. [Note: staging]
         """
-        sizes = [shard.numel() for shard in shards]
         with lane.running():
-            staging = outputs[0].new_empty(self.group.size * sum(sizes))
-            rows = staging.view(self.group.size, -1)
-            own = rows[self.group.rank]
-            _torch.foreach_copy_(list(own.split(sizes)), list(shards), non_blocking=True)
-        claim = self._stage(staging)
-        arriving = self.all_gather_base(staging, own, lane)
+            staging = self._stage(outputs)
+            _torch.foreach_copy_(staging.own_pieces, list(shards), non_blocking=True)
+        arriving = self.all_gather_base(staging.memory.tensor, staging.own, lane)
 
         def spread() -> None:
-            pieces = rows.split(sizes, dim=1)
-            _torch.foreach_copy_([output.view(self.group.size, -1) for output in outputs], list(pieces))
-            claim.close()
+            _torch.foreach_copy_(staging.wholes, staging.pieces)
+            staging.memory.free()
 
         if not self.device.has_streams:
-            return Pending(work=arriving, keep=(staging, *outputs), finish=spread)
+            return Pending(work=arriving, keep=tuple(outputs), finish=spread)
         with lane.running():
             arriving.wait()
             spread()
-            return Pending(device=self.device, event=lane.mark(), keep=(staging, *outputs))
+            return Pending(device=self.device, event=lane.mark(), keep=tuple(outputs))
 
     def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Lane) -> Pending:
         """`reduce_scatter_base` of several tensors (of one dtype) as one operation. Collective over the group.
@@ -165,19 +189,21 @@ class Base:
         `output` has room for the results, one behind the other. The lane has followed what produced `fulls`.
         [Note: staging]
         """
-        sizes = [full.numel() // self.group.size for full in fulls]
         with lane.running():
-            staging = fulls[0].new_empty(self.group.size * sum(sizes))
-            pieces = staging.view(self.group.size, -1).split(sizes, dim=1)
-            _torch.foreach_copy_(list(pieces), [full.view(self.group.size, -1) for full in fulls])
-        claim = self._stage(staging)
-        arriving = self.reduce_scatter_base(output, staging, lane)
-        return Pending(work=arriving, keep=(output, staging), finish=claim.close)
+            staging = self._stage(fulls)
+            _torch.foreach_copy_(staging.pieces, staging.wholes)
+        arriving = self.reduce_scatter_base(output, staging.memory.tensor, lane)
+        return Pending(work=arriving, keep=(output,), finish=staging.memory.free)
 
-    def _stage(self, staging: torch.Tensor) -> Claim:
-        count = staging.numel() * staging.element_size()
-        self.traffic.staged += count
-        return self.ledger.hold("staging", count)
+    def _stage(self, tensors: Sequence[torch.Tensor]) -> Staging:
+        """A staging buffer for whole `tensors`, which has its memory until that is freed."""
+        staging = self._stagings.get(id(tensors[0]))
+        if staging is None or staging.memory.allocated or not staging.serves(tensors):
+            with torch.inference_mode(False):  # it serves later passes, too
+                staging = self._stagings[id(tensors[0])] = Staging(tensors, self.group, self.ledger)
+        staging.memory.allocate()
+        self.traffic.staged += staging.memory.tensor.nbytes
+        return staging
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """Overwrite `tensor` with that of group rank `source`, blocking. Collective."""
