@@ -86,12 +86,12 @@ class Backward:
 
     def keeps_whole(self, unit: Unit) -> bool:
         """Whether `unit` stays unsharded after its part."""
-        return self.double or not unit.reshards_after_backward(reduced=self.reduces(unit))
+        return self.double or not unit.reshards_after_backward(reduced=unit not in self._unreduced)
 
     def shares_slots(self, unit: Unit) -> bool:
         """Whether gradients of `unit` may take the places of its parameters. [Note: slot sharing]"""
         once = unit.reads_once is True and self.record.entered_once(unit)
-        freed = self.reduces(unit) and not self.keeps_whole(unit) and not unit.needed_whole
+        freed = unit not in self._unreduced and not self.keeps_whole(unit) and not unit.needed_whole
         return once and freed and not unit.is_tied
 
     def in_inner_task(self) -> bool:
@@ -145,10 +145,10 @@ class Backward:
 
     def expect(self, unit: Unit) -> None:
         """`unit` takes part with gradients."""
-        if self.reduces(unit):
-            self._reductions.expect(unit)
-        else:
+        if unit in self._unreduced:
             self._windows[unit] = None
+        else:
+            self._reductions.expect(unit)
 
     def join_reductions(self) -> None:
         """All units that take part are known, as far as they are the same on all ranks: let small ones go together."""

@@ -174,17 +174,20 @@ class Gradients:
         if self._collected_bytes > COLLECT_BYTES:
             self._move_collected()
 
-    def _move_collected(self) -> None:
+    def _move_collected(self, *, freeing: bool = False) -> None:
         if self._collected:
             collected, self._collected, self._collected_bytes = self._collected, {}, 0
-            self._move(collected)
+            self._move(collected, freeing=freeing)
 
-    def _move(self, grads: dict[int, torch.Tensor]) -> None:
-        """Copy gradients, by index of their leaf, into their slots, or add them to what came before."""
+    def _move(self, grads: dict[int, torch.Tensor], *, freeing: bool = False) -> None:
+        """Copy gradients, by index of their leaf, into their slots, or add them to what came before.
+
+        `freeing`: the handle gives its buffer up next, and with it hides all leaves.
+        """
         self._open_buffer()
         again = self._filled & grads.keys()
         fresh = [i for i in grads if i not in again] if again else list(grads)
-        if self.sharing:
+        if self.sharing and not freeing:
             self.handle.overwrite(fresh)
             self._shown.hide(fresh)
         if self._before != 1.0:
@@ -235,7 +238,7 @@ class Gradients:
         if not self.occupies_place:
             self.sharing = False
             return False
-        self._move_collected()
+        self._move_collected(freeing=True)
         self._open_buffer()
         assert self._buffer is not None
         self._buffer.now_holds("slots")
@@ -274,18 +277,17 @@ class Gradients:
         self._open_buffer()
         buffer = self._buffer
         assert buffer is not None
-        with _torch.no_grad():
-            if len(self._filled) < len(self._slots):
-                for i, slot in enumerate(self._slots):
-                    if i not in self._filled:
-                        slot.zero_()
-            if buffer.tensor.dtype != self.handle.precision.reduce:
-                wide, self._buffer, self._accumulating = buffer, None, False
-                self._open_buffer()
-                buffer = self._buffer
-                assert buffer is not None
-                buffer.tensor.copy_(wide.tensor)
-                wide.free()
+        if len(self._filled) < len(self._slots):
+            for i, slot in enumerate(self._slots):
+                if i not in self._filled:
+                    slot.zero_()
+        if buffer.tensor.dtype != self.handle.precision.reduce:
+            wide, self._buffer, self._accumulating = buffer, None, False
+            self._open_buffer()
+            buffer = self._buffer
+            assert buffer is not None
+            buffer.tensor.copy_(wide.tensor)
+            wide.free()
         if self.handle.whole or self._hooked:
             del self._buffers[buffer.tensor.dtype]
         give_back = FlatBuffer.disown if self._hooked else self._return_place or FlatBuffer.free
@@ -327,8 +329,7 @@ class Gradients:
             self.restore()
             return
         handle = self.handle
-        with _torch.no_grad():
-            total = downloaded if downloaded is not None else self._at_home(total)
+        total = downloaded if downloaded is not None else self._at_home(total)
         taken, self._taken = self._taken or {}, None
         if not handle.use_orig_params:
             self._accumulate(handle.flat_param, total)

@@ -416,7 +416,9 @@ class Root:
             raise InternalError(f"unit {self.unit.label}: a gradient arrived outside of a backward")
         if self._failed:  # the same graph again, after a backward that failed
             self.settle_down()
-        self.agreement.check_backward(self)
+        with _torch.as_plain_tensors():  # leaves may be hidden
+            trained = {unit: unit.trained_kinds() for unit in self.record.anchored}
+        self.agreement.check_backward(self, trained)
         if self._at_rest:  # a graph older than the last rest
             self._follow_writes()
         self.record.consumed = True
@@ -440,8 +442,8 @@ class Root:
         for unit in self.units:
             if any(grads.pending for grads in unit.grads):
                 backward.expect(unit)
-        for unit in self.record.anchored:
-            if any(leaf.requires_grad for handle in unit.handles for leaf in handle.leaves):
+        for unit, kinds in trained.items():
+            if kinds:
                 backward.expect(unit)
         backward.join_reductions()
         return backward

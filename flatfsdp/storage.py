@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -149,9 +150,12 @@ class FlatBuffer:
         return given
 
 
+_version = attrgetter("_version")
+
+
 def versions_of(leaves: Sequence[torch.Tensor]) -> list[int]:
     """The version counters of `leaves`."""
-    return [leaf._version for leaf in leaves]
+    return list(map(_version, leaves))
 
 
 class Versions:

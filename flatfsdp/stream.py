@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -161,8 +161,10 @@ class Stream(Peers):
             self._next(_ENDED[self._kind], completes=self._kind != TRAINING)
         self.rest()
 
-    def check_backward(self, root: Root) -> None:
+    def check_backward(self, root: Root, trained: Mapping[Unit, Sequence[int]]) -> None:
         """A backward begins: will all ranks issue the same collectives in it? Collective in the first iteration.
+
+        `trained`: the kinds of handles, of units that can get gradients, that have a leaf that requires one.
 
         Raises:
             AgreementError: on every rank, within seconds.
@@ -171,12 +173,7 @@ class Stream(Peers):
             return
         record = root.record
         entered, anchored = ([self._places[id(unit)] for unit in units] for units in (record.entered, record.anchored))
-        reduced = [
-            (self._places[id(unit)], kind)
-            for unit in record.anchored
-            for kind, handle in enumerate(unit.handles)
-            if any(leaf.requires_grad for leaf in handle.leaves)
-        ]
+        reduced = [(self._places[id(unit)], kind) for unit, kinds in trained.items() for kind in kinds]
         nearby = [place for place, unit in enumerate(root.units) if unit.holds_portions]
         schedule = root.told_schedule
         how = "" if root.sync else " under no_sync()"

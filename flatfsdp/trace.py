@@ -33,13 +33,16 @@ class Trace:
     def __init__(self) -> None:
         self._events: deque[tuple[str, str, str]] = deque(maxlen=KEPT)  # made events when somebody looks
         self._listeners: list[Callable[[Event], None]] = []
+        self.append = self._events.append  # takes the three parts of an event; `_tell` while somebody listens
 
     def record(self, kind: str, unit: str, phase: str) -> None:
         """Append one event."""
-        self._events.append((kind, unit, phase))
-        if self._listeners:
-            for listener in self._listeners:
-                listener(Event(kind, unit, phase))
+        self.append((kind, unit, phase))
+
+    def _tell(self, event: tuple[str, str, str]) -> None:
+        self._events.append(event)
+        for listener in self._listeners:
+            listener(Event(*event))
 
     def tail(self, count: int = 8) -> list[Event]:
         """The last `count` events, oldest first."""
@@ -56,7 +59,10 @@ class Trace:
                 listener(event)
 
         self._listeners.append(hear)
+        self.append = self._tell
         try:
             yield seen
         finally:
             self._listeners.remove(hear)
+            if not self._listeners:
+                self.append = self._events.append

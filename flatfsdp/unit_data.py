@@ -141,7 +141,7 @@ class UnitData:
 
     def note(self, kind: str) -> None:
         """Record an event of this unit."""
-        self._trace.record(kind, self.name, self.phase._value_)
+        self._trace.append((kind, self.name, self.phase._value_))
 
     # -- choices -----------------------------------------------------------------------------------------------------
 
@@ -169,6 +169,10 @@ class UnitData:
     def trainable_leaves(self) -> list[nn.Parameter]:
         """The parameters that require a gradient."""
         return [leaf for handle in self.handles for leaf in handle.leaves if leaf.requires_grad]
+
+    def trained_kinds(self) -> list[int]:
+        """Which of the handles have a leaf that requires a gradient."""
+        return [k for k, handle in enumerate(self.handles) if any(leaf.requires_grad for leaf in handle.leaves)]
 
     @property
     def largest_gradient(self) -> int:
