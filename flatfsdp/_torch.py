@@ -10,6 +10,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -207,9 +208,12 @@ def profiler_runs() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
+_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+
+
 def accumulate_hooks(leaves: Iterable[torch.Tensor]) -> list[dict[int, Callable[[torch.Tensor], None]]]:
     """The live dictionaries of those of `leaves` that have several post-accumulate hooks."""
-    every: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in leaves]
+    every: Iterable[Any] = map(_HOOKS, leaves)
     return [hooks for hooks in every if hooks is not None and len(hooks) > 1]
 
 

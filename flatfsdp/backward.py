@@ -104,9 +104,11 @@ class Backward:
     def gather(self, unit: Unit) -> None:
         """Unshard `unit` in the agreed order, and start on the next. Collective over the shard axis."""
         for each in (*unit.owners, unit):
-            self.gather_in_turn(each)
+            if not (each.is_whole and self._gathers.is_past(each)):
+                self.gather_in_turn(each)
         self._complete_what_was_passed(unit)
-        self._prefetch_after(unit)
+        if not self._gathers.is_over:
+            self._prefetch_after(unit)
         for each in (*unit.owners, unit):
             if each.is_whole:
                 each.wait_unshard()

@@ -203,6 +203,8 @@ class Reduction:
 
     def finish(self) -> None:
         """Wait for both stages, and run the hooks. Collective over the replicate axis, and over what hooks use."""
+        if not self._parts:
+            return
         self.release_input()
         second, self._second = self._second, DONE
         second.wait()

@@ -92,28 +92,28 @@ class Unit(UnitData):
         if root.depth == 0 and root.follow_profiler():
             return self.run(args, kwargs)  # by the class that it has now
         outermost = root.enter(self)
-        phase = self.phase
+        phase, recomputing = self.phase, _torch.in_backward()
         try:
-            call, args, kwargs = self._before_forward(root, outermost, args, kwargs)
+            call, args, kwargs = self._before_forward(root, outermost, recomputing, args, kwargs)
             dtype = None if root.in_full_precision(self) else self.mixed_precision.buffer_dtype
             with cast_buffers(self.modules, dtype):
                 output = self.module(*args, **kwargs)
-            output = self._after_forward(root, call, output)
+            output = self._after_forward(root, recomputing, call, output)
         except BaseException:
             self.phase = phase
             root.leave(self, failed=True)
             raise
-        if _torch.in_backward():
-            self.phase = phase  # a recomputation returns to where its backward is
+        if recomputing:
+            self.phase = phase  # it returns to where its backward is
         else:
             self.enter_phase(Phase.IDLE)
         root.leave(self)
         return output
 
     def _before_forward(
-        self, root: Root, outermost: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, root: Root, outermost: bool, recomputing: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Call | None, tuple[Any, ...], dict[str, Any]]:
-        if _torch.in_backward() and any(grads.arrived for grads in self.grads):
+        if recomputing and any(grads.arrived for grads in self.grads):
             self.reads_once = False  # parameters are read after their gradients have come
         self.enter_phase(Phase.FORWARD)
         if outermost:
@@ -199,8 +199,7 @@ class Unit(UnitData):
             root.links.unhook_later(registered)
         return call
 
-    def _after_forward(self, root: Root, call: Call | None, output: Any) -> Any:
-        recomputing = _torch.in_backward()
+    def _after_forward(self, root: Root, recomputing: bool, call: Call | None, output: Any) -> Any:
         for unit in (self, *self.owners):
             for handle in unit.handles:
                 check_unwritten(handle, unit.name)

@@ -190,7 +190,7 @@ class UnitData:
     @property
     def is_tied(self) -> bool:
         """Whether modules of several units hold some of these parameters, or see them transformed."""
-        return bool(self.owners or self._borrowers) or any(shown.extended for shown in self.shown)
+        return bool(self.owners or self._borrowers) or any([shown.extended for shown in self.shown])
 
     def _alive_borrowers(self) -> Iterator[Any]:
         for ref in self._borrowers:

@@ -91,19 +91,21 @@ class Shown:
         else:
             if self._some_hidden:
                 self.unhide()
-            for leaf, view in zip(handle.leaves, self._views(exposure), strict=True):
+            if exposure is Exposure.SHAPE:
+                views = self._shapes()
+            else:
+                views = handle.sharded_views if exposure is Exposure.SHARD else handle.unsharded_views
+            for leaf, view in zip(handle.leaves, views, strict=True):
                 leaf.data = view
         self.exposure = exposure
         if self.extended and exposure is not Exposure.WHOLE:
             for each in self.extended:
                 each.uninstall(hidden=not handle.use_orig_params)
 
-    def _views(self, exposure: Exposure) -> list[torch.Tensor]:
+    def _shapes(self) -> list[torch.Tensor]:
         handle = self.handle
-        if exposure is Exposure.SHAPE:
-            nothing = handle.nothing.new_full((), torch.nan if handle.nothing.is_floating_point() else 0)
-            return [nothing.expand(spec.shape) for spec in handle.layout.params]
-        return handle.sharded_views if exposure is Exposure.SHARD else handle.unsharded_views
+        nothing = handle.nothing.new_full((), torch.nan if handle.nothing.is_floating_point() else 0)
+        return [nothing.expand(spec.shape) for spec in handle.layout.params]
 
     def hide(self, indices: Iterable[int]) -> None:
         """Let some leaves show nothing."""

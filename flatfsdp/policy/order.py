@@ -105,6 +105,15 @@ class GatherPlan(Generic[U]):
             return ((unit,),)
         return self.through((unit,))
 
+    def is_past(self, unit: U) -> bool:
+        """Whether the group of `unit` was handed out."""
+        return self._position.get(unit, self._next) < self._next
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all was handed out."""
+        return self._next == len(self._groups)
+
     def through(self, units: Iterable[U]) -> Sequence[tuple[U, ...]]:
         """The groups to gather, in order, so that all of `units` are gathered that the plan is not past."""
         last = max([self._position.get(unit, -1) for unit in units], default=-1)
