@@ -199,8 +199,7 @@ class Base:
         """A staging buffer for whole `tensors`, which has its memory until that is freed."""
         staging = self._stagings.get(id(tensors[0]))
         if staging is None or staging.memory.allocated or not staging.serves(tensors):
-            with torch.inference_mode(False):  # it serves later passes, too
-                staging = self._stagings[id(tensors[0])] = Staging(tensors, self.group, self.ledger)
+            staging = self._stagings[id(tensors[0])] = Staging(tensors, self.group, self.ledger)
         staging.memory.allocate()
         self.traffic.staged += staging.memory.tensor.nbytes
         return staging

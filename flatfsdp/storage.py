@@ -105,7 +105,8 @@ class FlatBuffer:
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, ledger: Ledger, kind: str) -> None:
-        self.tensor = torch.empty(0, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # it serves training, whatever pass needs it first
+            self.tensor = torch.empty(0, dtype=dtype, device=device)
         self._numel = numel
         self._bytes = numel * self.tensor.element_size()
         self._ledger = ledger

@@ -591,6 +591,15 @@ def a_forward_without_gradients_before_the_backward(model: Any, rank: int, step:
 
 
 @corner(Net)
+def inference_then_training(model: Any, rank: int, step: int) -> Any:
+    with torch.inference_mode():
+        other = torch.tensor(model(data(rank, step, 1)).tolist())
+    loss = loss_of(model(data(rank, step)))
+    loss.backward()
+    return other, loss
+
+
+@corner(Net)
 def evaluation_then_training(model: Any, rank: int, step: int) -> Any:
     model.eval()
     with torch.no_grad():
