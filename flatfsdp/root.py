@@ -182,6 +182,10 @@ class Root:
         self._neighbours_due = True
         self._joins.forget()
 
+    def dtypes_changed(self) -> None:
+        """A shard has become another dtype: units weigh more, or less."""
+        self._joins.weigh(self.units)
+
     def set_unshard_async_op(self, async_op: bool) -> None:
         """Issue gathers on the caller's stream, and ahead only where a user says so; or on a lane of their own."""
         if self.ready:

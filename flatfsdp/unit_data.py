@@ -418,7 +418,10 @@ class UnitData:
             check_homes(changed, self.aliases, self.root.names_of_leaves(), self.label)
         for kind, (handle, shown) in enumerate(zip(self.handles, self.shown, strict=True)):
             if shown.exposure is Exposure.SHARD:
+                before = handle.precision
                 wrote = shown.write_back(changed)
+                if handle.precision is not before:
+                    self.root.dtypes_changed()
                 if handle.state is ShardState.UNSHARDED and (wrote or self._is_out_of_date(handle)):
                     self.root.free(handle)
                 elif handle.state is ShardState.GATHERING and handle.versions != self._versions_asked[kind]:

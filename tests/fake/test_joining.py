@@ -208,6 +208,22 @@ def test_compute_and_reduce_dtypes_are_those_of_the_exchange() -> None:
         assert found.bytes["scatter"] == 4 * everything
 
 
+def test_units_of_another_dtype_are_weighed_anew() -> None:
+    with fake_world(8, joined=True):
+        made, turned = wrapped(Many().double(), _padded(FOUR, 8)), wrapped(Many(), _padded(FOUR, 8))
+        step(turned)
+        turned.zero_grad()
+        for parameter in turned.parameters():
+            parameter.data = parameter.data.double()
+        found = []
+        for model in (made, turned):
+            for _ in range(2):
+                with Collectives() as collectives:
+                    model(torch.ones(2, WIDTH, dtype=torch.float64)).backward()
+            found.append((collectives.counts, collectives.bytes))
+        assert found[0] == found[1]
+
+
 def test_gradients_have_version_counters_of_their_own() -> None:
     """Writing to one must not look like writing to another: windows tell edits by versions."""
     with fake_world(8, joined=True):
