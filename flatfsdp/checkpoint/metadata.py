@@ -1,16 +1,13 @@
 """`.metadata`: what torch.distributed.checkpoint (DCP) wants to know of a folder, for others to read. We never do.
 
-It is a pickle of an object for every chunk, and for its place, and for its name: written as pickle would by itself, a
-70B model's with Adam at 1024 ranks takes 130 MB. Here each object is pickled as a call of its class, and offsets that
-occur twice are pickled once.
+It is a pickle, of three objects for every chunk: of 748,173 chunks for a 70B model with Adam at 1024 ranks. Object by
+object that is slow and large; this pickle calls their classes along lists of numbers (see tools/checkpoint_scale.py).
 """
 
 from __future__ import annotations
 
-import copyreg
-import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +34,15 @@ __all__ = ["NAME", "metadata_of"]
 
 NAME = ".metadata"
 
-_StorageInfo = _torch.storage_info()
+
+class _Call:
+    """Unpickled, the result of `function(*arguments)`."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
 
 
 def metadata_of(
@@ -50,51 +55,58 @@ def metadata_of(
         files: name, tensors and values of each.
         values: the paths of values.
     """
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places: dict[MetadataIndex, Any] = {}
     specs = {key: held.spec for key, held in tensors.items()}
-    for key, held in tensors.items():
-        described[key] = TensorStorageMetadata(TensorProperties(dtype_named(held.dtype)), torch.Size(held.shape), [])
-    sizes: dict[tuple[int, ...], torch.Size] = {}
+    chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {key: {} for key in tensors}  # sizes by offsets
+    # One column for each argument of the places' classes.
+    keys: list[str] = []
+    begins: list[tuple[int, ...] | None] = []
+    names: list[str] = []
+    offsets: list[int] = []
+    lengths: list[int] = []
     for name, rows, plain in files:
         for key, first, pieces in rows:
-            spec, description = specs[key], described[key]
-            assert isinstance(description, TensorStorageMetadata)
+            spec, known = specs[key], chunks[key]
             for piece in pieces:
                 (box,) = boxes_of(spec, Span(first, first + piece.numel))
                 first += piece.numel
-                offsets = torch.Size(box.offsets)
-                if MetadataIndex(key, offsets) in places:  # another node has it too
-                    continue
-                description.chunks.append(
-                    ChunkStorageMetadata(offsets, sizes.setdefault(box.sizes, torch.Size(box.sizes)))
-                )
-                places[MetadataIndex(key, offsets)] = _StorageInfo(name, piece.offset, piece.length)
+                if box.offsets not in known:  # else another node has it too
+                    known[box.offsets] = box.sizes
+                    keys.append(key)
+                    begins.append(box.offsets)
+                    names.append(name)
+                    offsets.append(piece.offset)
+                    lengths.append(piece.length)
         for key, _, (piece,) in plain:
-            described[key] = BytesStorageMetadata()
-            places[MetadataIndex(key)] = _StorageInfo(name, piece.offset, piece.length)
-    paths = {
-        key: _for_dcp(path) for key, path in [*((key, held.path) for key, held in tensors.items()), *values.items()]
-    }
-    whole = Metadata(described, paths, places, StorageMeta())
-    whole.version = CURRENT_DCP_VERSION
-    file = io.BytesIO()
-    _Pickler(file).dump(whole)
-    return file.getvalue()
+            keys.append(key)
+            begins.append(None)
+            names.append(name)
+            offsets.append(piece.offset)
+            lengths.append(piece.length)
+    described: dict[str, Any] = {key: _tensor(held, chunks[key]) for key, held in tensors.items()}
+    described |= {key: BytesStorageMetadata() for key in values}
+    places = _Call(
+        dict,
+        _Call(
+            zip,
+            _Call(map, MetadataIndex, keys, begins),
+            _Call(map, _torch.storage_info(), names, offsets, lengths),
+        ),
+    )
+    paths = {key: _for_dcp(held.path) for key, held in tensors.items()}
+    paths |= {key: _for_dcp(path) for key, path in values.items()}
+    return pickle.dumps(_Call(Metadata, described, paths, places, StorageMeta(), CURRENT_DCP_VERSION), protocol=4)
+
+
+def _tensor(held: Held, chunks: Mapping[tuple[int, ...], tuple[int, ...]]) -> _Call:
+    offsets, sizes = _Call(map, torch.Size, list(chunks)), _Call(map, torch.Size, list(chunks.values()))
+    return _Call(
+        TensorStorageMetadata,
+        TensorProperties(dtype_named(held.dtype)),
+        torch.Size(held.shape),
+        _Call(list, _Call(map, ChunkStorageMetadata, offsets, sizes)),
+    )
 
 
 def _for_dcp(path: Path) -> tuple[str | int, ...]:
     # DCP knows strings for keys of mappings and integers for places in lists.
     return tuple(step[0] if isinstance(step, tuple) else str(step) for step in path)
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles the objects of which there are many as calls."""
-
-    dispatch_table = copyreg.dispatch_table.copy()
-    dispatch_table[ChunkStorageMetadata] = lambda chunk: (ChunkStorageMetadata, (chunk.offsets, chunk.sizes))
-    dispatch_table[MetadataIndex] = lambda index: (
-        MetadataIndex,
-        (index.fqn,) if index.offset is None else (index.fqn, index.offset),
-    )
-    dispatch_table[_StorageInfo] = lambda info: (_StorageInfo, (info.relative_path, info.offset, info.length))

@@ -256,7 +256,7 @@ class _Save:
         whole = Manifest(
             world=self.ranks.world,
             files=[*saved, SavedFile(metadata.NAME, len(data), zlib.crc32(data))],
-            tensors=_tensors(plan),
+            tensors=tensors_of_files(plan.tensors, plan.files),
             values=values,
             metrics=self.request.metrics,
             id=name,
@@ -265,15 +265,16 @@ class _Save:
         disk().publish(self.place.new / manifest.NAME, whole.to_bytes())
 
 
-def _tensors(plan: _Plan) -> dict[str, Saved]:
-    rows: dict[str, list[list[int]]] = {key: [] for key in plan.tensors}
-    for number, (tensors, _) in enumerate(plan.files):
-        for key, first, pieces in tensors:
+def tensors_of_files(tensors: Mapping[str, Held], files: Sequence[tuple[Rows, Rows]]) -> dict[str, Saved]:
+    """Where each tensor lies, given any interval of each, and of each file where in it what lies (tensors, values)."""
+    rows: dict[str, list[list[int]]] = {key: [] for key in tensors}
+    for number, (inside, _) in enumerate(files):
+        for key, first, pieces in inside:
             row = [number, first]
             for piece in pieces:
                 row += (piece.numel, piece.offset + piece.inside)
             rows[key].append(row)
-    return {key: Saved(held.path, held.dtype, held.shape, held.stride, rows[key]) for key, held in plan.tensors.items()}
+    return {key: Saved(held.path, held.dtype, held.shape, held.stride, rows[key]) for key, held in tensors.items()}
 
 
 def _united(values: Sequence[Mapping[str, tuple[Path, Any]]]) -> dict[str, tuple[Path, Any]]:

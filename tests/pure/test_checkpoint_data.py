@@ -16,6 +16,7 @@ from flatfsdp.checkpoint.plan import Held, assign
 from flatfsdp.checkpoint.raw import Archive, bytes_of, cut
 from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError
 from flatfsdp.layout import ParamSpec, Span
+from tools.checkpoint_scale import measure
 
 VALUES = [
     None,
@@ -135,3 +136,9 @@ def test_a_manifest_finds_its_own_damage() -> None:
             Manifest.from_bytes(bytes(damaged), "it")
     with pytest.raises(CheckpointError, match=r"^it is damaged"):
         Manifest.from_bytes(data[:-10], "it")
+
+
+def test_what_a_checkpoint_says_of_itself_stays_small() -> None:
+    found = measure(world=64, layers=6)
+    # A 70B model with Adam at 1024 ranks has 748,173 boxes (tools/checkpoint_scale.py); 64 MiB are 89 bytes for each.
+    assert found["boxes"] > 4000 and (found["metadata"] + found["manifest"]) / found["boxes"] < 89
