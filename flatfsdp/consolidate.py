@@ -8,8 +8,8 @@ piece where only the first one has it (`scatter`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -29,6 +29,20 @@ def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transp
     lane.follow_compute()  # which has just written what travels
     transport.all_gather_base(flat, own, lane).wait()
     return flat
+
+
+@contextmanager
+def together(units: Iterable[Unit], call: str) -> Iterator[None]:
+    """All ranks make this `call`, which gathers the parameters of `units` or sends them; it is collective inside.
+
+    Raises:
+        AgreementError: on every rank: some do something else.
+    """
+    with ExitStack() as calls:
+        for root in {id(unit.root): unit.root for unit in units}.values():
+            root.lazy_init()
+            calls.enter_context(root.agreement.together(call))
+        yield
 
 
 @contextmanager

@@ -6,13 +6,13 @@ Summoned parameters lie in memory of their own, in the master dtype, so that wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from . import _torch
-from .consolidate import gather_shard, is_first, scatter, store
+from .consolidate import gather_shard, is_first, scatter, store, together
 from .errors import UsageError
 from .flat_param import FlatParamHandle, full_views
 from .lifecycle import Phase
@@ -187,20 +187,21 @@ def summon(
             root.come_to_rest()
     with ExitStack() as undo:
         summoned = []
-        for unit in units:
-            unit.write_back()
-            for kind in range(len(unit.handles)):
-                summoned.append(
-                    _Summoned(
-                        unit,
-                        kind,
-                        keep=is_first(unit) or not rank0_only,
-                        offload_to_cpu=offload_to_cpu,
-                        with_grads=with_grads,
+        with together(units, "summon_full_params()"):
+            for unit in units:
+                unit.write_back()
+                for kind in range(len(unit.handles)):
+                    summoned.append(
+                        _Summoned(
+                            unit,
+                            kind,
+                            keep=is_first(unit) or not rank0_only,
+                            offload_to_cpu=offload_to_cpu,
+                            with_grads=with_grads,
+                        )
                     )
-                )
-                if not summoned[-1].keep and not writeback:
-                    summoned[-1].flat = summoned[-1].flat.new_empty(0)
+                    if not summoned[-1].keep and not writeback:
+                        summoned[-1].flat = summoned[-1].flat.new_empty(0)
         for unit in units:
             unit.phase = Phase.SUMMONED
             undo.callback(_end, unit)
@@ -214,8 +215,10 @@ def summon(
         try:
             yield
         finally:
-            for each in summoned:
-                misfits += each.hide(writeback=writeback, from_rank0=rank0_only)
+            sends = writeback and rank0_only
+            with together(units, "the end of summon_full_params()") if sends else nullcontext():
+                for each in summoned:
+                    misfits += each.hide(writeback=writeback, from_rank0=rank0_only)
     if misfits:
         raise UsageError(
             "at the end of summon_full_params() parameters had another shape than at its beginning, and kept "

@@ -11,14 +11,14 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from .carriers import Distributed, defer_distributed
-from .consolidate import scatter, store
+from .consolidate import scatter, store, together
 from .errors import FlatFSDPError, UsageError, warn
 from .flat_param import FlatParamHandle
 from .from_first import FromFirst, spread
@@ -30,6 +30,7 @@ from .placeholder import ReadsValues
 from .stand_ins import StandIns, stand_in
 from .state_dict import FLAT, check_between, has_own_classes
 from .state_dict_configs import FullStateDictConfig, StateDictType
+from .traversal import units_in
 from .unit import Unit
 
 _UNDER_WAY = "_load_under_way"
@@ -111,9 +112,12 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
     unit: Unit = wrapper.__dict__["_unit"]
     if isinstance(state_dict, Mapping) and unit.phase is not Phase.SUMMONED:
         state_dict = _with_metadata(wrapper, state_dict)
+    config = unit.choices.state_dict.state_dict_config
+    sends = isinstance(config, FullStateDictConfig) and config.rank0_only and unit.phase is not Phase.SUMMONED
     while True:
         try:
-            return load(state_dict)
+            with together(units_in(wrapper), "load_state_dict()") if sends else nullcontext():
+                return load(state_dict)
         except ReadsValues:
             reading = [each for each in _under_way(wrapper) if each.unit not in _read_values]
             if not reading:

@@ -8,11 +8,13 @@ placeholders]
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
 from . import _torch
+from .consolidate import together
 from .errors import UsageError
 from .lifecycle import Phase
 from .loading import Load, begin_unit
@@ -83,8 +85,10 @@ def after_saving(module: nn.Module, destination: Any, prefix: str, metadata: Any
         return
     under_way.stand_ins.remove()
     keys = [key for key, value in destination.items() if key.startswith(prefix) and type(value) is Placeholder]
-    fill(under_way.job, under_way.unit, destination, keys, prefix)
-    if under_way.job.rank0_only and not under_way.job.first:
+    job, unit = under_way.job, under_way.unit
+    with nullcontext() if job.is_silent else together([unit], "state_dict()"):
+        fill(job, unit, destination, keys, prefix)
+    if job.rank0_only and not job.first:
         for key in keys:
             del destination[key]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from .carriers import flat_of, rows_of
-from .consolidate import consolidated, is_first
+from .consolidate import consolidated, is_first, together
 from .errors import UsageError
 from .flat_param import FlatParamHandle
 from .full_params import summon
@@ -98,11 +99,13 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
     if job is not None:
         _add(job, wrapper, destination, prefix)
         return destination
-    job = begin(unit, units_in(wrapper), settings_of(wrapper))
+    units = units_in(wrapper)
+    job = begin(unit, units, settings_of(wrapper))
     start = len(destination)
     token = _job.set(job)
     try:
-        _add(job, wrapper, destination, prefix)
+        with nullcontext() if job.is_silent else together(units, "state_dict()"):
+            _add(job, wrapper, destination, prefix)
     finally:
         _job.reset(token)
     _finish(job, destination, start, keep_vars=keep_vars)

@@ -143,6 +143,22 @@ class Stream(Peers):
                 self._next(symbol)
 
     @contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """A `call` of the user's, between iterations, which all ranks make: is it so? Inside, this rank may wait for
+        them.
+
+        Raises:
+            AgreementError: on every rank, within seconds where the others do something else.
+        """
+        if self._doing is not None or not self._sharded:
+            yield
+            return
+        with self.waiting(call):
+            self._meet_abandoned()
+            self._next(Symbol(number(call), f"called {call}"))
+            yield
+
+    @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
         """Inside, this rank may wait for others, in an iteration or between them."""
         if self._doing is not None or not self._axes:
@@ -311,7 +327,15 @@ class Stream(Peers):
         """Wait for the notes of all ranks at `at`; an error unless all are the same."""
         board, place = self._board, f"{self._scope}/{at}"
         self._meeting = at
-        verdict = board.wait(lambda: self._verdict or board.read(f"{place}/verdict"), watch.PATIENCE)
+
+        def decided() -> object:
+            return self._verdict or board.read(f"{place}/verdict")
+
+        if not (verdict := board.wait(decided, 10 * watch.PERIOD)):
+            missing = [rank for rank in self.ranks if board.read(f"{place}/says/{rank}") is None]
+            names, said = ranks_in_words(missing or self.ranks), board.read(f"{place}/says/{self._rank}")
+            speak(f"[flatfsdp, rank {self._rank}] still waiting for {names}: this rank {said}, and they do not")
+            verdict = board.wait(decided, watch.PATIENCE)
         self._raise_verdict()
         if verdict != SAME:
             self._fail(self._judge(at, self._step))

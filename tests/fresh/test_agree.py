@@ -66,6 +66,12 @@ def part(rank: int, world: int, case: str) -> None:
         with contextlib.suppress(UsageError):
             step(model)
         weight.data = good
+    elif case == "a state dict of rank 0":
+        if not odd:
+            model.state_dict()
+    elif case == "whole parameters of rank 0":
+        with contextlib.nullcontext() if odd else model.summon_full_params(model):
+            pass
     step(model)
     step(model)
 
@@ -100,10 +106,15 @@ def told_to_all(outcomes: list[fresh.Outcome]) -> str:
             "this rank's shard of it, (6,), or the whole parameter, (4, 4). Inside summon_full_params() parameters "
             "have their whole shape",
         ),
+        ("a state dict of rank 0", "rank 0 called state_dict(); rank 1 began a training forward at unit <root>"),
+        (
+            "whole parameters of rank 0",
+            "rank 0 called summon_full_params(); rank 1 began a training forward at unit <root>",
+        ),
     ],
 )
 def test_ranks_part(case: str, told: str) -> None:
-    begun = 2 if case == "a value's shape" else 3  # there the third iteration has not begun
+    begun = 2 if case == "a value's shape" or "rank 0" in case else 3  # there the third iteration has not begun
     assert told_to_all(fresh.run(2, part, case, timeout=LIMIT)) == f"ranks part ways in step {begun}: {told}{PARTING}"
 
 

@@ -405,7 +405,7 @@ ALL = different(6, "blocks.0.linear.weight, blocks.0.linear.bias, blocks.1.linea
         ("sync_module_states", [], 7),
         ("loaded", [], 8),
         ("replaced", [], 8),
-        ("summoned", [], 9),  # models and values apart: the models were compared when they were summoned
+        ("summoned", [], 10),  # the summons, then the values apart: the models were compared before
         (
             "one loaded",
             [different(5, "blocks.0.linear.bias, blocks.1.linear.weight, blocks.1.linear.bias and 2 more")],
