@@ -1,7 +1,8 @@
 """What saving a 70B model with Adam at 1024 ranks costs the ranks' hosts, computed without them: boxes, bytes, seconds.
 
 `python tools/checkpoint_scale.py [--world N] [--layers N]`: layouts are those that flatfsdp makes of Llama 3 70B, a
-unit a layer; plans, `.metadata` and manifest are made by the functions that `flatfsdp.checkpoint.save` calls. No tensor is.
+unit a layer; plans, `.metadata` and manifest are made by the functions that `flatfsdp.checkpoint.save` calls, without
+any tensor.
 """
 
 from __future__ import annotations
