@@ -70,7 +70,9 @@ def together(axes: Sequence[Transport], work: Callable[[], T], *, doing: str) ->
     except Exception as raised:
         error = raised
         told = pack((doing, None, _told(error)))
-    answers = {rank: pickle.loads(each) for rank, each in _everyones(axes, told, doing=doing).items()}
+    contents = _everyones(axes, told, doing=doing)
+    unpacked = {each: pickle.loads(each) for each in set(contents.values())}  # most ranks say the same
+    answers = {rank: unpacked[each] for rank, each in contents.items()}
     if error is not None:
         try:
             raise error

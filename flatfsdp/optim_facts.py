@@ -140,6 +140,8 @@ def _refuse_odd(name: str, state: str, *values: Any) -> None:
 
 def alike(one: Any, other: Any) -> bool:
     """Whether two values of a state are the same, bit for bit."""
+    if one is other:
+        return True
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import warn
+from .errors import UsageError, warn
 from .optim_facts import value_of
 from .optim_held import Held, Key
 
@@ -67,22 +67,23 @@ def state_before_first_step(
     """The state of each parameter that requires a gradient, by its key. No communication but the optimizer's own.
 
     Takes the memory of the parameters, their gradients and the state once more meanwhile. An optimizer that cannot step
-    on gradients of zeros (one that needs a closure, or sparse gradients) is left without state, and a warning says so.
+    on gradients of zeros (one that needs a closure, or sparse gradients), or of which no copy can be made, is left
+    without state, and a warning says so.
     """
     stand_ins = {id(held.parameter): _stand_in(held) for group in groups for held in group}
-    trial = _copy_of(optimizer, stand_ins)
     states = _States()
-    trial.state = states
     numbers = random.getstate()
     on = {each.device for each in stand_ins.values() if each.device.type != "cpu"}
     try:
+        trial = _copy_of(optimizer, stand_ins)
+        trial.state = states
         with torch.random.fork_rng(devices=sorted(on, key=str), device_type=_type_of(on)):
             _own_step(type(optimizer))(trial)
     except Exception as error:
         warn(
-            f"the state that {type(optimizer).__name__} has before its first step is not known, because it does not "
-            f"step without real gradients ({type(error).__name__}: {error}). Its state dict has no state; ask for it "
-            "after a step"
+            f"the state that {type(optimizer).__name__} has before its first step is not known, because a copy of it "
+            f"does not step on zeros ({type(error).__name__}: {error}). Its state dict has no state; ask for it after "
+            "a step"
         )
         return {}
     finally:
@@ -102,11 +103,13 @@ def _stand_in(held: Held) -> nn.Parameter:
         at_rest = held.parameter.detach()
     else:  # between forward and backward the parameter shows nothing
         at_rest = handle.shard if held.is_flat else handle.sharded_views[held.params[0].index]
-    made = nn.Parameter(torch.zeros_like(at_rest), requires_grad=held.parameter.requires_grad)
+    steps = held.parameter.requires_grad
+    zeros = torch.zeros_like(at_rest) if steps else at_rest.new_zeros(()).expand(at_rest.shape)
+    made = nn.Parameter(zeros, requires_grad=steps)
     for name, value in vars(held.parameter).items():
         if name != "_handle_ref":
             setattr(made, name, value)
-    if made.requires_grad:
+    if steps:
         made.grad = torch.zeros_like(made)
     return made
 
@@ -118,7 +121,7 @@ def _copy_of(optimizer: torch.optim.Optimizer, stand_ins: dict[int, nn.Parameter
         if name.endswith("_hooks"):
             trial.__dict__[name] = OrderedDict()
         elif name not in _ITS_OWN and not (callable(value) and hasattr(type(optimizer), name)):
-            trial.__dict__[name] = _copied(value, memo)
+            trial.__dict__[name] = _copied_attribute(name, value, memo)
     # By attribute: a wrapper around an optimizer hands them on to the copy of that.
     trial.param_groups = [
         {
@@ -130,10 +133,26 @@ def _copy_of(optimizer: torch.optim.Optimizer, stand_ins: dict[int, nn.Parameter
     return trial
 
 
-def _copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
+def _copied_attribute(name: str, value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of an optimizer's attribute; what has no copy (a process group, a lock) is shared.
+
+    Raises:
+        UsageError: it could step on the real parameters.
+    """
+    if isinstance(value, nn.Module):
+        raise UsageError(f"its attribute {name!r} is a module, through which it could change real parameters")
     try:
-        return copy.deepcopy(value, memo) if memo is not None else value_of(value)
-    except Exception:  # process groups, generators, locks
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        if hasattr(value, "step"):
+            raise UsageError(f"its attribute {name!r}, a {type(value).__name__}, cannot be copied: {error}") from error
+        return value
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return value_of(value)
+    except Exception:
         return value
 
 

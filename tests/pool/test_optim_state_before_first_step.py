@@ -167,9 +167,48 @@ def test_resumed_before_the_first_step(optimizer: str, pool2: Run) -> None:
     assert not joined(pool2(resumed, optimizer))
 
 
-def told(rank: int, world: int) -> list[str]:
+class Around(torch.optim.Optimizer):
+    """A wrapper around an optimizer, as some programs have."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, **more: Any) -> None:
+        self.optimizer = optimizer
+        vars(self).update(more)
+
+    param_groups = property(  # type: ignore[assignment]
+        lambda self: self.optimizer.param_groups, lambda self, value: setattr(self.optimizer, "param_groups", value)
+    )
+    state = property(  # type: ignore[assignment]
+        lambda self: self.optimizer.state, lambda self, value: setattr(self.optimizer, "state", value)
+    )
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+
+def around(rank: int, world: int) -> list[str]:
+    model = Setting().wrap(seeded(Net), (Feedforward,))
+    before = full_parameters(model)
+    inner = torch.optim.Adam(model.parameters())
+    found = FSDP.full_optim_state_dict(model, Around(inner), rank0_only=False)["state"]
+    expected = FSDP.full_optim_state_dict(model, inner, rank0_only=False)["state"]
+    lines = list(different(found, expected))
+    if inner.state or set(found) != set(before):
+        lines.append(f"state of the wrapped optimizer: {len(inner.state)}, found {set(found)}")
+    return lines + [name for name, value in full_parameters(model).items() if not torch.equal(value, before[name])]
+
+
+def test_an_optimizer_around_another_one(pool2: Run) -> None:
+    assert not joined(pool2(around))
+
+
+def told(rank: int, world: int, kind: str) -> list[str]:
     model = Setting().wrap(nn.Linear(3, 2), ())
-    optim = torch.optim.LBFGS(model.parameters())
+    optim: torch.optim.Optimizer = torch.optim.LBFGS(model.parameters())
+    if kind == "module":
+        optim = Around(torch.optim.Adam(model.parameters()), model=model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         state: dict[str, Tensor] = FSDP.full_optim_state_dict(model, optim, rank0_only=False)["state"]
@@ -177,6 +216,10 @@ def told(rank: int, world: int) -> list[str]:
     return [str(each.message) for each in caught if issubclass(each.category, FlatFSDPWarning)]
 
 
-def test_an_optimizer_that_cannot_be_tried_says_so(pool2: Run) -> None:
-    for lines in pool2(told):
-        assert len(lines) == 1 and lines[0].startswith("the state that LBFGS has before its first step is not known")
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("LBFGS", "missing 1 required positional argument: 'closure'"), ("module", "its attribute 'model' is a module")],
+)
+def test_an_optimizer_that_cannot_be_tried_says_so(kind: str, words: str, pool2: Run) -> None:
+    for lines in pool2(told, kind):
+        assert len(lines) == 1 and words in lines[0] and "before its first step is not known" in lines[0]

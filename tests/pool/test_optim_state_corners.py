@@ -562,6 +562,8 @@ def costs(rank: int, world: int, orig: bool) -> list[str]:
         call()
         if {kind for kind, count in root.traffic.counts.items() if count} != expected:
             lines.append(f"{what}: {dict(root.traffic.counts)}")
+        if what in ("intervals", "whole dicts") and root.traffic.counts["scalar"] != 2:  # however many parameters
+            lines.append(f"{what}: {root.traffic.counts['scalar']} exchanges")
         if root.traffic.messages != (2 * len(root.units) if what == "from rank 0" else 0):
             lines.append(f"{what}: {root.traffic.messages} messages")
     return lines
