@@ -14,6 +14,7 @@ from torch import nn
 from flatfsdp import FullOptimStateDictConfig, OptimStateKeyType
 from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp.errors import FlatFSDPError
+from flatfsdp.owned import OwnedInterval
 from tests.conftest import Run
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import Net, Setting, data, joined, loss_of, seeded
@@ -504,6 +505,73 @@ def test_other_ways_to_say_it(pool2: Run) -> None:
 
 def plain_root() -> nn.Module:
     return nn.Sequential(Feedforward(WIDTH, 20), nn.Linear(WIDTH, 3), Feedforward(3, 5))
+
+
+def by_other_names(rank: int, world: int) -> list[str]:
+    """A tied parameter under its second name, and names with the attributes of wrappers."""
+    lines = []
+    for setting in BOTH:
+        pair = Pair(setting).train(rank)
+        whole = pair.full()
+        renamed = copy.deepcopy(whole)
+        for old, new in {
+            "first.weight": "last.weight",
+            "blocks.0.up.bias": "blocks.0._fsdp_wrapped_module.up.bias",
+        }.items():
+            renamed["state"][new] = renamed["state"].pop(old)
+            names = renamed["param_groups"][0]["params"]
+            names[names.index(old)] = new
+        for way in (FSDP.shard_full_optim_state_dict, FSDP.scatter_full_optim_state_dict):
+            loaded = way(renamed, pair.model, optim=pair.optim)
+            lines += different(loaded["state"], way(whole, pair.model, optim=pair.optim)["state"])
+    return lines
+
+
+def test_other_names_of_a_parameter(pool2: Run) -> None:
+    assert not joined(pool2(by_other_names))
+
+
+def local(rank: int, world: int) -> list[str]:
+    """LOCAL_STATE_DICT: optimizer state knows no layout, so it is this rank's intervals, too."""
+    lines = []
+    for setting in BOTH:
+        pair = Pair(setting).train(rank)
+        with FSDP.state_dict_type(pair.model, "LOCAL_STATE_DICT"):
+            found = FSDP.optim_state_dict(pair.model, pair.optim)
+            loadable = FSDP.optim_state_dict_to_load(pair.model, pair.optim, found)
+        if not isinstance(found["state"]["first.weight"]["exp_avg"], OwnedInterval):
+            lines.append(f"{setting}: {type(found['state']['first.weight']['exp_avg'])}")
+        expected = FSDP.shard_full_optim_state_dict(pair.full(), pair.model, optim=pair.optim)
+        lines += different(loadable["state"], expected["state"])
+    return lines
+
+
+def test_local_state_dicts(pool2: Run) -> None:
+    assert not joined(pool2(local))
+
+
+def on_some_ranks(rank: int, world: int) -> list[str]:
+    """A model on ranks 1 and 2 alone: the first of them has what one rank has."""
+    group = dist.new_group([1, 2])
+    if rank not in (1, 2):
+        return []
+    model = FSDP(seeded(Net), process_group=group, use_orig_params=True, auto_wrap_policy={Feedforward})
+    optim = adam(model.parameters())
+    stepped(model, optim, rank)
+    one = FSDP.full_optim_state_dict(model, optim)
+    lines = [] if bool(one) is (rank == 1) else [f"rank {rank} has {len(one)} entries"]
+    loaded = FSDP.scatter_full_optim_state_dict(one, model, optim=optim, group=group)
+    lines += different(loaded["state"], optim.state_dict()["state"])
+    if rank == 2:
+        optim.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+    said = raised_by(lambda: FSDP.full_optim_state_dict(model, optim))
+    if ("AgreementError: rank 2: param group 0" if rank == 1 else "UsageError: param group 0") not in said:
+        lines.append(said)
+    return lines
+
+
+def test_a_model_on_some_ranks(pool3: Run) -> None:
+    assert not joined(pool3(on_some_ranks))
 
 
 def several(rank: int, world: int) -> list[str]:
