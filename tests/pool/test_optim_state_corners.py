@@ -109,6 +109,44 @@ def test_groups_are_split_and_merged(pool2: Run) -> None:
     assert not joined(pool2(split_and_merged))
 
 
+def shared(rank: int, world: int) -> list[str]:
+    """Two optimizers on one model, one of which has not stepped; a unit without elements between them."""
+    lines = []
+    for setting in BOTH:
+        model = setting.wrap(nn.Sequential(seeded(Net), Nothing()), (Feedforward, Nothing))
+        params = list(model.parameters())
+        first, second = adam(params[::2]), adam(params[1::2])
+        loss_of(model(data(rank, 0))).backward()
+        first.step()
+        one, two = (FSDP.full_optim_state_dict(model, each, rank0_only=False) for each in (first, second))
+        names = {name for name, _ in nn.Sequential(Net(), Nothing()).named_parameters()}
+        if set(one["state"]) & set(two["state"]) or {*one["state"], *two["state"]} | {"1.nothing"} != names:
+            lines.append(f"{setting}: {set(one['state'])}, {set(two['state'])}")
+        steps = [{float(entry["step"]) for entry in each["state"].values()} for each in (one, two)]
+        if steps != [{1.0}, {0.0}]:
+            lines.append(f"{setting}: {steps}")
+        for each, state in ((first, one), (second, two)):
+            loaded = FSDP.scatter_full_optim_state_dict(state if rank == 0 else None, model, optim=each)
+            each.load_state_dict(loaded)
+            lines += different(FSDP.full_optim_state_dict(model, each, rank0_only=False)["state"], state["state"])
+    return lines
+
+
+class Nothing(nn.Module):
+    """A parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 2))
+
+    def forward(self, x: Any) -> Any:
+        return x + self.nothing.sum()
+
+
+def test_two_optimizers_on_one_model(pool2: Run) -> None:
+    assert not joined(pool2(shared))
+
+
 class Partly(nn.Module):
     """The last layer has no gradients: a hook takes them away."""
 
