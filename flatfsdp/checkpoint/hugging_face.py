@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -31,6 +30,7 @@ from .held import InPlace, held_in_place, note_writes, settle
 from .loading import compare
 from .ranks import Ranks
 from .raw import LARGEST, bytes_of, cut
+from .reading import checksum
 from .tensor_file import SUFFIX, Entry, header_of, read_header
 
 __all__ = ["export_safetensors", "load_safetensors"]
@@ -358,9 +358,7 @@ def _checksums(files: Sequence[Path], ranks: Ranks) -> dict[tuple[str, int], int
     blocks = [(path, block) for path in files for block in range(-(-path.stat().st_size // BLOCK))]
     found = {}
     for path, block in blocks[ranks.rank :: ranks.world]:
-        data = memoryview(bytearray(min(BLOCK, path.stat().st_size - block * BLOCK)))
-        with disk().open(path) as file:
-            found[path.name, block] = zlib.crc32(data[: file.read(data, block * BLOCK)])
+        found[path.name, block] = checksum(path, block * BLOCK, min(path.stat().st_size, (block + 1) * BLOCK))
     return found
 
 

@@ -17,7 +17,7 @@ from ..layout import ParamSpec, Span
 __all__ = ["LARGEST", "Archive", "bytes_of", "cut", "dtype_named", "name_of"]
 
 # Elements that are in host memory beside the tensors themselves, at most, in bytes.
-LARGEST = 2**26
+LARGEST = 2**24
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

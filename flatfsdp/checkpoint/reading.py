@@ -22,7 +22,7 @@ from .disk import File, disk
 from .manifest import Chunk, Manifest, Saved, SavedFile
 from .raw import LARGEST, bytes_of, dtype_named
 
-__all__ = ["Reader", "verify"]
+__all__ = ["Reader", "checksum", "verify"]
 
 
 class Reader:
@@ -165,15 +165,16 @@ def _problem(path: Path, file: SavedFile, contents: bool) -> str | None:
     size = path.stat().st_size
     if size != file.size:
         return f"{path} has {size} bytes, {file.size} were written"
-    if contents and (found := _checksum(path, size)) != file.crc32:
+    if contents and (found := checksum(path, 0, size)) != file.crc32:
         return f"{path} is damaged: its CRC-32 is {found:08x}, {file.crc32:08x} was written"
     return None
 
 
-def _checksum(path: Path, size: int) -> int:
+def checksum(path: Path, start: int, stop: int) -> int:
+    """The CRC-32 of a part of a file."""
     crc32 = 0
-    buffer = memoryview(bytearray(min(size, 2**22)))
+    buffer = memoryview(bytearray(min(stop - start, 2**22)))
     with disk().open(path) as opened:
-        for offset in range(0, size, max(1, len(buffer))):
-            crc32 = zlib.crc32(buffer[: opened.read(buffer[: size - offset], offset)], crc32)
+        for offset in range(start, stop, max(1, len(buffer))):
+            crc32 = zlib.crc32(buffer[: opened.read(buffer[: stop - offset], offset)], crc32)
     return crc32
