@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, refuse_value
 from ..peers import ranks_in_words
 from . import manifest, metadata
 from .disk import disk
@@ -44,8 +44,11 @@ class Place:
 
     @classmethod
     def at(cls, path: str | os.PathLike[str], marker: str = manifest.NAME) -> Place:
-        """Of a path as users give it."""
-        return cls(Path(os.path.abspath(path)), marker)
+        """Of a path as users give it; where links lead, because a link itself must stay one."""
+        real = Path(os.path.realpath(path))
+        if not real.name:
+            refuse_value("path", os.fspath(path), "a folder inside another one")
+        return cls(real, marker)
 
     @property
     def new(self) -> Path:

@@ -57,7 +57,7 @@ class Ranks:
         """Let every rank do its `work`; what each returned, in the order of ranks. Collective.
 
         Raises:
-            CheckpointError: on every rank, where one or more ranks failed; `doing` says in the message at what.
+            CheckpointError: on every rank, where a rank failed or ended; `doing` says in the message at what.
         """
         value: Any = None
         failure: Exception | None = None
@@ -65,7 +65,12 @@ class Ranks:
             value = work()
         except Exception as error:  # it must reach the others, who would wait for ever
             failure = error
-        answers = self._gather((value, None if failure is None else _in_words(failure)))
+        try:
+            answers = self._gather((value, None if failure is None else _in_words(failure)))
+        except RuntimeError as error:  # the backend's, once a rank has ended or kept the others waiting for too long
+            raise CheckpointError(
+                f"{doing}: a rank does not answer any more; look for what ended it ({str(error).splitlines()[0]})"
+            ) from (failure or error)
         told: dict[str, list[int]] = {}
         for rank, (_, words) in enumerate(answers):
             if words is not None:

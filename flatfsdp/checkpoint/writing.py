@@ -87,7 +87,7 @@ def _cut(held: Held, value: torch.Tensor) -> Iterator[torch.Tensor]:
     if isinstance(value, OwnedInterval):
         local = value.local.detach()
     else:
-        local = value.detach().contiguous().view(-1)
+        local = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     interval = OwnedInterval(local, held.spec, Span(held.start, held.stop))
     for box in cut(held.spec, interval.span, most):
         yield interval.data_of(box).to("cpu", copy=True, memory_format=torch.preserve_format)

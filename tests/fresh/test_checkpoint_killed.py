@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint.disk import Disk, through
+from flatfsdp.errors import CheckpointError
 from tests.harness import fresh
 
 
@@ -35,7 +36,8 @@ def save_and_die(rank: int, world: int, path: str) -> float:
     try:
         with through(Fatal() if rank == 1 else Disk()):
             checkpoint.save(path, model=state(rank, 2.0), overwrite=True)
-    except RuntimeError:  # gloo's, whose words differ between versions
+    except CheckpointError as error:
+        assert f"saving {path}: a rank does not answer any more; look for what ended it" in str(error)
         return time.monotonic() - start
     raise AssertionError("the save came to an end without one of its ranks")
 

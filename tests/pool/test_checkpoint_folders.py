@@ -182,6 +182,40 @@ def test_a_complete_checkpoint_is_replaced_only_on_demand(run: Run, tmp_path: Pa
     assert {each.name for each in tmp_path.iterdir()} == {"x"}
 
 
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for number in (1.0, 2.0):
+        checkpoint.save(tmp_path / "link", model={"w": torch.full((2,), number)}, overwrite=True)
+    held = {"w": torch.zeros(2)}
+    checkpoint.load(tmp_path / "real", model=held)
+    assert held["w"].tolist() == [2.0, 2.0] and (tmp_path / "link").is_symlink()
+    assert {each.name for each in tmp_path.iterdir()} == {"real", "link"}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).view(3, 4).t(),
+        torch.ones(1).expand(3, 2),
+        torch.tensor([1 + 2j]).conj(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.tensor(True),
+        torch.zeros(2, dtype=torch.float8_e4m3fn),
+    ],
+    ids=["transposed", "expanded", "conjugated", "channels_last", "bool", "float8"],
+)
+def test_tensors_of_every_kind_come_back(tmp_path: Path, tensor: torch.Tensor) -> None:
+    checkpoint.save(tmp_path / "x", model={"t": tensor}, extra={"t": tensor})
+    held = {"t": torch.empty_like(tensor, memory_format=torch.preserve_format)}
+    extra = checkpoint.load(tmp_path / "x", model=held)
+    for found in (held["t"], extra["t"]):
+        assert found.dtype == tensor.dtype and torch.equal(found.view(found.shape), tensor)
+    of_dcp = {"model": {"t": torch.empty_like(tensor.resolve_conj()).contiguous()}}
+    dcp.load(of_dcp, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert torch.equal(of_dcp["model"]["t"], tensor)
+
+
 def different_values(rank: int, world: int, path: str) -> str:
     try:
         checkpoint.save(path, extra={"seed": rank, "same": 1})
