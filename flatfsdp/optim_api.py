@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .optim_held import groups_of, others_of
+from .optim_held import groups_of
 from .optim_keys import rekey
 from .optim_load import load
 from .optim_state import Wanted, state_by_name
@@ -98,15 +98,8 @@ class OptimStates:
         """
         settings = settings_of(model)
         full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-        loadable = load(
-            model,
-            groups_of(model, optim),
-            optim_state_dict,
-            from_first=full and getattr(settings.optim_state_dict_config, "rank0_only", False),
-            by_name=is_named_optimizer,
-            others=others_of(optim),
-            group=group,
-        )
+        from_first = full and getattr(settings.optim_state_dict_config, "rank0_only", False)
+        loadable = load(model, optim, optim_state_dict, from_first=from_first, by_name=is_named_optimizer, group=group)
         if load_directly:
             optim.load_state_dict(loadable)
         return loadable
@@ -153,8 +146,7 @@ class OptimStates:
                 `model.parameters()`.
             optim: the optimizer.
         """
-        groups = groups_of(model, optim, optim_input)
-        return load(model, groups, full_optim_state_dict, alone=True, others=others_of(optim))
+        return load(model, optim, full_optim_state_dict, optim_input=optim_input, alone=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -166,7 +158,7 @@ class OptimStates:
             sharded_optim_state_dict: this rank's.
             model, optim: as of `optim_state_dict`.
         """
-        return load(model, groups_of(model, optim), sharded_optim_state_dict, others=others_of(optim))
+        return load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -185,8 +177,7 @@ class OptimStates:
             model, optim_input, optim: as of `shard_full_optim_state_dict`.
             group: the ranks of which the first has it; None for the model's.
         """
-        groups = groups_of(model, optim, optim_input)
-        return load(model, groups, full_optim_state_dict, from_first=True, others=others_of(optim), group=group)
+        return load(model, optim, full_optim_state_dict, optim_input=optim_input, from_first=True, group=group)
 
     @staticmethod
     def rekey_optim_state_dict(

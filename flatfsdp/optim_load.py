@@ -7,8 +7,8 @@ gets its shard, one state of one unit at a time.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from .exchange import by_ranks, firsts, is_first_of, pack, ranks_over, together
 from .flat_param import full_views
 from .names import Named
 from .optim_facts import value_of
-from .optim_held import Held, Holder, Key, handle_of, span_in_shard
+from .optim_held import Held, Holder, Key, groups_of, handle_of, others_of, span_in_shard
 from .optim_plan import Cut, Described, Description, Plan, Taken, describe, plan
 from .optim_state import axes_of, is_source
 from .peers import number
@@ -33,22 +33,22 @@ FROM_FIRST = "loads the state of an optimizer that the first rank has"
 
 def load(
     model: nn.Module,
-    groups: Sequence[Sequence[torch.Tensor]],
+    optim: torch.optim.Optimizer | None,
     state_dict: Any,
     *,
+    optim_input: Any = None,
     from_first: bool = False,
     by_name: bool = False,
     alone: bool = False,
-    others: Iterable[Any] = (),
     group: Any = None,
 ) -> dict[str, Any]:
-    """What an optimizer over `groups` of the model's parameters loads by its own `load_state_dict()`.
+    """What an optimizer loads by its own `load_state_dict()`.
 
     Args:
+        optim, optim_input: what says which parameters it has ([Note: held]).
         from_first: only the first rank has `state_dict`; that of others is not looked at.
         by_name: the optimizer's keys are names, not numbers.
         alone: without communication; `state_dict` holds whole tensors, or the intervals that this rank owns.
-        others: the keys of the optimizer's state that are no parameters.
         group: the process group whose first rank has it; that must be the model's first.
 
     No value shares memory with `state_dict`'s. Collective over the axes of the model's units unless `alone`.
@@ -87,37 +87,42 @@ def load(
     def prepare() -> int:
         if not described:
             described.append(describe(state_dict))
-        holder = Holder(model, groups, by_name=by_name)
-        made.append((holder, plan(holder, described[0], frozenset(others))))
-        return number(_told(holder, described[0]))
+        holder = Holder(model, groups_of(model, optim, optim_input), by_name=by_name)
+        made.append((holder, plan(holder, described[0], frozenset(others_of(optim)))))
+        return number(repr(_told(holder, described[0])))
 
-    _require_equal(together(axes, prepare, doing=DOING))
+    digests = together(axes, prepare, doing=DOING)
     ((holder, planned),) = made
+    if len(set(digests.values())) > 1:
+        _refuse_difference(together(axes, lambda: _told(holder, described[0]), doing=DOING))
     has_it = not from_first or is_first_of(axes)
     filler = _Filler(holder, planned, state_dict["state"] if has_it else {}, axes, from_first=from_first)
     state: dict[Any, Any] = {**filler.states(), **planned.others}
     return {"state": state, "param_groups": planned.param_groups}
 
 
-def _told(holder: Holder, description: Description) -> str:
-    """What ranks must have in common, where each has a dict: names, shapes and dtypes of what is in units."""
+def _told(holder: Holder, description: Description) -> list[tuple[str, str]]:
+    """What ranks must have in common, where each has a dict: (name, tensors in words) of what is in units."""
     outside = {name for named in holder.params if named.unit is None for name in named.names}
-    return repr(
-        sorted(
-            (str(name), sorted((str(s), v.shape, str(v.dtype)) for s, v in values.items() if isinstance(v, Described)))
-            for name, values in description.state.items()
-            if isinstance(values, dict) and name not in outside
-        )
+    told = []
+    for name, values in description.state.items():
+        if isinstance(values, dict) and name not in outside:
+            tensors = sorted(f"{s} {v.shape} {v.dtype}" for s, v in values.items() if isinstance(v, Described))
+            told.append((str(name), ", ".join(tensors) or "no tensors"))
+    return sorted(told)
+
+
+def _refuse_difference(told: Mapping[int, list[tuple[str, str]]]) -> NoReturn:
+    """Raise an AgreementError with the first difference between what ranks hand in."""
+    by_name = {rank: dict(each) for rank, each in told.items()}
+    for name in sorted({name for each in by_name.values() for name in each}):
+        found = {rank: f" {each.get(name, 'no state')}" for rank, each in by_name.items()}
+        if len(set(found.values())) > 1:
+            break
+    raise AgreementError(
+        f"optim_state_dict: ranks have different dicts; the first difference is in {name!r}: {by_ranks(found)}. Load "
+        "the same on all ranks, or on rank 0 only, with FullOptimStateDictConfig(rank0_only=True)"
     )
-
-
-def _require_equal(digests: Mapping[int, int]) -> None:
-    if len(set(digests.values())) > 1:
-        told = by_ranks({rank: f" with digest {digest:x}" for rank, digest in digests.items()})
-        raise AgreementError(
-            f"optim_state_dict: ranks have dicts with different names, shapes or dtypes ({told}). Load the same on all "
-            "ranks, or on rank 0 only, with FullOptimStateDictConfig(rank0_only=True)"
-        )
 
 
 class _Filler:

@@ -301,6 +301,11 @@ def on_one_rank(rank: int, world: int, what: str) -> str:
     elif what == "another dict":
         given = {"state": {}, "param_groups": []} if rank == 1 else whole
         call = lambda: FSDP.optim_state_dict_to_load(model, optim, given)  # noqa: E731
+    elif what == "less in its dict":
+        given = copy.deepcopy(whole)
+        if rank == 1:
+            del given["state"]["head.bias"]
+        call = lambda: FSDP.optim_state_dict_to_load(model, optim, given)  # noqa: E731
     elif what == "no dict":
         given = {} if rank == 1 else whole
         call = lambda: FSDP.optim_state_dict_to_load(model, optim, given)  # noqa: E731
@@ -341,6 +346,10 @@ ON_ONE_RANK = {
     "another source": ("rank 0 loads the state of an optimizer that the first rank has; rank 1 loads the state of",)
     * 2,
     "another dict": ("AgreementError: rank 1: optim_state_dict: no param group of it has", "ConfigValueError: "),
+    "less in its dict": (
+        "difference is in 'head.bias': rank 0 exp_avg (3,) torch.float32, exp_avg_sq (3,) torch.float32; rank 1 no",
+    )
+    * 2,
     "no dict": (
         "AgreementError: rank 1: optim_state_dict: expected the keys",
         "by FullOptimStateDictConfig(rank0_only",
