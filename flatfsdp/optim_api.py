@@ -54,6 +54,16 @@ class OptimStates:
             UsageError: a state that has not the shape of its parameter where that is split over ranks; a parameter that
                 is not the model's.
             AgreementError: ranks differ in what states a parameter has, or in their values.
+
+        Example (in a process group of one rank; before the first step, so all is as it begins):
+            >>> from flatfsdp import FullyShardedDataParallel
+            >>> model = FullyShardedDataParallel(nn.Linear(2, 1))
+            >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            >>> saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            >>> saved["param_groups"][0]["params"], saved["state"]["weight"]["exp_avg"], saved["state"]["bias"]["step"]
+            (['weight', 'bias'], tensor([[0., 0.]]), tensor(0.))
+            >>> loadable = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved)
+            >>> optimizer.load_state_dict(loadable)
         """
         settings = settings_of(model)
         config = settings.optim_state_dict_config
