@@ -50,7 +50,7 @@ class Archive:
         inside: where in them a tensor's elements begin; 0 for other values.
     """
 
-    data: memoryview
+    data: bytes
     inside: int
 
     @classmethod
@@ -60,7 +60,8 @@ class Archive:
         torch.save(tensor, file)
         with zipfile.ZipFile(file) as entries:
             (entry,) = [entry for entry in entries.infolist() if entry.filename.endswith("data/0")]
-        data = file.getbuffer()
+        # Not getbuffer(): where an exception keeps the view for the garbage collector, Python 3.12 crashes.
+        data = file.getvalue()
         # Behind the local header come the name and the padding that aligns the elements, of lengths that it gives.
         lengths = data[entry.header_offset + 26 : entry.header_offset + 30]
         inside = (
@@ -73,7 +74,7 @@ class Archive:
         """Of anything else."""
         file = io.BytesIO()
         torch.save(value, file)
-        return cls(file.getbuffer(), 0)
+        return cls(file.getvalue(), 0)
 
 
 def cut(spec: ParamSpec, span: Span, most: int) -> Iterator[Box]:
