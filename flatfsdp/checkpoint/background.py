@@ -75,10 +75,10 @@ def finish_before(ranks: Ranks, take: Callable[[], Contents]) -> Callable[[], Co
 
 
 def start(ranks: Ranks, request: Request, take: Callable[[], Contents]) -> Saving:
-    """Copy to the host what `take` returns, then save it in a thread. Collective."""
+    """Save in a thread what `take`, called now, copies to the host. Collective."""
     beside = ranks.beside()
-    staged = _outcome(lambda: finish_before(ranks, take)().staged())
-    saving = _last[ranks.key] = Saving(lambda: save_contents(beside, request, staged))
+    taken = _outcome(finish_before(ranks, take))
+    saving = _last[ranks.key] = Saving(lambda: save_contents(beside, request, taken))
     return saving
 
 

@@ -97,7 +97,7 @@ class Request:
 
 
 class _Facts(NamedTuple):
-    """What ranks tell of what they hold: hashes. `known` is that of the plan that a rank has from a save before."""
+    """What ranks tell of what they hold: hashes. `known` is the name of the plan that a rank has from a save before."""
 
     owned: str
     whole: str
@@ -114,7 +114,7 @@ class _Plan:
         name: a hash of what all ranks hold.
         writes: what this rank writes.
         tensors: any interval of each tensor.
-        digest: of this rank's file at the last save.
+        digest: of the tensors in this rank's file at the last save.
         files: of all ranks' files at the last save, (tensors, values); empty where another rank acts on folders.
         metadata: a hash of `files`, and the `.metadata` that belongs to them.
     """
@@ -211,7 +211,7 @@ class _Save:
         facts = self.all(lambda: mine)
         if len({each.values for each in facts}) > 1:
             values = _united(self.all(lambda: values))
-        name = _hash(repr([each[:-2] for each in facts]) + repr([each.leader for each in facts]))
+        name = _hash(repr([(each.owned, each.whole, each.leader) for each in facts]))
         if cached is not None and all(each.known == name for each in facts):
             return cached, values
         # What all ranks hold whole is told by the first that holds just that.
@@ -223,18 +223,21 @@ class _Save:
         return _Plan(name, writes[self.ranks.rank], tensors), values
 
     def write(self, plan: _Plan, values: Mapping[str, tuple[Path, Any]]) -> list[tuple[SavedFile, str]]:
-        """Write all files, and know where in them everything lies."""
+        """Write all files, and know where in them everything lies; the files, and hashes of what lies where."""
 
-        def write_mine() -> tuple[SavedFile, str, tuple[Rows, Rows] | None]:
+        def write_mine() -> tuple[SavedFile, str, Rows | None, Rows]:
             plain = {key: decode(value) for key, (_, value) in values.items()} if self.ranks.rank == 0 else {}
             done = write(self.place.new / f"__{self.ranks.rank}_0.distcp", plan.writes, self.contents.tensors, plain)
-            return done.file, done.digest, None if done.digest == plan.digest else (done.tensors, done.values)
+            return done.file, done.digest, None if done.digest == plan.digest else done.tensors, done.values
 
         answers = self.all(write_mine)
         if self.leader == self.ranks.rank:
-            plan.files = [rows if rows is not None else plan.files[rank] for rank, (_, _, rows) in enumerate(answers)]
+            plan.files = [
+                (plan.files[rank][0] if tensors is None else tensors, plain)
+                for rank, (_, _, tensors, plain) in enumerate(answers)
+            ]
         plan.digest = answers[self.ranks.rank][1]
-        return [(file, digest) for file, digest, _ in answers]
+        return [(file, f"{digest} {plain}") for file, digest, _, plain in answers]
 
     def complete(
         self,

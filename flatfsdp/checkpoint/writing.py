@@ -39,7 +39,7 @@ Rows = list[tuple[str, int, list[Piece]]]
 
 
 class Written(NamedTuple):
-    """A file as it was written. `digest` is equal where `tensors` and `values` are."""
+    """A file as it was written. `digest` is equal where `tensors` are."""
 
     file: SavedFile
     tensors: Rows
@@ -77,7 +77,7 @@ def write(
         ]
         plain = [(key, 0, [out.add_value(value)]) for key, value in values.items()]
         file.sync()
-    digest = hashlib.sha256(repr((rows, plain)).encode()).hexdigest()
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     return Written(SavedFile(path.name, out.offset, out.crc32), rows, plain, digest)
 
 
