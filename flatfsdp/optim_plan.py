@@ -229,7 +229,12 @@ def _of_one(held: Held, values: Values) -> dict[str, Any]:
 
 
 def _of_flat(held: Held, entries: Mapping[str, Values]) -> dict[str, Any]:
-    """What a flat parameter loads from the states of the parameters in it: zeros where there is no tensor."""
+    """What a flat parameter loads from the states of the parameters in it: zeros where there is no tensor.
+
+    Those without elements have no say: whether optimizers have states of them depends on how they are wrapped.
+    """
+    members = [named for named in held.params if spec_of(named).numel] or list(held.params)
+    entries = {named.name: entries[named.name] for named in members if named.name in entries}
     if not entries:
         return {}
     first, *rest = entries
@@ -245,9 +250,9 @@ def _of_flat(held: Held, entries: Mapping[str, Values]) -> dict[str, Any]:
         if not values:
             planned[state] = None
         elif any(isinstance(value, Described) for value in values.values()):
-            planned[state] = _cut_of_flat(held, state, values)
+            planned[state] = _cut_of_flat(members, state, values)
         else:
-            planned[state] = _value_of_flat(held, state, values)
+            planned[state] = _value_of_flat(members, state, values)
     return planned
 
 
@@ -257,9 +262,9 @@ _SHARE = (
 )
 
 
-def _cut_of_flat(held: Held, state: str, values: Mapping[str, Any]) -> Cut:
+def _cut_of_flat(members: Sequence[Named], state: str, values: Mapping[str, Any]) -> Cut:
     dtypes: dict[torch.dtype, str] = {}
-    for named in held.params:
+    for named in members:
         value = values.get(named.name)
         if value is None:
             continue
@@ -283,9 +288,9 @@ def _cut_of_flat(held: Held, state: str, values: Mapping[str, Any]) -> Cut:
     return Cut(next(iter(dtypes)))
 
 
-def _value_of_flat(held: Held, state: str, values: Mapping[str, Any]) -> Any:
+def _value_of_flat(members: Sequence[Named], state: str, values: Mapping[str, Any]) -> Any:
     first = next(iter(values))
-    missing = [named.name for named in held.params if named.name not in values]
+    missing = [named.name for named in members if named.name not in values]
     if missing:
         raise ConfigValueError(
             f"optim_state_dict: state {state!r} is {shown(values[first])} for {first!r}, and missing for "

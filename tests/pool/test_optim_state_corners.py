@@ -578,6 +578,22 @@ def test_other_names_of_a_parameter(pool2: Run) -> None:
     assert not joined(pool2(by_other_names))
 
 
+def without_elements(rank: int, world: int) -> list[str]:
+    """A parameter without elements has no say in what its flat parameter loads."""
+    pair = Pair(FLAT).train(rank)
+    lines = []
+    for change in (lambda d: d.pop("nothing"), lambda d: d["nothing"].update(step=torch.tensor(0.0))):
+        whole = pair.full()
+        change(whole["state"])  # type: ignore[no-untyped-call]
+        loaded = FSDP.shard_full_optim_state_dict(whole, pair.model, optim=pair.optim)
+        lines += different(loaded["state"], pair.optim.state_dict()["state"])
+    return lines
+
+
+def test_a_parameter_without_elements(pool2: Run) -> None:
+    assert not joined(pool2(without_elements))
+
+
 def local(rank: int, world: int) -> list[str]:
     """LOCAL_STATE_DICT: optimizer state knows no layout, so it is this rank's intervals, too."""
     lines = []
