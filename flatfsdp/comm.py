@@ -208,7 +208,7 @@ class Base:
         """Overwrite `tensor` with that of group rank `source`, blocking. Collective."""
         self.traffic.log("broadcast", tensor.numel() * tensor.element_size())
         if tensor.numel():
-            dist.broadcast(tensor, self.group.ranks[source], group=self.group.process_group)
+            dist.broadcast(_as_bytes(tensor.view(-1)), self.group.ranks[source], group=self.group.process_group)
 
     def send_now(self, tensor: torch.Tensor, target: int) -> None:
         """Send `tensor` to group rank `target`, which receives it now, blocking."""
@@ -436,7 +436,7 @@ class Late(Base):
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # Backends know few dtypes; a gather only moves bytes. Floating types stay as they are where all backends know them.
+    # Backends know few dtypes; here bytes only move. Floating types stay as they are where all backends know them.
     if tensor.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         return tensor
     return tensor.view(torch.uint8)

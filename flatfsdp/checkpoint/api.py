@@ -124,8 +124,8 @@ def load(
 
     Args:
         path: where it was saved.
-        model, optimizer: what is to have the saved state, of each rank what it owns; either may be left out. Tensors of
-            state dicts are filled in place.
+        model, optimizer: what is to have the saved state, of each rank what it owns; either may be left out. Of
+            state dicts tensors are filled in place, and other values replaced.
         strict: refuse what is missing, and what is there and not wanted.
         verify: compare all files with their checksums first; each file is read once for that, by one of the ranks.
             Without it only their sizes are compared.

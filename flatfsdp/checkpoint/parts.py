@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigValueError, refuse_type
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
+from ..names import clean
+from ..optim_facts import value_of
 from ..state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
 
 __all__ = ["Part", "parts_of"]
@@ -45,7 +48,8 @@ class _Given:
 
     def take(self) -> None: ...
 
-    def load(self, read: Mapping[str, Any]) -> None: ...
+    def load(self, read: Mapping[str, Any]) -> None:
+        _replace_values(self.state, read)
 
 
 class _Model:
@@ -58,11 +62,16 @@ class _Model:
 
     def take(self) -> None:
         with _sharded(self._model):
-            self.state = self._model.state_dict()
+            self._own: dict[str, Any] = self._model.state_dict()
+        # Around the outermost wrapper modules of torch.compile show their prefix.
+        self.state = {clean(key): each if _is_tensor(each) else value_of(each) for key, each in self._own.items()}
 
     def load(self, read: Mapping[str, Any]) -> None:
+        for key, value in self._own.items():
+            if not _is_tensor(value):  # extra state of a module, as it was saved
+                self._own[key] = read.get(clean(key), value)
         with _sharded(self._model):
-            self._model.load_state_dict(self.state)
+            self._model.load_state_dict(self._own)
 
 
 class _Optimizer:
@@ -82,6 +91,25 @@ class _Optimizer:
             FullyShardedDataParallel.optim_state_dict_to_load(
                 self._model, self._optimizer, {"state": {}, **read}, load_directly=True
             )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _replace_values(state: Any, read: Any) -> None:
+    """Put what was read in the place of plain values of `state`; its tensors have been filled."""
+    if isinstance(state, list) and isinstance(read, list) and len(state) == len(read):
+        places: Iterable[Any] = range(len(state))
+    elif isinstance(state, MutableMapping) and isinstance(read, Mapping):
+        places = [key for key in state if key in read]
+    else:
+        return
+    for place in places:
+        if isinstance(state[place], Mapping | list) and isinstance(read[place], Mapping | list):
+            _replace_values(state[place], read[place])
+        elif not _is_tensor(state[place]):
+            state[place] = read[place]
 
 
 def _sharded(model: nn.Module) -> AbstractContextManager[None]:

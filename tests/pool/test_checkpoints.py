@@ -122,6 +122,44 @@ def test_resuming_before_the_first_step_restores_everything(pool2: Any, tmp_path
     pool2(before_the_first_step, str(tmp_path / "x"))
 
 
+class Noting(nn.Linear):
+    """A module whose extra state is a plain value and a tensor."""
+
+    def __init__(self, note: int) -> None:
+        super().__init__(3, 3)
+        self.note = {"count": note, "mean": torch.full((2,), float(note))}
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+
+def extra_state_and_compiled(rank: int, world: int, path: str) -> None:
+    def build(note: int) -> nn.Module:
+        return FSDP(nn.Sequential(Noting(note), nn.Linear(3, 2)), auto_wrap_policy=FSDP1Policy({Noting}))
+
+    model: Any = build(1)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.5)
+    checkpoint.save(path, model=torch.compile(model), optimizer=optim)
+    again: Any = build(2)
+    checkpoint.load(path, model=again)
+    assert again.module[0].note["count"] == 1 and again.module[0].note["mean"].tolist() == [1.0, 1.0]
+    checkpoint.load(path, model=torch.compile(build(3)))
+    with FSDP.state_dict_type(model, "SHARDED"):
+        optim.param_groups[0]["lr"] = 0.1
+        states: dict[str, Any] = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optim)}
+    states["model"]["0._extra_state"] = {"count": 0, "mean": torch.zeros(2)}
+    checkpoint.load(path, **states)
+    assert states["optimizer"]["param_groups"][0]["lr"] == 0.5
+    assert states["model"]["0._extra_state"]["count"] == 1
+
+
+def test_plain_values_are_restored_and_a_compiled_model_has_the_same_names(pool2: Any, tmp_path: Path) -> None:
+    pool2(extra_state_and_compiled, str(tmp_path / "x"))
+
+
 def only_the_model(rank: int, world: int, path: str) -> str:
     trained = Trained(ORIG).train(0)
     checkpoint.save(path, model=trained.model, optimizer=trained.optim)

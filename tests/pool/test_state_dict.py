@@ -209,6 +209,41 @@ def test_only_the_first_rank_has_it(run: Run, world: int) -> None:
     assert not joined(run(world, rank0_only, world == 4))
 
 
+class Few(nn.Module):
+    """Parameters of dtypes that backends do not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Parameter(torch.randn(5, 3).to(torch.float8_e4m3fn), requires_grad=False)
+        self.mask = nn.Parameter(torch.randn(7) > 0, requires_grad=False)
+        self.turn = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.turn
+
+
+def from_first_in_any_dtype(rank: int, world: int) -> list[str]:
+    lines = []
+    config = FullStateDictConfig(rank0_only=True)
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        model, again = (Setting(strategy).wrap(seeded(Few), (), sync_module_states=True) for _ in range(2))
+        with as_type(again, FULL, config):
+            again.load_state_dict(
+                {key: -value if value.is_complex() else value for key, value in seeded(Few).state_dict().items()}
+            )
+        expected = model.state_dict()
+        expected["turn"] = -expected["turn"]
+        found = again.state_dict()
+        for key, value in expected.items():
+            if not torch.equal(found[key].view(torch.uint8), value.view(torch.uint8)):
+                lines.append(f"{strategy}: {key}")
+    return lines
+
+
+def test_the_first_rank_sends_any_dtype(pool2: Run) -> None:
+    assert not joined(pool2(from_first_in_any_dtype))
+
+
 class Renaming(nn.Module):
     """A module with hooks, an extra state, a buffer that is not kept, and a state dict method of its own below."""
 
