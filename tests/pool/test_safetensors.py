@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel as FSDP
+from flatfsdp import checkpoint
 from flatfsdp.boxes import boxes_of
 from flatfsdp.checkpoint import export_safetensors, load_safetensors
 from flatfsdp.checkpoint.disk import through
@@ -142,18 +143,32 @@ def there_and_back(rank: int, world: int, path: str) -> None:
     expected, found = whole(model), whole(other)
     assert all(torch.equal(found[key], value) for key, value in expected.items())
     x = torch.randn(2, WIDTH)
-    assert torch.equal(other(x), model(x))  # nothing gathered before is used
-    load_safetensors(model, path)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    model(x)
-    load_safetensors(model, path)
     assert torch.equal(other(x), model(x))
+
+
+def over_what_was_gathered(rank: int, world: int, path: str, setting: Setting) -> None:
+    model = build(setting)
+    x = torch.randn(2, WIDTH)
+    expected = model(x).detach()
+    export_safetensors(model, path)  # units that were not resharded show whole parameters now
+    other = build(setting, scale=0.5)
+    different = other(x)
+    load_safetensors(other, path)
+    assert not torch.equal(different, expected) and torch.equal(other(x), expected)
+    checkpoint.save(f"{path}.full", model=model)
+    checkpoint.load(f"{path}.full", model=(third := build(setting, scale=0.5)))
+    assert torch.equal(third(x), expected)
 
 
 def test_models_of_the_meta_device_are_filled(pool2: Any, tmp_path: Path) -> None:
     pool2(there_and_back, str(tmp_path / "x"))
+
+
+@pytest.mark.parametrize(
+    "setting", [Setting(), Setting("SHARD_GRAD_OP"), Setting("SHARD_GRAD_OP", orig=False), Setting("NO_SHARD")], ids=str
+)
+def test_what_was_gathered_before_is_not_used_after(pool2: Any, tmp_path: Path, setting: Setting) -> None:
+    pool2(over_what_was_gathered, str(tmp_path / "x"), setting)
 
 
 def message(rank: int, world: int, path: str, what: str) -> str:
