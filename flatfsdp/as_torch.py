@@ -1,0 +1,139 @@
+"""flatfsdp where programs look for torch's FSDP1.
+
+`python -m flatfsdp.as_torch script.py args...` (or `-m module args...`), and under torchrun
+`torchrun ... -m flatfsdp.as_torch script.py args...`, runs a program that was written for FSDP1 as it is. In a program
+of your own `install()` does the same. FSDP2's names stay torch's.
+
+Names are replaced where modules hold them: in torch's public modules, in `torch.distributed.checkpoint.state_dict`,
+whose `get_state_dict` and `set_state_dict` then work on flatfsdp's models, and in every module that has imported one
+of them by then. What a program keeps elsewhere (in an object, a default argument) before `install()` stays torch's.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch.distributed.checkpoint.state_dict as dcp_state_dict
+import torch.distributed.fsdp as torchs
+import torch.distributed.fsdp.api as torchs_api
+import torch.distributed.fsdp.fully_sharded_data_parallel as torchs_wrapper
+import torch.distributed.fsdp.sharded_grad_scaler as torchs_scaler
+import torch.distributed.fsdp.wrap as torchs_wrap
+
+from . import FullyShardedDataParallel, ShardedGradScaler, flat_param, state_dict_configs, wrap
+from .api import HYBRIDS, BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from .errors import UsageError
+from .names import clean
+
+__all__ = ["install", "is_installed", "uninstall"]
+
+_OURS: dict[str, Any] = {
+    "FullyShardedDataParallel": FullyShardedDataParallel,
+    "FlatParameter": flat_param.FlatParameter,
+    "ShardedGradScaler": ShardedGradScaler,
+    **{kind.__name__: kind for kind in (BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy)},
+    **{name: getattr(state_dict_configs, name) for name in state_dict_configs.__all__},
+    **{name: getattr(wrap, name) for name in wrap.__all__},
+}
+_PUBLIC = (torchs, torchs_api, torchs_wrapper, torchs_scaler, torchs_wrap)
+
+_replaced: list[tuple[dict[str, Any], str, Any]] = []  # (a module's names, one of them, what it was)
+
+
+def is_installed() -> bool:
+    """Whether programs find flatfsdp under torch's names now."""
+    return bool(_replaced)
+
+
+def install() -> None:
+    """Let programs in this process find flatfsdp's classes under FSDP1's names. Does nothing the second time.
+
+    Models that torch's FSDP1 has wrapped before stay what they are.
+    """
+    if _replaced:
+        return
+    by_id: dict[int, Any] = {}
+    for module in _PUBLIC:
+        for name, ours in _OURS.items():
+            if name in vars(module):
+                by_id[id(vars(module)[name])] = ours
+    for module in [*sys.modules.values()]:
+        if isinstance(module, ModuleType) and _is_to_be_told(module):
+            names = vars(module)
+            for name, value in [*names.items()]:
+                if id(value) in by_id:
+                    _replace(names, name, by_id[id(value)])
+    names = vars(dcp_state_dict)
+    _replace(names, "HYBRID_SHARDING_STRATEGIES", [*HYBRIDS, *names["HYBRID_SHARDING_STRATEGIES"]])
+    for name, made in (
+        ("_get_module_fsdp_state_if_fully_sharded_module", _state_of_wrapper),
+        ("_get_fqns", _names_of),
+    ):
+        _replace(names, name, made(names[name]))
+
+
+def uninstall() -> None:
+    """Give every name that was replaced back what it was. What was imported meanwhile stays flatfsdp's."""
+    while _replaced:
+        names, name, before = _replaced.pop()
+        names[name] = before
+
+
+def _is_to_be_told(module: ModuleType) -> bool:
+    """Whether the names of `module` are a program's, or those under which programs find torch's FSDP1."""
+    if module in (*_PUBLIC, dcp_state_dict):
+        return True
+    package = module.__name__.partition(".")[0]
+    return package not in ("torch", "flatfsdp") or module.__name__ == __name__ == "__main__"
+
+
+def _replace(names: dict[str, Any], name: str, value: Any) -> None:
+    _replaced.append((names, name, names[name]))
+    names[name] = value
+
+
+def _state_of_wrapper(torchs_own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def state_of(module: Any) -> Any:
+        return module if isinstance(module, FullyShardedDataParallel) else torchs_own(module)
+
+    return state_of
+
+
+def _names_of(torchs_own: Callable[..., set[str]]) -> Callable[..., set[str]]:
+    """torch looks for a flat parameter one module further in than where ours is registered."""
+
+    def names_of(model: Any, name: str, *args: Any, **kwargs: Any) -> set[str]:
+        path, _, last = name.rpartition(".")
+        wrapper = model.get_submodule(path) if last.startswith("_flat_param") else None
+        if not isinstance(wrapper, FullyShardedDataParallel):
+            return torchs_own(model, name, *args, **kwargs)
+        prefix = f"{clean(path)}." if clean(path) else ""
+        return {prefix + inside for inside in wrapper._parameters[last]._fqns}  # type: ignore[union-attr]
+
+    return names_of
+
+
+def main() -> None:
+    """Run the program that the command line names, under torch's names for flatfsdp."""
+    arguments = sys.argv[1:]
+    as_module = arguments[:1] == ["-m"]
+    program = arguments[as_module : as_module + 1]
+    if not program:
+        raise UsageError("python -m flatfsdp.as_torch: expected a script, or -m and a module, and then its arguments")
+    sys.argv = arguments[as_module:]
+    install()
+    if as_module:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(program[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    # The module of that name, not this run of it, remembers what is replaced.
+    from flatfsdp.as_torch import main as main_of_module
+
+    main_of_module()
