@@ -82,7 +82,8 @@ def async_save(
     """As `save`, but only the copying to host memory is awaited; a thread saves the copies.
 
     Collective over `process_group`, whose first call makes a second group (on gloo) for the thread's messages. A save
-    that has not ended is awaited by the next one.
+    that has not ended is awaited by the next one, and by the end of the interpreter; await it yourself before you
+    destroy the process group.
 
     Returns:
         What is under way: `result(timeout=None)` waits and raises what `save` would; `done()` asks. An error that
