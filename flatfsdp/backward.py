@@ -4,6 +4,11 @@
 zeros: whoever waits for a gather must have issued the reductions that come before it, else two ranks would wait for
 each other.
 
+[Note: called again] The gradients of a unit that was called more than once have come when the backward is through with
+its first call. Where its last calls are detached on one rank, that rank may be done with the unit before another rank,
+which goes on to other units' last calls first and awaits their gathers. So whoever is about to wait for a reduction has
+issued the gathers of all that were called again.
+
 [Note: running backward] It is disposable: begun at the first gradient that reaches a unit, dropped when its graph
 task ends or dies. What it issues, and in which order, is settled when it begins ([Note: backward order]); autograd says
 when.
@@ -68,6 +73,7 @@ class Backward:
         self.agreement = agreement
         self._gathers: GatherPlan[Unit] = GatherPlan(record.anchored, targets, join=joins.gathers)
         self._reductions = ReducePlan(record)
+        self._called_again = tuple(record.entered_again) if record.calls_again else ()
         self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
         self._unreduced = unreduced
         self._sequence = record.anchored[::-1]  # in which units are reached, if they are
@@ -170,6 +176,8 @@ class Backward:
             self._reduce(self._reductions.due())
 
     def _reduce(self, groups: Iterable[Sequence[Unit]]) -> None:
+        if self._called_again and not self._gathers.is_over:
+            _launch(self._gathers.through(self._called_again), ahead=True)  # [Note: called again]
         for group in groups:
             # One input besides the one being filled, and one all-reduce: the previous make way first.
             older, newer = self._in_flight

@@ -270,6 +270,7 @@ class Root:
             if self.record.consumed:
                 self.record = ForwardRecord()
                 self.links.unhook()
+        self.record.begin()
         self._order.begin()
         self.links.begin_forward()
         self._follow_writes()
@@ -284,6 +285,7 @@ class Root:
         self.depth -= 1
         if self.depth or _torch.in_backward():
             return
+        self.record.end()
         if failed:
             self.abandon()
             return

@@ -20,6 +20,7 @@ from .errors import UsageError, warn_once
 from .flat_param import FlatParamHandle
 from .hooked import left_to_average
 from .lifecycle import Phase, ShardState
+from .policy.order import Pass
 from .trees import cast_floating, map_tensors, move, tensors_in
 from .unit_data import UnitData
 from .views import Exposure, Home, check_exposed, check_unwritten, refuse_gradient
@@ -250,7 +251,8 @@ class Unit(UnitData):
         readers = root.links.new_anchor(output)
         me = weakref.ref(self)
 
-        def reached() -> None:
+        # The graph holds the pass that it was made in.
+        def reached(made_in: Pass | None = root.record.running) -> None:
             for reader, their_call in readers:
                 if (unit := reader()) is not None:
                     unit.inputs_ready(their_call)

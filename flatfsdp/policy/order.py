@@ -11,6 +11,7 @@ remain are flushed in order. In a model that is nested like a tree, ready means 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -18,19 +19,47 @@ from typing import Generic, TypeVar
 U = TypeVar("U", bound=Hashable)
 
 
+class Pass:
+    """One forward of a model; it lives as long as the graph that was made in it."""
+
+    __slots__ = ("__weakref__",)
+
+
 class ForwardRecord(Generic[U]):
-    """Which units ran in the forward passes that one backward may cover."""
+    """Which units ran in the forward passes that one backward may cover.
+
+    Attributes:
+        running: the pass that runs, if one does.
+        entered_again: units that were entered more than once.
+        consumed: a backward has begun: the next forward opens a new record.
+    """
 
     def __init__(self) -> None:
         self._entered: dict[U, int] = {}  # first entry; dict order = order of first entry
-        self._again: set[U] = set()  # entered more than once
+        self.entered_again: set[U] = set()
+        self.running: Pass | None = None
+        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
+        self._entered_now: set[U] = set()  # in the pass that ran last
+        self._loops = False  # a unit was entered more than once in one pass
         self._anchored: dict[U, None] = {}  # last anchoring; dict order = order of last anchoring
-        self.consumed = False  # a backward has begun: the next forward opens a new record
+        self.consumed = False
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.running = Pass()
+        self._passes.add(self.running)
+        self._entered_now.clear()
+
+    def end(self) -> None:
+        """The pass has ended."""
+        self.running = None
 
     def enter(self, unit: U) -> None:
         """`unit` began its forward."""
+        self._loops = self._loops or unit in self._entered_now
+        self._entered_now.add(unit)
         if unit in self._entered:
-            self._again.add(unit)
+            self.entered_again.add(unit)
         else:
             self._entered[unit] = len(self._entered)
 
@@ -45,7 +74,12 @@ class ForwardRecord(Generic[U]):
 
     def entered_once(self, unit: U) -> bool:
         """Whether one call of `unit` is all that a backward can reach."""
-        return unit in self._entered and unit not in self._again
+        return unit in self._entered and unit not in self.entered_again
+
+    @property
+    def calls_again(self) -> bool:
+        """Whether a backward may reach several calls of units: of several passes whose graphs live, or of one."""
+        return self._loops or len(self._passes) > 1
 
     def awaits(self, unit: U) -> bool:
         """Whether a gradient can reach `unit` in a backward that has not begun."""

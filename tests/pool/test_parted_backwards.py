@@ -274,3 +274,60 @@ def used_on_one_rank(rank: int, world: int, without: str, prefetch: str | None, 
 def test_what_one_rank_alone_uses(pool2: Run, without: str, prefetch: str | None, hooked: bool) -> None:
     for joined in (False, True):
         assert all(pool2(used_on_one_rank, without, prefetch, hooked, joined, timeout=20))
+
+
+class Residual(nn.Module):
+    """Residual units, of which some do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: Tensor, left_out: set[int]) -> Tensor:
+        for index, unit in enumerate(self.units):
+            y = unit(x)
+            x = x + (y.detach() if index in left_out else y)
+        return x
+
+
+# What each rank leaves out of a first and of a second call. With the first two, rank 0 has all gradients of unit 4 and
+# awaits unit 0 after the second call, when rank 1 has none of unit 0's until the first call; with the others, mirrored.
+LEFT_OUT = (
+    [({0, 1, 4}, {1}), ({2}, {0, 1})],
+    [({2}, {0, 1}), ({0, 1, 4}, {1})],
+    [(set(), {3, 4}), ({1, 2}, set())],
+)
+
+
+def called_twice(rank: int, world: int, left_out: list[tuple[set[int], set[int]]], prefetch: str | None) -> bool:
+    def build() -> Residual:
+        torch.manual_seed(0)
+        return Residual()
+
+    def train(net: nn.Module, each: int) -> None:
+        first, second = left_out[each]
+        (net(_data(each), first) + net(_data(each + world), second)).sum().backward()
+
+    nets = [build() for _ in range(world)]
+    with apart():
+        models = [_wrap(build(), backward_prefetch=prefetch)]
+    models.append(_wrap(build(), backward_prefetch=prefetch))
+    for _ in range(2):
+        for model in models:
+            train(model, rank)
+        for each, net in enumerate(nets):
+            train(net, each)
+    expected = _expected(nets)
+    return all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+        for model in models
+        for a, b in zip(_gradients(model), expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", None])
+@pytest.mark.parametrize("left_out", LEFT_OUT)
+def test_two_calls_of_which_ranks_leave_out_different_units(
+    pool2: Run, left_out: list[tuple[set[int], set[int]]], prefetch: str | None
+) -> None:
+    assert all(pool2(called_twice, left_out, prefetch, timeout=20))

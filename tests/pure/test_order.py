@@ -145,3 +145,21 @@ def test_upcoming_units_are_those_of_the_forward_before() -> None:
     assert "".join(order.upcoming()) == "cad"
     order.enter("a")  # its second visit, earlier than it was
     assert "".join(order.upcoming()) == "d"
+
+
+def test_calls_that_a_backward_may_reach_several_of() -> None:
+    record: ForwardRecord[str] = ForwardRecord()
+    graphs = []
+    for _ in range(2):
+        record.begin()
+        graphs.append(record.running)
+        record.enter("a")
+        record.end()
+    assert record.calls_again and record.entered_again == {"a"}
+    del graphs[0]
+    assert not record.calls_again
+    record.begin()
+    record.enter("a")
+    record.enter("a")
+    record.end()
+    assert record.calls_again
