@@ -19,8 +19,9 @@ from .folders import Place
 from .foreign import Foreign
 from .loading import compare, empty_tensors, find, is_foreign, part_of, read_tensors
 from .nested import flatten
-from .parts import Part, parts_of
+from .parts import Described, Part, parts_of
 from .ranks import Ranks
+from .raw import dtype_named
 from .saving import Contents, Request, save_contents
 
 __all__ = ["async_save", "load", "save"]
@@ -147,38 +148,40 @@ def load(
     parts = parts_of(model, optimizer)
     for part in parts:
         ranks.exchange(doing, part.take)
-    names = [part.name for part in parts]
-    targets: dict[str, torch.Tensor] = {}
-
-    def collect() -> bool:
-        leaves, _ = flatten({part.name: part.state for part in parts})
-        targets.update((key, leaf) for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor))
-        return trust and is_foreign(path)
-
-    if all(ranks.exchange(doing, collect)):
-        read, extra = _read_foreign(ranks, path, doing, targets, names, strict=strict)
+    if all(ranks.exchange(doing, lambda: trust and is_foreign(path))):
+        read, extra = _read_foreign(ranks, path, doing, parts, strict=strict)
     else:
-        read, extra = _read_ours(ranks, path, doing, targets, names, strict=strict, verify=verify)
+        read, extra = _read_ours(ranks, path, doing, parts, strict=strict, verify=verify)
     for part in parts:
         ranks.exchange(doing, lambda part=part: part.load(read.get(part.name, {})))  # type: ignore[misc]
     return extra
 
 
+def _targets(parts: list[Part], there: Mapping[str, Described], *, strict: bool) -> dict[str, torch.Tensor]:
+    """The tensors to fill, by key.
+
+    Raises:
+        CheckpointError: they are not what is there.
+    """
+    for part in parts:
+        part.expect(there)
+    leaves, _ = flatten({part.name: part.state for part in parts})
+    targets = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    shapes = {key: described.shape for key, described in there.items()}
+    compare(shapes, targets, [part.name for part in parts], strict=strict)
+    return targets
+
+
 def _read_ours(
-    ranks: Ranks,
-    path: FolderPath,
-    doing: str,
-    targets: Mapping[str, torch.Tensor],
-    names: list[str],
-    *,
-    strict: bool,
-    verify: bool,
+    ranks: Ranks, path: FolderPath, doing: str, parts: list[Part], *, strict: bool, verify: bool
 ) -> tuple[dict[str, Any], Any]:
     found = find(ranks, path, check=verify)
-    there = {key: saved.shape for key, saved in found.manifest.tensors.items()}
-    ranks.exchange(doing, lambda: compare(there, targets, names, strict=strict))
+    there = {key: Described(saved.shape, dtype_named(saved.dtype)) for key, saved in found.manifest.tensors.items()}
+    targets: dict[str, torch.Tensor] = {}
+    ranks.exchange(doing, lambda: targets.update(_targets(parts, there, strict=strict)))
     extra = empty_tensors(found, "extra")
     ranks.exchange(doing, lambda: read_tensors(found, {**targets, **extra}))
+    names = [part.name for part in parts]
     inside = {
         name: {key: each for key, each in targets.items() if key in there and key.startswith(f"{name}.")}
         for name in names
@@ -189,17 +192,18 @@ def _read_ours(
 
 
 def _read_foreign(
-    ranks: Ranks, path: FolderPath, doing: str, targets: Mapping[str, torch.Tensor], names: list[str], *, strict: bool
+    ranks: Ranks, path: FolderPath, doing: str, parts: list[Part], *, strict: bool
 ) -> tuple[dict[str, Any], Any]:
     opened: list[Foreign] = []
+    targets: dict[str, torch.Tensor] = {}
 
     def look() -> None:
         opened.append(Foreign(path))
-        compare(opened[0].shapes(), targets, names, strict=strict)
+        targets.update(_targets(parts, opened[0].tensors(), strict=strict))
 
     ranks.exchange(doing, look)
     (foreign,) = opened
     values, others = foreign.read(ranks, targets, ("model", "optimizer"))
-    known = foreign.shapes()
+    known = foreign.tensors()
     inside = {key: each for key, each in targets.items() if key in known}
     return foreign.nested(inside | values), foreign.nested(others)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ..errors import CheckpointError
 from .nested import Path, unflatten
+from .parts import Described
 from .ranks import Ranks
 
 __all__ = ["Foreign"]
@@ -35,11 +36,15 @@ class Foreign:
         named = any(key.startswith(("model.", "optimizer.")) for key in saved)
         self._names = {key if named else f"model.{key}": key for key in saved}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, by key ([Note: keys])."""
+    def tensors(self) -> dict[str, Described]:
+        """All tensors, by key ([Note: keys])."""
         saved = self._metadata.state_dict_metadata
         found = {name: saved[key] for name, key in self._names.items()}
-        return {name: tuple(each.size) for name, each in found.items() if isinstance(each, TensorStorageMetadata)}
+        return {
+            name: Described(tuple(each.size), each.properties.dtype)
+            for name, each in found.items()
+            if isinstance(each, TensorStorageMetadata)
+        }
 
     def path_of(self, name: str) -> Path:
         """The path of a key."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -12,11 +12,20 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigValueError, refuse_type
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
-from ..names import clean
+from ..layout import ParamSpec
+from ..names import Named, clean, named_state
 from ..optim_facts import value_of
+from ..owned import OwnedInterval
 from ..state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
 
-__all__ = ["Part", "parts_of"]
+__all__ = ["Described", "Part", "parts_of"]
+
+
+class Described(NamedTuple):
+    """A tensor that a checkpoint has: its whole shape, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Part(Protocol):
@@ -34,6 +43,9 @@ class Part(Protocol):
     def take(self) -> None:
         """Find `state`. Collective."""
 
+    def expect(self, there: Mapping[str, Described]) -> None:
+        """Make `state` what is to be loaded from a checkpoint that has these tensors, by key ([Note: keys])."""
+
     def load(self, read: Mapping[str, Any]) -> None:
         """Take back `read`, which is `state` with the values of the checkpoint. Collective."""
 
@@ -47,6 +59,8 @@ class _Given:
         self.name, self.state = name, state
 
     def take(self) -> None: ...
+
+    def expect(self, there: Mapping[str, Described]) -> None: ...
 
     def load(self, read: Mapping[str, Any]) -> None:
         _replace_values(self.state, read)
@@ -65,6 +79,8 @@ class _Model:
             self._own: dict[str, Any] = self._model.state_dict()
         # Around the outermost wrapper modules of torch.compile show their prefix.
         self.state = {clean(key): each if _is_tensor(each) else value_of(each) for key, each in self._own.items()}
+
+    def expect(self, there: Mapping[str, Described]) -> None: ...
 
     def load(self, read: Mapping[str, Any]) -> None:
         for key, value in self._own.items():
@@ -86,11 +102,50 @@ class _Optimizer:
         with _sharded(self._model):
             self.state = FullyShardedDataParallel.optim_state_dict(self._model, self._optimizer)
 
+    def expect(self, there: Mapping[str, Described]) -> None:
+        # Which parameters have state, and which, is what the checkpoint says: an optimizer that has not stepped cannot
+        # know whose gradients will be None. Without any the checkpoint is of another optimizer, or of none.
+        prefix = f"{self.name}.state."
+        if not any(key.startswith(prefix) for key in there):
+            return
+        held = {name for group in self.state["param_groups"] for name in group["params"]}
+        named = {name: each for each in named_state(self._model) for name in each.names}
+        state: dict[str, dict[str, torch.Tensor]] = {}
+        for key, described in there.items():
+            if key.startswith(prefix):
+                name = _longest(held & named.keys(), key.removeprefix(prefix))
+                if name is not None:
+                    inside = key.removeprefix(f"{prefix}{name}.")
+                    state.setdefault(name, {})[inside] = _target(named[name], described)
+        self.state = {**self.state, "state": state}
+
     def load(self, read: Mapping[str, Any]) -> None:
         with _sharded(self._model):
             FullyShardedDataParallel.optim_state_dict_to_load(
                 self._model, self._optimizer, {"state": {}, **read}, load_directly=True
             )
+
+
+def _longest(names: Collection[str], key: str) -> str | None:
+    """Which of `names` the `key` begins with; the longest one, for names may begin with others."""
+    parts = key.split(".")
+    candidates = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+    return next((name for name in candidates if name in names), None)
+
+
+def _target(named: Named, described: Described) -> torch.Tensor:
+    """Memory for what this rank owns of a state of a parameter; for all of a state of another shape."""
+    if named.unit is None or not described.shape:
+        return torch.empty(described.shape, dtype=described.dtype)
+    handle = named.unit.handles[named.kind]
+    layout = handle.layout
+    spec = layout.params[named.index]
+    if described.shape != spec.shape:
+        return torch.empty(described.shape, dtype=described.dtype)
+    span = layout.span_in_param(named.index, handle.rank)
+    local = torch.empty(span.numel, dtype=described.dtype)
+    own = ParamSpec(named.name, spec.shape, spec.stride)
+    return OwnedInterval(local, own, span, names_empty=handle.rank == 0)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -313,3 +313,37 @@ def bare_names(rank: int, world: int, path: str) -> None:
 
 def test_bare_names_of_torchs_are_those_of_the_model(pool2: Any, tmp_path: Path) -> None:
     pool2(bare_names, str(tmp_path / "x"))
+
+
+def some_have_state(rank: int, world: int, path: str) -> None:
+    """A layer without gradients has no state: whoever loads that need not know, stepped or not."""
+
+    def build(*, trained: tuple[str, ...]) -> tuple[FSDP, torch.optim.Optimizer]:
+        module = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 13))
+        model = FSDP(module, use_orig_params=True)
+        optim = torch.optim.AdamW(model.parameters())
+        if trained:
+            model(torch.ones(2, 13)).sum().backward()
+            for name, parameter in model.named_parameters():
+                if name.partition(".")[0] not in trained:
+                    parameter.grad = None
+            optim.step()
+        return model, optim
+
+    model, optim = build(trained=("0",))
+    checkpoint.save(path, model=model, optimizer=optim)
+    expected = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+    assert set(expected["state"]) == {"0.weight", "0.bias"}
+    for trained in ((), ("1",), ("0", "1")):
+        again, fresh = build(trained=trained)
+        checkpoint.load(path, model=again, optimizer=fresh)
+        found = FSDP.full_optim_state_dict(again, fresh, rank0_only=False)
+        assert not [*different(found["state"], expected["state"])]
+    model, optim = build(trained=())
+    checkpoint.save(f"{path}-model", model=model)
+    with pytest.raises(CheckpointError, match=r"missing in the checkpoint: optimizer.state.0.weight.exp_avg"):
+        checkpoint.load(f"{path}-model", model=model, optimizer=optim)
+
+
+def test_parameters_without_state(pool3: Any, tmp_path: Path) -> None:
+    pool3(some_have_state, str(tmp_path / "x"))
