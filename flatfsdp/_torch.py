@@ -286,6 +286,11 @@ def storage_info() -> Any:
     return whole.checkpoint.filesystem._StorageInfo
 
 
+def loads_as_usual(module: torch.nn.Module) -> bool:
+    """Whether a class of torch's loads the state dict of `module`."""
+    return type(module)._load_from_state_dict.__module__.startswith("torch.")
+
+
 def saves_as_usual(module: torch.nn.Module) -> bool:
     """Whether the class of `module` leaves its state dict to torch: what it would override has no public name."""
     return type(module)._save_to_state_dict is torch.nn.Module._save_to_state_dict

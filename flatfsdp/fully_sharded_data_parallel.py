@@ -174,6 +174,8 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
         Tensors among the outermost wrapper's arguments are moved to the compute device; floating-point ones are cast as
         `mixed_precision` says. Returns what the module returns.
         """
+        if loading.UNDER_WAY in self.__dict__:
+            loading.forget(self)
         return self._unit.run(args, kwargs)
 
     @property
@@ -241,6 +243,8 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
         """
         given: Any = (*args, *(destination, prefix, keep_vars)[len(args) :])
         destination, prefix, keep_vars = given
+        if loading.UNDER_WAY in self.__dict__:
+            loading.forget(self)
         return state_dict.state_dict(self, destination, prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -392,6 +396,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
         Raises:
             UsageError: inside itself, and inside a forward or a backward.
         """
+        loading.forget(module)
         units = units_in(module) if recurse else units_at(module)
         with (
             flat_params_hidden(module),

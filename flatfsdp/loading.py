@@ -12,11 +12,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import _torch
 from .carriers import Distributed, defer_distributed
 from .consolidate import scatter, store, together
 from .errors import FlatFSDPError, UsageError, warn
@@ -33,9 +35,11 @@ from .state_dict_configs import FullStateDictConfig, StateDictType
 from .traversal import units_in
 from .unit import Unit
 
-_UNDER_WAY = "_load_under_way"
+UNDER_WAY = "_load_under_way"
 # Units whose modules read values of parameters while they load.
 _read_values: weakref.WeakSet[Unit] = weakref.WeakSet()
+# Whether a wrapper was asked, which tries again and clears up; a module around wrappers does neither.
+_asked: ContextVar[bool] = ContextVar("a wrapper loads a state dict", default=False)
 
 
 class Load:
@@ -51,7 +55,7 @@ class Load:
         self._told = len(errors)
         self._whole = ExitStack()
         self._stand_ins: StandIns | None = None
-        if has_own_classes(unit) or unit in _read_values:
+        if has_own_classes(unit) or unit in _read_values or (within is None and not _asked.get() and _may_read(unit)):
             self._whole.enter_context(
                 summon([unit], writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False)
             )
@@ -104,6 +108,10 @@ class Load:
         self.errors[self._told :] = [clean_text(text) for text in self.errors[self._told :]]
 
 
+def _may_read(unit: Unit) -> bool:
+    return any(not _torch.loads_as_usual(home.module) for home in (*unit.homes, *unit.aliases))
+
+
 def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any) -> Any:
     """`load(state dict)` for the module that `load_state_dict` was called on, if that is a wrapper.
 
@@ -115,6 +123,7 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
     config = unit.choices.state_dict.state_dict_config
     sends = isinstance(config, FullStateDictConfig) and config.rank0_only and unit.phase is not Phase.SUMMONED
     while True:
+        token = _asked.set(True)
         try:
             with together(units_in(wrapper), "load_state_dict()") if sends else nullcontext():
                 return load(state_dict)
@@ -124,15 +133,23 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
                 raise
             _read_values.add(reading[-1].unit)
         finally:
-            for each in _under_way(wrapper):  # it raised
-                each.abandon()
-            for module in wrapper.modules():
-                module.__dict__.pop(_UNDER_WAY, None)
+            _asked.reset(token)
+            forget(wrapper)
+
+
+def forget(module: nn.Module) -> None:
+    """Let the wrappers in `module` be as they were before a load that raised half-way."""
+    if _asked.get():
+        return
+    for each in _under_way(module):
+        each.abandon()
+    for inside in module.modules():
+        inside.__dict__.pop(UNDER_WAY, None)
 
 
 def _under_way(wrapper: nn.Module) -> list[Load]:
     """What has begun inside `wrapper` and not ended, outermost first."""
-    return [module.__dict__[_UNDER_WAY] for module in wrapper.modules() if _UNDER_WAY in module.__dict__]
+    return [module.__dict__[UNDER_WAY] for module in wrapper.modules() if UNDER_WAY in module.__dict__]
 
 
 def begin(
@@ -147,7 +164,7 @@ def begin(
 ) -> None:
     """The wrapper's turn: let modules inside find their keys, and placeholders to copy into."""
     unit: Unit = wrapper.__dict__["_unit"]
-    if (left := wrapper.__dict__.pop(_UNDER_WAY, None)) is not None:  # of a call that raised
+    if (left := wrapper.__dict__.pop(UNDER_WAY, None)) is not None:  # of a call that raised
         left.abandon()
     for before in wrapper._load_state_dict_pre_hooks.values():
         before(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
@@ -163,7 +180,7 @@ def begin(
     _rename(state_dict, prefix, wrapper)
     if local_metadata.get("assign_to_params_buffers"):
         _tell_dtypes(unit, state_dict, prefix)
-    wrapper.__dict__[_UNDER_WAY] = Load(unit, errors)
+    wrapper.__dict__[UNDER_WAY] = Load(unit, errors)
 
 
 def begin_unit(unit: Unit, state_dict: dict[str, Any]) -> None:
@@ -177,7 +194,7 @@ def begin_unit(unit: Unit, state_dict: dict[str, Any]) -> None:
 
 def end(wrapper: nn.Module, incompatible: Any) -> None:
     """All modules inside have had their turn."""
-    load: Load | None = wrapper.__dict__.pop(_UNDER_WAY, None)
+    load: Load | None = wrapper.__dict__.pop(UNDER_WAY, None)
     if load is not None:
         load.close()
         load.clean_errors()

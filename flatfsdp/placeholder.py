@@ -69,4 +69,7 @@ class Placeholder(nn.Parameter):
             if type(args[1]) is not Placeholder:  # which says that its value comes from elsewhere
                 target.received = args[1]
             return target
-        raise ReadsValues(f"{name}() of a parameter whose state dict is being made or loaded: it shows no values now")
+        raise ReadsValues(
+            f"{name}() of a parameter whose state dict is being made or loaded: it shows no values now. Call "
+            "state_dict() or load_state_dict() of the wrapper that it is in, which shows modules values where they ask"
+        )

@@ -377,6 +377,57 @@ def test_other_wrappers_leave_no_trace(pool2: Run) -> None:
     assert not joined(pool2(wrappers))
 
 
+class Seeing(nn.Linear):
+    """Looks at its values while it loads, and may fail then."""
+
+    fails = False
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        if self.fails:
+            raise ValueError("not this one")
+        self.seen = float(self.weight.detach().sum())
+        super()._load_from_state_dict(*args)
+
+
+def below_a_plain_root(rank: int, world: int) -> list[str]:
+    """Nothing clears up behind a module that is no wrapper, whose load raises half-way: the model still works."""
+    lines = []
+    for orig in (True, False):
+
+        def build(orig: bool = orig) -> Any:
+            inner = FullyShardedDataParallel(
+                seeded(lambda: nn.Sequential(nn.Linear(WIDTH, 5), Seeing(5, 3))), use_orig_params=orig
+            )
+            return nn.Sequential(inner, seeded(lambda: nn.Linear(3, 2)))
+
+        model, untouched = build(), build()
+        before = untouched.state_dict()
+        changed = {key: value + 1 for key, value in before.items()}
+        told = model.load_state_dict(changed)
+        lines += [f"{orig}, {told}: {line}" for line in unlike(model.state_dict(), changed)]
+        for use in ("forward", "state_dict", "summon"):
+            model = build()
+            model[0].module[1].fails = True
+            try:
+                model.load_state_dict(changed)
+                lines.append(f"{orig}: did not raise")
+            except ValueError:
+                pass
+            if use == "forward":
+                model(data(rank, 0)).sum().backward()
+            if use == "summon":
+                with FullyShardedDataParallel.summon_full_params(model):
+                    lines += [] if model[0].module[0].weight.shape == (5, WIDTH) else [f"{orig}: not whole"]
+            for key, value in model.state_dict().items():  # as in torch, what came before it may be loaded
+                if not any(torch.equal(value, state[key]) for state in (before, changed)):
+                    lines.append(f"{orig}, {use}: {key}")
+    return lines
+
+
+def test_a_plain_root_whose_load_fails_leaves_a_working_model(pool2: Run) -> None:
+    assert not joined(pool2(below_a_plain_root))
+
+
 def told(rank: int, world: int) -> list[str]:
     """What does not fit is listed at once, under plain names."""
     texts = []
