@@ -99,8 +99,10 @@ def _taking(
     ranks: Ranks, path: FolderPath, parts: list[Part], extra: State | None, *, copied: bool
 ) -> Callable[[], Contents]:
     """Find what is to be saved, in memory that nobody else writes to if `copied`. Collective."""
+    doing = f"saving {Place.at(path).path}"
+    ranks.agree(doing, f"a save of {_listed(parts)}")
     for part in parts:
-        ranks.exchange(f"saving {Place.at(path).path}", part.take)
+        ranks.exchange(doing, part.take)
 
     def take() -> Contents:
         states = [(part.is_copy, Contents.of({part.name: part.state})) for part in parts]
@@ -146,6 +148,7 @@ def load(
     ranks = Ranks(process_group)
     doing = f"loading {Place.at(path).path}"
     parts = parts_of(model, optimizer)
+    ranks.agree(doing, f"a load of {_listed(parts)}, {strict=}, {verify=}, {trust=}")
     for part in parts:
         ranks.exchange(doing, part.take)
     if all(ranks.exchange(doing, lambda: trust and is_foreign(path))):
@@ -155,6 +158,10 @@ def load(
     for part in parts:
         ranks.exchange(doing, lambda part=part: part.load(read.get(part.name, {})))  # type: ignore[misc]
     return extra
+
+
+def _listed(parts: list[Part]) -> str:
+    return " and ".join(part.name for part in parts) or "nothing but extra values"
 
 
 def _targets(parts: list[Part], there: Mapping[str, Described], *, strict: bool) -> dict[str, torch.Tensor]:

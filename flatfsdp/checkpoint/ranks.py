@@ -53,6 +53,19 @@ class Ranks:
             _beside[self.group] = new_group(members, "prepares to save in the background", backend="gloo")
         return Ranks(_beside[self.group])
 
+    def agree(self, doing: str, call: str) -> None:
+        """Let every rank make this `call`. Collective.
+
+        Raises:
+            CheckpointError: on every rank: some make another one.
+        """
+        made: dict[str, list[int]] = {}
+        for rank, each in enumerate(self.exchange(doing, lambda: call)):
+            made.setdefault(str(each), []).append(rank)
+        if len(made) > 1:
+            told = "; ".join(f"{ranks_in_words(ranks)}: {each}" for each, ranks in made.items())
+            raise CheckpointError(f"{doing}: ranks make different calls ({told}); make the same one on all ranks")
+
     def exchange(self, doing: str, work: Callable[[], T]) -> list[T]:
         """Let every rank do its `work`; what each returned, in the order of ranks. Collective.
 

@@ -160,6 +160,29 @@ def test_plain_values_are_restored_and_a_compiled_model_has_the_same_names(pool2
     pool2(extra_state_and_compiled, str(tmp_path / "x"))
 
 
+def other_calls(rank: int, world: int, path: str) -> list[str]:
+    model = seeded(Net)
+    messages = []
+    checkpoint.save(path, model=model)
+    calls: list[Any] = [
+        lambda: checkpoint.save(f"{path}2", model=model if rank else None),
+        lambda: checkpoint.load(path, model=model if rank else None),
+        lambda: checkpoint.load(path, model=model) if rank else checkpoint.save(f"{path}2", model=model),
+    ]
+    for call in calls:
+        try:
+            call()
+            messages.append("nothing")
+        except CheckpointError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_ranks_that_make_different_calls_are_told(pool2: Any, tmp_path: Path) -> None:
+    for messages in pool2(other_calls, str(tmp_path / "x")):
+        assert all("ranks make different calls (rank 0: a " in message for message in messages), messages
+
+
 def only_the_model(rank: int, world: int, path: str) -> str:
     trained = Trained(ORIG).train(0)
     checkpoint.save(path, model=trained.model, optimizer=trained.optim)
