@@ -15,6 +15,7 @@ import torch
 from .comm import Transport
 from .consolidate import is_first
 from .deferred import Deferred
+from .errors import UsageError
 from .unit import Unit
 
 
@@ -41,6 +42,9 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     """Replace `state_dict` below `prefix` by what the first rank has there. Collective over both axes of `unit`.
 
     Does nothing inside a wrapper for which it has been done.
+
+    Raises:
+        UsageError: on every rank: a value cannot be sent.
     """
     keys = [key for key in state_dict if key.startswith(prefix)]
     if any(isinstance(state_dict[key], FromFirst) for key in keys):
@@ -51,7 +55,9 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
         value = state_dict[key]
         is_tensor = isinstance(value, torch.Tensor)
         told.append((key, tuple(value.shape), value.dtype) if is_tensor else (key, None, value))
-    known = _broadcast(unit, told)
+    known = _broadcast(unit, _refusal(told, state_dict) or told)
+    if isinstance(known, str):
+        raise UsageError(f"load_state_dict() from rank 0: {known}")
     held = {key: state_dict.pop(key) for key in keys}
     for key, shape, what in known:
         if shape is None:
@@ -59,6 +65,20 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
         else:
             state_dict[key] = FromFirst.of(held[key] if first else None, shape, what)
             state_dict[key].unit = unit
+
+
+def _refusal(told: list[tuple[str, Any, Any]], state_dict: dict[str, Any]) -> str | None:
+    """Why the first rank's values cannot be sent, in words; None if they can."""
+    for key, shape, what in told:
+        value = state_dict[key]
+        if shape is not None and (value.is_meta or value.layout != torch.strided):
+            return f"{key!r} is a {value.layout} tensor on {value.device}, expected a dense one with values"
+        if shape is None:
+            try:
+                pickle.dumps(what)
+            except Exception as error:
+                return f"{key!r} is a {type(what).__name__}, which cannot be sent to other ranks: {error}"
+    return None
 
 
 def _axes(unit: Unit) -> Iterator[Transport]:

@@ -209,6 +209,30 @@ def test_only_the_first_rank_has_it(run: Run, world: int) -> None:
     assert not joined(run(world, rank0_only, world == 4))
 
 
+def cannot_be_sent(rank: int, world: int) -> list[str]:
+    model = wrapped(rank)
+    good = model.state_dict()
+    key = list(good)[-1]
+    lines = []
+    for value, words in (
+        (good[key].to("meta"), "on meta"),
+        (good[key].to_sparse(), "sparse"),
+        (lambda: None, "cannot be sent"),
+    ):
+        with as_type(model, FULL, FullStateDictConfig(rank0_only=True)):
+            try:
+                model.load_state_dict({**good, key: value} if rank == 0 else {})
+                lines.append(f"{words}: nothing was raised")
+            except FlatFSDPError as error:
+                if key not in str(error) or words not in str(error):
+                    lines.append(str(error))
+    return lines
+
+
+def test_what_the_first_rank_cannot_send_is_told_on_all(pool2: Run) -> None:
+    assert not joined(pool2(cannot_be_sent))
+
+
 class Few(nn.Module):
     """Parameters of dtypes that backends do not know."""
 
