@@ -27,7 +27,7 @@ import torch.distributed.fsdp.wrap as torchs_wrap
 from . import FullyShardedDataParallel, ShardedGradScaler, flat_param, state_dict_configs, wrap
 from .api import HYBRIDS, BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .errors import UsageError
-from .names import clean
+from .state_dicts.names import clean
 
 __all__ = ["install", "is_installed", "uninstall"]
 

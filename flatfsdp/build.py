@@ -22,12 +22,12 @@ from .flat_param import FlatParamHandle
 from .groups import plan_groups
 from .materialise import materialise
 from .optimizers import guard_optimizers
-from .parts import watch
 from .placement import compute_device, move_buffers
 from .policy.schedule import AS_BUILT, Schedule, reshard_choice
 from .policy.strategy import traits
 from .registry import extended, own, owner_of, roots, unit_around
 from .root import Root, RootSettings
+from .state_dicts.parts import watch
 from .storage import Ledger
 from .traversal import homes_of, ignored_of, leave_alone, leaves_of, modules_of, units_in
 from .unit import Unit

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import copying, full_params, loading, state_dict
+from . import copying, full_params
 from .api import JOIN_UNITS_BELOW, BackwardPrefetch, Config, CPUOffload, MixedPrecision, ShardingStrategy
 from .arguments import check_arguments
 from .auto_wrap import auto_wrapped
@@ -18,10 +18,11 @@ from .clip import clip_grad_norm
 from .controls import ScheduleControls
 from .fsdp1_names import FSDP1Names, wrapped_inside
 from .groups import resolve_groups
-from .optim_api import OptimStates
+from .optim_state.api import OptimStates
 from .placement import apply_to_tensors
 from .state_dict_configs import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
-from .state_dict_type import set_type, settings_of, type_for_a_while
+from .state_dicts import loading, saving
+from .state_dicts.kinds import set_type, settings_of, type_for_a_while
 from .summary import group_line
 from .traversal import units_at, units_in
 from .unit import Unit
@@ -245,7 +246,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
         destination, prefix, keep_vars = given
         if loading.UNDER_WAY in self.__dict__:
             loading.forget(self)
-        return state_dict.state_dict(self, destination, prefix, keep_vars=keep_vars)
+        return saving.state_dict(self, destination, prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what `state_dict()` of any type gave, here or in a model that was never wrapped; returns as in torch.

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..layout import ParamSpec
-from ..names import clean, named_state
 from ..owned import OwnedInterval
-from ..state_dict import check_between
+from ..state_dicts.names import clean, named_state
+from ..state_dicts.saving import check_between
 from ..traversal import units_in
 from ..unit import Unit
 

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from ..errors import ConfigValueError, refuse_type
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from ..layout import ParamSpec
-from ..names import Named, clean, named_state
-from ..optim_facts import value_of
+from ..optim_state.facts import value_of
 from ..owned import OwnedInterval
 from ..state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
+from ..state_dicts.names import Named, clean, named_state
 
 __all__ = ["Described", "Part", "parts_of"]
 

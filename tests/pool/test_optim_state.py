@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel as FSDP
-from flatfsdp.optim_facts import alike, shown
+from flatfsdp.optim_state.facts import alike, shown
 from flatfsdp.state_dict_configs import FullOptimStateDictConfig
 from tests.conftest import Run
 from tests.harness.models import WIDTH, Convolution, Feedforward, Low, Motley, Pooled

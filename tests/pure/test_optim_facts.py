@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flatfsdp.errors import AgreementError, UsageError
-from flatfsdp.optim_facts import Kept, Odd, Report, Shaped, agree, alike, value_of
+from flatfsdp.optim_state.facts import Kept, Odd, Report, Shaped, agree, alike, value_of
 
 STEP = torch.tensor(3.0)
 FLOATS = Shaped(torch.float32)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import ConfigValueError, refuse_type
-from .optim_facts import value_of
-from .optim_held import Holder
-from .optim_plan import check_dict
-from .state_dict_configs import OptimStateKeyType
+from ..errors import ConfigValueError, refuse_type
+from ..state_dict_configs import OptimStateKeyType
+from .facts import value_of
+from .held import Holder
+from .plan import check_dict
 
 
 def rekey(

@@ -2,7 +2,7 @@
 
 [Note: optimizer state dicts] {"state": {name: {state: value}}, "param_groups": [...]}, like that of an optimizer over
 the model before it was wrapped, with names ([Note: clean names]) in place of numbers. Before anything is put together,
-ranks tell each other what states they have (`optim_facts`), because a rank knows nothing of parameters of which it owns
+ranks tell each other what states they have (`facts`), because a rank knows nothing of parameters of which it owns
 no element. Whole states are then gathered one state of one unit at a time; sharded ones need nothing more.
 """
 
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from .carriers import rows_of
-from .comm import Group, Transport
-from .consolidate import consolidated, store
-from .errors import ConfigValueError
-from .exchange import is_first_of, ranks_over, together
-from .names import Named
-from .optim_facts import Facts, Kept, Report, Shaped, agree, facts_of, value_of
-from .optim_held import Held, Holder, Key, groups_of, handle_of, has_elements, span_in_param, span_in_shard, spec_of
-from .optim_plan import check_dict
-from .optim_trial import state_before_first_step
-from .owned import OwnedInterval
-from .traversal import units_in
+from ..comm import Group, Transport
+from ..consolidate import consolidated, store
+from ..errors import ConfigValueError
+from ..exchange import is_first_of, ranks_over, together
+from ..owned import OwnedInterval
+from ..state_dicts.carriers import rows_of
+from ..state_dicts.names import Named
+from ..traversal import units_in
+from .facts import Facts, Kept, Report, Shaped, agree, facts_of, value_of
+from .held import Held, Holder, Key, groups_of, handle_of, has_elements, span_in_param, span_in_shard, spec_of
+from .plan import check_dict
+from .trial import state_before_first_step
 
 DOING = {
     "whole": "gathers the state of an optimizer",

@@ -2,7 +2,7 @@
 
 [Note: loading optimizer state] First what is to come of each value is decided from names, shapes, dtypes and the small
 values (`describe`, `plan`). All refusals are here: ranks that have the same dict refuse the same, and where only the
-first rank has it, its description is all that others need. Then tensors are cut (`optim_load`).
+first rank has it, its description is all that others need. Then tensors are cut (`loading`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from .carriers import is_distributed
-from .errors import ConfigTypeError, ConfigValueError, did_you_mean
-from .names import Named, clean
-from .optim_facts import alike, shown, value_of
-from .optim_held import Held, Holder, Key, handle_of, span_in_param, spec_of
-from .owned import OwnedInterval
+from ..errors import ConfigTypeError, ConfigValueError, did_you_mean
+from ..owned import OwnedInterval
+from ..state_dicts.carriers import is_distributed
+from ..state_dicts.names import Named, clean
+from .facts import alike, shown, value_of
+from .held import Held, Holder, Key, handle_of, span_in_param, spec_of
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from .errors import UsageError
-from .state_dict_configs import StateDictSettings, settings
-from .traversal import units_in
-from .unit import Unit
+from ..errors import UsageError
+from ..state_dict_configs import StateDictSettings, settings
+from ..traversal import units_in
+from ..unit import Unit
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .traversal import units_in
-from .unit import Unit
+from ..traversal import units_in
+from ..unit import Unit
 
 WRAPPED = "_fsdp_wrapped_module"
 _TRANSPARENT = frozenset({WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"})

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import UsageError, refuse_type
-from .flat_param import FlatParamHandle
-from .layout import ParamSpec, Span
-from .names import Named, named_state
+from ..errors import UsageError, refuse_type
+from ..flat_param import FlatParamHandle
+from ..layout import ParamSpec, Span
+from ..state_dicts.names import Named, named_state
 
 Key = int | str
 

@@ -13,18 +13,18 @@ from typing import Any
 
 from torch import nn
 
-from . import _torch
-from .consolidate import together
-from .errors import UsageError
-from .lifecycle import Phase
+from .. import _torch
+from ..consolidate import together
+from ..errors import UsageError
+from ..lifecycle import Phase
+from ..placeholder import Placeholder
+from ..registry import unit_around
+from ..state_dict_configs import FullStateDictConfig, StateDictType
+from ..unit import Unit
+from ..views import Home
 from .loading import Load, begin_unit
-from .placeholder import Placeholder
-from .registry import unit_around
+from .saving import Job, begin, fill
 from .stand_ins import StandIns
-from .state_dict import Job, begin, fill
-from .state_dict_configs import FullStateDictConfig, StateDictType
-from .unit import Unit
-from .views import Home
 
 _UNDER_WAY = "_part_under_way"
 

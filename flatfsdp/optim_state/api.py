@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .optim_held import groups_of
-from .optim_keys import rekey
-from .optim_load import load
-from .optim_state import Wanted, state_by_name
-from .state_dict_configs import OptimStateKeyType, StateDictType
-from .state_dict_type import settings_of
+from ..state_dict_configs import OptimStateKeyType, StateDictType
+from ..state_dicts.kinds import settings_of
+from .held import groups_of
+from .keys import rekey
+from .loading import load
+from .saving import Wanted, state_by_name
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _torch
-from .comm import Group
+from .. import _torch
+from ..comm import Group
+from ..device import accelerator
+from ..errors import UsageError
 from .deferred import Deferred
-from .device import accelerator
-from .errors import UsageError
 
 
 class Distributed(Deferred):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .flat_param import FlatParamHandle
-from .placeholder import Placeholder
-from .unit import Unit
-from .views import Home
+from ..flat_param import FlatParamHandle
+from ..placeholder import Placeholder
+from ..unit import Unit
+from ..views import Home
 
 # By the id of the leaf: modules of several units hold the same placeholder where they hold the same parameter.
 _standing: weakref.WeakValueDictionary[int, Placeholder] = weakref.WeakValueDictionary()

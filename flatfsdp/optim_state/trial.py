@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import UsageError, warn
-from .optim_facts import value_of
-from .optim_held import Held, Key
+from ..errors import UsageError, warn
+from .facts import value_of
+from .held import Held, Key
 
 _ITS_OWN = frozenset({"state", "param_groups"})
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from . import _torch
-from .errors import InternalError, UsageError
-from .placeholder import ASKS, Placeholder
+from .. import _torch
+from ..errors import InternalError, UsageError
+from ..placeholder import ASKS, Placeholder
 
 
 class Deferred(torch.Tensor):

@@ -13,19 +13,19 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .carriers import is_distributed, whole_of
-from .comm import Transport
-from .consolidate import is_first, scatter, store
-from .errors import AgreementError, ConfigValueError, UsageError
-from .exchange import by_ranks, firsts, is_first_of, pack, ranks_over, together
-from .flat_param import full_views
-from .names import Named
-from .optim_facts import value_of
-from .optim_held import Held, Holder, Key, groups_of, handle_of, others_of, span_in_shard
-from .optim_plan import Cut, Described, Description, Plan, Taken, describe, plan
-from .optim_state import axes_of, is_source
-from .peers import number
-from .traversal import units_in
+from ..comm import Transport
+from ..consolidate import is_first, scatter, store
+from ..errors import AgreementError, ConfigValueError, UsageError
+from ..exchange import by_ranks, firsts, is_first_of, pack, ranks_over, together
+from ..flat_param import full_views
+from ..peers import number
+from ..state_dicts.carriers import is_distributed, whole_of
+from ..state_dicts.names import Named
+from ..traversal import units_in
+from .facts import value_of
+from .held import Held, Holder, Key, groups_of, handle_of, others_of, span_in_shard
+from .plan import Cut, Described, Description, Plan, Taken, describe, plan
+from .saving import axes_of, is_source
 
 DOING = "loads the state of an optimizer"
 FROM_FIRST = "loads the state of an optimizer that the first rank has"

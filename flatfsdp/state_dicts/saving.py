@@ -19,27 +19,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from .carriers import flat_of, rows_of
-from .consolidate import consolidated, is_first, together
-from .errors import UsageError
-from .flat_param import FlatParamHandle
-from .full_params import summon
-from .layout import ParamSpec
-from .lifecycle import Phase
-from .names import clean
-from .owned import OwnedInterval
-from .placeholder import Placeholder, ReadsValues
-from .stand_ins import StandIns, stand_in
-from .state_dict_configs import (
+from ..consolidate import consolidated, is_first, together
+from ..errors import UsageError
+from ..flat_param import FlatParamHandle
+from ..full_params import summon
+from ..layout import ParamSpec
+from ..lifecycle import Phase
+from ..owned import OwnedInterval
+from ..placeholder import Placeholder, ReadsValues
+from ..state_dict_configs import (
     FullStateDictConfig,
     LocalStateDictConfig,
     ShardedStateDictConfig,
     StateDictSettings,
     StateDictType,
 )
-from .state_dict_type import settings_of
-from .traversal import units_in
-from .unit import Unit
+from ..traversal import units_in
+from ..unit import Unit
+from .carriers import flat_of, rows_of
+from .kinds import settings_of
+from .names import clean
+from .stand_ins import StandIns, stand_in
 
 FLAT = "_flat_param"
 

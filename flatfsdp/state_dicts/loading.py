@@ -18,22 +18,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _torch
+from .. import _torch
+from ..consolidate import scatter, store, together
+from ..errors import FlatFSDPError, UsageError, warn
+from ..flat_param import FlatParamHandle
+from ..full_params import summon
+from ..lifecycle import Phase
+from ..owned import OwnedInterval
+from ..placeholder import ReadsValues
+from ..state_dict_configs import FullStateDictConfig, StateDictType
+from ..traversal import units_in
+from ..unit import Unit
 from .carriers import Distributed, defer_distributed
-from .consolidate import scatter, store, together
-from .errors import FlatFSDPError, UsageError, warn
-from .flat_param import FlatParamHandle
 from .from_first import FromFirst, spread
-from .full_params import summon
-from .lifecycle import Phase
 from .names import WRAPPED, clean, clean_text
-from .owned import OwnedInterval
-from .placeholder import ReadsValues
+from .saving import FLAT, check_between, has_own_classes
 from .stand_ins import StandIns, stand_in
-from .state_dict import FLAT, check_between, has_own_classes
-from .state_dict_configs import FullStateDictConfig, StateDictType
-from .traversal import units_in
-from .unit import Unit
 
 UNDER_WAY = "_load_under_way"
 # Units whose modules read values of parameters while they load.

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from .comm import Transport
-from .consolidate import is_first
+from ..comm import Transport
+from ..consolidate import is_first
+from ..errors import UsageError
+from ..unit import Unit
 from .deferred import Deferred
-from .errors import UsageError
-from .unit import Unit
 
 
 class FromFirst(Deferred):
