@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from . import manifest as manifest_file
 from . import metadata
 from .folders import Place, candidates, choose
-from .manifest import Manifest
+from .manifest import NAME, Manifest
 from .nested import Path, decode, unflatten
 from .ranks import Ranks
 from .raw import dtype_named
@@ -52,8 +52,9 @@ def find(ranks: Ranks, path: str | os.PathLike[str], *, check: bool) -> Found:
     def look() -> list[str]:
         if is_foreign(place.path):
             raise CheckpointError(
-                "torch.distributed.checkpoint saved it, not flatfsdp. Its table of contents is a pickle, and reading a "
-                "pickle runs whatever code it names; pass trust=True if you know who wrote it"
+                f"torch.distributed.checkpoint saved it, or its {NAME} is lost, and with it the checksums. Its table "
+                "of contents is a pickle, and reading a pickle runs whatever code it names; pass trust=True if you "
+                "know who wrote it"
             )
         mine.update({found.id: Found(folder, found) for folder, found in candidates(place)})
         return list(mine)

@@ -33,7 +33,7 @@ class FromFirst(Deferred):
 
     def arrive(self, target: torch.Tensor) -> None:
         travelling = (target if self.held is None else self.held).to(self.unit.groups.device, target.dtype).contiguous()
-        for axis in _axes(self.unit):
+        for axis in axes_of(self.unit):
             axis.broadcast(travelling)
         target.copy_(travelling)
 
@@ -81,7 +81,7 @@ def _refusal(told: list[tuple[str, Any, Any]], state_dict: dict[str, Any]) -> st
     return None
 
 
-def _axes(unit: Unit) -> Iterator[Transport]:
+def axes_of(unit: Unit) -> Iterator[Transport]:
     """Along which what the first rank has reaches all others: first the counterparts in other replicas."""
     for axis in (unit.replicate, unit.gather):
         if axis is not None:
@@ -91,10 +91,10 @@ def _axes(unit: Unit) -> Iterator[Transport]:
 def _broadcast(unit: Unit, value: Any) -> Any:
     content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(unit.groups.device)
     size = torch.tensor([content.numel()], device=unit.groups.device)
-    for axis in _axes(unit):
+    for axis in axes_of(unit):
         axis.broadcast(size)
     if not is_first(unit):
         content = content.new_empty(int(size))
-    for axis in _axes(unit):
+    for axis in axes_of(unit):
         axis.broadcast(content)
     return pickle.loads(content.cpu().numpy().tobytes())

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch
-from ..consolidate import scatter, store, together
-from ..errors import FlatFSDPError, UsageError, warn
+from .. import _torch, exchange
+from ..consolidate import is_first, scatter, store, together
+from ..errors import UsageError, warn
 from ..flat_param import FlatParamHandle
 from ..full_params import summon
 from ..lifecycle import Phase
@@ -30,7 +30,7 @@ from ..state_dict_configs import FullStateDictConfig, StateDictType
 from ..traversal import units_in
 from ..unit import Unit
 from .carriers import Distributed, defer_distributed
-from .from_first import FromFirst, spread
+from .from_first import FromFirst, axes_of, spread
 from .names import WRAPPED, clean, clean_text
 from .saving import FLAT, check_between, has_own_classes
 from .stand_ins import StandIns, stand_in
@@ -87,15 +87,13 @@ class Load:
             return
         for index, value in values.items():
             try:
-                store(
-                    handle.layout,
-                    handle.rank,
-                    handle.shard,
-                    index,
-                    value.whole() if isinstance(value, Distributed) else value,
-                )
-            except FlatFSDPError as error:
-                self.errors.append(str(error))
+                given = value.whole() if isinstance(value, Distributed) else value
+                if given.is_meta or given.layout is not torch.strided:  # told by ranks that own nothing of it, too
+                    raise UsageError("it has no memory (meta)" if given.is_meta else f"it is {given.layout}, not dense")
+                store(handle.layout, handle.rank, handle.shard, index, given)
+            except Exception as error:
+                name = handle.layout.params[index].name
+                self.errors.append(f"{name!r} of unit {owner.label} keeps its value: {error}")
 
     def abandon(self) -> None:
         """Forget what was received: something raised on the way."""
@@ -122,6 +120,8 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
         state_dict = _with_metadata(wrapper, state_dict)
     config = unit.choices.state_dict.state_dict_config
     sends = isinstance(config, FullStateDictConfig) and config.rank0_only and unit.phase is not Phase.SUMMONED
+    if sends:
+        state_dict = _of_first(unit, state_dict)
     while True:
         token = _asked.set(True)
         try:
@@ -135,6 +135,25 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
         finally:
             _asked.reset(token)
             forget(wrapper)
+
+
+def _of_first(unit: Unit, state_dict: Any) -> Any:
+    """`state_dict` where the first rank's will do, whatever others give. Collective over both axes of `unit`.
+
+    Raises:
+        UsageError, AgreementError: on every rank: the first one's is no state dict.
+    """
+    unit.root.lazy_init()
+
+    def check() -> None:
+        if is_first(unit) and not isinstance(state_dict, Mapping):
+            given = type(state_dict).__name__
+            raise UsageError(
+                f"load_state_dict() with rank0_only=True: expected a state dict on rank 0, found a {given}"
+            )
+
+    exchange.together([*axes_of(unit)], check, doing="loads a state dict of rank 0")
+    return state_dict if isinstance(state_dict, Mapping) else {}
 
 
 def forget(module: nn.Module) -> None:

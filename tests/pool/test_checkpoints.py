@@ -291,8 +291,9 @@ def test_what_torch_saved_is_loaded_on_trust(pool2: Any, tmp_path: Path, kind: s
     path = tmp_path / "x"
     for (said,) in pool2(from_torch, str(path), kind):
         assert said == (
-            f"loading {path}: ranks 0, 1: torch.distributed.checkpoint saved it, not flatfsdp. Its table of contents "
-            "is a pickle, and reading a pickle runs whatever code it names; pass trust=True if you know who wrote it"
+            f"loading {path}: ranks 0, 1: torch.distributed.checkpoint saved it, or its flatfsdp.json is "
+            "lost, and with it the checksums. Its table of contents is a pickle, and reading a pickle runs whatever "
+            "code it names; pass trust=True if you know who wrote it"
         )
 
 

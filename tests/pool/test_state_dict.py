@@ -226,6 +226,21 @@ def cannot_be_sent(rank: int, world: int) -> list[str]:
             except FlatFSDPError as error:
                 if key not in str(error) or words not in str(error):
                     lines.append(str(error))
+    with as_type(model, FULL, FullStateDictConfig(rank0_only=True)):
+        try:
+            model.load_state_dict(None)
+            lines.append("None was loaded")
+        except FlatFSDPError as error:
+            if "expected a state dict on rank 0, found a NoneType" not in str(error):
+                lines.append(str(error))
+        model.load_state_dict(good if rank == 0 else None)  # others may give what they like
+    try:
+        model.load_state_dict({**good, key: good[key].to("meta")})
+        lines.append("a value without memory was loaded")
+    except RuntimeError as error:
+        if key not in str(error) or "keeps its value" not in str(error):
+            lines.append(str(error))
+    lines += unlike(model.state_dict(), good)
     return lines
 
 
