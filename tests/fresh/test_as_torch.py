@@ -80,7 +80,7 @@ for options, (state, optim) in ((whole, states[True]), (sharded, states[False]))
 if "install" in sys.argv:
     as_torch.uninstall()
     assert fsdp.FullyShardedDataParallel is torchs is Early and type(model) is Late is not torchs
-print("ok", dist.get_rank())
+sys.stdout.write(f"<rank {dist.get_rank()} is done>")
 dist.destroy_process_group()
 """
 
@@ -98,13 +98,13 @@ def start(folder: Path, *command: str) -> str:
 def test_an_unmodified_program_runs_by_command(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     printed = start(tmp_path, "-m", "flatfsdp.as_torch", "program.py", "orig")
-    assert sorted(printed.split()) == ["0", "1", "ok", "ok"]
+    assert "<rank 0 is done>" in printed and "<rank 1 is done>" in printed
 
 
 def test_install_in_the_middle_of_a_program_and_uninstall(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     printed = start(tmp_path, "program.py", "install")
-    assert sorted(printed.split()) == ["0", "1", "ok", "ok"]
+    assert "<rank 0 is done>" in printed and "<rank 1 is done>" in printed
 
 
 def test_the_example_of_fsdp1_prints_the_same(tmp_path: Path) -> None:
