@@ -75,6 +75,29 @@ def test_whole_state_dicts_gather_each_unit_once_one_at_a_time(world: int, orig:
             assert len(storages) == len(state)  # each value has memory of its own
 
 
+class Story(TorchDispatchMode):
+    """Gathers and copies to another place, in the order in which they are issued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.told += "G" if "allgather" in name else "c" if name == "aten::_to_copy" else ""
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_unit_has_left_the_device_before_the_next_is_gathered(orig: bool) -> None:
+    with fake_world(8):
+        model = tower(use_orig_params=orig)
+        model(torch.randn(3, 6)).sum().backward()
+        with as_type(model, FULL, FullStateDictConfig(offload_to_cpu=True)), Story() as story:
+            model.state_dict()
+        assert story.told == "GccccGccccGccccGcccc"  # the layers of a unit, and their biases
+
+
 def test_whole_values_are_loaded_without_communication() -> None:
     with fake_world(8, rank=3):
         model = tower()

@@ -315,6 +315,38 @@ def test_torch_loads_what_we_saved(pool2: Any, tmp_path: Path, kind: str) -> Non
     pool2(to_torch, str(tmp_path / "x"), kind)
 
 
+def write_as(rank: int, world: int, path: str, kind: str) -> list[float]:
+    """Save as `kind` does; what the next losses are."""
+    warnings.simplefilter("ignore", FutureWarning)
+    model, optim = peer(kind)
+    steps(model, optim, 0)
+    if kind == "ours":
+        checkpoint.save(path, model=model, optimizer=optim)
+    else:
+        dcp.save(torchs_state(model, optim), checkpoint_id=path)
+    return steps(model, optim, 3)
+
+
+def read_as(rank: int, world: int, path: str, kind: str) -> list[float]:
+    warnings.simplefilter("ignore", FutureWarning)
+    model, optim = peer(kind)
+    if kind == "ours":
+        checkpoint.load(path, model=model, optimizer=optim, trust=True)
+    else:
+        state = torchs_state(model, optim)
+        dcp.load(state, checkpoint_id=path)
+        dcp_state.set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return steps(model, optim, 3)
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_torchs_and_ours_read_each_other_at_other_worlds(run: Any, tmp_path: Path, kind: str) -> None:
+    for writer, reader in ((kind, "ours"), ("ours", kind)):
+        path = str(tmp_path / writer)
+        expected = run(2, write_as, path, writer)[0]
+        assert run(3, read_as, path, reader)[0] == pytest.approx(expected, rel=1e-4)
+
+
 def bare_names(rank: int, world: int, path: str) -> None:
     plain = seeded(Net)
     dcp.save(
