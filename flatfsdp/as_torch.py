@@ -68,12 +68,13 @@ def install() -> None:
                 if id(value) in by_id:
                     _replace(names, name, by_id[id(value)])
     names = vars(dcp_state_dict)
-    _replace(names, "HYBRID_SHARDING_STRATEGIES", [*HYBRIDS, *names["HYBRID_SHARDING_STRATEGIES"]])
     for name, made in (
+        ("HYBRID_SHARDING_STRATEGIES", lambda torchs_own: [*HYBRIDS, *torchs_own]),
         ("_get_module_fsdp_state_if_fully_sharded_module", _state_of_wrapper),
         ("_get_fqns", _names_of),
     ):
-        _replace(names, name, made(names[name]))
+        if name in names:  # not every version of torch has all of them
+            _replace(names, name, made(names[name]))
 
 
 def uninstall() -> None:
