@@ -6,6 +6,7 @@ from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .flat_param import FlatParameter
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .host_memory import keep_host_memory
+from .optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
 from .sharded_grad_scaler import ShardedGradScaler
 from .state_dict_configs import (
     FullOptimStateDictConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "MixedPrecision",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "OptimizerInBackward",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -45,6 +47,7 @@ __all__ = [
     "StateDictType",
     "Stats",
     "keep_host_memory",
+    "optimizer_in_backward",
     "stats",
     "summary",
 ]

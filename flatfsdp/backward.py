@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Concatenate, ParamSpec
 
 from . import _torch, hooks, joining
@@ -27,6 +28,7 @@ from .api import BackwardPrefetch
 from .joining import Joining
 from .policy.order import ForwardRecord, GatherPlan, ReducePlan
 from .reduction import Reduction
+from .stepping import Stepper, Stepping
 from .unit import Unit
 from .views import Exposure
 
@@ -47,6 +49,29 @@ def explained(method: Callable[Concatenate[Backward, P], None]) -> Callable[Conc
     return run
 
 
+@dataclass
+class Flight:
+    """The reductions of a group of units that go together."""
+
+    units: Sequence[Unit] = ()
+    reductions: Sequence[Reduction] = ()
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes that are held for the first stages."""
+        return sum(reduction.input_bytes for reduction in self.reductions)
+
+    def release_input(self) -> None:
+        """Wait for the first stages, free their inputs and issue the second. Collective over the replicate axis."""
+        for reduction in self.reductions:
+            reduction.release_input()
+
+    def finish(self) -> None:
+        """Wait for both stages. Collective over the replicate axis, and over what hooks use."""
+        for reduction in self.reductions:
+            reduction.finish()
+
+
 class Backward:
     """What lives for one backward.
 
@@ -55,6 +80,7 @@ class Backward:
         sync: whether there is a unit that reduces.
         double: `create_graph`: the parameters are needed again.
         fired: a gradient of a leaf arrived (`torch.autograd.grad` brings none).
+        stepping: what optimizers do in it.
     """
 
     def __init__(
@@ -65,6 +91,7 @@ class Backward:
         sync: bool,
         agreement: Agreement,
         joins: Joining,
+        steppers: Sequence[Stepper],
     ) -> None:
         """Plan it. `unreduced`: units that add their gradients up unsharded."""
         targets = {unit: tuple(chosen) for unit in record.anchored if (chosen := unit.choices.backward_targets)}
@@ -83,8 +110,9 @@ class Backward:
         self._task = _torch.graph_task()
         self.double = False
         self.fired = False
-        # Reductions of the unit before the last and of the last: their all-reduces and their inputs are in flight.
-        self._in_flight: tuple[list[Reduction], list[Reduction]] = ([], [])
+        # Of the units before the last and of the last: their all-reduces and their inputs are in flight.
+        self._in_flight = Flight(), Flight()
+        self.stepping = Stepping(steppers, record.anchored)
 
     def reduces(self, unit: Unit) -> bool:
         """Whether `unit` reduces its gradients."""
@@ -94,8 +122,8 @@ class Backward:
         """Whether `unit` stays unsharded after its part."""
         return self.double or not unit.reshards_after_backward(reduced=unit not in self._unreduced)
 
-    def shares_slots(self, unit: Unit) -> bool:
-        """Whether gradients of `unit` may take the places of its parameters. [Note: slot sharing]"""
+    def is_over_with_gradients(self, unit: Unit) -> bool:
+        """Whether nothing will read the parameters of `unit` once its gradients have come. [Note: slot sharing]"""
         once = unit.reads_once is True and self.record.entered_once(unit)
         freed = unit not in self._unreduced and not self.keeps_whole(unit) and not unit.needed_whole
         return once and freed and not unit.is_tied
@@ -181,22 +209,26 @@ class Backward:
         for group in groups:
             # One input besides the one being filled, and one all-reduce: the previous make way first.
             older, newer = self._in_flight
-            for reduction in older:
-                reduction.finish()
-            for reduction in newer:
-                reduction.release_input()
-            self._in_flight = newer, joining.reduce(group)
+            older.finish()
+            newer.release_input()
+            self._in_flight = newer, Flight(group, joining.reduce(group))
+            self._step(older)  # beside what was issued just now
         last = self._reductions.last
         if last is not None:
             # Where an embedding's gradient is larger than what is in flight, a step is highest when that gradient
             # comes: the others make way before it. Elsewhere they overlap the last unit's backward.
             older, newer = self._in_flight
-            held = sum(reduction.input_bytes for reduction in (*older, *newer))
-            if 0 < held < last.largest_gradient:
-                for reduction in older:
-                    reduction.finish()
-                for reduction in newer:
-                    reduction.release_input()
+            if 0 < older.input_bytes + newer.input_bytes < last.largest_gradient:
+                older.finish()
+                newer.release_input()
+                self._step(older)
+
+    def _step(self, flight: Flight) -> None:
+        """Let optimizers step on units whose gradients have been reduced, and with which this backward is through."""
+        if self.stepping:
+            for unit in flight.units:
+                if self.stepping.knows(unit) and self.is_over_with_gradients(unit):
+                    self.stepping.step(unit)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -211,8 +243,8 @@ class Backward:
                     unit.arm(self)
             self._reductions.rest()
             self._reduce(rest)
-            for reduction in itertools.chain(*self._in_flight):
-                reduction.finish()
+            for flight in self._in_flight:
+                flight.finish()
             for unit in windows:
                 for grads in unit.grads:
                     grads.keep()

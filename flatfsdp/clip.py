@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from .errors import ConfigTypeError, ConfigValueError, warn
+from .errors import ConfigTypeError, ConfigValueError, UsageError, warn
 from .root import Root
 
 
@@ -33,6 +33,12 @@ def clip_grad_norm(root: Root, model: nn.Module, max_norm: float, norm_type: flo
     A sharded gradient counts once over its shard group, one that every rank holds (NO_SHARD, ignored parameters) once.
     Collective over the shard groups: one scalar each, present gradients or not.
     """
+    if root.steppers.active:
+        raise UsageError(
+            f"clip_grad_norm_: {root.steppers.active[0].name} steps in backwards, so that gradients are gone before "
+            "their norm is known. Run the backward, the clipping and the optimizer's own step() inside no_step() of "
+            "what optimizer_in_backward() returned, or clip each gradient by itself, in a post-accumulate hook"
+        )
     if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool):
         raise ConfigTypeError(f"max_norm: got {max_norm!r}. Accepted: a number")
     try:
@@ -51,8 +57,7 @@ def clip_grad_norm(root: Root, model: nn.Module, max_norm: float, norm_type: flo
         for handle in unit.handles:
             managed.update(id(leaf) for leaf in handle.leaves)
             managed.add(id(handle.flat_param))
-            holders = handle.leaves if handle.use_orig_params else [handle.flat_param]
-            grads = [holder.grad for holder in holders if holder.grad is not None]
+            grads = [parameter.grad for parameter in handle.steppable if parameter.grad is not None]
             if any(leaf.requires_grad for leaf in handle.leaves):
                 dtypes.add(handle.precision.grad)
             if handle.whole:

@@ -272,6 +272,11 @@ class FlatParamHandle:
             )
 
     @property
+    def steppable(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer sees."""
+        return self.leaves if self.use_orig_params else [self.flat_param]
+
+    @property
     def whole(self) -> bool:
         """Whether the shard is the whole (an axis of one rank)."""
         return self.layout.world == 1

@@ -22,7 +22,7 @@ from .views import assign_grad
 
 def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor]:
     """(the sharded gradient as one flat tensor, zero where there is none; which parameters have one, as 0/1)."""
-    grads = [leaf.grad for leaf in handle.leaves] if handle.use_orig_params else [handle.flat_param.grad]
+    grads = [parameter.grad for parameter in handle.steppable]
     dtype = next((grad.dtype for grad in grads if grad is not None), handle.precision.grad)
     flat = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.home)
     present = torch.zeros(len(handle.leaves), dtype=torch.int32, device=handle.device)

@@ -307,9 +307,11 @@ class Gradients:
 
     # -- a backward ends ---------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Wait for the reductions and make them `.grad`, added to what was there. Precondition: leaves show the
-        shard."""
+    def settle(self) -> bool:
+        """Wait for the reductions and make them `.grad`, added to what was there; True if they brought a gradient.
+
+        Precondition: leaves show the shard.
+        """
         if self._stand_ins:
             self._end_pause()
         total: torch.Tensor | None = None
@@ -323,17 +325,17 @@ class Gradients:
         if total is None:
             self.restore()
             self._mark_window()
-            return
+            return False
         self._replace_partial(None if self._completes else total)
         if not self._completes:
             self.restore()
-            return
+            return False
         handle = self.handle
         total = downloaded if downloaded is not None else self._at_home(total)
         taken, self._taken = self._taken or {}, None
         if not handle.use_orig_params:
             self._accumulate(handle.flat_param, total)
-            return
+            return True
         views = handle.views_of_shard(total)
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         for i, leaf in enumerate(handle.leaves):
@@ -350,6 +352,7 @@ class Gradients:
         if added:
             with _torch.no_grad():
                 _torch.foreach_add_([old for old, _ in added], [new for _, new in added])
+        return True
 
     def _at_home(self, total: torch.Tensor) -> torch.Tensor:
         """`total` in the optimizer's dtype, where the optimizer steps."""

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from . import _torch
 from .errors import logger
+from .flat_param import FlatParamHandle
 from .lifecycle import ShardState
 from .reduction import Reduction
 from .unit import Call, Unit
@@ -89,9 +90,9 @@ class LabelledUnit(Unit):
         with _range("reduce", self.name):
             return follow([self], super().reduce())
 
-    def settle(self) -> None:
+    def settle(self) -> list[FlatParamHandle]:
         with _range("settle", self.name, happens=any(grads.expected for grads in self.grads)):
-            super().settle()
+            return super().settle()
 
 
 class LabelledReduction(Reduction):

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import registry
 from .errors import UsageError
+from .stepping import is_at_work
 
 # The registry's generation at which an optimizer was last checked.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -29,6 +30,8 @@ def guard_optimizers() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if is_at_work(optimizer):
+        return
     unsettled = [root for root in registry.roots if root.is_unsettled]
     if unsettled:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -36,11 +39,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if any(id(leaf) in stepped for unit in root.units for handle in unit.handles for leaf in handle.leaves):
                 root.come_to_rest()
     if _checked.get(optimizer) != registry.generation:
-        _check(optimizer)
+        check_parameters(optimizer)
         _checked[optimizer] = registry.generation
 
 
-def _check(optimizer: torch.optim.Optimizer) -> None:
+def check_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that holds parameters which it could not step as they are.
+
+    Raises:
+        UsageError: they were flattened, or its state is from before wrapping.
+    """
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)

@@ -31,6 +31,7 @@ from .limiter import Limiter
 from .links import Links
 from .placement import check_placed, check_registered
 from .policy.order import ForwardOrder, ForwardRecord
+from .stepping import NO_STEPPING, Steppers
 from .storage import Ledger
 from .trace import Trace
 from .unit import Unit
@@ -75,6 +76,7 @@ class Root:
         record: the forward passes that the next backward may cover.
         sync: False inside `no_sync()`.
         depth: forwards of units that run, one in the other.
+        steppers: optimizers that step in backwards. [Note: stepping]
     """
 
     def __init__(self, unit: Unit, device: Device, *, ledger: Ledger, settings: RootSettings) -> None:
@@ -95,6 +97,7 @@ class Root:
         self.limiter = Limiter(device, self.lanes.unshard, limit=settings.limit_all_gathers)
         self.links = Links()
         self._joins = Joining(most=settings.join_units_below)
+        self.steppers = Steppers()
         self.depth = 0
         self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
         self._order: ForwardOrder[Unit] = ForwardOrder()
@@ -217,10 +220,13 @@ class Root:
                 for words in unit.choices.told():
                     found.setdefault(words, []).append(unit.label)
             everywhere = len(self.units)
-            self._told = "; ".join(
+            told = [
                 f"{words} in {'all units' if len(labels) == everywhere else ', '.join(labels)}"
                 for words, labels in sorted(found.items())
-            )
+            ]
+            if self.steppers.active:
+                told.append(self.steppers.told)
+            self._told = "; ".join(told)
         return self._told
 
     def follow_profiler(self) -> bool:
@@ -415,6 +421,7 @@ class Root:
 
     def begin_backward(self) -> Backward:
         """The backward that runs; the first sign of it plans it."""
+        self.steppers.check_backward()
         if self.backward is not None:
             self.backward.double = self.backward.double or torch.is_grad_enabled()
             return self.backward
@@ -435,6 +442,7 @@ class Root:
             sync=len(unreduced) < len(self.units),
             agreement=self.agreement,
             joins=self._joins,
+            steppers=self.steppers.active,
         )
         backward.double = torch.is_grad_enabled()
         self.follow_profiler()
@@ -468,8 +476,11 @@ class Root:
                 self.agreement.rest()
             else:
                 self._finish(backward)
-        except RuntimeError as error:
-            self.agreement.explain(error)
+        except BaseException as error:
+            if self.backward is None:  # what failed comes too late for `fail_backward`
+                backward.stepping.say_what_stays(self.units)
+            if isinstance(error, RuntimeError):
+                self.agreement.explain(error)
             raise
 
     def _finish(self, backward: Backward | None = None) -> None:
@@ -480,14 +491,19 @@ class Root:
             keep = backward is not None and not unit.reshards_after_backward(reduced=backward.reduces(unit))
             unit.rest(keep_whole=keep)
         self.lanes.await_downloads()
+        stepping = backward.stepping if backward is not None else NO_STEPPING
         for unit in self.units:
-            unit.settle()
+            if stepping:
+                stepping.step(unit)
+            else:
+                unit.settle()
         self.limiter.settle()
         self._failed = False
         self.agreement.rest()
         self.trace.record("end", "", Phase.IDLE.value)
         for unit in self.units:
-            unit.run_user_hooks()
+            if unit not in stepping.stepped:
+                unit.run_user_hooks()
 
     def fail_backward(self, backward: Backward) -> None:
         """The graph task died: `.grad` is as before at once; the rest waits for the next forward (`settle_down`)."""
@@ -496,6 +512,7 @@ class Root:
         self.backward = None
         self._failed = True
         self._stop_sharing()
+        backward.stepping.say_what_stays(self.units)
         self.agreement.say_abandoned(None)
         self.agreement.rest()
         lost = [unit.label for unit in self.units if unit.undo()]

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 
+from . import hooks, registry
 from .comm import agree_on_maximum
+from .stepping import note_scaled_loss
+from .trees import tensors_in
 
 
 class ShardedGradScaler(GradScaler):
@@ -43,6 +46,15 @@ class ShardedGradScaler(GradScaler):
             enabled=enabled,
         )
         self.process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """As in torch: `outputs`, a tensor or an iterable of tensors, times the scale."""
+        scaled = super().scale(outputs)
+        if self.is_enabled() and any(root.steppers.every for root in registry.roots):
+            for tensor in tensors_in(scaled):
+                if tensor.requires_grad:
+                    hooks.before_backward_of(tensor, note_scaled_loss)
+        return scaled
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

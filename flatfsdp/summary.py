@@ -99,7 +99,7 @@ class Stats:
     @property
     def bytes_grads(self) -> int:
         """Bytes of the `.grad` of all parameters that units own; 0 after `zero_grad(set_to_none=True)`."""
-        grads = [parameter.grad for unit in self._units() for h in unit.handles for parameter in _steppable(h)]
+        grads = [parameter.grad for unit in self._units() for h in unit.handles for parameter in h.steppable]
         return sum(grad.numel() * grad.element_size() for grad in grads if grad is not None)
 
     @property
@@ -171,11 +171,6 @@ def _units(model: nn.Module) -> list[tuple[str, Unit]]:
             "pass the wrapper"
         )
     return found
-
-
-def _steppable(handle: FlatParamHandle) -> list[nn.Parameter]:
-    """The parameters that an optimizer sees of `handle`."""
-    return handle.leaves if handle.use_orig_params else [handle.flat_param]
 
 
 def _kind(handle: FlatParamHandle) -> str:

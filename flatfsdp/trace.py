@@ -2,8 +2,8 @@
 
 [Note: trace] An event is (kind, unit, phase). Kinds come in the order in which a unit lives: `gather` (all-gather
 issued), `gathered` (its result is in use), `forward`, `reshard`, `backward` (gradient computation of the unit begins),
-`grads` (its last expected gradient arrived), `reduce` (reduction issued), `reduced` (its result is a shard), `end` (of
-a backward, unit "").
+`grads` (its last expected gradient arrived), `reduce` (reduction issued), `reduced` (its result is a shard), `step` (an
+optimizer in backward steps), `end` (of a backward, unit "").
 """
 
 from __future__ import annotations

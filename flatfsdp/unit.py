@@ -116,6 +116,8 @@ class Unit(UnitData):
     ) -> tuple[Call | None, tuple[Any, ...], dict[str, Any]]:
         if recomputing and any(grads.arrived for grads in self.grads):
             self.reads_once = False  # parameters are read after their gradients have come
+        if recomputing and root.backward is not None:
+            root.backward.stepping.check_untouched(self, "its forward ran again")
         self.enter_phase(Phase.FORWARD)
         if outermost:
             self._forget_autocast(root)
@@ -327,6 +329,7 @@ class Unit(UnitData):
                 "are written back later; leave the context first"
             )
         backward = root.begin_backward()
+        backward.stepping.check_untouched(self, "its backward began again")
         if call is not None and call not in self._open_calls:
             self._open_calls.add(call)
             if self.completed and backward.in_inner_task():
@@ -341,7 +344,7 @@ class Unit(UnitData):
             check_exposed(handle, self.name)
         backward.gather(self)
         if not self.completed:
-            self.arm(backward, share=backward.shares_slots(self))
+            self.arm(backward, share=backward.is_over_with_gradients(self))
         self.enter_phase(Phase.PRE_BACKWARD)
         self.note("backward")
 
@@ -394,6 +397,7 @@ class Unit(UnitData):
         grads.arrive(index, grad.detach() if grad.requires_grad else grad)
         del grad  # moved, or collected: what follows may take memory
         if self.completed:
+            backward.stepping.check_untouched(self, "a gradient came")
             self._expect(backward)  # a late one: a second reduction, at the end of the backward
             self._late -= 1
         if (self.completed or not grads.missing) and not self._open_calls:

@@ -377,20 +377,16 @@ class UnitData:
         for grads in self.grads:
             grads.pause()
 
-    def settle(self) -> None:
-        """Make the reduced gradients `.grad`."""
-        for grads in self.grads:
-            grads.settle()
+    def settle(self) -> list[FlatParamHandle]:
+        """Make the reduced gradients `.grad`; the handles of which that completes them."""
+        return [handle for handle, grads in zip(self.handles, self.grads, strict=True) if grads.settle()]
 
     def run_user_hooks(self) -> None:
         """Run users' post-accumulate hooks on the sharded gradients."""
         for handle in self.handles:
-            if handle.use_orig_params:
-                for leaf in handle.leaves:
-                    if leaf.grad is not None:
-                        hooks.run_user_hooks(leaf)
-            elif handle.flat_param.grad is not None:
-                hooks.run_user_hooks(handle.flat_param)
+            for parameter in handle.steppable:
+                if parameter.grad is not None:
+                    hooks.run_user_hooks(parameter)
 
     def undo(self) -> bool:
         """After a failed backward, at once: leaves show the shard, `.grad` is what it was. True if a window was lost.

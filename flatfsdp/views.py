@@ -148,7 +148,7 @@ class Shown:
         Precondition: the leaves show the shard.
         """
         handle = self.handle
-        holders = handle.leaves if handle.use_orig_params else [handle.flat_param]
+        holders = handle.steppable
         grads = [holder.grad for holder in holders]
         for holder in holders:
             holder.grad = None

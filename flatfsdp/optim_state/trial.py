@@ -75,10 +75,10 @@ def state_before_first_step(
     numbers = random.getstate()
     on = {each.device for each in stand_ins.values() if each.device.type != "cpu"}
     try:
-        trial = _copy_of(optimizer, stand_ins)
+        trial = copy_of(optimizer, stand_ins)
         trial.state = states
         with torch.random.fork_rng(devices=sorted(on, key=str), device_type=_type_of(on)):
-            _own_step(type(optimizer))(trial)
+            own_step(type(optimizer))(trial)
     except Exception as error:
         warn(
             f"the state that {type(optimizer).__name__} has before its first step is not known, because a copy of it "
@@ -114,7 +114,12 @@ def _stand_in(held: Held) -> nn.Parameter:
     return made
 
 
-def _copy_of(optimizer: torch.optim.Optimizer, stand_ins: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
+def copy_of(optimizer: torch.optim.Optimizer, stand_ins: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
+    """`optimizer` without state, over the stand-ins for its parameters (by their ids), and without hooks.
+
+    Raises:
+        UsageError: it could step on the real parameters.
+    """
     trial = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): trial, **stand_ins}
     for name, value in vars(optimizer).items():
@@ -156,7 +161,7 @@ def _copied(value: Any) -> Any:
         return value
 
 
-def _own_step(kind: type[torch.optim.Optimizer]) -> Any:
+def own_step(kind: type[torch.optim.Optimizer]) -> Any:
     """The class's step, inside of torch's wrapper that calls hooks."""
     step: Any = kind.step
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
