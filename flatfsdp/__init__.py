@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .flat_param import FlatParameter
+from .forward_methods import register_fsdp_forward_method
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .host_memory import keep_host_memory
+from .inference import inference
 from .optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
 from .sharded_grad_scaler import ShardedGradScaler
 from .state_dict_configs import (
@@ -46,8 +48,10 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "Stats",
+    "inference",
     "keep_host_memory",
     "optimizer_in_backward",
+    "register_fsdp_forward_method",
     "stats",
     "summary",
 ]

@@ -16,6 +16,8 @@ from .device import Device
 from .errors import ConfigValueError, UsageError, refuse_type, refuse_value
 from .lifecycle import Phase
 from .policy.schedule import reshard_choice
+from .resident import Residence
+from .residents import can_stay, keep_frozen
 from .traversal import units_at, units_in
 
 if TYPE_CHECKING:
@@ -266,6 +268,43 @@ class ScheduleControls:
             UsageError: inside a forward or a backward.
         """
         self._unit.choose(backward_targets=_targets(self._unit, "set_modules_to_backward_prefetch", modules))
+
+    def keep_frozen_unsharded(self, max_bytes: int | None = None, *, on: str = "device") -> None:
+        """Keep frozen parameters of this wrapper, and of those inside, once they were gathered: the next forward
+        gathers them, later ones and backwards do not. In place of what was said before.
+
+        All frozen parameters of a wrapper are kept, or none; wrappers are taken in the order of their modules, parents
+        last, as far as `max_bytes` reaches, and what does not fit is left out. Every rank asks for the same, which the
+        next forward compares; that one gathers. What is loaded into them, or written to them on all ranks, is seen by
+        the next forward. One that is trained after all is not kept any more. `flatfsdp.summary` says what is kept.
+
+        Args:
+            max_bytes: how many bytes of unsharded parameters each rank keeps, in the dtype in which they compute; None
+                for all that is frozen, 0 to keep nothing.
+            on: "device", where nothing has to be done for their next use; or "host", in page-locked memory, from which
+                each use copies them into the memory that a gather would have filled.
+
+        Raises:
+            ConfigTypeError, ConfigValueError: no such number, or another place.
+            UsageError: inside a forward or a backward, or inside `inference()`.
+        """
+        method = "keep_frozen_unsharded"
+        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
+            refuse_type(f"{method}: max_bytes", max_bytes, "a number of bytes, or None")
+        if max_bytes is not None and max_bytes < 0:
+            refuse_value(f"{method}: max_bytes", max_bytes, "0 or more bytes, or None for all")
+        places = [residence.value for residence in Residence]
+        if on not in places:
+            refuse_value(f"{method}: on", on, " or ".join(map(repr, places)))
+        units = self._meant(method, True)
+        if any(unit.root.residents.lent is not None for unit in units):
+            raise UsageError(f"{method} of unit {self._unit.label} was called inside inference(); call it outside")
+        left = math.inf if max_bytes is None else max_bytes
+        for unit in units:
+            size = sum(handle.unsharded_bytes for handle in unit.handles if can_stay(handle))
+            fits = 0 < size <= left
+            keep_frozen(unit, on if fits else None)
+            left -= size if fits else 0
 
     def set_unshard_async_op(self, async_op: bool) -> None:
         """Whether gathers are issued on the stream of the computation, for the whole model.

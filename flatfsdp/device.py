@@ -147,6 +147,12 @@ class Lane:
         self._downloaded = self.mark()
         return copy, Pending(device=self._device, event=self._downloaded, keep=(tensor, copy))
 
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Pending:
+        """Start to fill `target` with `source`, host memory, on this lane."""
+        with self.running():
+            target.copy_(source, non_blocking=True)
+        return Pending(device=self._device, event=self.mark(), keep=(target, source))
+
     def await_downloads(self) -> None:
         """Keep the host until all that was downloaded is there."""
         event, self._downloaded = self._downloaded, None

@@ -27,6 +27,7 @@ from .layout import FlatLayout, ParamSpec
 from .lifecycle import SHARD_STEPS, ShardState, step
 from .policy.precision import resolve
 from .portion import Portion
+from .resident import HostCopy, Residence
 from .storage import FlatBuffer, Ledger, Versions, versions_of
 
 
@@ -114,6 +115,8 @@ class FlatParamHandle:
         flat_param: the shard as a parameter.
         state: [Note: lifecycle].
         portion: what stays here between forward and backward besides the shard, if anything. [Note: portions]
+        residence: where the unsharded parameter stays between uses; None if it does not. [Note: residents]
+        host_copy: what stays of it on the host, once it was gathered.
         device: where the unit computes; `home`: where the shard lives (the CPU when offloaded).
     """
 
@@ -154,6 +157,8 @@ class FlatParamHandle:
         self._active: Unsharded | None = None
         self._pending: Pending | None = None
         self.portion: Portion | None = None
+        self.residence: Residence | None = None
+        self.host_copy: HostCopy | None = None
         self._versions = Versions(self.leaves)
         self.shard = shard
         self.home = shard.device
@@ -292,10 +297,9 @@ class FlatParamHandle:
     # -- unshard and reshard -----------------------------------------------------------------------------------------
 
     def _new_target(self, dtype: torch.dtype) -> Unsharded:
-        is_shard = self.whole and dtype == self.shard.dtype and not self.offload
         buffer = (
             None
-            if is_shard
+            if self.is_shard_in(dtype)
             else FlatBuffer(self.layout.padded_numel, dtype, self.device, ledger=self.ledger, kind="unsharded")
         )
         made = self._unsharded[dtype] = Unsharded(buffer)
@@ -341,6 +345,27 @@ class FlatParamHandle:
         if self.portion is not None:
             self.portion.free()
             self.portion = None
+
+    def keep_host_copy(self) -> None:
+        """Copy the unsharded parameter to the host. [Note: residents] Precondition: unsharded, in memory of its own."""
+        self.drop_host_copy()
+        self.host_copy = HostCopy(self.unsharded, ledger=self.ledger)
+
+    def drop_host_copy(self) -> None:
+        """Free the copy on the host, if there is one."""
+        if self.host_copy is not None:
+            self.host_copy.free()
+            self.host_copy = None
+
+    def launch_upload(self, lane: Lane) -> None:
+        """Fill the unsharded buffer from the host. No communication.
+
+        Precondition: sharded, with a copy on the host. Postcondition: gathering; `wait_unshard` ends it.
+        """
+        assert self.host_copy is not None
+        flat = self.open_unshard(lane, dtype=self.host_copy.dtype)
+        assert flat is not None
+        self._pending = self.host_copy.upload(flat, lane)
 
     def open_unshard(self, lane: Lane, *, dtype: torch.dtype) -> torch.Tensor | None:
         """Take the memory that an all-gather in `dtype` fills: padded and 1-D; None where the shard is the whole.
@@ -472,6 +497,25 @@ class FlatParamHandle:
     def owns_unsharded(self) -> bool:
         """Whether the unsharded parameter has memory of its own (and does not share the shard's)."""
         return self._active is not None and self._active.buffer is not None
+
+    def is_shard_in(self, dtype: torch.dtype) -> bool:
+        """Whether the shard itself is the unsharded parameter of that dtype, which takes no memory then."""
+        return self.whole and dtype == self.shard.dtype and not self.offload
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """What the unsharded parameter takes, at most: in evaluation it may be of the master dtype."""
+        sizes = [self.precision.compute.itemsize]
+        if self.mixed_precision.full_precision_in_eval:
+            sizes.append(self.precision.master.itemsize)
+        return self.layout.padded_numel * max(sizes)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether none of the parameters requires a gradient, as users have set it."""
+        if not self.use_orig_params:
+            return not self.flat_param.requires_grad
+        return not any([leaf.requires_grad for leaf in self.leaves])
 
     @property
     def _writes(self) -> int:

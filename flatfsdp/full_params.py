@@ -107,6 +107,7 @@ class _Summoned:
                     if grad is not None:
                         assign_grad(leaf, grad)
             if writeback:
+                self.unit.doubtful = True
                 if from_rank0:
                     own = scatter(self.unit, self.kind, full_views(self.flat, handle.layout) if self.keep else None)
                 else:

@@ -16,6 +16,7 @@ from .auto_wrap import auto_wrapped
 from .build import build_unit
 from .clip import clip_grad_norm
 from .controls import ScheduleControls
+from .forward_methods import through_wrapper
 from .fsdp1_names import FSDP1Names, wrapped_inside
 from .groups import resolve_groups
 from .optim_state.api import OptimStates
@@ -194,7 +195,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
         except AttributeError:
             if name == "_fsdp_wrapped_module":
                 raise
-            return getattr(self._fsdp_wrapped_module, name)
+            return through_wrapper(self, name)
 
     def __getitem__(self, key: Any) -> Any:
         """`module[key]` of a wrapped container such as `nn.Sequential`."""

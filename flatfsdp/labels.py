@@ -61,9 +61,9 @@ def _together(names: Iterable[str]) -> str:
 class LabelledUnit(Unit):
     """A unit with a range around each of its stages."""
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _range("forward", self.name):
-            return super().run(args, kwargs)
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: str | None = None) -> Any:
+        with _range(method or "forward", self.name):
+            return super().run(args, kwargs, method=method)
 
     def launch_unshard(self, *, ahead: bool = False) -> None:
         with _range("gather", self.name, happens=not self.is_whole):

@@ -68,6 +68,7 @@ def apply_to_tensors(
         )
     unit.write_back()
     unit.rest()
+    unit.evict_all()
     flat = {name: wrapper._parameters.pop(name) for name in list(wrapper._parameters) if name.startswith("_flat_param")}
     homes, hidden = (*unit.homes, *unit.aliases), unit.hidden
     for home in homes:

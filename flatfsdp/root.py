@@ -31,6 +31,7 @@ from .limiter import Limiter
 from .links import Links
 from .placement import check_placed, check_registered
 from .policy.order import ForwardOrder, ForwardRecord
+from .residents import Residents
 from .stepping import NO_STEPPING, Steppers
 from .storage import Ledger
 from .trace import Trace
@@ -96,6 +97,7 @@ class Root:
         self.lanes = Lanes(_unshard_lane(device, on_callers=False), device.lane("reduce"), device.lane("replicate"))
         self.limiter = Limiter(device, self.lanes.unshard, limit=settings.limit_all_gathers)
         self.links = Links()
+        self.residents = Residents()
         self._joins = Joining(most=settings.join_units_below)
         self.steppers = Steppers()
         self.depth = 0
@@ -183,6 +185,7 @@ class Root:
         """What users chose for a unit was changed."""
         self._told = None
         self._neighbours_due = True
+        self.residents.choices_changed()
         self._joins.forget()
 
     def dtypes_changed(self) -> None:
@@ -193,6 +196,8 @@ class Root:
         """Issue gathers on the caller's stream, and ahead only where a user says so; or on a lane of their own."""
         if self.ready:
             self.come_to_rest()  # memory of the one lane does not go back to the other
+            for unit in self.units:
+                unit.evict_all()
         for unit in self.units:
             unit.choose_schedule(unshard_async_op=async_op)
         self._choose_unshard_lane()
@@ -263,6 +268,11 @@ class Root:
             self._check_placed()
         if _torch.in_backward():
             return
+        if self.residents.lent is not None and torch.is_grad_enabled():
+            raise UsageError(
+                f"a forward of unit {unit.label} inside inference() has gradients enabled; parameters are kept there "
+                "for forwards without. Leave the context to train"
+            )
         self.agreement.begin_forward(training=torch.is_grad_enabled())
         self.settle_down()
         try:
@@ -312,11 +322,15 @@ class Root:
         recomputing = _torch.in_backward()
         if not recomputing:
             first = self._order.enter(unit)
-            self.agreement.check_order(unit, schedule=self.told_schedule)
-            if first:
+            schedule = self.told_schedule
+            if first and (residents := self.residents.follow(self.units)):
+                schedule += f"; {residents}" if schedule else residents
+            self.agreement.check_order(unit, schedule=schedule)
+            if first and not self.agreement.silent:
                 if self._neighbours_due:
                     self._connect_neighbours()
                 self._follow_other_ranks()
+                self.residents.fetch(self)
             if torch.is_grad_enabled():
                 self.record.enter(unit)
         if recomputing and self.backward is not None:
@@ -427,6 +441,11 @@ class Root:
             return self.backward
         if not _torch.in_backward():
             raise InternalError(f"unit {self.unit.label}: a gradient arrived outside of a backward")
+        if self.residents.lent is not None:
+            raise UsageError(
+                "a backward inside inference(), of a forward from before it; run the backward first, or leave the "
+                "context"
+            )
         if self._failed:  # the same graph again, after a backward that failed
             self.settle_down()
         with _torch.as_plain_tensors():  # leaves may be hidden

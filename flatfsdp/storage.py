@@ -31,7 +31,7 @@ class Ledger:
 
     Kinds: `shard`, `unsharded`, `portion` (of unsharded parameters, between forward and backward), `slots` (unsharded
     gradients), `exchange` (scratch of a reduction), `staging` (of several small units), `reduced` (gradient shards
-    before they become `.grad`), `partial` (sums that await an all-reduce), `summoned`.
+    before they become `.grad`), `partial` (sums that await an all-reduce), `summoned`, `host copy` (of residents).
     """
 
     def __init__(self) -> None:

@@ -76,6 +76,7 @@ class Stream(Peers):
         self._meeting: int | None = None  # the place where the main thread waits for the others
         self._settled: int | None = None
         self._abandoned: Said | None = None
+        self.silent = False  # forwards communicate nothing: ranks may differ in them
 
     def _flow(self, root: Root) -> None:
         """The stream of `root` begins: number its units."""
@@ -87,7 +88,7 @@ class Stream(Peers):
 
     def begin_forward(self, *, training: bool) -> None:
         """An outermost forward begins. If the last iteration was abandoned, wait for the others to say the same."""
-        if not self._axes:
+        if not self._axes or self.silent:
             return
         self.busy = True
         self._kind = self._opening = TRAINING if training else EVALUATION
@@ -113,7 +114,7 @@ class Stream(Peers):
         Raises:
             AgreementError: on every rank, within seconds.
         """
-        if not self._sharded:
+        if not self._sharded or self.silent:
             return
         symbol = self._entries[id(unit)]
         if self._opening is not None:
@@ -132,7 +133,7 @@ class Stream(Peers):
         Raises:
             AgreementError: on every rank, within seconds.
         """
-        if not self._sharded:
+        if not self._sharded or self.silent:
             return
         symbol = Symbol(number(f"{method} {self._places[id(unit)]}"), f"called {method}() of unit {unit.label}")
         if self._doing is not None:

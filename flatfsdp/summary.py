@@ -11,6 +11,7 @@ from torch import nn
 from .comm import Group
 from .errors import UsageError
 from .flat_param import FlatParamHandle
+from .residents import residence_of
 from .root import Root
 from .unit import Unit
 
@@ -24,8 +25,8 @@ def summary(model: nn.Module) -> str:
     - *bytes/rank*: what each rank keeps of them between iterations, padding included.
     - *padding*: elements that fill the unit's flat parameters up, over all ranks of the shard group.
     - *ranks*: shards x replicas; the lines below the table spell the groups out for this rank.
-    - *kinds*: the dtypes of its flat parameters, `frozen` where nothing was trainable at construction, and what they
-      are cast to in computation.
+    - *kinds*: the dtypes of its flat parameters, `frozen` where nothing was trainable at construction, what they are
+      cast to in computation, and where frozen ones stay unsharded (`keep_frozen_unsharded`).
 
     Raises:
         UsageError: no module in `model` is wrapped.
@@ -38,7 +39,7 @@ def summary(model: nn.Module) -> str:
         size = sum(handle.shard.numel() * handle.shard.element_size() for handle in unit.handles)
         padding = sum(handle.layout.padded_numel for handle in unit.handles) - numel
         total, held, filling = total + numel, held + size, filling + padding
-        kinds = ", ".join(_kind(handle) for handle in unit.handles) or "none of its own"
+        kinds = ", ".join(_kind(handle) + _kept(unit, handle) for handle in unit.handles) or "none of its own"
         rows.append(
             (
                 name or "<root>",
@@ -179,6 +180,12 @@ def _kind(handle: FlatParamHandle) -> str:
     frozen = "" if handle.trainable else " frozen"
     cast = f" as {_dtype(precision.compute)}" if precision.casts else ""
     return f"{_dtype(precision.master)}{frozen}{cast}"
+
+
+def _kept(unit: Unit, handle: FlatParamHandle) -> str:
+    """What `keep_frozen_unsharded` has to say about `handle`."""
+    where = residence_of(unit, handle)
+    return f", kept on the {where.value} ({handle.unsharded_bytes:,} bytes)" if where is not None else ""
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -87,19 +87,21 @@ class Unit(UnitData):
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward with the parameters unsharded around it. Collective over the shard axis."""
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: str | None = None) -> Any:
+        """The module's forward, or another `method`, with the parameters unsharded around it. Collective over the shard
+        axis."""
         root = self.root
         if root.depth == 0 and root.follow_profiler():
-            return self.run(args, kwargs)  # by the class that it has now
+            return self.run(args, kwargs, method=method)  # by the class that it has now
         outermost = root.enter(self)
         phase, recomputing = self.phase, _torch.in_backward()
         try:
             call, args, kwargs = self._before_forward(root, outermost, recomputing, args, kwargs)
             dtype = None if root.in_full_precision(self) else self.mixed_precision.buffer_dtype
             with cast_buffers(self.modules, dtype):
-                output = self.module(*args, **kwargs)
-            output = self._after_forward(root, recomputing, call, output)
+                called = self.module if method is None else getattr(self.module, method)
+                output = called(*args, **kwargs)
+            output = self._after_forward(root, recomputing, call, output, stays=method is None)
         except BaseException:
             self.phase = phase
             root.leave(self, failed=True)
@@ -202,7 +204,8 @@ class Unit(UnitData):
             root.links.unhook_later(registered)
         return call
 
-    def _after_forward(self, root: Root, recomputing: bool, call: Call | None, output: Any) -> Any:
+    def _after_forward(self, root: Root, recomputing: bool, call: Call | None, output: Any, *, stays: bool) -> Any:
+        """`stays`: whether the unit stays whole where it is trained and no output shows it."""
         for unit in (self, *self.owners):
             for handle in unit.handles:
                 check_unwritten(handle, unit.name)
@@ -219,7 +222,7 @@ class Unit(UnitData):
                     root.record.anchor(self)
                 for anchor in anchors:
                     self._anchor(root, anchor, call)
-            elif not recomputing and any(leaf.requires_grad for handle in self.handles for leaf in handle.leaves):
+            elif stays and not recomputing and self.trainable_leaves():
                 self._stay_whole()
                 keep = True
         if not keep:

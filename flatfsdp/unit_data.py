@@ -27,6 +27,7 @@ from .lifecycle import PHASE_STEPS, Phase, ShardState, refuse_step
 from .policy.schedule import AS_BUILT, Schedule
 from .policy.strategy import Traits
 from .reduction import Part, Reduction
+from .resident import Residence
 from .values import Beginnings
 from .views import Exposure, Home, Shown, check_exposed, check_homes
 
@@ -49,6 +50,7 @@ class UnitData:
         choices: what users chose.
         phase: [Note: lifecycle].
         kept: stays unsharded between iterations, because a user said so.
+        doubtful: some ranks may have written to their shards, and others not.
         beginnings: of the parameters, until they have been compared with the other ranks'.
         gather, scatter, replicate: the transports for the collectives; replicate is None where there is one copy.
         reducers: the last two, or a communication hook in the place of one of them.
@@ -96,6 +98,7 @@ class UnitData:
         self._root: weakref.ref[Root] | None = None
         self.own_root: Root | None = None  # until the wrapper takes it: a root owns its units, and no cycle may remain
         self.kept = False
+        self.doubtful = False
         self._versions_asked: list[tuple[int, ...]] = []  # of the handles, when a user asked for them unsharded
         self.beginnings: Beginnings | None = None
 
@@ -225,7 +228,10 @@ class UnitData:
             self.note("gather")
 
     def prepare_unshard(self, root: Root, *, ahead: bool) -> list[FlatParamHandle]:
-        """The handles that are sharded, and may take memory to be gathered now, maybe `ahead` of their use."""
+        """The handles that are sharded, and may take memory to be gathered now, maybe `ahead` of their use.
+
+        Residents are on their way from the host then. [Note: residents]
+        """
         sharded = []
         for handle, grads in zip(self.handles, self.grads, strict=True):
             if grads.sharing and grads.arrived:
@@ -234,7 +240,12 @@ class UnitData:
                 grads.return_inputs()
                 if root.limiter.holds_memory:
                     root.limiter.make_room(handle.buffer(self._dtype_gathered(handle)), ahead=ahead)
-                sharded.append(handle)
+                if self._has_host_copy(handle):
+                    handle.launch_upload(root.lanes.unshard)
+                    root.limiter.note_upload()
+                    self.note("upload")
+                else:
+                    sharded.append(handle)
         return sharded
 
     def wait_unshard(self) -> None:
@@ -274,14 +285,18 @@ class UnitData:
             shown.show(Exposure.SHAPE)
 
     def reshard(self, exposure: Exposure) -> None:
-        """Free the unsharded parameters; the leaves show `exposure` (the whole again where the shard is the whole)."""
+        """Free the unsharded parameters; the leaves show `exposure` (the whole again where the shard is the whole, and
+        residents of the device between forward and backward)."""
         freed = False
         root = self.root
         for handle, shown, grads in zip(self.handles, self.shown, self.grads, strict=True):
             if handle.state is ShardState.GATHERING:
                 handle.wait_unshard()
             if handle.state is ShardState.UNSHARDED:
-                if handle.owns_unsharded or exposure is Exposure.SHARD:
+                if handle.residence is Residence.DEVICE:
+                    if exposure is Exposure.SHARD:
+                        shown.show(exposure)
+                elif handle.owns_unsharded or exposure is Exposure.SHARD:
                     if grads.sharing and grads.take_place(functools.partial(root.limiter.give_back, handle.name)):
                         handle.reshard()
                     else:
@@ -298,7 +313,7 @@ class UnitData:
         neighbours. [Note: portions]"""
         if self.neighbours is not None and any(map(self.root.record.awaits, readers)):
             for handle in self.handles:
-                if handle.state is ShardState.UNSHARDED:
+                if handle.state is ShardState.UNSHARDED and handle.residence is None:
                     handle.keep_portion(self.neighbours)
             self.note("portion")
         self.reshard(Exposure.NOTHING)
@@ -415,6 +430,8 @@ class UnitData:
         for kind, (handle, shown) in enumerate(zip(self.handles, self.shown, strict=True)):
             if shown.exposure is Exposure.SHARD:
                 before = handle.precision
+                if handle.state is ShardState.UNSHARDED and handle.flat_param.dtype != handle.shard.dtype:
+                    self.root.free(handle)  # before its shard becomes another one
                 wrote = shown.write_back(changed)
                 if handle.precision is not before:
                     self.root.dtypes_changed()
@@ -423,8 +440,53 @@ class UnitData:
                 elif handle.state is ShardState.GATHERING and handle.versions != self._versions_asked[kind]:
                     handle.wait_unshard()
                     self.root.free(handle)
+                copy = handle.host_copy
+                if copy is not None and handle.state is ShardState.SHARDED and copy.versions != handle.versions:
+                    handle.drop_host_copy()
             else:
                 check_exposed(handle, self.name)
+
+    def fetch(self, kind: int) -> None:
+        """Gather a resident of this unit, which is not where it stays. Collective over the shard axis.
+
+        Precondition: its leaves show the shard.
+        """
+        handle, root = self.handles[kind], self.root
+        dtype = self.dtype_of(handle)
+        if root.limiter.holds_memory:
+            root.limiter.make_room(handle.buffer(dtype), ahead=False)
+        if self._has_host_copy(handle):
+            handle.launch_upload(root.lanes.unshard)
+            root.limiter.note_upload()
+        else:
+            handle.launch_unshard(self.gather, root.lanes.unshard, dtype=dtype)
+        handle.wait_unshard()
+        self.note("keep")
+        if handle.residence is Residence.HOST:
+            handle.keep_host_copy()
+            root.free(handle)
+            assert handle.host_copy is not None
+            handle.host_copy.versions = handle.versions
+
+    def evict(self, kind: int) -> None:
+        """Free what stays of a resident, at once unless a backward is to read it: then it is no resident any more."""
+        handle, shown = self.handles[kind], self.shown[kind]
+        handle.drop_host_copy()
+        if handle.residence is Residence.DEVICE and handle.state is ShardState.UNSHARDED:
+            if shown.exposure is Exposure.SHARD:
+                self.root.free(handle)
+            else:
+                handle.residence = None
+
+    def evict_all(self) -> None:
+        """Free what stays of all residents; the next forward gathers it."""
+        for kind in range(len(self.handles)):
+            self.evict(kind)
+
+    def _has_host_copy(self, handle: FlatParamHandle) -> bool:
+        """Whether the host has what a gather would bring."""
+        copy = handle.host_copy
+        return copy is not None and copy.dtype == self.dtype_of(handle)
 
     def _dtype_gathered(self, handle: FlatParamHandle) -> torch.dtype:
         if handle.portion is not None and _torch.in_backward():

@@ -26,6 +26,7 @@ class Schedule:
         unshard_async_op: whether gathers are issued on the caller's stream, and ahead only where a user says so. The
             same for all units of a model.
         divide_by: what the sum of gradients over ranks is divided by; None for the number of ranks.
+        keep_frozen: where frozen parameters stay unsharded, "device" or "host"; None: nowhere. [Note: residents]
     """
 
     reshard_after_forward: bool | int | None = None
@@ -35,6 +36,7 @@ class Schedule:
     unshard_in_backward: bool = True
     unshard_async_op: bool = False
     divide_by: float | None = None
+    keep_frozen: str | None = None
 
     def told(self) -> Iterator[str]:
         """What was set, in words."""

@@ -74,6 +74,7 @@ class Load:
                     values = {i: received[id(leaf)] for i, leaf in enumerate(handle.leaves) if id(leaf) in received}
                     if values:
                         self._store(owner, kind, handle, values)
+                        torch.autograd.graph.increment_version([handle.shard])  # also where this rank owns none
 
     def _store(self, owner: Unit, kind: int, handle: FlatParamHandle, values: dict[int, torch.Tensor]) -> None:
         if any(isinstance(value, FromFirst) for value in values.values()):
