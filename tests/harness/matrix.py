@@ -3,11 +3,14 @@
     for cell in covering_array(legal_cells()):
         cell.check()
 
-A cell that the engine does not accept is no cell: `illegal` says why, in words.
+`CROSSED` has, besides, the settings that change what a backward does: too many to try all combinations of, so that all
+pairs and a sample of the rest are tried, on four ranks. A combination that means nothing is no cell: `illegal` says
+why, in words. The engine accepts all that are.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -32,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"case": "tied"},
     "frozen": {"case": "frozen"},
     "dtypes": {"case": "dtypes"},
+    "tied and frozen": {"case": "tied and frozen"},
 }
 PASSES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -51,12 +55,22 @@ class Cell:
     offload: bool = False
     model: str = "nested"
     passes: str = "plain"
+    checkpointing: str = "no checkpointing"
+    stepping: str = "after the backward"
 
     @property
     def recipe(self) -> Recipe:
-        """What is trained: two steps, so that the second starts from what the first left behind."""
+        """What is trained: two steps, so that the second starts from what the first left behind.
+
+        Only the second backward steps inside: three, then.
+        """
         settings = PRECISIONS[self.precision] | MODELS[self.model] | PASSES[self.passes]
-        return Recipe(**settings, steps=2, replicas=2 if self.hybrid else 1)
+        return Recipe(**settings, steps=3 if self.in_backward else 2, replicas=2 if self.hybrid else 1)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the optimizer steps in backwards."""
+        return self.stepping == "in the backward"
 
     @property
     def hybrid(self) -> bool:
@@ -71,6 +85,8 @@ class Cell:
             options["cpu_offload"] = True
         if self.hybrid:
             options["mesh"] = (2, self.world // 2)
+        if self.checkpointing != "no checkpointing":
+            options["checkpointing"] = self.checkpointing
         return options
 
     def check(self, *, hostile: bool = False) -> Story:
@@ -80,13 +96,14 @@ class Cell:
         communicator that delivers late and with freed memory poisoned.
         """
         context = hostile_world if hostile else nullcontext
-        return parity.check(self.world, self.recipe, context=context, **self.options)
+        engine = parity.StepsInBackward() if self.in_backward else parity.FSDP()
+        return parity.check(self.world, self.recipe, engine=engine, context=context, **self.options)
 
     def __str__(self) -> str:
         names = {"use_orig_params": ("flat param", "orig params"), "offload": ("on device", "offload")}
-        levels = [getattr(self, field.name) for field in fields(self)]
-        named = [names[f.name][x] if f.name in names else str(x) for f, x in zip(fields(self), levels, strict=True)]
-        return ", ".join(named)
+        levels = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = {name: level for name, level in levels.items() if name in FACTORS or level != getattr(Cell, name)}
+        return ", ".join(names[name][level] if name in names else str(level) for name, level in shown.items())
 
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -95,8 +112,14 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "use_orig_params": (False, True),
     "precision": tuple(PRECISIONS),
     "offload": (False, True),
-    "model": tuple(MODELS),
+    "model": ("nested", "flat", "tied", "frozen", "dtypes"),
     "passes": tuple(PASSES),
+}
+CROSSED: dict[str, tuple[Any, ...]] = FACTORS | {
+    "world": (4,),
+    "model": tuple(MODELS),
+    "checkpointing": ("no checkpointing", *parity.CHECKPOINTING),
+    "stepping": ("after the backward", "in the backward"),
 }
 
 
@@ -113,6 +136,8 @@ def illegal(cell: Cell) -> str | None:
     """Why there is no such cell."""
     if cell.hybrid and cell.world != 4:
         return "two axes of two ranks need a world of four"
+    if cell.model == "flat" and cell.checkpointing in ("checkpoints around units", "reentrant checkpoints"):
+        return "nothing is wrapped inside, around which there could be a checkpoint"
     return None
 
 
@@ -123,12 +148,19 @@ def legal_cells() -> tuple[Cell, ...]:
     return tuple(cell for cell in cells if illegal(cell) is None)
 
 
+@lru_cache(maxsize=1)
+def crossed_cells() -> tuple[Cell, ...]:
+    """Every combination on four ranks, of what changes a backward, too."""
+    cells = (Cell(**dict(zip(CROSSED, levels, strict=True))) for levels in product(*CROSSED.values()))
+    return tuple(cell for cell in cells if illegal(cell) is None)
+
+
 Pair = tuple[tuple[str, Any], tuple[str, Any]]  # two factors' names, each with a level
 
 
 def pairs_of(cell: Cell) -> frozenset[Pair]:
     """Every pair of levels that occurs in ``cell``."""
-    return frozenset(combinations(((name, getattr(cell, name)) for name in FACTORS), 2))
+    return frozenset(combinations(((name, getattr(cell, name)) for name in CROSSED), 2))
 
 
 def covering_array(cells: Iterable[Cell]) -> list[Cell]:
@@ -144,6 +176,13 @@ def covering_array(cells: Iterable[Cell]) -> list[Cell]:
         chosen.append(best)
         uncovered -= remaining.pop(best)
     return chosen
+
+
+def crossed(count: int) -> list[Cell]:
+    """``count`` of the `crossed_cells`, the same at every call: first those in which all pairs occur."""
+    shuffled = random.Random(20261121).sample(crossed_cells(), len(crossed_cells()))
+    covering = covering_array(shuffled[:400])
+    return [*covering, *(cell for cell in shuffled if cell not in covering)][:count]
 
 
 def each_alone() -> list[Cell]:

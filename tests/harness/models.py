@@ -239,8 +239,18 @@ def _vector_case(name: str, make: Callable[[], nn.Module], depth: int, *units: t
     return Case(name, _built(lambda: _stack(make, depth)), _vectors, frozenset(units), _squared_error)
 
 
-def _token_case(name: str, **options: Any) -> Case:
-    return Case(name, _built(lambda: Transformer(**options)), _tokens, frozenset({Block}), _cross_entropy)
+def _token_case(name: str, make: Callable[..., nn.Module] = Transformer, **options: Any) -> Case:
+    return Case(name, _built(lambda: make(**options)), _tokens, frozenset({Block}), _cross_entropy)
+
+
+def _partly_frozen(**options: Any) -> nn.Module:
+    """A transformer of which the attentions and the positions are frozen."""
+    model = Transformer(**options)
+    model.position.requires_grad_(False)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.attention.requires_grad_(False)
+    return model
 
 
 CASES: dict[str, Case] = {
@@ -249,6 +259,7 @@ CASES: dict[str, Case] = {
         _vector_case("mlp", lambda: Feedforward(WIDTH, 22), 3, Feedforward),
         _token_case("transformer", tied=False),
         _token_case("tied", tied=True),
+        _token_case("tied and frozen", _partly_frozen, tied=True),
         _vector_case("frozen", lambda: Low(WIDTH), 3, Low),
         _vector_case("dtypes", lambda: Motley(WIDTH), 2, Motley),
         Case(

@@ -9,20 +9,25 @@ list of what differs. An oracle's run is kept: a recipe says nothing about the e
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.harness import pool, reference
 from tests.harness.plain_fsdp import PlainFSDP
 from tests.harness.reference import Recipe, Story, Tensors
+
+if TYPE_CHECKING:
+    from flatfsdp import OptimizerInBackward
 
 # --- engines ----------------------------------------------------------------------------------------------------------
 
@@ -33,11 +38,14 @@ class Engine(Protocol):
     def wrap(self, model: nn.Module, recipe: Recipe, options: dict[str, Any]) -> nn.Module:
         """The model that is trained instead of ``model``, which may be consumed."""
 
-    def parameters(self, model: nn.Module) -> list[nn.Parameter]:
-        """What the optimizer steps on."""
+    def optimize(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+        """A new optimizer of the recipe's kind."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Backwards inside only accumulate."""
+
+    def communicate(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Backwards inside reduce, and are not the last before a step."""
 
     def clip(self, model: nn.Module, bound: float) -> None:
         """Clip the norm of all gradients."""
@@ -53,7 +61,8 @@ class Engine(Protocol):
 class FSDP:
     """``FullyShardedDataParallel`` of a package: ours, or torch's FSDP1, which has the same interface.
 
-    Options are its arguments, and ``mesh``: the shape of a device mesh to make. Strategies may be given by name.
+    Options are its arguments, ``mesh``: the shape of a device mesh to make, and ``checkpointing``: one of
+    `CHECKPOINTING`. Strategies may be given by name.
     """
 
     package: str = "flatfsdp"
@@ -61,6 +70,9 @@ class FSDP:
     def wrap(self, model: nn.Module, recipe: Recipe, options: dict[str, Any]) -> nn.Module:
         package, policies = import_module(self.package), import_module(f"{self.package}.wrap")
         arguments = dict(options)
+        checkpointing = arguments.pop("checkpointing", None)
+        if checkpointing == "checkpoints inside units":
+            _checkpoint([module for module in model.modules() if type(module) in recipe.model.units])
         if isinstance(strategy := arguments.get("sharding_strategy"), str):
             arguments["sharding_strategy"] = package.ShardingStrategy[strategy]
         if "cpu_offload" in arguments:
@@ -77,14 +89,20 @@ class FSDP:
         if self.package != "flatfsdp":
             arguments.setdefault("device_id", torch.device("cpu"))  # FSDP1 looks for an accelerator otherwise
         wrapped: nn.Module = package.FullyShardedDataParallel(model, **arguments)
+        if checkpointing in ("checkpoints around units", "reentrant checkpoints"):
+            inside = [module for module in wrapped.modules() if type(module) is type(wrapped) and module is not wrapped]
+            _checkpoint(inside, reentrant=checkpointing == "reentrant checkpoints")
         return wrapped
 
-    def parameters(self, model: nn.Module) -> list[nn.Parameter]:
-        return list(model.parameters())
+    def optimize(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+        return recipe.optimize(model.parameters())
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = model.no_sync()
         return context
+
+    def communicate(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def clip(self, model: Any, bound: float) -> None:
         model.clip_grad_norm_(bound)
@@ -100,6 +118,43 @@ class FSDP:
             return _tensors(model)
 
 
+@dataclass(frozen=True)
+class StepsInBackward(FSDP):
+    """flatfsdp with an optimizer that steps in backwards, and whose gradients nobody sees therefore."""
+
+    def optimize(self, model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+        import flatfsdp
+
+        optimizer = super().optimize(model, recipe)
+        _stepping[model] = flatfsdp.optimizer_in_backward(model, optimizer)
+        return optimizer
+
+    def communicate(self, model: nn.Module) -> AbstractContextManager[None]:
+        return _stepping[model].no_step()
+
+    def gradients(self, model: Any) -> Tensors | None:
+        assert not any(parameter.grad is not None for parameter in model.parameters())
+        return None
+
+
+_stepping: weakref.WeakKeyDictionary[nn.Module, OptimizerInBackward] = weakref.WeakKeyDictionary()
+
+CHECKPOINTING = ("checkpoints inside units", "checkpoints around units", "reentrant checkpoints")
+
+
+def _checkpoint(modules: list[nn.Module], *, reentrant: bool = False) -> None:
+    """Let the forward of each module be recomputed in the backward."""
+    for module in modules:
+        module.forward = partial(_recomputed, module.forward, reentrant)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[[Tensor], Tensor], reentrant: bool, x: Tensor) -> Tensor:
+    if reentrant and not x.requires_grad:  # else a reentrant checkpoint brings no gradients
+        x = x.detach().requires_grad_()
+    result: Tensor = checkpoint(forward, x, use_reentrant=reentrant)
+    return result
+
+
 @lru_cache(maxsize=8)
 def _mesh(shape: tuple[int, ...]) -> Any:
     """A mesh of the worker's world, whose process groups all jobs share."""
@@ -109,12 +164,15 @@ def _mesh(shape: tuple[int, ...]) -> Any:
 class Unsharded:
     """What DDP and the plain FSDP have in common."""
 
-    def parameters(self, model: Any) -> list[nn.Parameter]:
-        return list(model.parameters())
+    def optimize(self, model: Any, recipe: Recipe) -> torch.optim.Optimizer:
+        return recipe.optimize(model.parameters())
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = model.no_sync()
         return context
+
+    def communicate(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def clip(self, model: nn.Module, bound: float) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), bound)
@@ -139,9 +197,8 @@ class Plain(Unsharded):
     def wrap(self, model: nn.Module, recipe: Recipe, options: dict[str, Any]) -> nn.Module:
         return PlainFSDP(model, recipe.model.units if recipe.nested else (), **options)
 
-    def parameters(self, model: Any) -> list[nn.Parameter]:
-        shards: list[nn.Parameter] = model.shards
-        return shards
+    def optimize(self, model: Any, recipe: Recipe) -> torch.optim.Optimizer:
+        return recipe.optimize(model.shards)
 
     def gradients(self, model: nn.Module) -> Tensors | None:
         return None  # they exist as shards only
@@ -191,13 +248,14 @@ def train(
     with context():
         case, story = recipe.model, Story()
         model = engine.wrap(case.build(), recipe, options)
-        optimizer = recipe.optimize(engine.parameters(model))
+        optimizer = engine.optimize(model, recipe)
+        accumulating = engine.no_sync if recipe.accumulate == "no_sync" else engine.communicate
         for step in range(recipe.steps):
             optimizer.zero_grad()
             story.losses.append([])
             for micro in range(recipe.micro):
                 last = micro == recipe.micro - 1
-                with nullcontext() if last or recipe.accumulate == "communicate" else engine.no_sync(model):
+                with nullcontext() if last else accumulating(model):
                     loss = case.loss(model, case.batch(rank, step, micro))
                     loss.backward()
                 story.losses[-1].append([loss.detach()])

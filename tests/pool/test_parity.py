@@ -1,7 +1,8 @@
 """Training under the engine is training in one process: every bit of every loss, gradient and parameter.
 
 The settings are many and any two may disagree, so a covering array tries all pairs (`tools/parity_matrix` tries all
-combinations), once as it is and once where every missing wait and every use of freed memory turns into NaN.
+combinations), once as it is and once where every missing wait and every use of freed memory turns into NaN. What else
+changes a backward (recomputation, an optimizer inside) is crossed with all of them on four ranks.
 """
 
 from __future__ import annotations
@@ -21,19 +22,30 @@ from flatfsdp import gloo
 from flatfsdp.flat_param import FlatParamHandle
 from tests.harness import parity, pool
 from tests.harness.fake_device import streams
-from tests.harness.matrix import Cell, covering_array, each_alone, hostile_world, legal_cells, pairs_of
+from tests.harness.matrix import (
+    Cell,
+    covering_array,
+    crossed,
+    crossed_cells,
+    each_alone,
+    hostile_world,
+    legal_cells,
+    pairs_of,
+)
 from tests.harness.models import CASES
 from tests.harness.reference import Recipe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 ARRAY = covering_array(legal_cells())
+CROSSED = crossed(40)
+
+
+def all_pairs(cells: Any) -> set[Any]:
+    return set().union(*map(pairs_of, cells))
 
 
 def test_the_array_covers_every_legal_pair() -> None:
-    def all_pairs(cells: Any) -> set[Any]:
-        return set().union(*map(pairs_of, cells))
-
     assert all_pairs(ARRAY) == all_pairs(legal_cells())
     assert len(legal_cells()) == 11 * 180  # (strategy, world) times the rest
     assert len(ARRAY) <= 30
@@ -48,6 +60,15 @@ def test_each_setting_alone(cell: Cell) -> None:
 @pytest.mark.parametrize("cell", ARRAY, ids=str)
 def test_all_pairs_of_settings(cell: Cell, hostile: bool) -> None:
     cell.check(hostile=hostile)
+
+
+def test_what_is_crossed_covers_every_legal_pair() -> None:
+    assert all_pairs(CROSSED) == all_pairs(crossed_cells())
+
+
+@pytest.mark.parametrize("cell", CROSSED, ids=str)
+def test_what_changes_a_backward_crossed_on_four_ranks(cell: Cell) -> None:
+    cell.check()
 
 
 OTHER_SETTINGS: list[tuple[Recipe, dict[str, Any]]] = [
