@@ -9,6 +9,7 @@ from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .host_memory import keep_host_memory
 from .inference import inference
 from .optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
+from .participation import ensure_unit_participation
 from .sharded_grad_scaler import ShardedGradScaler
 from .state_dict_configs import (
     FullOptimStateDictConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "Stats",
+    "ensure_unit_participation",
     "inference",
     "keep_host_memory",
     "optimizer_in_backward",

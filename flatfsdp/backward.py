@@ -25,6 +25,7 @@ from typing import Concatenate, ParamSpec
 from . import _torch, hooks, joining
 from .agree import Agreement
 from .api import BackwardPrefetch
+from .branches import Branches
 from .joining import Joining
 from .policy.order import ForwardRecord, GatherPlan, ReducePlan
 from .reduction import Reduction
@@ -92,19 +93,25 @@ class Backward:
         agreement: Agreement,
         joins: Joining,
         steppers: Sequence[Stepper],
+        branches: Branches,
     ) -> None:
         """Plan it. `unreduced`: units that add their gradients up unsharded."""
         targets = {unit: tuple(chosen) for unit in record.anchored if (chosen := unit.choices.backward_targets)}
         self.record = record
         self.sync = sync
         self.agreement = agreement
-        self._gathers: GatherPlan[Unit] = GatherPlan(record.anchored, targets, join=joins.gathers)
+        self._branches = branches
+        together = branches.together(record.anchored)
+        self._gathers: GatherPlan[Unit] = GatherPlan(record.anchored, targets, join=joins.gathers, together=together)
         self._reductions = ReducePlan(record)
         self._called_again = tuple(record.entered_again) if record.calls_again else ()
+        self._branching: tuple[Unit, ...] = ()  # units that reduce, and that maybe no rank has run
         self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
         self._unreduced = unreduced
         self._sequence = record.anchored[::-1]  # in which units are reached, if they are
         self._places = {unit: place for place, unit in enumerate(self._sequence)}
+        # The place of the first in a branch: until another unit is reached, any of it may be.
+        self._begins = {unit: min(map(self._places.__getitem__, units)) for unit, units in together.items()}
         self._passed = 0  # how many of them were reached or are known not to be
         self._joins = joins
         self._task = _torch.graph_task()
@@ -122,6 +129,10 @@ class Backward:
         """Whether `unit` stays unsharded after its part."""
         return self.double or not unit.reshards_after_backward(reduced=unit not in self._unreduced)
 
+    def reaches_again(self, unit: Unit) -> bool:
+        """Whether this backward may come to `unit` again, which other ranks' do not: it cannot be gathered for that."""
+        return unit.choices.schedule.branch is not None and not self.record.entered_once(unit)
+
     def is_over_with_gradients(self, unit: Unit) -> bool:
         """Whether nothing will read the parameters of `unit` once its gradients have come. [Note: slot sharing]"""
         once = unit.reads_once is True and self.record.entered_once(unit)
@@ -137,10 +148,10 @@ class Backward:
     @explained
     def gather(self, unit: Unit) -> None:
         """Unshard `unit` in the agreed order, and start on the next. Collective over the shard axis."""
+        self._complete_what_was_passed(unit)  # before others are gathered: each takes memory
         for each in (*unit.owners, unit):
             if not (each.is_whole and self._gathers.is_past(each)):
                 self.gather_in_turn(each)
-        self._complete_what_was_passed(unit)
         if not self._gathers.is_over:
             self._prefetch_after(unit)
         for each in (*unit.owners, unit):
@@ -188,6 +199,7 @@ class Backward:
 
     def join_reductions(self) -> None:
         """All units that take part are known, as far as they are the same on all ranks: let small ones go together."""
+        self._branching = tuple(unit for unit in self._reductions.outstanding() if unit.choices.schedule.branch)
         self._reductions.join(self._joins.reductions)
 
     def gradient_arrived(self) -> None:
@@ -245,11 +257,20 @@ class Backward:
             self._reduce(rest)
             for flight in self._in_flight:
                 flight.finish()
+            self._leave_out_what_no_rank_used()
             for unit in windows:
                 for grads in unit.grads:
                     grads.keep()
         elif self.sync and self._reductions.rest():
             self.agreement.check_gradients(came=False)
+
+    def _leave_out_what_no_rank_used(self) -> None:
+        """Units of branches to which no rank's gradients came get none, as in one process. Collective over all axes."""
+        if self._branching:
+            used = self.agreement.on_any_rank([any(grads.brought for grads in u.grads) for u in self._branching])
+            for unit, was_used in zip(self._branching, used, strict=True):
+                for grads in unit.grads:
+                    grads.left_out = not was_used
 
     def _complete_plan(self) -> None:
         """Do for units that this rank's backward did not reach, or not all of, what the other ranks' backwards did.
@@ -262,14 +283,18 @@ class Backward:
 
     def _complete_what_was_passed(self, unit: Unit) -> None:
         """`unit` was reached: those whose turn came before and that this backward does not reach get no gradients."""
-        place = self._places.get(unit, 0)
+        place = self._begins.get(unit, self._places.get(unit, 0))
         if place > self._passed and not self.double and self._brings_gradients():
             for earlier in self._sequence[self._passed : place]:
-                if not (earlier.armed or any(map(hooks.will_accumulate, earlier.trainable_leaves()))):
+                if not (earlier.armed or self._may_come_to(earlier)):
                     self._complete(earlier)
             self._passed = place
-        if place == self._passed:
+        if place == self._passed and unit not in self._begins:
             self._passed += 1
+
+    def _may_come_to(self, unit: Unit) -> bool:
+        leaves = unit.trainable_leaves()
+        return any(map(hooks.will_accumulate, leaves)) if leaves else self._branches.may_reach(unit)
 
     def _complete_what_comes_no_more(self, unit: Unit) -> None:
         """The forward of `unit` runs again: of those next in turn to reduce, complete what gets no gradients.

@@ -45,6 +45,7 @@ class Choices:
         all_reduce_hook: runs on the sum of gradients before it is scaled.
         forward_targets: gathered ahead when the unit's forward begins; none for the unit that followed last time.
         backward_targets: gathered ahead when its backward begins; none for the unit that comes next.
+        branch_before: the unit outside that its branch comes right before; none for the order of registration.
         state_dict: what state dicts hold; ranks need not agree on it until they ask for one.
     """
 
@@ -53,6 +54,7 @@ class Choices:
     all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
     forward_targets: Targets = NO_TARGETS
     backward_targets: Targets = NO_TARGETS
+    branch_before: Targets = NO_TARGETS
     state_dict: StateDictSettings = field(default_factory=StateDictSettings)
 
     def told(self) -> Iterator[str]:
@@ -65,3 +67,5 @@ class Choices:
         for pass_, targets in (("forward", self.forward_targets), ("backward", self.backward_targets)):
             if targets:
                 yield f"prefetch in {pass_} of {', '.join(unit.label for unit in targets)}"
+        for unit in self.branch_before:
+            yield f"branch before {unit.label}"

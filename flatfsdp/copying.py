@@ -44,8 +44,10 @@ _HANDLE_SETTINGS = (
 )
 
 T = TypeVar("T")
-# For each unit the places of those that it gathers ahead, in forward and in backward.
-_Lists = list[tuple[list[int], list[int]]]
+# For each unit the places of those that it names: that it gathers ahead, in forward and in backward, and that come
+# right after its branch.
+_NAMING = ("forward_targets", "backward_targets", "branch_before")
+_Lists = list[list[list[int]]]
 
 # Inside the pickling of an outer wrapper, nested ones are written in place, so that ties across them survive.
 _inside = False
@@ -182,16 +184,14 @@ def _lists_of(units: list[Unit]) -> _Lists:
     def known(targets: Targets) -> list[int]:
         return [places[unit] for unit in targets if unit in places]
 
-    return [(known(unit.choices.forward_targets), known(unit.choices.backward_targets)) for unit in units]
+    return [[known(getattr(unit.choices, name)) for name in _NAMING] for unit in units]
 
 
 def _set_lists(units: list[Unit], lists: _Lists) -> None:
-    for unit, (forward, backward) in zip(units, lists, strict=True):
-        if forward or backward:
-            forward_targets, backward_targets = (
-                Targets(units[place] for place in each) for each in (forward, backward)
-            )
-            unit.choose(forward_targets=forward_targets, backward_targets=backward_targets)
+    for unit, named in zip(units, lists, strict=True):
+        if any(named):
+            targets = (Targets(units[place] for place in each) for each in named)
+            unit.choose(**dict(zip(_NAMING, targets, strict=True)))
 
 
 def reduce(wrapper: nn.Module) -> tuple[Any, ...]:

@@ -66,6 +66,8 @@ class Gradients:
         arrived: those that came.
         missing: those that are awaited still.
         sharing: gradients go to the parameters' places. [Note: slot sharing]
+        brought: a gradient came to what is being reduced, on this rank or in what earlier reductions brought.
+        left_out: none did, on any rank: `.grad` stays as it is.
     """
 
     def __init__(self, handle: FlatParamHandle, shown: Shown) -> None:
@@ -87,6 +89,8 @@ class Gradients:
         self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
         self._accumulating = False
         self.sharing = False
+        self.brought = False
+        self.left_out = False
         self._return_place: Callable[[FlatBuffer], None] | None = None  # once the places are ours
         # Microbatches without synchronisation came before: the next synchronised backward reduces, on every rank alike,
         # whether or not gradients arrived on this one.
@@ -277,6 +281,7 @@ class Gradients:
         self._open_buffer()
         buffer = self._buffer
         assert buffer is not None
+        self.brought = self.brought or bool(self._filled) or self._partial is not None
         if len(self._filled) < len(self._slots):
             for i, slot in enumerate(self._slots):
                 if i not in self._filled:
@@ -321,8 +326,9 @@ class Gradients:
         downloaded = self._reducing[0].downloaded if len(self._reducing) == 1 else None
         self._reducing = []
         trained = self.expected
+        left_out = self.left_out
         self._forget_expectations()
-        if total is None:
+        if total is None or left_out:
             self.restore()
             self._mark_window()
             return False
@@ -382,6 +388,7 @@ class Gradients:
         self.expected = frozenset()
         self.arrived = set()
         self.missing = set()
+        self.brought = self.left_out = False
 
     def restore(self) -> None:
         """Give the leaves back the `.grad` that was taken. Precondition: leaves show the shard."""

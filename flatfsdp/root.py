@@ -18,6 +18,7 @@ import torch
 from . import _torch, hooks, joining
 from .agree import Agreement
 from .backward import Backward
+from .branches import Branches
 from .comm import Group, Traffic, Transport, transport
 from .device import Device, Lane
 from .errors import InternalError, UsageError, logger, warn, warn_once
@@ -100,6 +101,7 @@ class Root:
         self.residents = Residents()
         self._joins = Joining(most=settings.join_units_below)
         self.steppers = Steppers()
+        self.branches = Branches()
         self.depth = 0
         self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
         self._order: ForwardOrder[Unit] = ForwardOrder()
@@ -187,6 +189,7 @@ class Root:
         self._neighbours_due = True
         self.residents.choices_changed()
         self._joins.forget()
+        self.branches.forget()
 
     def dtypes_changed(self) -> None:
         """A shard has become another dtype: units weigh more, or less."""
@@ -285,9 +288,11 @@ class Root:
             self.agreement.compare_values(self)
             if self.record.consumed:
                 self.record = ForwardRecord()
+                self.branches.begin_record()
                 self.links.unhook()
         self.record.begin()
         self._order.begin()
+        self.branches.begin(unit, training=torch.is_grad_enabled())
         self.links.begin_forward()
         self._follow_writes()
 
@@ -299,6 +304,7 @@ class Root:
     def leave(self, unit: Unit, *, failed: bool = False) -> None:
         """A forward of `unit` has ended."""
         self.depth -= 1
+        self.branches.leave(self.depth)
         if self.depth or _torch.in_backward():
             return
         self.record.end()
@@ -319,31 +325,40 @@ class Root:
 
     def gather_for_forward(self, unit: Unit) -> None:
         """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
-        recomputing = _torch.in_backward()
-        if not recomputing:
-            first = self._order.enter(unit)
-            schedule = self.told_schedule
-            if first and (residents := self.residents.follow(self.units)):
-                schedule += f"; {residents}" if schedule else residents
-            self.agreement.check_order(unit, schedule=schedule)
-            if first and not self.agreement.silent:
-                if self._neighbours_due:
-                    self._connect_neighbours()
-                self._follow_other_ranks()
-                self.residents.fetch(self)
-            if torch.is_grad_enabled():
-                self.record.enter(unit)
-        if recomputing and self.backward is not None:
-            self.backward.gather_again(unit)
-        else:
-            for owner in unit.owners:
-                owner.launch_unshard()
-            if not unit.is_whole:
-                self._launch(unit, self._order.upcoming())
-        if not recomputing and (unit.forward_prefetch or unit.choices.forward_targets):
-            self._prefetch_in_forward(unit)
+        if _torch.in_backward():
+            self.branches.check_recomputed(unit)
+            if self.backward is not None:
+                self.backward.gather_again(unit)
+            else:
+                self._gather(unit)
+        elif not self.branches.enter(unit):
+            self.gather_in_turn(unit)
         for each in (*unit.owners, unit):
             each.wait_unshard()
+
+    def gather_in_turn(self, unit: Unit) -> None:
+        """It is the turn of `unit`, on all ranks: start to gather it, and maybe the next. Collective."""
+        first = self._order.enter(unit)
+        schedule = self.told_schedule
+        if first and (residents := self.residents.follow(self.units)):
+            schedule += f"; {residents}" if schedule else residents
+        self.agreement.check_order(unit, schedule=schedule)
+        if first and not self.agreement.silent:
+            if self._neighbours_due:
+                self._connect_neighbours()
+            self._follow_other_ranks()
+            self.residents.fetch(self)
+        if torch.is_grad_enabled() or (self.branches.training and unit.choices.schedule.branch is not None):
+            self.record.enter(unit)
+        self._gather(unit)
+        if unit.forward_prefetch or unit.choices.forward_targets:
+            self._prefetch_in_forward(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        for owner in unit.owners:
+            owner.launch_unshard()
+        if not unit.is_whole:
+            self._launch(unit, self._order.upcoming())
 
     def _connect_neighbours(self) -> None:
         """Let units know who keeps portions with them. [Note: portions]
@@ -462,6 +477,7 @@ class Root:
             agreement=self.agreement,
             joins=self._joins,
             steppers=self.steppers.active,
+            branches=self.branches,
         )
         backward.double = torch.is_grad_enabled()
         self.follow_profiler()

@@ -146,8 +146,9 @@ class Stepping:
     def __init__(self, steppers: Sequence[Stepper], units: Iterable[Unit]) -> None:
         """`units` take part in the backward. Falsy without `steppers`."""
         self._steppers = steppers
-        # Whatever this backward still shows: late gradients come late.
-        self._known = frozenset([unit for unit in units if unit.reads_once]) if steppers else frozenset()
+        # Whatever this backward still shows: late gradients come late. Whether a branch gets any is known at the end.
+        known = [unit for unit in units if unit.reads_once and unit.choices.schedule.branch is None]
+        self._known = frozenset(known) if steppers else frozenset()
         self.stepped: dict[Unit, None] = {}
 
     def __bool__(self) -> bool:

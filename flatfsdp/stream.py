@@ -12,6 +12,7 @@ learn of it from their watch ([Note: watch]), which speaks for the main thread w
 from __future__ import annotations
 
 import json
+import operator
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,9 @@ class Said(NamedTuple):
 
 _CAME = Symbol(number("came"), "computed gradients of parameters in its backward")
 _NONE_CAME = Symbol(number("none came"), "ended a backward that computed no gradient of a parameter")
+# Where ranks differ in nothing but which units a forward runs.
+_IN_FORWARD = operator.methodcaller("startswith", ("entered unit ", "ended its forward"))
+_REMEDY = ", except in what is given to ensure_unit_participation()"
 _ENDED = {kind: Symbol(number(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
 
 
@@ -372,7 +376,7 @@ class Stream(Peers):
         return (
             f"ranks part ways in step {max(1, step)}: {told}. All ranks must run the same units in the same order, as "
             "many forwards and backwards, and catch an exception at the same point or not at all; what depends on a "
-            "rank's own data must not decide"
+            f"rank's own data must not decide{_REMEDY if all(map(_IN_FORWARD, texts.values())) else ''}"
         )
 
     # -- for the watch -----------------------------------------------------------------------------------------------

@@ -35,6 +35,27 @@ def _units_below(module: nn.Module, seen: set[int]) -> Iterator[Unit]:
         yield unit
 
 
+def nesting(outermost: Unit) -> list[tuple[Unit, Unit | None]]:
+    """Every unit of a model with the one around it, in the order of registration, outer units first."""
+    return _nested_below(outermost.module, outermost, set(), [(outermost, None)])
+
+
+def _nested_below(
+    module: nn.Module, around: Unit, seen: set[int], found: list[tuple[Unit, Unit | None]]
+) -> list[tuple[Unit, Unit | None]]:
+    for child in module._modules.values():
+        if child is None or id(child) in seen:
+            continue
+        seen.add(id(child))
+        unit = child.__dict__.get("_unit")
+        if isinstance(unit, Unit):
+            found.append((unit, around))
+            _nested_below(unit.module, unit, seen, found)
+        else:
+            _nested_below(child, around, seen, found)
+    return found
+
+
 def units_at(module: nn.Module) -> list[Unit]:
     """The unit whose wrapper `module` is, if it is one."""
     unit = module.__dict__.get("_unit")

@@ -101,6 +101,8 @@ class Unit(UnitData):
             with cast_buffers(self.modules, dtype):
                 called = self.module if method is None else getattr(self.module, method)
                 output = called(*args, **kwargs)
+            if not recomputing:
+                root.branches.finish(self)
             output = self._after_forward(root, recomputing, call, output, stays=method is None)
         except BaseException:
             self.phase = phase
@@ -112,6 +114,23 @@ class Unit(UnitData):
             self.enter_phase(Phase.IDLE)
         root.leave(self)
         return output
+
+    def take_part(self) -> None:
+        """Do what this unit's forward does together with other ranks, and nothing else. Collective over the shard axis.
+        [Note: branches]"""
+        root, phase, depth = self.root, self.phase, self.root.branches.depth
+        self.enter_phase(Phase.FORWARD)
+        try:
+            self._follow_requires_grad()
+            root.gather_for_forward(self)
+            root.branches.finish(self)
+        except BaseException:
+            self.phase = phase
+            raise
+        finally:
+            root.branches.leave(depth)
+        self.enter_phase(Phase.IDLE)
+        self.end_turn(reached=root.branches.training)
 
     def _before_forward(
         self, root: Root, outermost: bool, recomputing: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -214,23 +233,38 @@ class Unit(UnitData):
             output = cast_floating(output, self._outer_dtype)
         if not torch.is_grad_enabled():
             self._forget_autocast(root)
-        keep = recomputing or self._lent or not self.reshards_after_forward
+        branching = self.choices.schedule.branch is not None
+        reached = keep = False
         if torch.is_grad_enabled():
             anchors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            if anchors:
-                if not recomputing:
-                    root.record.anchor(self)
-                for anchor in anchors:
-                    self._anchor(root, anchor, call)
-            elif stays and not recomputing and self.trainable_leaves():
+            for anchor in anchors:
+                self._anchor(root, anchor, call)
+            reached = bool(anchors)
+            keep = stays and not reached and not recomputing and bool(self.trainable_leaves())
+            if keep:
                 self._stay_whole()
-                keep = True
-        if not keep:
-            self.reshard_after_forward(self)
-        if not recomputing:
-            for owner in self.owners:
-                owner.lent_no_more(self)
+        if recomputing:
+            return output
+        if branching:
+            if root.branches.training:
+                root.branches.ran(self, with_graph=reached)
+            reached = root.branches.training
+            if root.branches.holds(self):
+                return output
+        self.end_turn(reached=reached, keep=keep)
         return output
+
+    def end_turn(self, *, reached: bool, keep: bool = False) -> None:
+        """This unit's part of the forward is over: free it, unless it is to `keep` its parameters.
+
+        `reached`: a gradient can come to it.
+        """
+        if reached:
+            self.root.record.anchor(self)
+        if not (keep or self._lent or not self.reshards_after_forward):
+            self.reshard_after_forward(self)
+        for owner in self.owners:
+            owner.lent_no_more(self)
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -298,6 +332,14 @@ class Unit(UnitData):
         return map_tensors(own, output)
 
     def _stay_whole(self) -> None:
+        if self.choices.schedule.branch is not None:
+            raise UsageError(
+                f"unit {self.label} has trainable parameters, but its forward returned no tensor that requires a "
+                "gradient (or returned them inside an object that flatfsdp cannot look into). It is of a part that was "
+                "given to ensure_unit_participation(), so it cannot stay unsharded as other units would: ranks that do "
+                "not run it free it. Return tensors in tuples, lists, dicts or dataclasses, or call it under "
+                "torch.no_grad() if it needs no gradient"
+            )
         warn_once(
             ("unanchored", self.name, id(self)),
             f"unit {self.label} has trainable parameters, but its forward returned no tensor that requires a gradient "
@@ -454,6 +496,7 @@ class Unit(UnitData):
     def _release(self, backward: Backward) -> None:
         """Reshard after the unit's part of the backward, unless the parameters are needed still."""
         lent = bool(self._borrowers) and any(unit._open_calls for unit in self._alive_borrowers())
+        lent = lent or backward.reaches_again(self)
         if not lent and not self.needed_whole and not backward.keeps_whole(self):
             self.reshard(Exposure.NOTHING)
             backward.released(self)

@@ -63,6 +63,10 @@ class ForwardRecord(Generic[U]):
         else:
             self._entered[unit] = len(self._entered)
 
+    def repeat(self, unit: U) -> None:
+        """`unit` runs again, beside units that a backward gathers with it."""
+        self.entered_again.add(unit)
+
     def anchor(self, unit: U) -> None:
         """`unit` finished its forward and its output can bring it a gradient."""
         self._anchored.pop(unit, None)
@@ -118,9 +122,10 @@ class GatherPlan(Generic[U]):
         targets: Mapping[U, Sequence[U]] = MappingProxyType({}),
         *,
         join: Cut[U] = _apart,
+        together: Mapping[U, Sequence[U]] = MappingProxyType({}),
     ) -> None:
         """`targets`: what is gathered right after a unit, where that is not left to the plan; others are none of it.
-        `join` cuts the sequence into groups."""
+        `join` cuts the sequence into groups. `together`: units that are gathered when one of them is needed."""
         backwards = dict.fromkeys(reversed(anchored))
         sequence: dict[U, None] = {}
         for unit in backwards:
@@ -130,6 +135,7 @@ class GatherPlan(Generic[U]):
                     sequence.setdefault(target)
         self._groups = tuple(join(sequence))
         self._position = {unit: i for i, group in enumerate(self._groups) for unit in group}
+        self._together = together
         self._next = 0
 
     def until(self, unit: U) -> Sequence[tuple[U, ...]]:
@@ -150,6 +156,8 @@ class GatherPlan(Generic[U]):
 
     def through(self, units: Iterable[U]) -> Sequence[tuple[U, ...]]:
         """The groups to gather, in order, so that all of `units` are gathered that the plan is not past."""
+        if self._together:
+            units = [each for unit in units for each in self._together.get(unit, (unit,))]
         last = max([self._position.get(unit, -1) for unit in units], default=-1)
         due = self._groups[self._next : last + 1]
         self._next = max(self._next, last + 1)

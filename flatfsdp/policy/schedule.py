@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from ..errors import refuse_value
+from .branches import Branch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Schedule:
             same for all units of a model.
         divide_by: what the sum of gradients over ranks is divided by; None for the number of ranks.
         keep_frozen: where frozen parameters stay unsharded, "device" or "host"; None: nowhere. [Note: residents]
+        branch: what it is a part of that runs or not, depending on a rank's data; None if all ranks run it alike.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -37,6 +39,7 @@ class Schedule:
     unshard_async_op: bool = False
     divide_by: float | None = None
     keep_frozen: str | None = None
+    branch: Branch | None = None
 
     def told(self) -> Iterator[str]:
         """What was set, in words."""

@@ -206,6 +206,7 @@ PARTING = (
     ". All ranks must run the same units in the same order, as many forwards and backwards, and catch an exception at "
     "the same point or not at all; what depends on a rank's own data must not decide"
 )
+REMEDY = ", except in what is given to ensure_unit_participation()"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,8 @@ PARTING = (
     ],
 )
 def test_ranks_part_in_their_first_iteration(pool2: Run, case: str, told: str) -> None:
-    assert same(pool2(part, case)) == f"ranks part ways in step 1: {told}{PARTING}"
+    remedy = REMEDY if case in ("skips a unit", "ends early", "another order") else ""
+    assert same(pool2(part, case)) == f"ranks part ways in step 1: {told}{PARTING}{remedy}"
 
 
 # -- what all ranks do alike -----------------------------------------------------------------------------------------

@@ -1,0 +1,124 @@
+"""The turns of units that run or not, and in which order, depending on a rank's data; pure.
+
+[Note: branches] A *branch* is a part of a model whose units a rank runs as its data will have it: the tower for images,
+the experts of a mixture. All ranks take part in it all the same, at one place of the forward that data has no say in:
+within the forward of the unit *around* the branch, after what was registered before it, and before the next unit that
+every rank runs. Where it is a rank's *turn* with a unit that it does not run, it gathers and frees it. In a branch in
+order each unit has a turn of its own; a rank that enters one has first taken its turn with those that it passed over.
+A branch in any order has one turn for all of its units, which are then there until the branch is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+U = TypeVar("U", bound=Hashable)
+Place = tuple[int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """One branch, as the units in it know it.
+
+    Attributes:
+        any_order: whether units may run in any order, and again.
+    """
+
+    any_order: bool = False
+
+    def __str__(self) -> str:
+        return "in any order" if self.any_order else "in order"
+
+
+@dataclass(frozen=True, eq=False)
+class Turn(Generic[U]):
+    """What all ranks do together at one place of a forward.
+
+    Attributes:
+        around: the unit in whose forward it is.
+        units: what is gathered, outer units before those inside: one unit, or all of a branch in any order.
+    """
+
+    place: Place
+    around: U
+    units: tuple[U, ...]
+    any_order: bool
+
+
+class Course(Generic[U]):
+    """Where the units of a model have their places, and which turns there are.
+
+    Attributes:
+        turn: of each unit of a branch.
+        place: of every unit.
+    """
+
+    def __init__(
+        self, nesting: Iterable[tuple[U, U | None]], branches: Mapping[U, Branch], before: Mapping[U, U]
+    ) -> None:
+        """`nesting`: every unit with the one around it, in the order of registration, outer units first. `before`:
+        units of branches whose place is right before another unit's, in place of their own."""
+        self._around = dict(nesting)
+        own = {unit: i for i, unit in enumerate(self._around)}
+        self.place: dict[U, Place] = {
+            unit: (own[before[unit]], 0, i) if unit in before else (i, 1, 0) for unit, i in own.items()
+        }
+        members: dict[object, list[U]] = {}
+        for unit in self._around:
+            if (branch := branches.get(unit)) is not None:
+                members.setdefault(branch if branch.any_order else unit, []).append(unit)
+        self.turn: dict[U, Turn[U]] = {}
+        self._turns: dict[U, list[Turn[U]]] = {}
+        for units in members.values():
+            around = self._around[units[0]]
+            if around is None:
+                continue
+            turn = Turn(self.place[units[0]], around, tuple(units), branches[units[0]].any_order)
+            self.turn.update(dict.fromkeys(units, turn))
+            self._turns.setdefault(around, []).append(turn)
+        for turns in self._turns.values():
+            turns.sort(key=lambda turn: turn.place)
+
+    def is_inside(self, unit: U, around: U) -> bool:
+        """Whether `unit` is somewhere inside `around`."""
+        found = self._around.get(unit)
+        while found is not None and found is not around:
+            found = self._around.get(found)
+        return found is around
+
+    def walk(self, unit: U) -> Walk[U]:
+        """A forward of `unit` begins."""
+        return Walk(unit, tuple(self._turns.get(unit, ())))
+
+
+class Walk(Generic[U]):
+    """How far one running forward of a unit has come past the turns in it.
+
+    Attributes:
+        open: the turn with a branch in any order that has begun and is not over.
+    """
+
+    def __init__(self, unit: U, turns: tuple[Turn[U], ...]) -> None:
+        self.unit = unit
+        self.open: Turn[U] | None = None
+        self._turns = turns
+        self._taken = 0
+
+    def has_passed(self, turn: Turn[U]) -> bool:
+        """Whether it cannot be this turn any more, or is none of this forward."""
+        return turn not in self._turns[self._taken :]
+
+    def next_before(self, place: Place | None) -> Turn[U] | None:
+        """The next turn, if it comes before `place` (None: the end of the forward)."""
+        if self._taken == len(self._turns):
+            return None
+        turn = self._turns[self._taken]
+        return turn if place is None or turn.place < place else None
+
+    def take(self, turn: Turn[U]) -> None:
+        """It is this turn, the next one."""
+        assert self._turns[self._taken] is turn
+        self._taken += 1
+        self.open = turn if turn.any_order else None

@@ -1,0 +1,534 @@
+"""Parts of a model that each rank runs as its data will have it: the numbers are those of one process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.errors import AgreementError, ConfigValueError, UsageError
+from tests.conftest import Run
+
+WIDTH = 6
+Used = tuple[int, ...]  # the layers that a rank's data asks for, in order
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * self.scale)
+
+
+class Tower(nn.Module):
+    """Layers that run one after the other, inside a unit of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, image: Tensor, used: Used) -> Tensor:
+        x = image + self.bias
+        for index in used:
+            x = self.layers[index](x)
+        return x
+
+
+class Pictured(nn.Module):
+    """Text, and images where a batch has any; some of the tower's layers are left out at times, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = Tower()
+        self.text = nn.Sequential(Layer(), Layer())
+
+    @property
+    def branch(self) -> nn.Module:
+        return self.images
+
+    def forward(self, x: Tensor, used: Used) -> Tensor:
+        seen = self.images(x * 2, used) if used else 0
+        return self.text(x + seen)
+
+
+class Mixture(nn.Module):
+    """Experts inside a block, which runs twice, the second time with fewer of them."""
+
+    def __init__(self, recompute: bool | None = None) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.block = Block()
+        self.head = Layer()
+
+    @property
+    def branch(self) -> nn.Module:
+        return self.block.experts
+
+    def forward(self, x: Tensor, used: Used) -> Tensor:
+        for call in range(2):
+            if self.recompute is None:
+                x = self.block(x, used[call:])
+            else:
+                x = checkpoint(self.block, x, used[call:], use_reentrant=self.recompute)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = Layer()
+        self.experts = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor, used: Used) -> Tensor:
+        x = self.before(x)
+        return x + sum(self.experts[index](x) / (1 + index) for index in used)
+
+
+class Chosen(nn.Module):
+    """Layers of which each step uses others, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Layer()
+        self.layers = nn.ModuleList(Layer() for _ in range(5))
+        self.last = Layer()
+
+    @property
+    def branch(self) -> nn.Module:
+        return self.layers
+
+    def forward(self, x: Tensor, used: Used) -> Tensor:
+        x = self.first(x)
+        for index in used:
+            x = x + self.layers[index](x)
+        return self.last(x)
+
+
+# What each rank's data asks for, step by step; further ranks do as the first one.
+IN_ORDER: dict[type[nn.Module], list[list[Used]]] = {
+    Pictured: [[(0, 1), ()], [(), ()], [(), (1,)], [(0,), (1,)], [(0, 1), (0, 1)]],
+    Mixture: [[(0, 2), (1, 2)], [(1,), (1, 2)], [(), ()], [(), (0, 1, 2, 3)], [(0, 3), (3,)]],
+    Chosen: [[(0, 1), (3, 4)], [(2,), ()], [(0, 4), (1, 2, 3)], [(), ()], [(4,), (0,)]],
+}
+IN_ANY_ORDER: dict[type[nn.Module], list[list[Used]]] = {
+    Pictured: [[(1, 0, 1), ()], [(), ()], [(), (1, 0)], [(0, 0), (1,)], [(0, 1), (0, 1)]],
+    Mixture: [[(2, 0), (1, 2)], [(1, 1), (2, 1)], [(), ()], [(), (3, 0, 2, 1)], [(3, 0, 3), (3,)]],
+    Chosen: [[(1, 0), (4, 3, 4)], [(2, 2), ()], [(4, 0), (1, 3, 2)], [(), ()], [(4,), (0, 0, 0)]],
+}
+
+
+def data(rank: int, step: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def wrap(net: nn.Module, **options: Any) -> FullyShardedDataParallel:
+    options.setdefault("auto_wrap_policy", {Layer, Tower, Block})
+    options.setdefault("use_orig_params", True)
+    if "mesh" in options:
+        options["device_mesh"] = torch.distributed.init_device_mesh("cpu", options.pop("mesh"))
+    return FullyShardedDataParallel(net, **options)
+
+
+def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+def differences(
+    rank: int,
+    world: int,
+    kind: type[nn.Module],
+    plan: Sequence[Sequence[Used]],
+    any_order: bool,
+    options: dict[str, Any],
+    micro: int = 1,
+    sync: bool = False,
+) -> list[str]:
+    """Train on `world` ranks and in one process on all their batches; what differs."""
+    torch.manual_seed(0)
+    net = kind()
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    model = wrap(copy.deepcopy(net), **options)
+    before = model.text if kind is Later else None
+    flatfsdp.ensure_unit_participation(model.branch, any_order=any_order, before=before)
+    optimizers = [optimizer_of(each) for each in (model, net)]
+    found = []
+    names = [name for name, _ in net.named_parameters()]
+    for step in range(0, len(plan), micro):
+        for each in optimizers:
+            each.zero_grad()
+        for at in range(step, min(step + micro, len(plan))):
+            mine = model(data(rank, at), plan[at][rank % len(plan[at])]).square().mean()
+            last = sync or at + 1 >= min(step + micro, len(plan))
+            with nullcontext() if last else model.no_sync():
+                mine.backward()
+            for other in range(world):
+                loss = net(data(other, at), plan[at][other % len(plan[at])]).square().mean()
+                if other == rank and not torch.allclose(loss, mine, rtol=1e-5):
+                    found.append(f"{at}: loss {mine} for {loss}")
+                (loss / world).backward()
+        originals = options.get("use_orig_params", True)
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=originals):
+            grads = [
+                p.grad if originals else expected.grad
+                for p, expected in zip(model.parameters(), net.parameters(), strict=True)
+            ]
+        for name, grad, p in zip(names, grads, net.parameters(), strict=True):
+            none = grad is None or p.grad is None
+            if grad is not p.grad if none else not torch.allclose(grad, p.grad, rtol=1e-4, atol=1e-6):
+                found.append(f"{step}: gradient of {name}: {grad} for {p.grad}")
+        for each in optimizers:
+            each.step()
+        with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model):
+            for name, p, expected in zip(names, model.parameters(), net.parameters(), strict=True):
+                if not torch.allclose(p, expected, rtol=1e-4, atol=1e-5):
+                    found.append(f"{step}: {name}: {p} for {expected}")
+    return found[:5]
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+@pytest.mark.parametrize("kind", [Pictured, Mixture, Chosen])
+@pytest.mark.parametrize("world", [2, 3])
+def test_parity_with_one_process(run: Run, world: int, kind: type[nn.Module], any_order: bool) -> None:
+    plan = (IN_ANY_ORDER if any_order else IN_ORDER)[kind]
+    for options in ({}, {"join_units_below": 0, "backward_prefetch": None}):
+        assert run(world, differences, kind, plan, any_order, options, timeout=30) == [[]] * world
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+@pytest.mark.parametrize("kind", [Pictured, Mixture])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharding_strategy": "SHARD_GRAD_OP"},
+        {"sharding_strategy": "NO_SHARD"},
+        {"cpu_offload": True, "forward_prefetch": True},
+        {"use_orig_params": False, "backward_prefetch": "BACKWARD_POST"},
+    ],
+)
+def test_parity_with_other_settings(
+    pool2: Run, kind: type[nn.Module], any_order: bool, options: dict[str, Any]
+) -> None:
+    plan = (IN_ANY_ORDER if any_order else IN_ORDER)[kind]
+    assert pool2(differences, kind, plan, any_order, options, timeout=30) == [[], []]
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("any_order", [False, True])
+def test_accumulation(pool2: Run, any_order: bool, sync: bool) -> None:
+    plan = (IN_ANY_ORDER if any_order else IN_ORDER)[Mixture]
+    assert pool2(differences, Mixture, plan, any_order, {}, 2, sync, timeout=30) == [[], []]
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}, {"reshard_after_forward": 2}]
+)
+def test_four_ranks(pool4: Run, any_order: bool, options: dict[str, Any]) -> None:
+    plan = (IN_ANY_ORDER if any_order else IN_ORDER)[Mixture]
+    assert pool4(differences, Mixture, plan, any_order, options, timeout=30) == [[]] * 4
+
+
+class Recomputed(Mixture):
+    def __init__(self) -> None:
+        super().__init__(recompute=False)
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", None])
+def test_activation_checkpointing(pool2: Run, any_order: bool, prefetch: str | None) -> None:
+    plan = (IN_ANY_ORDER if any_order else IN_ORDER)[Mixture]
+    options = {"backward_prefetch": prefetch}
+    assert pool2(differences, Recomputed, plan, any_order, options, timeout=30) == [[], []]
+
+
+# -- what is frozen, evaluated, copied --------------------------------------------------------------------------------
+
+
+class Frozen(Pictured):
+    """A tower that is only looked through, where nothing in front of it is trained, and a trained layer behind it."""
+
+    def __init__(self, without_graph: bool = True) -> None:
+        super().__init__()
+        self.without_graph = without_graph
+        self.images.requires_grad_(False)
+
+    def forward(self, x: Tensor, used: Used) -> Tensor:
+        if not used:
+            return self.text(x)
+        with torch.no_grad() if self.without_graph else nullcontext():
+            seen = self.images(x * 2, used)
+        return self.text(x + seen)
+
+
+class Looked(Frozen):
+    """The same with a graph, in which there is nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__(without_graph=False)
+
+
+class FrozenExperts(Mixture):
+    """Experts through which gradients go on to layers that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block.experts.requires_grad_(False)
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+@pytest.mark.parametrize("kind", [Frozen, Looked, FrozenExperts])
+def test_a_frozen_branch(pool2: Run, kind: type[nn.Module], any_order: bool) -> None:
+    plan = (IN_ANY_ORDER if any_order else IN_ORDER)[kind.__mro__[1] if kind is not Looked else Pictured]
+    assert pool2(differences, kind, plan, any_order, {}, timeout=30) == [[], []]
+
+
+def trained_without_a_graph(rank: int, world: int) -> bool:
+    """As a branch whose parameters no rank has a gradient for."""
+    torch.manual_seed(0)
+    net = Frozen()
+    net.requires_grad_(True)
+    model = wrap(net)
+    flatfsdp.ensure_unit_participation(model.branch)
+    for step in range(3):
+        model(data(rank, step), (0,) if rank else ()).sum().backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        return all((p.grad is None) == name.startswith("images") for name, p in model.named_parameters())
+
+
+def test_a_branch_that_ranks_run_without_gradients(pool2: Run) -> None:
+    assert all(pool2(trained_without_a_graph))
+
+
+def gathers_of_a_frozen_tower(rank: int, world: int) -> list[int]:
+    counts = []
+    for spared in (False, True):
+        model = wrap(Frozen(), join_units_below=0)
+        flatfsdp.ensure_unit_participation(model.branch)
+        if spared:
+            for unit in FullyShardedDataParallel.fsdp_modules(model.images):
+                unit.set_unshard_in_backward(False)
+        figures = flatfsdp.stats(model)
+        for step in range(2):
+            figures.reset()
+            model(data(rank, step), (0,) if rank else ()).sum().backward()
+        counts.append(figures.comm["all_gather"][0])
+    return counts
+
+
+def test_a_frozen_tower_may_be_spared_the_gathers_of_its_backward(pool2: Run) -> None:
+    forward, backward = 5, 4  # the root has no parameters; of the text's layers the last is gathered twice, too
+    assert pool2(gathers_of_a_frozen_tower) == [[forward + backward + 1, forward + 2]] * 2
+
+
+def evaluate(rank: int, world: int, kind: type[nn.Module], any_order: bool, full_precision: bool) -> bool:
+    torch.manual_seed(0)
+    net = kind()
+    mixed = flatfsdp.MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True) if full_precision else None
+    model = wrap(copy.deepcopy(net), mixed_precision=mixed).eval()
+    flatfsdp.ensure_unit_participation(model.branch, any_order=any_order)
+    right = True
+    for step, plan in enumerate((IN_ANY_ORDER if any_order else IN_ORDER)[kind]):
+        with torch.no_grad():
+            found, expected = model(data(rank, step), plan[rank]), net(data(rank, step), plan[rank])
+        right = right and torch.allclose(found, expected, rtol=1e-5)
+    return right and flatfsdp.stats(model).bytes_unsharded == 0
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+@pytest.mark.parametrize("full_precision", [False, True])
+@pytest.mark.parametrize("kind", [Pictured, Chosen])
+def test_evaluation(pool2: Run, kind: type[nn.Module], any_order: bool, full_precision: bool) -> None:
+    assert all(pool2(evaluate, kind, any_order, full_precision))
+
+
+def in_low_precision(rank: int, world: int, any_order: bool) -> bool:
+    """Against the same engine in a model that all ranks run, of which the others' part counts nothing."""
+
+    def train(model: FullyShardedDataParallel, used: Used, weight: float) -> list[Tensor | None]:
+        for step in range(2):
+            model(data(rank, step), used).square().mean().backward()
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
+
+    torch.manual_seed(0)
+    net = Chosen()
+    mixed = flatfsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    branching, plain = (wrap(copy.deepcopy(net), mixed_precision=mixed) for _ in range(2))
+    flatfsdp.ensure_unit_participation(branching.branch, any_order=any_order)
+    found, expected = train(branching, (1, 3), 1.0), train(plain, (1, 3), 1.0)
+    same = all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(found, expected, strict=True)
+    )
+    again = train(branching, (0,) if rank else (1, 2), 1.0)
+    return same and all(g is None or bool(g.isfinite().all()) for g in again)
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+def test_low_precision(pool2: Run, any_order: bool) -> None:
+    assert all(pool2(in_low_precision, any_order))
+
+
+def copied(rank: int, world: int) -> bool:
+    torch.manual_seed(0)
+    model = wrap(Later())
+    flatfsdp.ensure_unit_participation(model.images, any_order=True, before=model.text)
+    twin, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    losses = []
+    for each in (model, twin, loaded):
+        loss = each(data(rank, 0), (1, 0, 1) if rank else ()).sum()
+        loss.backward()
+        losses.append(loss.item())
+    return len(set(losses)) == 1
+
+
+class Later(Pictured):
+    """The tower is registered behind what runs after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = self._modules.pop("images")
+
+
+def test_copies_and_pickles_keep_it(pool2: Run) -> None:
+    assert all(pool2(copied))
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+def test_a_branch_that_is_registered_later_than_it_runs(pool2: Run, any_order: bool) -> None:
+    plan = (IN_ANY_ORDER if any_order else IN_ORDER)[Pictured]
+    assert pool2(differences, Later, plan, any_order, {}, timeout=30) == [[], []]
+
+
+def stepped_in_backward(rank: int, world: int) -> bool:
+    """Layers that no rank runs are not stepped: neither decay nor momentum moves them."""
+    torch.manual_seed(0)
+    net = Chosen()
+    models = wrap(copy.deepcopy(net)), wrap(net)
+    optimizers = [optimizer_of(model) for model in models]
+    flatfsdp.optimizer_in_backward(models[0], optimizers[0])
+    for model in models:
+        flatfsdp.ensure_unit_participation(model.branch)
+    for step, plan in enumerate(IN_ORDER[Chosen]):
+        for model in models:
+            model(data(rank, step), plan[rank]).square().mean().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    return all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+
+
+def test_an_optimizer_that_steps_in_the_backward(pool2: Run) -> None:
+    assert all(pool2(stepped_in_backward))
+
+
+# -- costs -----------------------------------------------------------------------------------------------------------
+
+
+def peaks(rank: int, world: int, any_order: bool) -> list[int]:
+    """Bytes that are gathered at most, on a rank that runs all layers, one, or none, while the others run all."""
+    found = []
+    for used in ((0, 1, 2, 3, 4), (2,), ()):
+        model = wrap(Chosen(), join_units_below=0, backward_prefetch=None)
+        flatfsdp.ensure_unit_participation(model.branch, any_order=any_order)
+        figures = flatfsdp.stats(model)
+        for step in range(2):
+            figures.reset()
+            model(data(rank, step), used if rank == 0 else (0, 1, 2, 3, 4)).sum().backward()
+        found.append(figures.bytes_unsharded_peak)
+    return found
+
+
+@pytest.mark.parametrize(("any_order", "layers"), [(False, 1), (True, 5)])
+def test_memory(pool2: Run, any_order: bool, layers: int) -> None:
+    """In order a layer at a time, in any order all of them."""
+    layer = 4 * (WIDTH * WIDTH + 8 + WIDTH)  # each parameter begins on 16 bytes
+    assert pool2(peaks, any_order) == [[layers * layer] * 3] * 2
+
+
+def exchanges(rank: int, world: int) -> list[tuple[int, int]]:
+    model = wrap(Mixture())
+    flatfsdp.ensure_unit_participation(model.branch)
+    figures, seen = flatfsdp.stats(model), []
+    for step, plan in enumerate(IN_ORDER[Mixture]):
+        figures.reset()
+        model(data(rank, step), plan[rank]).sum().backward()
+        seen.append(figures.comm["scalar"])
+        with torch.no_grad():
+            model(data(rank, step), plan[rank])
+    return seen
+
+
+def test_a_step_has_one_exchange_of_a_byte_for_each_unit(pool2: Run) -> None:
+    for seen in pool2(exchanges):
+        assert seen[2:] == [(1, 4 * 2)] * 3
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def told_at(job: Any) -> str:
+    with pytest.raises((UsageError, ConfigValueError, AgreementError)) as caught:
+        job()
+    return str(caught.value)
+
+
+def out_of_turn(rank: int, world: int, case: str) -> str:
+    model = wrap(Mixture(recompute=True) if case == "reentrant" else Later() if case == "later" else Mixture())
+    flatfsdp.ensure_unit_participation(model.branch)
+    used = {"order": (1, 0), "again": (1, 1), "later": (0, 1), "reentrant": (0,)}[case]
+    x = data(rank, 0).requires_grad_()
+    return told_at(lambda: model(x, () if case == "later" and rank == 0 else used).sum().backward())
+
+
+PLACE = "is of a part that was given to ensure_unit_participation(), and its turn was over, or had not come: in each"
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("order", f"unit 'block.experts.0' {PLACE} forward of 'block' its units run once"),
+        ("again", f"unit 'block.experts.1' {PLACE} forward of 'block' its units run once"),
+        ("later", "ranks part ways in step 1: rank 0 entered unit 'text.0'; rank 1 entered unit 'images'"),
+        ("reentrant", "unit 'block.experts.0' runs again inside a backward, for a reentrant checkpoint"),
+    ],
+)
+def test_what_is_not_as_declared(pool2: Run, case: str, told: str) -> None:
+    for message in pool2(out_of_turn, case):
+        assert message.startswith(told), message
+
+
+def wrong(rank: int, world: int) -> list[str]:
+    model, bare = wrap(Mixture()), nn.ModuleList([Layer()])
+    declare = flatfsdp.ensure_unit_participation
+    messages = [
+        told_at(lambda: declare(bare)),
+        told_at(lambda: declare(model)),
+        told_at(lambda: declare(model.block.experts, before=model.block)),
+        told_at(lambda: declare(model.block.experts, before=model.head)),
+    ]
+    declare(model.block)
+    return [*messages, told_at(lambda: declare(model.block.experts, any_order=True))]
+
+
+def test_wrong_arguments(pool2: Run) -> None:
+    for messages in pool2(wrong):
+        bare, outermost, around, outside, inside = messages
+        assert "without any FullyShardedDataParallel inside" in bare
+        assert "got the outermost FullyShardedDataParallel (Mixture)" in outermost
+        assert "before: got a FullyShardedDataParallel" in around
+        assert "before: got a FullyShardedDataParallel" in outside
+        assert "inside a part that was given before, with unit" in inside
