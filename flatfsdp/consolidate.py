@@ -32,8 +32,10 @@ def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transp
 
 
 @contextmanager
-def together(units: Iterable[Unit], call: str) -> Iterator[None]:
+def together(units: Iterable[Unit], call: str, *, always: bool = False) -> Iterator[None]:
     """All ranks make this `call`, which gathers the parameters of `units` or sends them; it is collective inside.
+
+    `always`: ranks exchange something even where no unit is sharded.
 
     Raises:
         AgreementError: on every rank: some do something else.
@@ -41,7 +43,7 @@ def together(units: Iterable[Unit], call: str) -> Iterator[None]:
     with ExitStack() as calls:
         for root in {id(unit.root): unit.root for unit in units}.values():
             root.lazy_init()
-            calls.enter_context(root.agreement.together(call))
+            calls.enter_context(root.agreement.together(call, always=always))
         yield
 
 

@@ -53,7 +53,7 @@ def firsts(axes: Sequence[Transport], content: bytes) -> bytes:
     return bytes(payload.cpu().numpy().tobytes())
 
 
-def together(axes: Sequence[Transport], work: Callable[[], T], *, doing: str) -> dict[int, T]:
+def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str) -> dict[int, T]:
     """What `work()` returned on every rank; where it fails on one, this fails on all. Collective over all axes.
 
     `doing` completes "rank 0 ...", and is the same on all. Process groups that move nothing (torch's fake ones) bring

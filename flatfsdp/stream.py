@@ -148,14 +148,14 @@ class Stream(Peers):
                 self._next(symbol)
 
     @contextmanager
-    def together(self, call: str) -> Iterator[None]:
+    def together(self, call: str, *, always: bool = False) -> Iterator[None]:
         """A `call` of the user's, between iterations, which all ranks make: is it so? Inside, this rank may wait for
-        them.
+        them. Where no unit is sharded only an `always` call communicates.
 
         Raises:
             AgreementError: on every rank, within seconds where the others do something else.
         """
-        if self._doing is not None or not self._sharded:
+        if self._doing is not None or not (self._sharded or (always and self._axes)):
             yield
             return
         with self.waiting(call):

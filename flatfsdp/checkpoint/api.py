@@ -64,9 +64,10 @@ def save(
             that contradicts another's.
     """
     ranks = Ranks(process_group)
-    take = _taking(ranks, path, parts_of(model, optimizer), extra, copied=False)
     request = Request(path, overwrite, per_node, metrics or {})
-    save_contents(ranks, request, background.finish_before(ranks, take))
+    with ranks.calling("checkpoint.save()", model):
+        take = _taking(ranks, path, parts_of(model, optimizer), extra, copied=False)
+        save_contents(ranks, request, background.finish_before(ranks, take))
 
 
 def async_save(
@@ -91,8 +92,10 @@ def async_save(
         nobody asked for is raised by the next save.
     """
     ranks = Ranks(process_group)
-    take = _taking(ranks, path, parts_of(model, optimizer), extra, copied=True)
-    return background.start(ranks, Request(path, overwrite, per_node, metrics or {}), take)
+    request = Request(path, overwrite, per_node, metrics or {})
+    with ranks.calling("checkpoint.async_save()", model):
+        take = _taking(ranks, path, parts_of(model, optimizer), extra, copied=True)
+        return background.start(ranks, request, take)
 
 
 def _taking(
@@ -148,15 +151,16 @@ def load(
     ranks = Ranks(process_group)
     doing = f"loading {Place.at(path).path}"
     parts = parts_of(model, optimizer)
-    ranks.agree(doing, f"a load of {_listed(parts)}, {strict=}, {verify=}, {trust=}")
-    for part in parts:
-        ranks.exchange(doing, part.take)
-    if all(ranks.exchange(doing, lambda: trust and is_foreign(path))):
-        read, extra = _read_foreign(ranks, path, doing, parts, strict=strict)
-    else:
-        read, extra = _read_ours(ranks, path, doing, parts, strict=strict, verify=verify)
-    for part in parts:
-        ranks.exchange(doing, lambda part=part: part.load(read.get(part.name, {})))  # type: ignore[misc]
+    with ranks.calling("checkpoint.load()", model):
+        ranks.agree(doing, f"a load of {_listed(parts)}, {strict=}, {verify=}, {trust=}")
+        for part in parts:
+            ranks.exchange(doing, part.take)
+        if all(ranks.exchange(doing, lambda: trust and is_foreign(path))):
+            read, extra = _read_foreign(ranks, path, doing, parts, strict=strict)
+        else:
+            read, extra = _read_ours(ranks, path, doing, parts, strict=strict, verify=verify)
+        for part in parts:
+            ranks.exchange(doing, lambda part=part: part.load(read.get(part.name, {})))  # type: ignore[misc]
     return extra
 
 

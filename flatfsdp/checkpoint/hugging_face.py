@@ -76,7 +76,9 @@ def export_safetensors(
         settle(model, "export_safetensors()")
         return held_in_place(model)
 
-    _export(Ranks(process_group), folder, hold, largest=largest, dtype=dtype, overwrite=overwrite)
+    ranks = Ranks(process_group)
+    with ranks.calling("export_safetensors()", model):
+        _export(ranks, folder, hold, largest=largest, dtype=dtype, overwrite=overwrite)
 
 
 def write_whole(tensors: Mapping[str, torch.Tensor], folder: Path, *, overwrite: bool) -> None:
@@ -176,10 +178,6 @@ def load_safetensors(
         shapes = {name: entry.shape for name, entry in there.items() if name in wanted or name not in known}
         compare(shapes, wanted, None, strict=strict)
 
-    ranks.exchange(doing, look)
-    if verify:
-        ranks.exchange(doing, lambda: _verify(sorted({entry.file for entry in there.values()}), ranks))
-
     def read() -> None:
         with torch.no_grad(), _Files() as files:
             for each in held:
@@ -187,7 +185,11 @@ def load_safetensors(
                     _read(files.of(there[name]), there[name], each.value)
         note_writes(model)
 
-    ranks.exchange(doing, read)
+    with ranks.calling("load_safetensors()", model):
+        ranks.exchange(doing, look)
+        if verify:
+            ranks.exchange(doing, lambda: _verify(sorted({entry.file for entry in there.values()}), ranks))
+        ranks.exchange(doing, read)
 
 
 def _name_in(held: InPlace, there: Mapping[str, Entry]) -> str:

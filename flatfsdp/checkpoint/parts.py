@@ -17,6 +17,7 @@ from ..optim_state.facts import value_of
 from ..owned import OwnedInterval
 from ..state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from ..state_dicts.names import Named, clean, named_state
+from .nested import flatten
 
 __all__ = ["Described", "Part", "parts_of"]
 
@@ -103,20 +104,27 @@ class _Optimizer:
             self.state = FullyShardedDataParallel.optim_state_dict(self._model, self._optimizer)
 
     def expect(self, there: Mapping[str, Described]) -> None:
-        # Which parameters have state, and which, is what the checkpoint says: an optimizer that has not stepped cannot
-        # know whose gradients will be None. Without any the checkpoint is of another optimizer, or of none.
+        # Which parameters have state is what the checkpoint says: whose gradients were None there and here may differ.
+        # Which state they have is what this optimizer says: of another one it must not take any.
         prefix = f"{self.name}.state."
         if not any(key.startswith(prefix) for key in there):
             return
         held = {name for group in self.state["param_groups"] for name in group["params"]}
         named = {name: each for each in named_state(self._model) for name in each.names}
-        state: dict[str, dict[str, torch.Tensor]] = {}
+        found: dict[str, dict[str, Described]] = {}
         for key, described in there.items():
             if key.startswith(prefix):
                 name = _longest(held & named.keys(), key.removeprefix(prefix))
                 if name is not None:
-                    inside = key.removeprefix(f"{prefix}{name}.")
-                    state.setdefault(name, {})[inside] = _target(named[name], described)
+                    found.setdefault(name, {})[key.removeprefix(f"{prefix}{name}.")] = described
+        own = self.state["state"]
+        kinds = {name: _tensors_in(values) for name, values in own.items()}
+        state = {name: own[name] for name, tensors in kinds.items() if not tensors}
+        for name, inside in found.items():
+            if name in own:
+                state[name] = own[name]
+            elif inside.keys() in kinds.values():
+                state[name] = {each: _target(named[name], described) for each, described in inside.items()}
         self.state = {**self.state, "state": state}
 
     def load(self, read: Mapping[str, Any]) -> None:
@@ -124,6 +132,10 @@ class _Optimizer:
             FullyShardedDataParallel.optim_state_dict_to_load(
                 self._model, self._optimizer, {"state": {}, **read}, load_directly=True
             )
+
+
+def _tensors_in(values: Mapping[str, Any]) -> set[str]:
+    return {key for key, value in flatten(values)[0].items() if _is_tensor(value)}
 
 
 def _longest(names: Collection[str], key: str) -> str | None:

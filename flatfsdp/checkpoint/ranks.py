@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
+from ..consolidate import together
 from ..errors import CheckpointError, ConfigValueError
 from ..groups import new_group
 from ..peers import ranks_in_words
+from ..traversal import units_in
 
 __all__ = ["Ranks"]
 
@@ -52,6 +56,20 @@ class Ranks:
             members = tuple(dist.get_process_group_ranks(self.group))
             _beside[self.group] = new_group(members, "prepares to save in the background", backend="gloo")
         return Ranks(_beside[self.group])
+
+    def calling(self, call: str, model: object) -> AbstractContextManager[None]:
+        """All ranks make this `call` over `model`: while others train, say, none may wait for them in it.
+
+        A model that has not run yet, or is spread over other ranks than these, is not asked.
+
+        Raises:
+            AgreementError: on every rank: some do something else with the model.
+        """
+        units = [unit for unit in units_in(model) if unit.root.ready] if isinstance(model, nn.Module) else []
+        axes = [axis for unit in units for axis in (unit.gather, unit.replicate) if axis is not None]
+        members = set(dist.get_process_group_ranks(self.group)) if axes else set()
+        covered = all(members.issuperset(axis.group.ranks) for axis in axes)
+        return together(units if covered else [], call, always=True)
 
     def agree(self, doing: str, call: str) -> None:
         """Let every rank make this `call`. Collective.

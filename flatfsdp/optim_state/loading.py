@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from ..comm import Transport
-from ..consolidate import is_first, scatter, store
+from ..consolidate import is_first, scatter, store, together
 from ..errors import AgreementError, ConfigValueError, UsageError
-from ..exchange import by_ranks, firsts, is_first_of, pack, ranks_over, together
+from ..exchange import all_or_none, by_ranks, firsts, is_first_of, pack, ranks_over
 from ..flat_param import full_views
 from ..peers import number
 from ..state_dicts.carriers import is_distributed, whole_of
@@ -57,7 +58,32 @@ def load(
         ConfigTypeError, ConfigValueError: what is wrong with the dict; on all ranks that are asked.
         AgreementError: ranks have different dicts, or another rank has a wrong one.
     """
-    axes = [] if alone else axes_of(model)
+    agreeing = nullcontext() if alone else together(units_in(model), "optim_state_dict_to_load()", always=True)
+    with agreeing:
+        return _load(
+            model,
+            optim,
+            state_dict,
+            [] if alone else axes_of(model),
+            optim_input=optim_input,
+            from_first=from_first,
+            by_name=by_name,
+            group=group,
+        )
+
+
+def _load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    state_dict: Any,
+    axes: list[Transport],
+    *,
+    optim_input: Any,
+    from_first: bool,
+    by_name: bool,
+    group: Any,
+) -> dict[str, Any]:
+    """`load` over `axes`, none for what is to be done alone."""
     from_first = from_first and bool(axes)
     described: list[Description] = []
     if from_first:
@@ -80,7 +106,7 @@ def load(
                         "call shard_full_optim_state_dict()"
                     )
 
-        together(axes, look, doing=FROM_FIRST)
+        all_or_none(axes, look, doing=FROM_FIRST)
         described.append(pickle.loads(firsts(axes, packed[0] if first else b"")))
     made: list[tuple[Holder, Plan]] = []
 
@@ -91,10 +117,10 @@ def load(
         made.append((holder, plan(holder, described[0], frozenset(others_of(optim)))))
         return number(repr(_told(holder, described[0])))
 
-    digests = together(axes, prepare, doing=DOING)
+    digests = all_or_none(axes, prepare, doing=DOING)
     ((holder, planned),) = made
     if len(set(digests.values())) > 1:
-        _refuse_difference(together(axes, lambda: _told(holder, described[0]), doing=DOING))
+        _refuse_difference(all_or_none(axes, lambda: _told(holder, described[0]), doing=DOING))
     has_it = not from_first or is_first_of(axes)
     filler = _Filler(holder, planned, state_dict["state"] if has_it else {}, axes, from_first=from_first)
     state: dict[Any, Any] = {**filler.states(), **planned.others}

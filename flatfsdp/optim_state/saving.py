@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ..comm import Group, Transport
-from ..consolidate import consolidated, store
+from ..consolidate import consolidated, store, together
 from ..errors import ConfigValueError
-from ..exchange import is_first_of, ranks_over, together
+from ..exchange import all_or_none, is_first_of, ranks_over
 from ..owned import OwnedInterval
 from ..state_dicts.carriers import rows_of
 from ..state_dicts.names import Named
@@ -70,6 +70,19 @@ def state_by_name(
 
     Collective over the axes of the model's units. No value shares memory with the optimizer's.
     """
+    with together(units_in(model), "optim_state_dict()", always=True):
+        return _state_by_name(model, optim, state_dict, wanted, optim_input=optim_input, group=group)
+
+
+def _state_by_name(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    state_dict: dict[str, Any] | None,
+    wanted: Wanted,
+    *,
+    optim_input: Any,
+    group: Any,
+) -> dict[str, Any]:
     axes = axes_of(model)
     doing = DOING[wanted.carrier]
     made: list[_Own] = []
@@ -84,11 +97,11 @@ def state_by_name(
         made.append(made[-1].with_state(state_before_first_step(optim, made[-1].holder.groups)))
         return made[-1].reports()
 
-    answers = together(axes, tell, doing=doing)
+    answers = all_or_none(axes, tell, doing=doing)
     if any(has_state for has_state, _ in answers.values()):
         facts = agree({rank: told for rank, (_, told) in answers.items()})
     else:
-        facts = agree(together(axes, step, doing=f"{doing}, before its first step"))
+        facts = agree(all_or_none(axes, step, doing=f"{doing}, before its first step"))
     own = made[-1]
     keeps = not wanted.rank0_only or source[0]
     state: dict[str, dict[str, Any]] = {}

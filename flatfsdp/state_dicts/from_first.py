@@ -15,6 +15,7 @@ import torch
 from ..comm import Transport
 from ..consolidate import is_first
 from ..errors import UsageError
+from ..exchange import firsts
 from ..unit import Unit
 from .deferred import Deferred
 
@@ -55,7 +56,7 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
         value = state_dict[key]
         is_tensor = isinstance(value, torch.Tensor)
         told.append((key, tuple(value.shape), value.dtype) if is_tensor else (key, None, value))
-    known = _broadcast(unit, _refusal(told, state_dict) or told)
+    known = pickle.loads(firsts([*axes_of(unit)], pickle.dumps(_refusal(told, state_dict) or told)))
     if isinstance(known, str):
         raise UsageError(f"load_state_dict() from rank 0: {known}")
     held = {key: state_dict.pop(key) for key in keys}
@@ -86,15 +87,3 @@ def axes_of(unit: Unit) -> Iterator[Transport]:
     for axis in (unit.replicate, unit.gather):
         if axis is not None:
             yield axis
-
-
-def _broadcast(unit: Unit, value: Any) -> Any:
-    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(unit.groups.device)
-    size = torch.tensor([content.numel()], device=unit.groups.device)
-    for axis in axes_of(unit):
-        axis.broadcast(size)
-    if not is_first(unit):
-        content = content.new_empty(int(size))
-    for axis in axes_of(unit):
-        axis.broadcast(content)
-    return pickle.loads(content.cpu().numpy().tobytes())

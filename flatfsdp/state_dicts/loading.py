@@ -121,13 +121,11 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
         state_dict = _with_metadata(wrapper, state_dict)
     config = unit.choices.state_dict.state_dict_config
     sends = isinstance(config, FullStateDictConfig) and config.rank0_only and unit.phase is not Phase.SUMMONED
-    if sends:
-        state_dict = _of_first(unit, state_dict)
     while True:
         token = _asked.set(True)
         try:
             with together(units_in(wrapper), "load_state_dict()") if sends else nullcontext():
-                return load(state_dict)
+                return load(_of_first(unit, state_dict) if sends else state_dict)
         except ReadsValues:
             reading = [each for each in _under_way(wrapper) if each.unit not in _read_values]
             if not reading:
@@ -144,7 +142,6 @@ def _of_first(unit: Unit, state_dict: Any) -> Any:
     Raises:
         UsageError, AgreementError: on every rank: the first one's is no state dict.
     """
-    unit.root.lazy_init()
 
     def check() -> None:
         if is_first(unit) and not isinstance(state_dict, Mapping):
@@ -153,7 +150,7 @@ def _of_first(unit: Unit, state_dict: Any) -> Any:
                 f"load_state_dict() with rank0_only=True: expected a state dict on rank 0, found a {given}"
             )
 
-    exchange.together([*axes_of(unit)], check, doing="loads a state dict of rank 0")
+    exchange.all_or_none([*axes_of(unit)], check, doing="loads a state dict of rank 0")
     return state_dict if isinstance(state_dict, Mapping) else {}
 
 

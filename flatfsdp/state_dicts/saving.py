@@ -53,7 +53,7 @@ class Job:
         first: whether this rank is the one that has values where only one has.
         active: units whose modules are being asked, outermost first.
         values: made so far, by the id of the leaf; they are kept, so that tied names share them.
-        made: ids of the values that are not modules' own.
+        made: the values that are not modules' own, by their ids, which are theirs as long as they are kept.
         copies: of shards, by the id of the handle.
     """
 
@@ -61,7 +61,7 @@ class Job:
     first: bool
     active: list[Unit] = field(default_factory=list)
     values: dict[int, Any] = field(default_factory=dict)
-    made: set[int] = field(default_factory=set)
+    made: dict[int, Any] = field(default_factory=dict)
     copies: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -243,7 +243,7 @@ def fill(job: Job, unit: Unit, destination: Any, among: Sequence[str], prefix: s
 
 def _put(job: Job, destination: Any, key: str, value: Any) -> None:
     destination[key] = value
-    job.made.add(id(value))
+    job.made[id(value)] = value
 
 
 def _values(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import tempfile
 import threading
 import time
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flatfsdp import checkpoint
 from flatfsdp.errors import UsageError
 from tests.harness import fresh
 from tests.pool.test_agree import PARTING, REMEDY, Net, step, wrap
@@ -69,6 +71,13 @@ def part(rank: int, world: int, case: str) -> None:
     elif case == "a state dict of rank 0":
         if not odd:
             model.state_dict()
+    elif case == "an optimizer's state of rank 0":
+        optimizer = torch.optim.Adam(model.parameters())
+        if not odd:
+            model.optim_state_dict(model, optimizer)
+    elif case == "a checkpoint of rank 0":
+        if not odd:
+            checkpoint.save(tempfile.mkdtemp(), model=model)
     elif case == "whole parameters of rank 0":
         with contextlib.nullcontext() if odd else model.summon_full_params(model):
             pass
@@ -107,6 +116,14 @@ def told_to_all(outcomes: list[fresh.Outcome]) -> str:
             "have their whole shape",
         ),
         ("a state dict of rank 0", "rank 0 called state_dict(); rank 1 began a training forward at unit <root>"),
+        (
+            "an optimizer's state of rank 0",
+            "rank 0 called optim_state_dict(); rank 1 began a training forward at unit <root>",
+        ),
+        (
+            "a checkpoint of rank 0",
+            "rank 0 called checkpoint.save(); rank 1 began a training forward at unit <root>",
+        ),
         (
             "whole parameters of rank 0",
             "rank 0 called summon_full_params(); rank 1 began a training forward at unit <root>",

@@ -210,6 +210,28 @@ def test_a_part_may_be_loaded_alone_and_another_model_is_refused(pool2: Any, tmp
         assert "model.outside.bias" in said and "optimizer" not in said
 
 
+def of_another_optimizer(rank: int, world: int, path: str) -> list[str]:
+    model = Setting().wrap(seeded(Net), UNITS)
+    step = model(data(0, 0)).sum().backward
+    adam = torch.optim.Adam(model.parameters())
+    step()
+    adam.step()
+    checkpoint.save(path, model=model, optimizer=adam)
+    said = []
+    for momentum in (0.0, 0.9):
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.load(path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=momentum))
+        said.append(str(raised.value))
+    return said
+
+
+def test_the_state_of_another_optimizer_is_refused(pool2: Any, tmp_path: Path) -> None:
+    for plain, with_momentum in pool2(of_another_optimizer, str(tmp_path / "x")):
+        assert "in the checkpoint, but not wanted: optimizer.state." in plain and "missing" not in plain
+        assert "momentum_buffer" in with_momentum.split("in the checkpoint, but not wanted:")[0]
+        assert ".exp_avg" in with_momentum.split("in the checkpoint, but not wanted:")[1]
+
+
 def test_an_optimizer_needs_its_model(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigValueError, match=r"^optimizer: its state is saved by the names of the model's param"):
