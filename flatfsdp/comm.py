@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from . import _torch, gloo
+from . import _torch, at_exit, gloo
 from .api import ShardingStrategy
 from .device import DONE, Device, Lane, Pending, accelerator
 from .errors import InternalError
@@ -392,6 +392,8 @@ def doubled(double: Callable[[Transport], Transport]) -> Iterator[None]:
 def transport(group: Group, device: Device, *, traffic: Traffic, ledger: Ledger) -> Transport:
     """The transport for `group`: by backend and world size."""
     kind = Alone if group.process_group is None else _BY_BACKEND.get(group.backend, Base)
+    if kind is RankOrder:
+        at_exit.install()
     made = kind(group, device, traffic=traffic, ledger=ledger)
     return _double(made) if _double is not None else made
 

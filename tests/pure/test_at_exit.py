@@ -1,0 +1,71 @@
+"""The interpreter's end waits for gloo's worker threads that are at work, and for nobody else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatfsdp import at_exit
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed on Linux only")
+
+
+class Worker(threading.Thread):
+    """A thread of that name, which does one thing."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__()
+        self.began, self.ended_at, self._work = threading.Event(), 0.0, work
+
+    def run(self) -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(at_exit.WORKER)
+        self.began.set()
+        self._work()
+        self.ended_at = time.monotonic()
+
+
+def test_a_worker_at_work_is_waited_for() -> None:
+    block = torch.ones(2400, 2400, dtype=torch.float64)
+    worker = Worker(lambda: torch.mm(block, block))  # without the interpreter's lock
+    worker.start()
+    worker.began.wait(30)
+    time.sleep(0.05)
+    at_exit.wait_for_workers(60)
+    returned_at = time.monotonic()
+    worker.join()
+    assert returned_at > worker.ended_at - 0.2
+
+
+def test_an_idle_one_is_not() -> None:
+    leave = threading.Event()
+    worker = Worker(leave.wait)
+    worker.start()
+    worker.began.wait(30)
+    began_at = time.monotonic()
+    at_exit.wait_for_workers(60)
+    assert time.monotonic() - began_at < 30
+    leave.set()
+    worker.join()
+
+
+def test_it_happens_once_when_the_interpreter_ends() -> None:
+    code = """
+import torch, torch.distributed as dist
+from flatfsdp import at_exit, comm
+from flatfsdp.device import Device
+from flatfsdp.storage import Ledger
+at_exit.wait_for_workers = lambda: print("waited")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = comm.Group.of(dist.group.WORLD, torch.device("cpu"))
+for _ in range(2):
+    comm.transport(group, Device(torch.device("cpu")), traffic=comm.Traffic(), ledger=Ledger())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "waited\n", done.stderr
