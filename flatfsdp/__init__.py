@@ -8,6 +8,7 @@ from .forward_methods import register_fsdp_forward_method
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .host_memory import keep_host_memory
 from .inference import inference
+from .nonfinite import detect_nonfinite
 from .optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
 from .participation import ensure_unit_participation
 from .sharded_grad_scaler import ShardedGradScaler
@@ -49,6 +50,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "Stats",
+    "detect_nonfinite",
     "ensure_unit_participation",
     "inference",
     "keep_host_memory",

@@ -68,6 +68,16 @@ class Agreement(Stream):
             self._require_same({rank: answer[0] for rank, answer in answers.items()}, Symbol(0, "began to train"))
             self._judge_values(root, values, {rank: answer[1] for rank, answer in answers.items()})
 
+    def numbers_of_ranks(self, code: int, extra: int) -> dict[int, tuple[int, int]]:
+        """Every rank's two numbers; this rank's own where there is no other. Collective over all axes."""
+        answers = self._exchange(code, extra) if self._axes else None
+        return {self._rank: (code, extra)} if answers is None else answers
+
+    @property
+    def compares_forwards(self) -> bool:
+        """Whether all ranks run the same forwards; where nothing is sharded several need not."""
+        return self._sharded or not self._axes
+
     def _values(self, root: Root) -> list[tuple[str, int | None]]:
         if not self._values_due:
             return []

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch import nn
 
-from .errors import ConfigTypeError, ConfigValueError, UsageError, warn
+from .errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, refuse_type, warn
+from .nonfinite import first_gradient, of_all_ranks
 from .root import Root
 
 
@@ -27,12 +29,17 @@ def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dt
 
 
 @torch.no_grad()
-def clip_grad_norm(root: Root, model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_grad_norm(
+    root: Root, model: nn.Module, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+) -> torch.Tensor:
     """Scale all gradients of `model` so that their joint norm is at most `max_norm`; returns the norm before.
 
     A sharded gradient counts once over its shard group, one that every rank holds (NO_SHARD, ignored parameters) once.
-    Collective over the shard groups: one scalar each, present gradients or not.
+    Collective over the shard groups: one scalar each, present gradients or not. A norm that is not finite is that on
+    all ranks, which with `error_if_nonfinite` go on to tell each other which gradient it is.
     """
+    if not isinstance(error_if_nonfinite, bool):
+        refuse_type("error_if_nonfinite", error_if_nonfinite, "True or False")
     if root.steppers.active:
         raise UsageError(
             f"clip_grad_norm_: {root.steppers.active[0].name} steps in backwards, so that gradients are gone before "
@@ -72,9 +79,13 @@ def clip_grad_norm(root: Root, model: nn.Module, max_norm: float, norm_type: flo
     total = _power_sum(whole, p, device, wide)
     for key, grads in sharded.items():
         part = _power_sum(grads, p, device, wide)
-        axes[key].all_reduce_now(part, maximum=math.isinf(p))
-        total = torch.maximum(total, part) if math.isinf(p) else total + part
+        if math.isinf(p):  # backends' maximum may lose a NaN
+            total = torch.maximum(total, axes[key].gather_now(part).amax())
+        else:
+            total = total + axes[key].all_reduce_now(part)
     norm = total if math.isinf(p) or p == 0 else total ** (1.0 / p)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        _refuse_norm(root, norm, p)
     every = [grad for grads in sharded.values() for grad in grads] + whole
     if not every:
         warn(
@@ -85,3 +96,12 @@ def clip_grad_norm(root: Root, model: nn.Module, max_norm: float, norm_type: flo
     for grad in every:
         grad.mul_(scale.to(grad.device))  # of no dimension: computed in its precision, kept in the gradient's dtype
     return norm.to(max(dtypes, key=lambda d: d.itemsize)) if dtypes else norm
+
+
+def _refuse_norm(root: Root, norm: torch.Tensor, p: float) -> NoReturn:
+    told = of_all_ranks(first_gradient(root.units), root.agreement, root.units)
+    raise NonFiniteError(
+        f"clip_grad_norm_: the norm of order {p:g} of all gradients is {float(norm)}: "
+        f"{told or 'each gradient of the units is finite, so it is that of parameters outside of them, or too large'}. "
+        "No gradient was changed"
+    )

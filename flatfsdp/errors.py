@@ -23,6 +23,7 @@ __all__ = [
     "FlatFSDPError",
     "FlatFSDPWarning",
     "InternalError",
+    "NonFiniteError",
     "UsageError",
 ]
 
@@ -49,6 +50,10 @@ class AgreementError(FlatFSDPError, RuntimeError):
 
 class CheckpointError(FlatFSDPError, RuntimeError):
     """A checkpoint could not be written, found or read; what it says names the ranks and the files."""
+
+
+class NonFiniteError(FlatFSDPError, RuntimeError):
+    """A value is infinite or not a number, where the program asked to be told; raised on all ranks."""
 
 
 class InternalError(FlatFSDPError, AssertionError):

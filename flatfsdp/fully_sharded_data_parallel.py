@@ -408,14 +408,21 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
         ):
             yield
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
 
         `norm_type` is the p of the p-norm, 0 or larger; `inf` for the largest absolute value. Parameters that this
         wrapper ignores count once. Every rank gets the same norm, a tensor without dimensions. Collective.
 
+        With `error_if_nonfinite` a norm that is infinite or not a number is an error, which names the first gradient
+        that is, and its rank; gradients then stay as they were.
+
         Raises:
-            UsageError: on a nested wrapper.
+            NonFiniteError: for such a norm, on every rank.
+            UsageError: on a nested wrapper; an optimizer steps in backwards.
             ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
         """
-        return clip_grad_norm(root_of(self._unit, "clip_grad_norm_"), self, max_norm, norm_type)
+        root = root_of(self._unit, "clip_grad_norm_")
+        return clip_grad_norm(root, self, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -310,6 +310,11 @@ class Gradients:
         self._reducing.append(part)
         return part
 
+    @property
+    def reduced(self) -> list[torch.Tensor]:
+        """What reductions that are over have brought, not scaled and not settled: each of shape (shard_numel,)."""
+        return [part.result for part in self._reducing]
+
     # -- a backward ends ---------------------------------------------------------------------------------------------
 
     def settle(self) -> bool:

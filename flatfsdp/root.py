@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,6 +40,9 @@ from .trace import Trace
 from .unit import Unit
 from .unit_data import UnitData
 from .views import Exposure
+
+if TYPE_CHECKING:
+    from .nonfinite import Detector
 
 
 @dataclass
@@ -79,6 +83,7 @@ class Root:
         sync: False inside `no_sync()`.
         depth: forwards of units that run, one in the other.
         steppers: optimizers that step in backwards. [Note: stepping]
+        detector: looks for values that are not finite; None if nobody asked for it. [Note: findings]
     """
 
     def __init__(self, unit: Unit, device: Device, *, ledger: Ledger, settings: RootSettings) -> None:
@@ -102,6 +107,7 @@ class Root:
         self._joins = Joining(most=settings.join_units_below)
         self.steppers = Steppers()
         self.branches = Branches()
+        self.detector: Detector | None = None
         self.depth = 0
         self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
         self._order: ForwardOrder[Unit] = ForwardOrder()
@@ -234,6 +240,8 @@ class Root:
             ]
             if self.steppers.active:
                 told.append(self.steppers.told)
+            if self.detector is not None:
+                told.append("detect_nonfinite()")
             self._told = "; ".join(told)
         return self._told
 
@@ -503,6 +511,8 @@ class Root:
             return
         try:
             backward.flush()
+            if self.detector is not None:
+                self.detector.end_backward()
             self.backward = None
             if backward.double:
                 self._whole_for_double = True

@@ -165,7 +165,10 @@ class Stepping:
         """
         if unit in self.stepped:
             return
-        unit.root.lanes.await_downloads()
+        root = unit.root
+        root.lanes.await_downloads()
+        if root.detector is not None:
+            root.detector.reduced(unit)
         exposures = [shown.exposure for shown in unit.shown]
         for shown in unit.shown:
             shown.show(Exposure.SHARD)

@@ -104,6 +104,10 @@ class Unit(UnitData):
             if not recomputing:
                 root.branches.finish(self)
             output = self._after_forward(root, recomputing, call, output, stays=method is None)
+            if root.detector is not None and not recomputing:
+                root.detector.outputs(self, output)
+                if outermost:
+                    root.detector.end_forward()
         except BaseException:
             self.phase = phase
             root.leave(self, failed=True)
@@ -154,6 +158,10 @@ class Unit(UnitData):
         dtype = self._input_dtype(root)
         if dtype is not None:
             args, kwargs = cast_floating((args, kwargs), dtype)
+        if root.detector is not None and not recomputing:
+            if outermost:
+                root.detector.begin()
+            root.detector.inputs(self, (args, kwargs))
         if not torch.is_grad_enabled():
             return None, args, kwargs
         self._watch_leaves()
@@ -439,6 +447,8 @@ class Unit(UnitData):
             self.reads_once = False
         if not backward.fired:
             backward.gradient_arrived()
+        if self.root.detector is not None:
+            self.root.detector.gradient(self, kind, index, grad)
         grads.arrive(index, grad.detach() if grad.requires_grad else grad)
         del grad  # moved, or collected: what follows may take memory
         if self.completed:
