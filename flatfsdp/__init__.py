@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from .check_replicas import check_replicas
 from .flat_param import FlatParameter
 from .forward_methods import register_fsdp_forward_method
 from .fully_sharded_data_parallel import FullyShardedDataParallel
@@ -50,6 +51,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "Stats",
+    "check_replicas",
     "detect_nonfinite",
     "ensure_unit_participation",
     "inference",

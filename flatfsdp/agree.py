@@ -12,7 +12,7 @@ import torch
 
 from .api import MixedPrecision
 from .comm import Transport
-from .errors import AgreementError, warn
+from .errors import AgreementError, few, warn
 from .peers import Peers, number, ranks_in_words
 from .stream import Stream, Symbol
 from .watch import expecting
@@ -26,12 +26,14 @@ class Agreement(Stream):
 
     Attributes:
         check_values: "warn", "raise" or "off": what becomes of ranks that begin from different values.
+        values_differ: they did, and it was said.
     """
 
     def __init__(self, *, check_values: str) -> None:
         super().__init__()
         self.check_values = check_values
         self._values_due = check_values != "off"
+        self.values_differ = False
 
     def compare(self, root: Root, *, training: bool) -> None:
         """Compare the units of all ranks, and with `training` the values they begin with. Collective over all axes.
@@ -73,6 +75,14 @@ class Agreement(Stream):
         answers = self._exchange(code, extra) if self._axes else None
         return {self._rank: (code, extra)} if answers is None else answers
 
+    def rows_of_ranks(self, row: Sequence[int]) -> dict[int, list[int]]:
+        """Every rank's row of numbers, as many on each; this rank's own where there is no other. Collective over all
+        axes."""
+        block = torch.tensor([self._rank, *row], device=self._axes[0].device.device if self._axes else None)
+        for axis in self._axes:
+            block = axis.gather_now(block)
+        return {rank: found for rank, *found in block.view(-1, len(row) + 1).tolist()}
+
     @property
     def compares_forwards(self) -> bool:
         """Whether all ranks run the same forwards; where nothing is sharded several need not."""
@@ -104,10 +114,11 @@ class Agreement(Stream):
         if not names:
             return
         message = (
-            f"ranks begin with different values of {len(names)} of {len(values)} parameters: {_few(names)}. What they "
+            f"ranks begin with different values of {len(names)} of {len(values)} parameters: {few(names)}. What they "
             "gather is pieced together from different models. Pass sync_module_states=True, give all ranks the same "
             'seed, or load a checkpoint before the first step; check_values="off" if it is meant'
         )
+        self.values_differ = True
         if self.check_values == "raise":
             raise AgreementError(message)
         warn(message)
@@ -137,10 +148,6 @@ def compare_facts(
         told = [(subject, value if reason is None else f"{value}: {reason}"), *rest]
         texts = peers._publish(json.dumps(told), {rank: code for rank, (code, _) in answers.items()})
         peers._fail(_first_difference({ranks: json.loads(found) for ranks, found in texts.items()}))
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _axes(root: Root) -> list[Transport]:

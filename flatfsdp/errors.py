@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NoReturn
 
 __all__ = [
@@ -121,6 +121,11 @@ def shown(value: object) -> str:
         return f"the {kind} {name}"
     short = len(text) <= 60 and "\n" not in text and " at 0x" not in text
     return f"{text} ({kind})" if short else f"a value of type {kind}"
+
+
+def few(names: Sequence[str]) -> str:
+    """Three of ``names``, and how many there are besides."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _appended(sentence: str) -> str:

@@ -108,7 +108,17 @@ def _new_plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> G
     else:
         axes = _axis(given, device), _axis(_for_reductions(given), device), alone
     shard, scatter, replicate = axes
-    return GroupPlan(shard, scatter, replicate if replicate.size > 1 else None, strategy, given, device)
+    plan = GroupPlan(shard, scatter, replicate if replicate.size > 1 else None, strategy, given, device)
+    if strategy in HYBRIDS and shard.size == 1 and plan.replicate is not None:
+        count = replicate.size
+        warn_once(
+            ("shards nothing", replicate.ranks),
+            f"{strategy.name} over {groups_in_words(plan)}, each of one rank: nothing is sharded, every rank holds all "
+            f"parameters, gradients and optimizer states. A 2-D device_mesh is (replicate, shard): ({count}, 1) has "
+            f"one shard, (1, {count}) has {count}, and of a pair of process groups the first is that of the shards. "
+            'Pass sharding_strategy="NO_SHARD" if it is meant',
+        )
+    return plan
 
 
 def _axis(process_group: Any, device: torch.device) -> Group:
@@ -207,3 +217,34 @@ def _group_over(ranks: tuple[int, ...]) -> Any:
     if ranks not in known:
         known[ranks] = new_group(ranks, "loads a pickled model")
     return known[ranks]
+
+
+def extent_of(plan: GroupPlan) -> str:
+    """Shards x replicas, e.g. "2 x 4"."""
+    return f"{plan.shard.size} x {plan.replicate.size if plan.replicate is not None else 1}"
+
+
+def groups_in_words(plan: GroupPlan) -> str:
+    """E.g. "2 shards on ranks 0-1, 2 replicas on ranks 0, 2", with the axes that there are."""
+    axes = []
+    if plan.shard.size > 1 or plan.replicate is None:
+        axes.append(f"{_counted(plan.shard, 'shard')} on {_ranks(plan.shard)}")
+    if plan.replicate is not None:
+        axes.append(f"{_counted(plan.replicate, 'replica')} on {_ranks(plan.replicate)}")
+    return ", ".join(axes)
+
+
+def _counted(group: Group, noun: str) -> str:
+    return f"{group.size} {noun}{'' if group.size == 1 else 's'}"
+
+
+def _ranks(group: Group) -> str:
+    """Global ranks, briefly: "ranks 0-7", "ranks 0, 8, .. 56", "rank 3"."""
+    ranks = group.ranks
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    if len(ranks) > 4:
+        return f"ranks {ranks[0]}, {ranks[1]}, .. {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"

@@ -24,7 +24,7 @@ from .comm import Group, Traffic, Transport, transport
 from .device import Device, Lane
 from .errors import InternalError, UsageError, logger, warn, warn_once
 from .flat_param import FlatParamHandle
-from .groups import neighbours
+from .groups import extent_of, groups_in_words, neighbours
 from .hooked import check_all_or_none, reducers
 from .joining import Joining
 from .labels import follow_profiler
@@ -33,6 +33,7 @@ from .limiter import Limiter
 from .links import Links
 from .placement import check_placed, check_registered
 from .policy.order import ForwardOrder, ForwardRecord
+from .replicas import verify_at_first
 from .residents import Residents
 from .stepping import NO_STEPPING, Steppers
 from .storage import Ledger
@@ -117,6 +118,7 @@ class Root:
         self._whole_for_double = False
         self.agreement = Agreement(check_values=settings.check_values)
         self._told: str | None = None  # what was set, None when it has to be put together anew
+        self._replicas_due = settings.check_values != "off"  # to be compared
         self._neighbours_due = True  # units are to be told anew who keeps portions with them
 
     # -- construction and lazy init ----------------------------------------------------------------------------------
@@ -158,6 +160,8 @@ class Root:
                 unit.write_back()  # what a user put in a parameter's place is no value of the beginning
         self.agreement.compare(self, training=training)
         self.ready = True
+        for plan in {id(unit.groups): unit.groups for unit in self.units if unit.groups.replicate is not None}.values():
+            logger.info("%s over %s: %s", plan.strategy.name, extent_of(plan), groups_in_words(plan))
         logger.debug("initialised %d units: %s", len(self.units), ", ".join(unit.label for unit in self.units))
 
     def names_of_leaves(self) -> dict[int, str]:
@@ -354,6 +358,8 @@ class Root:
         if first and not self.agreement.silent:
             if self._neighbours_due:
                 self._connect_neighbours()
+            if torch.is_grad_enabled() and self.agreement.compares_forwards:
+                self._verify_replicas()
             self._follow_other_ranks()
             self.residents.fetch(self)
         if torch.is_grad_enabled() or (self.branches.training and unit.choices.schedule.branch is not None):
@@ -367,6 +373,12 @@ class Root:
             owner.launch_unshard()
         if not unit.is_whole:
             self._launch(unit, self._order.upcoming())
+
+    def _verify_replicas(self) -> None:
+        """Once, when all ranks are known to train. [Note: replicas] Collective over all axes."""
+        if self._replicas_due:
+            self._replicas_due = False
+            verify_at_first(self)
 
     def _connect_neighbours(self) -> None:
         """Let units know who keeps portions with them. [Note: portions]
@@ -474,6 +486,7 @@ class Root:
         with _torch.as_plain_tensors():  # leaves may be hidden
             trained = {unit: unit.trained_kinds() for unit in self.record.anchored}
         self.agreement.check_backward(self, trained)
+        self._verify_replicas()
         if self._at_rest:  # a graph older than the last rest
             self._follow_writes()
         self.record.consumed = True

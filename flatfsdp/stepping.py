@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from . import _torch
-from .errors import UsageError, fail, warn
+from .errors import UsageError, fail, few, warn
 from .unit import Unit
 from .views import Exposure
 
@@ -205,14 +205,10 @@ class Stepping:
             rest = [unit.label for unit in units if unit not in self.stepped]
             warn(
                 f"a backward failed after the optimizer had stepped {len(labels)} of {len(units)} units "
-                f"({_few(labels)}); a step cannot be undone. The others ({_few(rest)}) have the parameters and the "
-                "optimizer state of the step before. Load a checkpoint to have all of them of one step, or go on with "
-                "the next batch"
+                f"({few(labels)}); a step cannot be undone. The others ({few(rest) or 'none'}) have the parameters and "
+                "the optimizer state of the step before. Load a checkpoint to have all of them of one step, or go on "
+                "with the next batch"
             )
 
 
 NO_STEPPING = Stepping((), ())
-
-
-def _few(labels: Sequence[str]) -> str:
-    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "") if labels else "none"

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .comm import Group
 from .errors import UsageError
 from .flat_param import FlatParamHandle
+from .groups import extent_of, groups_in_words
 from .residents import residence_of
 from .root import Root
 from .unit import Unit
@@ -48,13 +48,13 @@ def summary(model: nn.Module) -> str:
                 f"{size:,}",
                 f"{padding:,}",
                 unit.traits.strategy.name,
-                _extent(unit),
+                extent_of(unit.groups),
                 kinds,
             )
         )
     rows.append((f"{len(units)} units", "", f"{total:,}", f"{held:,}", f"{filling:,}", "", "", ""))
     lines = _aligned(rows, right=(2, 3, 4))
-    lines += dict.fromkeys(f"ranks {_extent(unit)}: {_groups(unit)}" for _, unit in units)
+    lines += dict.fromkeys(f"ranks {extent_of(unit.groups)}: {groups_in_words(unit.groups)}" for _, unit in units)
     owned = {id(each) for _, unit in units for h in unit.handles for each in (*h.leaves, h.flat_param)}
     left = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in owned)
     if left:
@@ -159,7 +159,7 @@ class Stats:
 
 def group_line(unit: Unit) -> str:
     """The strategy and the groups of `unit` in one short line, for `repr`."""
-    return f"{unit.traits.strategy.name}: {_groups(unit)}"
+    return f"{unit.traits.strategy.name}: {groups_in_words(unit.groups)}"
 
 
 def _units(model: nn.Module) -> list[tuple[str, Unit]]:
@@ -190,37 +190,6 @@ def _kept(unit: Unit, handle: FlatParamHandle) -> str:
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _extent(unit: Unit) -> str:
-    replicate = unit.groups.replicate
-    return f"{unit.groups.shard.size} x {replicate.size if replicate is not None else 1}"
-
-
-def _groups(unit: Unit) -> str:
-    """E.g. "2 shards on ranks 0-1, 2 replicas on ranks 0, 2", with the axes that there are."""
-    axes = []
-    if unit.groups.shard.size > 1 or unit.groups.replicate is None:
-        axes.append(f"{_counted(unit.groups.shard, 'shard')} on {_ranks(unit.groups.shard)}")
-    if unit.groups.replicate is not None:
-        axes.append(f"{_counted(unit.groups.replicate, 'replica')} on {_ranks(unit.groups.replicate)}")
-    return ", ".join(axes)
-
-
-def _counted(group: Group, noun: str) -> str:
-    return f"{group.size} {noun}{'' if group.size == 1 else 's'}"
-
-
-def _ranks(group: Group) -> str:
-    """Global ranks, briefly: "ranks 0-7", "ranks 0, 8, .. 56", "rank 3"."""
-    ranks = group.ranks
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    if len(ranks) > 4:
-        return f"ranks {ranks[0]}, {ranks[1]}, .. {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> list[str]:

@@ -37,16 +37,18 @@ def test_sharded_models(world: int, strategy: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 64])
 def test_replicated_models(world: int) -> None:
-    """Without shards only the backward communicates."""
+    """The models with their values; without shards only the backward communicates; the replicas, once."""
     with fake_world(world):
-        assert cost_of_steps(3, sharding_strategy="NO_SHARD") == [(2, 2 * RANK_CODE_EXTRA * world)] * 3
+        assert cost_of_steps(3, sharding_strategy="NO_SHARD") == [(3, 3 * RANK_CODE_EXTRA * world)] * 3
+        plain = cost_of_steps(3, sharding_strategy="NO_SHARD", check_values="off")
+        assert plain == [(2, 2 * RANK_CODE_EXTRA * world)] * 3
 
 
 def test_hybrid_models() -> None:
     """One exchange per axis; along the second travels what was gathered along the first."""
     with fake_world(32):
         mesh = dist.init_device_mesh("cpu", (4, 8))
-        exchanges = 1 + 4 + 2
+        exchanges = 1 + 4 + 2 + 1  # of the replicas, once
         expected = (2 * exchanges, exchanges * RANK_CODE_EXTRA * (8 + 32))
         assert cost_of_steps(2, sharding_strategy="HYBRID_SHARD", device_mesh=mesh) == [expected] * 2
 

@@ -1,0 +1,46 @@
+"""Whether replicas hold the same parameters, for users. [Note: replicas]"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .controls import check_outside
+from .errors import AgreementError, UsageError, refuse_type
+from .replicas import differences
+from .traversal import units_at
+
+
+def check_replicas(model: nn.Module) -> None:
+    """Compare the parameters of ranks that hold the same pieces: replicas of the hybrids, all ranks under `NO_SHARD`.
+
+    They must be equal in every bit. Checksums are compared, of what each rank keeps; the first training forward does
+    the same, and says it as `check_values` wants. Where nothing is replicated there is nothing to compare. Collective,
+    between iterations: one number a rank, and one for each parameter where those differ.
+
+    Args:
+        model: the outermost wrapper.
+
+    Raises:
+        AgreementError: on every rank, with the first parameter that differs, and on which ranks.
+        ConfigTypeError: `model` is no wrapper.
+        UsageError: `model` is a nested wrapper; inside a forward or a backward.
+    """
+    units = units_at(model) if isinstance(model, nn.Module) else []
+    if not units:
+        refuse_type("check_replicas: model", model, "the outermost FullyShardedDataParallel module of a model")
+    (unit,) = units
+    root = unit.root
+    check_outside(unit, "check_replicas()")
+    if root.unit is not unit:
+        raise UsageError(
+            f"check_replicas() was called on a nested unit ({type(unit.module).__name__}); call it on the outermost "
+            f"FullyShardedDataParallel module ({type(root.unit.module).__name__})"
+        )
+    root.lazy_init()
+    root.settle_down()
+    for each in root.units:
+        each.write_back()
+    with root.agreement.together("check_replicas()"):
+        found = differences(root)
+    if found:
+        raise AgreementError(found)
