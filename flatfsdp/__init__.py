@@ -27,6 +27,7 @@ from .state_dict_configs import (
     StateDictType,
 )
 from .summary import Stats, stats, summary
+from .uneven import join
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ __all__ = [
     "detect_nonfinite",
     "ensure_unit_participation",
     "inference",
+    "join",
     "keep_host_memory",
     "optimizer_in_backward",
     "register_fsdp_forward_method",

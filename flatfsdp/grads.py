@@ -134,6 +134,7 @@ class Gradients:
         *,
         world: int,
         divide_by: float | None,
+        weight: float,
         sync: bool,
         share: bool,
         hooked: bool,
@@ -141,8 +142,9 @@ class Gradients:
         """Await the gradients of `expected`; `world` ranks will be averaged, unless their sum is to be divided by
         something else.
 
-        `share`: the places of parameters whose gradients have come may be overwritten. `hooked`: a communication hook
-        gets the gradients, unscaled, and their memory.
+        `weight`: what this rank's count; with 0 whatever comes is dropped. `share`: the places of parameters whose
+        gradients have come may be overwritten. `hooked`: a communication hook gets the gradients, unscaled, and their
+        memory.
         """
         self.take()
         self.expected = expected
@@ -153,6 +155,7 @@ class Gradients:
         self._before, self._after = gradient_scaling(world, self.handle.precision.reduce, divide_by)
         if hooked:
             share, self._before = False, 1.0
+        self._before *= weight
         self.sharing = share and self._buffer is None and self.handle.can_hold(self.handle.precision.reduce)
 
     def excuse(self, indices: Iterable[int]) -> None:
@@ -165,6 +168,8 @@ class Gradients:
         """Move `grad` (shaped like leaf `index`, compute dtype) into its slot, now or with the other small ones."""
         self.arrived.add(index)
         self.missing.discard(index)
+        if self._before == 0:
+            return
         if grad.is_sparse:
             grad = grad.to_dense()
         size = grad.nbytes

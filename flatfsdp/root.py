@@ -83,6 +83,7 @@ class Root:
         record: the forward passes that the next backward may cover.
         sync: False inside `no_sync()`.
         depth: forwards of units that run, one in the other.
+        weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
         steppers: optimizers that step in backwards. [Note: stepping]
         detector: looks for values that are not finite; None if nobody asked for it. [Note: findings]
     """
@@ -96,6 +97,7 @@ class Root:
         self.traffic = Traffic()
         self.trace = Trace()
         self.sync = True
+        self.weight = 1.0
         self.ready = False
         self.placed = False  # whether everything was found where it computes since it last moved
         self.record: ForwardRecord[Unit] = ForwardRecord()

@@ -163,6 +163,37 @@ class Stream(Peers):
             self._next(Symbol(number(call), f"called {call}"))
             yield
 
+    def ask(self, what: str, mine: int) -> dict[int, int]:
+        """Every rank's number, as all ranks ask for `what` between iterations. Collective over all axes: 24 bytes of
+        each rank.
+
+        Raises:
+            AgreementError: on every rank, within seconds where the others do something else.
+        """
+        answers = None
+        if self._axes:
+            with self.waiting(what):
+                self._meet_abandoned()
+                self._next(Symbol(number(what), f"asked for {what}"))
+                answers = self._exchange(mine)
+        return {self._rank: mine} if answers is None else {rank: code for rank, (code, _) in answers.items()}
+
+    def leave(self, loop: str, error: BaseException | None) -> None:
+        """This rank leaves a `loop` in which others may go on to ask: do they leave, too? With an `error` that shows
+        when the next forward begins.
+
+        Raises:
+            AgreementError: without an `error`; on every rank, within seconds.
+        """
+        if not self._axes:
+            return
+        with self.waiting(loop):
+            if error is None:
+                self._meet_abandoned()
+                self._next(Symbol(number(f"left {loop}"), f"left {loop}"))
+            elif self._abandoned is None:
+                self.say_abandoned(error)
+
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
         """Inside, this rank may wait for others, in an iteration or between them."""

@@ -410,6 +410,7 @@ class Unit(UnitData):
                 expected,
                 world=left_to_average(self.groups) if hooked else self.groups.world,
                 divide_by=self.choices.schedule.divide_by,
+                weight=self.root.weight if self.choices.schedule.divide_by is None else min(self.root.weight, 1.0),
                 sync=backward.reduces(self),
                 share=share,
                 hooked=hooked,

@@ -55,7 +55,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (5, "full_params inference"),
     (5, "state_dicts"),
     (5, "optim_state"),
-    (5, "summary fsdp1_names controls participation forward_methods optimizer_in_backward"),
+    (5, "summary fsdp1_names controls participation uneven forward_methods optimizer_in_backward"),
     (5, "nonfinite clip"),
     (5, "check_replicas"),
     (6, "wrapper wrap constructing"),
