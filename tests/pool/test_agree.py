@@ -332,7 +332,7 @@ def without_shards(rank: int, world: int) -> int:
 
 
 def test_unsharded_forwards_are_a_rank_s_own_business(pool2: Run) -> None:
-    assert pool2(without_shards) == [3, 3]  # the models and the first backward
+    assert pool2(without_shards) == [3, 3]  # the models, the first backward, the replicas
 
 
 # -- values ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flatfsdp.agree import _few, _first_difference
+from flatfsdp.agree import _first_difference
+from flatfsdp.errors import few
 from flatfsdp.peers import number, ranks_in_words
 from flatfsdp.policy.habit import CONTEXTS, Habit
 
@@ -100,7 +101,7 @@ def test_numbers_are_the_same_on_every_machine() -> None:
 
 def test_words() -> None:
     assert ranks_in_words((3,)) == "rank 3" and ranks_in_words((0, 2)) == "ranks 0, 2"
-    assert _few(["a", "b", "c"]) == "a, b, c" and _few(["a", "b", "c", "d"]) == "a, b, c and 1 more"
+    assert few(["a", "b", "c"]) == "a, b, c" and few(["a", "b", "c", "d"]) == "a, b, c and 1 more"
 
 
 def test_a_model_that_ends_earlier_differs_there() -> None:
