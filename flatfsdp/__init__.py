@@ -28,6 +28,7 @@ from .state_dict_configs import (
 )
 from .summary import Stats, stats, summary
 from .uneven import join
+from .waits import set_wait
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ __all__ = [
     "keep_host_memory",
     "optimizer_in_backward",
     "register_fsdp_forward_method",
+    "set_wait",
     "stats",
     "summary",
 ]

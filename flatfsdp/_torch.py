@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .waits import blocked
+
 # Versions this release was tested with; a newer one works or fails in words, and warns once.
 TESTED = ((2, 11), (2, 13))
 
@@ -106,7 +108,8 @@ _GATHER, _REDUCE_SCATTER, _ALL_REDUCE = map(_options, ("AllgatherOptions", "Redu
 
 def _awaited(work: Any, beside: bool) -> Any:
     if not beside and work is not None:
-        work.wait()  # no backend blocks the host for it, and some order the stream only here
+        with blocked():
+            work.wait()  # where backends have work that orders a stream, it does so only here
     return work if beside else None
 
 

@@ -12,8 +12,8 @@ import torch
 
 from .api import MixedPrecision
 from .comm import Transport
-from .errors import AgreementError, few, warn
-from .peers import Peers, number, ranks_in_words
+from .errors import AgreementError, few, ranks_in_words, warn
+from .peers import Peers, number
 from .stream import Stream, Symbol
 from .watch import expecting
 
@@ -56,7 +56,7 @@ class Agreement(Stream):
         models = {rank: answer[0] for rank, answer in answers.items()}
         if len(set(models.values())) > 1:
             texts = self._publish(json.dumps(facts), models)
-            self._fail(_first_difference({ranks: json.loads(text) for ranks, text in texts.items()}))
+            self._fail(AgreementError(_first_difference({ranks: json.loads(text) for ranks, text in texts.items()})))
         if training:
             self._judge_values(root, values, {rank: answer[1] for rank, answer in answers.items()})
 
@@ -147,7 +147,7 @@ def compare_facts(
         peers._know(list(answers))
         told = [(subject, value if reason is None else f"{value}: {reason}"), *rest]
         texts = peers._publish(json.dumps(told), {rank: code for rank, (code, _) in answers.items()})
-        peers._fail(_first_difference({ranks: json.loads(found) for ranks, found in texts.items()}))
+        peers._fail(AgreementError(_first_difference({ranks: json.loads(found) for ranks, found in texts.items()})))
 
 
 def _axes(root: Root) -> list[Transport]:

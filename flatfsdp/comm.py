@@ -33,6 +33,7 @@ from .api import ShardingStrategy
 from .device import DONE, Device, Lane, Pending, accelerator
 from .errors import InternalError
 from .storage import FlatBuffer, Ledger
+from .waits import blocked
 
 
 @dataclass
@@ -208,20 +209,24 @@ class Base:
         """Overwrite `tensor` with that of group rank `source`, blocking. Collective."""
         self.traffic.log("broadcast", tensor.numel() * tensor.element_size())
         if tensor.numel():
-            dist.broadcast(_as_bytes(tensor.view(-1)), self.group.ranks[source], group=self.group.process_group)
+            with blocked():
+                dist.broadcast(_as_bytes(tensor.view(-1)), self.group.ranks[source], group=self.group.process_group)
 
     def send_now(self, tensor: torch.Tensor, target: int) -> None:
         """Send `tensor` to group rank `target`, which receives it now, blocking."""
         self.traffic.log_messages(1)
         if tensor.numel():
-            self.group.process_group.send([_as_bytes(self._reachable(tensor))], target, gloo.PARCEL_TAG).wait()
+            sending = self.group.process_group.send([_as_bytes(self._reachable(tensor))], target, gloo.PARCEL_TAG)
+            with blocked():
+                sending.wait()
 
     def receive_now(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite `tensor` with what group rank `source` sends now, blocking."""
         self.traffic.log_messages(1)
         if tensor.numel():
             landing = self._reachable(tensor)
-            self.group.process_group.recv([_as_bytes(landing)], source, gloo.PARCEL_TAG).wait()
+            with blocked():
+                self.group.process_group.recv([_as_bytes(landing)], source, gloo.PARCEL_TAG).wait()
             if landing is not tensor:
                 tensor.copy_(landing)
 
@@ -233,7 +238,8 @@ class Base:
         """Sum (or maximum) of `tensor` over ranks in place, blocking; for scalars such as norms. Collective."""
         self.traffic.log("scalar", tensor.numel() * tensor.element_size())
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        dist.all_reduce(tensor, op=operation, group=self.group.process_group)
+        with blocked():
+            dist.all_reduce(tensor, op=operation, group=self.group.process_group)
         return tensor
 
     def gather_now(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .waits import blocked
+
 
 class Work(Protocol):
     """What a communication backend hands back for an asynchronous operation."""
@@ -189,7 +191,8 @@ class Pending:
         if self.done:
             return
         if self._work is not None:
-            self._work.wait()
+            with blocked():
+                self._work.wait()
         if self._device is not None:
             self._device.await_mark(self._event)
         if self._finish is not None:

@@ -23,8 +23,10 @@ __all__ = [
     "FlatFSDPError",
     "FlatFSDPWarning",
     "InternalError",
+    "LostRankError",
     "NonFiniteError",
     "UsageError",
+    "WaitError",
 ]
 
 
@@ -46,6 +48,15 @@ class UsageError(FlatFSDPError, RuntimeError):
 
 class AgreementError(FlatFSDPError, RuntimeError):
     """Ranks differ in something that all of them must have in common."""
+
+
+class LostRankError(AgreementError):
+    """A rank that others need has ended, or does not answer any more; the message names it and, if it left one, its
+    last word."""
+
+
+class WaitError(AgreementError):
+    """Ranks have waited for others for longer than `set_wait(raise_after=...)` allows."""
 
 
 class CheckpointError(FlatFSDPError, RuntimeError):
@@ -110,6 +121,21 @@ def did_you_mean(name: str, accepted: Iterable[str]) -> str:
     """The sentence that offers the name probably meant; empty where none is close."""
     close = difflib.get_close_matches(name, list(accepted), n=1)
     return f"Did you mean {close[0]!r}?" if close else ""
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 2", and of many "ranks 0-6, 8-1023": `ranks` in order."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= 8:
+        return f"ranks {', '.join(map(str, ranks))}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return f"ranks {', '.join('-'.join(map(str, run)) for run in runs)}"
 
 
 def shown(value: object) -> str:

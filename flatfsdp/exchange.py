@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from .comm import Transport
-from .errors import AgreementError, FlatFSDPError, UsageError, current_rank
-from .peers import ranks_in_words
+from .errors import AgreementError, FlatFSDPError, UsageError, current_rank, ranks_in_words
 from .watch import expecting
 
 T = TypeVar("T")

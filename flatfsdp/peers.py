@@ -16,10 +16,11 @@ from typing import NoReturn
 
 import torch
 
-from . import watch
+from . import board
+from .board import Board
 from .comm import Transport
 from .errors import AgreementError, fail
-from .watch import Board, Watch, current_watch
+from .watch import Watch, current_watch
 
 # Models over the same ranks are told apart by the order in which they first run, which all their ranks share.
 _models: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
@@ -87,22 +88,22 @@ class Peers:
 
     def _publish(self, text: str, codes: dict[int, int]) -> dict[tuple[int, ...], str]:
         """The texts of ranks whose codes differ, by the ranks that share one. All ranks call it."""
-        board, place = self._board, f"{self._scope}/x{self._exchanges}"
-        board.post(f"{place}/{self._rank}", text)
+        notes, place = self._board, f"{self._scope}/x{self._exchanges}"
+        notes.post(f"{place}/{self._rank}", text)
         alike: dict[int, list[int]] = {}
         for rank in sorted(codes):
             alike.setdefault(codes[rank], []).append(rank)
         texts: dict[tuple[int, ...], str] = {}
         for ranks in alike.values():
             key = f"{place}/{ranks[0]}"
-            texts[tuple(ranks)] = board.wait(functools.partial(board.read, key), 10 * watch.PERIOD) or "does not answer"
+            texts[tuple(ranks)] = notes.wait(functools.partial(notes.read, key), 10 * board.PERIOD) or "does not answer"
         self._let_all_read(place)
         return texts
 
-    def _fail(self, message: str) -> NoReturn:
-        self._verdict = AgreementError(message)
+    def _fail(self, error: AgreementError) -> NoReturn:
+        self._verdict = error
         self._told = True
-        fail(self._verdict)
+        fail(error)
 
     @property
     def _board(self) -> Board:
@@ -111,15 +112,11 @@ class Peers:
 
     def _let_all_read(self, place: str) -> None:
         """Give the others time to read, before an error ends this process and perhaps the store with it."""
-        board = self._board
-        board.count(f"{place}/read")
-        board.wait(lambda: board.count(f"{place}/read", 0) >= len(self.ranks), 2.5 * watch.PERIOD)
+        notes = self._board
+        notes.count(f"{place}/read")
+        notes.wait(lambda: notes.count(f"{place}/read", 0) >= len(self.ranks), 2.5 * board.PERIOD)
 
     def _raise_verdict(self, cause: BaseException | None = None) -> None:
         if self._verdict is not None:
             self._told = True
             raise self._verdict from cause
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

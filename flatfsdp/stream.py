@@ -12,18 +12,23 @@ learn of it from their watch ([Note: watch]), which speaks for the main thread w
 from __future__ import annotations
 
 import json
+import math
 import operator
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import watch
+from . import board
 from .comm import Traffic
-from .errors import AgreementError, FlatFSDPError, logger
-from .peers import Peers, number, ranks_in_words
+from .errors import AgreementError, FlatFSDPError, LostRankError, logger, ranks_in_words
+from .peers import Peers, number
 from .policy.habit import Habit
-from .watch import end_process_unless, is_lost_connection, speak
+from .roll_call import Obituary, in_one_sentence
+from .trace import Trace
+from .waits import blocked_since
+from .watch import PATIENCE, end_process_unless, is_lost_connection, speak
 
 if TYPE_CHECKING:
     from .root import Root
@@ -75,9 +80,14 @@ class Stream(Peers):
         self._opening: str | None = None  # the kind of forward that the next unit begins
         self._doing: str | None = None  # which part of the stream runs, None between iterations
         self._issued_before = 0
+        # For the watch of this rank, and through it for the others.
+        self._trace = Trace()
+        self._left = ""  # which part of the stream ran last
+        self._turned = time.monotonic()  # when this rank began what it does, or came back from it
         # Meetings: places at which this rank left a note itself, and the last one that all left behind.
         self._met: deque[int] = deque(maxlen=64)
         self._meeting: int | None = None  # the place where the main thread waits for the others
+        self._noted = ""  # what it did there
         self._settled: int | None = None
         self._abandoned: Said | None = None
         self.silent = False  # forwards communicate nothing: ranks may differ in them
@@ -85,7 +95,7 @@ class Stream(Peers):
     def _flow(self, root: Root) -> None:
         """The stream of `root` begins: number its units."""
         self._sharded = any(unit.groups.shard.size > 1 for unit in root.units)
-        self._traffic = root.traffic
+        self._traffic, self._trace = root.traffic, root.trace
         for index, unit in enumerate(root.units):
             self._entries[id(unit)] = Symbol(number(f"unit {index}"), f"entered unit {unit.label}")
             self._places[id(unit)] = index
@@ -204,6 +214,9 @@ class Stream(Peers):
         self._start(doing)
         try:
             yield
+        except RuntimeError as error:
+            self.explain(error)
+            raise
         finally:
             self.rest()
 
@@ -262,6 +275,7 @@ class Stream(Peers):
 
     def rest(self) -> None:
         """Back to between iterations, where this rank waits for nobody."""
+        self._left, self._turned = self._doing or self._left, time.monotonic()
         self._doing = None
         self.busy = False
 
@@ -292,12 +306,13 @@ class Stream(Peers):
             logger.debug("could not tell the other ranks that an iteration was abandoned: %s", lost)
 
     def explain(self, error: BaseException) -> None:
-        """Raise the `AgreementError` behind `error`, if it is a failure of the communication and there is one."""
+        """Raise the `AgreementError` behind `error`, if it is a failure of the communication."""
         if self._watch is None or isinstance(error, FlatFSDPError):
             return
         if self._verdict is None and is_lost_connection(error):
-            # The connection broke, and the reason may still be on its way.
-            self._watch.board.wait(lambda: self._verdict, 2.5 * watch.PERIOD)
+            # The reason may still be on its way.
+            found = self._watch.explain(error, lambda: self._verdict)
+            self._verdict = self._verdict or found
         self._raise_verdict(error)
 
     def any_rank(self, flag: bool) -> bool:
@@ -306,7 +321,7 @@ class Stream(Peers):
         return flag if answers is None else any(code for code, _ in answers.values())
 
     def _start(self, doing: str) -> None:
-        self._doing = doing
+        self._doing, self._turned = doing, time.monotonic()
         self._issued_before = self._traffic.issued
 
     def _issued(self) -> int:
@@ -339,7 +354,7 @@ class Stream(Peers):
 
     def _require_same(self, codes: dict[int, int], symbol: Symbol) -> None:
         if len(set(codes.values())) > 1:
-            self._fail(self._parting(self._publish(symbol.words, codes), self._step))
+            self._fail(AgreementError(self._parting(self._publish(symbol.words, codes), self._step)))
 
     def _leave_note(self, at: int, symbol: Symbol, *, alarm: bool, issued: int | None = None) -> None:
         """Say what this rank does at `at`, and the verdict if that decides it.
@@ -347,31 +362,31 @@ class Stream(Peers):
         `issued`: how many collectives it had issued when it abandoned its iteration, None if it did not. It will issue
         no more, so a rank that has issued more waits in vain.
         """
-        board, place = self._board, f"{self._scope}/{at}"
-        board.post(f"{place}/says/{self._rank}", symbol.words)
-        if board.first(f"{place}/first", str(symbol.code)) != str(symbol.code):
-            board.post(f"{place}/verdict", DIFFERENT)
+        notes, place = self._board, f"{self._scope}/{at}"
+        if alarm:
+            self._noted = symbol.words
+        notes.post(f"{place}/says/{self._rank}", symbol.words)
+        if notes.first(f"{place}/first", str(symbol.code)) != str(symbol.code):
+            notes.post(f"{place}/verdict", DIFFERENT)
             return
-        notes = board.count(f"{place}/notes")
-        if notes == len(self.ranks):
-            board.post(f"{place}/verdict", SAME)
-        elif notes == 1 and alarm:
-            assert self._watch is not None
-            self._watch.sound(json.dumps([self._scope, at, issued]))
+        count = notes.count(f"{place}/notes")
+        if count == len(self.ranks):
+            notes.post(f"{place}/verdict", SAME)
+        elif count == 1 and alarm:
+            notes.sound(json.dumps([self._scope, at, issued]))
 
     def _meet(self, at: int) -> None:
         """Wait for the notes of all ranks at `at`; an error unless all are the same."""
-        board, place = self._board, f"{self._scope}/{at}"
+        notes, place = self._board, f"{self._scope}/{at}"
         self._meeting = at
 
         def decided() -> object:
-            return self._verdict or board.read(f"{place}/verdict")
+            return self._verdict or notes.read(f"{place}/verdict")
 
-        if not (verdict := board.wait(decided, 10 * watch.PERIOD)):
-            missing = [rank for rank in self.ranks if board.read(f"{place}/says/{rank}") is None]
-            names, said = ranks_in_words(missing or self.ranks), board.read(f"{place}/says/{self._rank}")
-            speak(f"[flatfsdp, rank {self._rank}] still waiting for {names}: this rank {said}, and they do not")
-            verdict = board.wait(decided, watch.PATIENCE)
+        assert self._watch is not None
+        what = f"{self._noted}, unexpectedly, and waits for word of the others, in step {max(1, self._step)}"
+        with self._watch.waiting(self.ranks, what, settled_by_notes=True):
+            verdict = notes.wait(decided, PATIENCE)
         self._raise_verdict()
         if verdict != SAME:
             self._fail(self._judge(at, self._step))
@@ -380,27 +395,30 @@ class Stream(Peers):
             # Whoever has a note here has left all earlier places: the notes there can go.
             if self._settled is not None:
                 old = f"{self._scope}/{self._settled}"
-                board.erase(f"{old}/first", f"{old}/notes", f"{old}/verdict")
-                board.erase(*(f"{old}/says/{rank}" for rank in self.ranks))
+                notes.erase(f"{old}/first", f"{old}/notes", f"{old}/verdict")
+                notes.erase(*(f"{old}/says/{rank}" for rank in self.ranks))
             self._settled = at
 
-    def _judge(self, at: int, step: int) -> str:
-        """What the ranks did at `at`, from everybody's note."""
-        board, place = self._board, f"{self._scope}/{at}"
-        notes: dict[int, str] = {}
+    def _judge(self, at: int, step: int) -> AgreementError:
+        """What the ranks did at `at`, from everybody's note, or who of them has ended meanwhile."""
+        notes, place = self._board, f"{self._scope}/{at}"
+        said: dict[int, str] = {}
 
         def all_there() -> bool:
             for rank in self.ranks:
-                if rank not in notes and (found := board.read(f"{place}/says/{rank}")) is not None:
-                    notes[rank] = found
-            return len(notes) == len(self.ranks)
+                if rank not in said and (found := notes.read(f"{place}/says/{rank}")) is not None:
+                    said[rank] = found
+            return len(said) == len(self.ranks)
 
-        board.wait(all_there, 2.5 * watch.PERIOD)
+        notes.wait(all_there, 2.5 * board.PERIOD)
+        ended = [each for each in Obituary.read_all(notes).values() if each.rank in self.ranks and each.cause is None]
         texts: dict[str, list[int]] = {}
         for rank in self.ranks:
-            texts.setdefault(notes.get(rank, "has not come that far"), []).append(rank)
+            texts.setdefault(said.get(rank, "has not come that far"), []).append(rank)
         self._let_all_read(place)
-        return self._parting({tuple(ranks): text for text, ranks in texts.items()}, step)
+        if ended:
+            return LostRankError(in_one_sentence(ended))
+        return AgreementError(self._parting({tuple(ranks): text for text, ranks in texts.items()}, step))
 
     def _parting(self, texts: dict[tuple[int, ...], str], step: int) -> str:
         told = "; ".join(f"{ranks_in_words(ranks)} {text}" for ranks, text in sorted(texts.items()))
@@ -411,6 +429,31 @@ class Stream(Peers):
         )
 
     # -- for the watch -----------------------------------------------------------------------------------------------
+
+    @property
+    def doing(self) -> tuple[str, float]:
+        """What this rank does, to complete "rank 0 ...", and since when by `time.monotonic()`. Called by the watch."""
+        doing, since, step = self._doing, self._turned, f"in step {max(1, self._step)}"
+        if doing is None:
+            left = f"since it left {self._left}, {step}" if self._left else "and has not run the model yet"
+            return f"is in its own code {left}", since
+        if math.isinf(blocked_since()):
+            return f"computes in {doing}, {step}", since
+        last = "; ".join(map(str, self._trace.tail(2)))
+        return f"waits in {doing}, {step}{f' (last: {last})' if last else ''}", since
+
+    @property
+    def last_step(self) -> str:
+        """What this rank did last, to follow a sentence; "" where it did nothing. Called as the process ends."""
+        left = self._doing or self._left
+        return f", after {left} in step {max(1, self._step)}" if left else ""
+
+    def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
+        """Go on with nothing that needs one of `ranks` (None: any other), because of `error`; whether that is so."""
+        concerned = ranks is None or not set(ranks).isdisjoint(self.ranks)
+        if concerned and self._verdict is None:
+            self._verdict = error
+        return concerned
 
     def consider(self, alarm: str) -> bool:
         """Judge the alarm of a rank; True when it is settled or does not concern this one. Called by the watch."""
@@ -430,7 +473,7 @@ class Stream(Peers):
         if self._board.read(f"{scope}/{at}/verdict") != DIFFERENT:
             return False
         step = next((said.step for said in self._said if said.at == at), self._step)
-        error = AgreementError(self._judge(at, step))
+        error = self._judge(at, step)
         if self._verdict is None:
             speak(f"[flatfsdp, rank {self._rank}] {type(error).__name__}: {error}")
             self._verdict = error

@@ -1,14 +1,23 @@
-"""Words between ranks outside of collectives: notes in the rendezvous store, and the thread that turns a wait into a
-sentence.
+"""Words between ranks outside of collectives: the thread that turns a wait, or the end of a rank, into a sentence.
 
 [Note: watch] A rank that waits in a collective for peers that went elsewhere cannot be told so by a collective. What is
 left is the store of the default process group. A rank that does something unexpected leaves a note there and sounds an
-*alarm*. On every rank one daemon thread, while that rank is inside an iteration, reads the number of alarms once per
-`PERIOD`; nothing else is read as long as all is well. The thread runs from a model's first forward until its models are
-gone.
+*alarm*. On every rank one daemon thread reads the number of alarms once per period (`PERIOD`, more where ranks are so
+many that the store would have more than `READS` such reads per second); nothing else is read or written as long as all
+is well. The thread runs from a model's first forward, or the first wait before it, until its models are gone.
 
-Before the first iteration ranks wait for each other, too: where communicators are made and models compared. A rank that
-has waited there for a while leaves a note of where; two ranks that wait for each other in different places never meet.
+What it costs in a world of W ranks, in requests to the store:
+
+- while all is well, one read per rank and period, so at most min(W, `READS`) per second in all;
+- per alarm, one count and one note by who sounds it, and two reads by every rank;
+- per meeting of notes ([Note: agreement]), four requests by every rank and its looks for the outcome, ever more rarely;
+  one rank removes the W notes of the meeting before. Only who words an error reads all W notes;
+- per roll call ([Note: roll call]), four requests by every rank and its looks for the result, and 3 W by one rank;
+- at its beginning and at its end, two or three requests by every process.
+
+Where communicators are made, models compared and notes met, every wait of more than two periods leads to roll calls,
+ever more rarely: two ranks that wait for each other in different places never meet, and no connection breaks there when
+a rank dies.
 
 A blocked wait cannot be called off: gloo's `abort` blocks as well, and an aborted NCCL kernel lets the host go on with
 garbage. So the thread prints the sentence and leaves the main thread `GRACE` seconds to come back by itself, which it
@@ -19,7 +28,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
+import math
 import os
 import sys
 import threading
@@ -31,53 +42,14 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-PERIOD = 1.0  # seconds between two readings of the store
+from . import waits
+from .board import KEPT, Board, StoreGone, where_it_was
+from .errors import AgreementError, FlatFSDPError, LostRankError, WaitError
+from .farewell import at_end, in_words
+from .roll_call import ANSWER, Answer, Obituary, Process, Purpose, Result, RollCalls, in_one_sentence
+
 GRACE = 4.0  # seconds that a blocked main thread gets to come back before its process is ended
-KEPT = 16  # alarms that stay readable; one that many others followed was settled
 PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late for good reasons: torch's own bound
-
-
-class Board:
-    """Notes in the store of the default process group, over a connection of our own; each call is one round trip.
-
-    No call waits inside the store's client: its lock would keep the other thread out.
-    """
-
-    def __init__(self) -> None:
-        assert dist.group.WORLD is not None
-        store: Any = dist.group.WORLD.get_group_store()
-        self._store: Any = dist.PrefixStore("flatfsdp", store.clone())
-
-    def post(self, key: str, text: str) -> None:
-        """Write `text` at `key`."""
-        self._store.set(key, text)
-
-    def read(self, key: str) -> str | None:
-        """What stands at `key`, None if nothing does."""
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def first(self, key: str, text: str) -> str:
-        """Write `text` at `key` unless something stands there; what stands there now."""
-        return str(self._store.compare_set(key, "", text).decode())
-
-    def count(self, key: str, step: int = 1) -> int:
-        """Add `step` to the number at `key` (0 at first) and return it."""
-        return int(self._store.add(key, step))
-
-    def erase(self, *keys: str) -> None:
-        """Remove what stands at `keys`."""
-        for key in keys:
-            self._store.delete_key(key)
-
-    def wait(self, ready: Callable[[], Any], seconds: float) -> Any:
-        """Ask `ready` until it answers something true, ever more rarely; its last answer."""
-        began = time.monotonic()
-        while not (answer := ready()):
-            waited = time.monotonic() - began
-            if waited > seconds:
-                break
-            time.sleep(min(0.25, 0.001 + waited / 10))
-        return answer
 
 
 class Watched(Protocol):
@@ -87,39 +59,50 @@ class Watched(Protocol):
     def busy(self) -> bool:
         """Whether this rank is inside an iteration, where it may be waiting for others."""
 
+    @property
+    def doing(self) -> tuple[str, float]:
+        """What this rank does with the model, to complete "rank 0 ...", and since when."""
+
+    @property
+    def last_step(self) -> str:
+        """What this rank did last with the model, to follow a sentence; "" if it did not run yet."""
+
     def consider(self, alarm: str) -> bool:
         """Judge an alarm, by the reading of the store at most; True when it is of no interest any more."""
+
+    def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
+        """Go on with nothing that needs one of `ranks` (None: any other), because of `error`; whether that is so."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Where this rank waits for `ranks` before a model's first iteration."""
+    """Where this rank waits for `ranks` before a model's first iteration, or in a call between iterations."""
 
     ranks: tuple[int, ...]
     what: str
     since: float
-
-    @property
-    def note(self) -> str:
-        """For the others: the same text where they wait for the same."""
-        return json.dumps([self.ranks, self.what])
+    settled_by_notes: bool
 
 
 class Watch:
     """The thread of one default process group, and who is watched."""
 
-    def __init__(self) -> None:
-        self.board = Board()
+    def __init__(self, board: Board, *, rank: int, world: int) -> None:
+        self.board = board
+        self._rank = rank
+        self._calls = RollCalls(board, rank=rank, world=world)
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._heard = 0
+        self._heard = board.count("alarms", 0)
         self._open: list[str] = []
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._wait: Wait | None = None
-        self._told: set[str] = set()
-        self._suspects: dict[int, str] = {}  # who waited for this rank elsewhere at the last look
+        self._waits: dict[int, Wait] = {}  # by thread
+        self._next_roll = 0.0  # seconds into a wait of the kind above, at which to ask again
+        self._reported: float | None = None  # since when the wait lasts that was reported
+        self._asked: Callable[[], Any] | None = None  # the main thread lost a connection, and waits until this is true
+        self._lost: AgreementError | None = None  # what it is to raise
         atexit.register(_close, weakref.ref(self))
 
     def add(self, watched: Watched) -> None:
@@ -130,32 +113,56 @@ class Watch:
             self._start()
 
     @contextlib.contextmanager
-    def waiting(self, ranks: Sequence[int], what: str) -> Iterator[None]:
-        """The enclosed code waits until all `ranks` are at the same place; `what` says which one."""
+    def waiting(self, ranks: Sequence[int], what: str, *, settled_by_notes: bool = False) -> Iterator[None]:
+        """The enclosed code waits until all `ranks` are at the same place; `what` says which one.
+
+        `settled_by_notes`: or until it has heard from them that they are not.
+
+        Raises:
+            LostRankError: a connection broke.
+        """
+        thread = threading.get_ident()
+        before = self._waits.get(thread)
         with self._lock:
-            self._wait = Wait(tuple(ranks), what, time.monotonic())
+            if threading.current_thread() is threading.main_thread():  # others wait beside what the rank does
+                self._waits[thread] = Wait(tuple(ranks), what, time.monotonic(), settled_by_notes)
             self._start()
         try:
             yield
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
+            raise self.explain(error) from error
         finally:
-            wait, self._wait = self._wait, None
-            self._suspects = {}
-            if wait.note in self._told:
-                self._told.discard(wait.note)
-                self.board.erase(f"waits/{dist.get_rank()}")
+            if before is not None:
+                self._waits[thread] = before
+            else:
+                self._waits.pop(thread, None)
             self._wake.set()
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="flatfsdp watch", daemon=True)
-            self._thread.start()
+    def explain(self, error: BaseException, otherwise: Callable[[], Any] = lambda: None) -> AgreementError:
+        """What is behind `error`, a lost connection. Waits for the others' answers, some seconds at most, or until
+        `otherwise()` is true."""
+        self._asked = lambda: self._lost or otherwise()
+        self._wake.set()
+        self.board.wait(lambda: self._lost or otherwise() or self._thread is None, 4 * ANSWER * self._calls.period)
+        self._asked = None
+        if self._lost is not None:
+            return self._lost
+        broken = str(error).splitlines()[0] if str(error) else type(error).__name__
+        try:
+            self.board.count("alarms", 0)
+        except RuntimeError as gone:
+            return LostRankError(f"{gone}: {_host_of_the_store()}. A connection to another rank broke: {broken}")
+        return LostRankError(
+            "a connection to another rank broke, and nobody told why. Look for what ended the other ranks, or their "
+            f"network: {broken}"
+        )
 
-    def sound(self, alarm: str) -> None:
-        """Make the thread of every rank consider `alarm`."""
-        number = self.board.count("alarms")
-        self.board.post(f"alarm/{number}", alarm)
-        if number > KEPT:
-            self.board.erase(f"alarm/{number - KEPT}")
+    def last_step(self) -> str:
+        """What this rank did last with a model, to follow a sentence; "" where there is none."""
+        models = sorted(self._watched, key=lambda each: each.doing[1])
+        return models[-1].last_step if models else ""
 
     def close(self) -> None:
         """Stop the thread: at the end of the interpreter it would die in the middle of a call."""
@@ -163,82 +170,199 @@ class Watch:
         self._wake.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=2 * PERIOD)
+            thread.join(timeout=2 * self._calls.period)
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None and not self._closed:
+            with contextlib.suppress(RuntimeError):  # the thread will find that the store is gone
+                self.board.post(f"here/{self._rank}", Process.this().to_text())
+            self._thread = threading.Thread(target=self._run, name="flatfsdp watch", daemon=True)
+            self._thread.start()
 
     def _run(self) -> None:
         try:
             while self._wanted():
-                self._wake.wait(PERIOD)
+                self._wake.wait(self._calls.period / 2 if self._calls.is_open else self._calls.period)
                 self._wake.clear()
                 if not self._closed:
-                    self._look()
+                    self.look()
         except RuntimeError:  # the store is gone, and with it whatever it could tell
-            self._thread = None
+            self._outlive_the_store()
 
     def _wanted(self) -> bool:
         with self._lock:
-            if (self._watched or self._wait is not None) and not self._closed:
+            if (self._watched or self._waits) and not self._closed:
                 return True
             self._thread = None
+            with contextlib.suppress(RuntimeError):
+                self.board.erase(f"here/{self._rank}")
             return False
 
-    def _look(self) -> None:
-        wait = self._wait
-        if wait is not None and time.monotonic() - wait.since > PERIOD:
-            self._look_for(wait)
-        watched = list(self._watched)
-        if not any(each.busy for each in watched):
-            return
+    def look(self) -> None:
+        """Hear what is new, and say what is to be said."""
+        self._hear()
+        for number, result in self._calls.results():
+            self._follow(number, result)
+        purpose = self._suspicion()
+        if purpose is not None:
+            self._calls.ask(purpose, heard=self._heard)
+
+    def _hear(self) -> None:
+        ended = []
         sounded = self.board.count("alarms", 0)
         while self._heard < sounded:
             alarm = self.board.read(f"alarm/{self._heard + 1}")
             if alarm is None and self._heard + KEPT >= sounded:  # counted, not written yet
                 break
             self._heard += 1
-            if alarm is not None:
+            if alarm is None:
+                continue
+            kind, *rest = json.loads(alarm)
+            if kind == "roll":
+                number, by, purpose = rest
+                self._calls.hear(number, by, purpose, self._answer())
+            elif kind == "ended":
+                ended += rest
+            else:
                 self._open.append(alarm)
-        self._open = [alarm for alarm in self._open if not all(each.consider(alarm) for each in watched)]
+        watched = list(self._watched)
+        self._open = [alarm for alarm in self._open if not all([each.consider(alarm) for each in watched])]
+        for number in ended:  # after the alarms that led to it
+            obituary = Obituary.read(self.board, number)
+            if obituary is not None and obituary.rank != self._rank:
+                self._lose([obituary])
 
-    def _look_for(self, wait: Wait) -> None:
-        rank = dist.get_rank()
-        if wait.note not in self._told:
-            self._told.add(wait.note)
-            self.board.post(f"waits/{rank}", wait.note)
-        missing = []
-        suspects = {}
-        for other in wait.ranks:
-            note = self.board.read(f"waits/{other}") if other != rank else wait.note
-            if note != wait.note:
-                missing.append(other)
-                if note is not None and rank in json.loads(note)[0]:
-                    suspects[other] = note
-        # Twice the same: neither has moved since the last look.
-        stuck = {other: note for other, note in suspects.items() if self._suspects.get(other) == note}
-        self._suspects = suspects
-        if stuck and self._wait is wait:
-            places = {rank: wait.note} | stuck
-            told = "; ".join(f"rank {each} {json.loads(places[each])[1]}" for each in sorted(places))
-            speak(
-                f"[flatfsdp, rank {rank}] AgreementError: ranks wait for each other in different places: {told}. Wrap "
-                "the same module over the same process group or mesh, with the same strategy, on every rank"
+    def _waited(self) -> tuple[float, Wait | None]:
+        """Since when this process waits (infinity if it does not), and the wait that was announced, if one was."""
+        announced = min(self._waits.values(), key=lambda wait: wait.since, default=None)
+        since = waits.blocked_since()
+        return (since, None) if announced is None else (min(since, announced.since), announced)
+
+    def _answer(self) -> Answer:
+        now = time.monotonic()
+        since, announced = self._waited()
+        if announced is not None:
+            ranks = () if announced.settled_by_notes else announced.ranks
+            return Answer(announced.what, now - announced.since, ranks)
+        watched = [each.doing for each in sorted(self._watched, key=lambda each: not each.busy)]
+        if not watched:
+            return Answer("is in its own code, and has run no model yet", now - min(since, now))
+        doing, began = watched[0]
+        return Answer(doing, now - (began if math.isinf(since) else since))
+
+    def _suspicion(self) -> Purpose | None:
+        """Why to ask what the others do, if there is a reason."""
+        since, announced = self._waited()
+        waited = time.monotonic() - since
+        if self._reported is not None and since != self._reported:
+            speak(f"[flatfsdp, rank {self._rank}] goes on after {time.monotonic() - self._reported:.0f} s")
+            self._reported = None
+        if self._asked is not None and not self._asked():
+            return "lost"
+        if waits.limits.raise_after is not None and waited > waits.limits.raise_after:
+            return "raise"
+        if waited > waits.limits.report_after and self._reported is None:
+            return "report"
+        if announced is None or waited < 2 * self._calls.period:
+            self._next_roll = 2 * self._calls.period
+        elif waited > self._next_roll:
+            self._next_roll = 2 * waited
+            return "meet"
+        return None
+
+    # -- what a roll call leads to -----------------------------------------------------------------------------------
+
+    def _follow(self, number: int, result: Result) -> None:
+        since, announced = self._waited()
+        waited = time.monotonic() - since
+        if result.purpose == "report":
+            where = f"waited for {waited:.0f} s" if waited > 2 * self._calls.period else "others wait"
+            lines = "\n".join(f"    {line}" for line in result.lines)
+            speak(f"[flatfsdp, rank {self._rank}] {where}. What the ranks do (asked by rank {result.by}):\n{lines}")
+            self._reported = since if math.isfinite(since) else None
+        for rank, process in result.silent_processes():
+            if process.is_gone() and self.board.first(f"gone/{rank}", "told") == "told":
+                Obituary(rank, f"was killed, or crashed: {process} is gone").leave(self.board, alarm=True)
+        error: AgreementError | None = None
+        if result.parted and announced is not None:
+            error = AgreementError(
+                f"ranks wait for each other in different places: {result.parted}. Wrap the same module over the same "
+                "process group or mesh, with the same strategy, on every rank, and make collective calls on all of them"
             )
-            time.sleep(3 * PERIOD)  # the others must find this rank's note, and the store that may be here
-            end_process_unless(lambda: self._wait is not wait)
-        elif missing and time.monotonic() - wait.since > 10 * PERIOD and wait.what not in self._told:
-            self._told.add(wait.what)
-            names = ", ".join(map(str, missing))
-            speak(f"[flatfsdp, rank {rank}] still waiting for rank {names}: this rank {wait.what}, and they do not")
+        elif result.purpose == "raise":
+            error = WaitError(
+                f"ranks waited for more than {waits.limits.raise_after or waited:.0f} s (set_wait(raise_after=...)): "
+                + "; ".join(result.lines)
+            )
+        if error is not None:
+            self._fail(error, None, leave=functools.partial(self._calls.let_all_read, number, result.answered))
+            return
+        lost = [Obituary(*each) for each in result.lost]
+        if result.purpose == "lost":
+            lost += [
+                Obituary(rank, f"was killed, or crashed: {process} does not answer")
+                for rank, process in result.silent_processes()
+                if process.is_gone() is not False  # a machine may be too busy for an answer
+            ]
+        if lost:
+            self._lose(lost)
+        elif result.purpose == "lost" and self._asked is not None:
+            self._lost = LostRankError(
+                f"a connection to another rank broke, though all ranks answer: {'; '.join(result.lines)}. A rank may "
+                "have destroyed its process group, or its network failed"
+            )
+
+    def _lose(self, lost: Sequence[Obituary]) -> None:
+        self._fail(LostRankError(in_one_sentence(lost)), [each.rank for each in lost])
+
+    def _fail(
+        self, error: AgreementError, ranks: Sequence[int] | None, *, leave: Callable[[], None] | None = None
+    ) -> None:
+        """Nothing that needs one of `ranks` goes on: the main thread raises `error` at its next step, if it comes."""
+        since, announced = self._waited()
+        concerned = [each for each in self._watched if each.fail(error, ranks)]
+        if announced is not None and (ranks is None or set(announced.ranks) & set(ranks)):
+            concerned.append(announced)
+        if concerned:
+            self._lost = error
+        if not concerned or not math.isfinite(since):
+            return
+        speak(f"[flatfsdp, rank {self._rank}] {type(error).__name__}: {error}")
+        if leave is not None:
+            leave()
+        end_process_unless(lambda: self._waited()[0] != since)
+
+    def _outlive_the_store(self) -> None:
+        """Nobody can be asked any more: a wait that goes on is for a rank that served the store, or lost it, too."""
+        gone_at = time.monotonic()
+        while self._wanted():
+            self._wake.wait(self._calls.period)
+            self._wake.clear()
+            since, _ = self._waited()
+            if time.monotonic() - max(since, gone_at) > 3 * ANSWER * self._calls.period and math.isfinite(since):
+                self._fail(
+                    LostRankError(
+                        f"the store of the process group{where_it_was()} is gone, and this rank waits for others: "
+                        f"{_host_of_the_store()}"
+                    ),
+                    None,
+                )
 
 
-def _close(watch: weakref.ref[Watch]) -> None:
-    found = watch()
-    if found is not None:
-        found.close()
+def _host_of_the_store() -> str:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return "the launcher that served it has ended"
+    return "rank 0, which serves it unless a launcher does, has ended"
 
 
 def is_lost_connection(error: BaseException) -> bool:
     """Whether a backend lost its peers; gloo says so with a plain `RuntimeError`."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    if isinstance(error, (dist.DistError, StoreGone)):
+        return True
+    is_ours = isinstance(error, FlatFSDPError)
+    return isinstance(error, RuntimeError) and not is_ours and "gloo" in str(error).lower()
 
 
 def speak(sentence: str) -> None:
@@ -267,8 +391,26 @@ def current_watch() -> Watch:
     world = dist.group.WORLD
     found = _watches.get(world)
     if found is None:
-        found = _watches[world] = Watch()
+        board, rank = Board(), dist.get_rank()
+        found = _watches[world] = Watch(board, rank=rank, world=dist.get_world_size())
+        at_end(functools.partial(_leave_word, weakref.ref(found), board, rank))
     return found
+
+
+def _leave_word(watch: weakref.ref[Watch], board: Board, rank: int, error: BaseException | None) -> None:
+    """The process ends: tell the others, also those who look for this rank after it destroyed its process group."""
+    found = watch()
+    last = found.last_step() if found is not None else ""
+    words = f"ended its program without an error{last}" if error is None else f"ended with {in_words(error)}{last}"
+    cause = str(error) if isinstance(error, AgreementError) else None
+    with contextlib.suppress(RuntimeError):
+        Obituary(rank, words, cause).leave(board, alarm=error is not None)
+
+
+def _close(watch: weakref.ref[Watch]) -> None:
+    found = watch()
+    if found is not None:
+        found.close()
 
 
 def expecting(ranks: Sequence[int], what: str) -> contextlib.AbstractContextManager[None]:

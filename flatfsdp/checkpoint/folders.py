@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError, refuse_value
-from ..peers import ranks_in_words
+from ..errors import CheckpointError, ranks_in_words, refuse_value
 from . import manifest, metadata
 from .disk import disk
 from .manifest import Manifest

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ranks_in_words
 from ..layout import ParamSpec
-from ..peers import ranks_in_words
 from .nested import Path
 
 __all__ = ["Held", "assign", "digest"]

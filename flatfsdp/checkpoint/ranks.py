@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..consolidate import together
-from ..errors import CheckpointError, ConfigValueError
+from ..errors import CheckpointError, ConfigValueError, ranks_in_words
 from ..groups import new_group
-from ..peers import ranks_in_words
 from ..traversal import units_in
+from ..watch import expecting
 
 __all__ = ["Ranks"]
 
@@ -97,11 +97,9 @@ class Ranks:
         except Exception as error:  # it must reach the others, who would wait for ever
             failure = error
         try:
-            answers = self._gather((value, None if failure is None else _in_words(failure)))
-        except RuntimeError as error:  # the backend's, once a rank has ended or kept the others waiting for too long
-            raise CheckpointError(
-                f"{doing}: a rank does not answer any more; look for what ended it ({str(error).splitlines()[0]})"
-            ) from (failure or error)
+            answers = self._gather((value, None if failure is None else _in_words(failure)), doing)
+        except RuntimeError as error:  # a rank has ended, or kept the others waiting for too long
+            raise CheckpointError(f"{doing}: {error}") from (failure or error)
         told: dict[str, list[int]] = {}
         for rank, (_, words) in enumerate(answers):
             if words is not None:
@@ -113,11 +111,12 @@ class Ranks:
             raise CheckpointError(f"{doing}: {shared}") from failure
         return [value for value, _ in answers]
 
-    def _gather(self, value: Any) -> list[Any]:
+    def _gather(self, value: Any, doing: str) -> list[Any]:
         if self.world == 1:
             return [value]
         answers: list[Any] = [None] * self.world
-        dist.all_gather_object(answers, value, group=self.group)
+        with expecting(dist.get_process_group_ranks(self.group), f"waits for the others while {doing}"):
+            dist.all_gather_object(answers, value, group=self.group)
         return answers
 
 

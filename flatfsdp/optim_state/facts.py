@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import AgreementError, UsageError
-from ..peers import ranks_in_words
+from ..errors import AgreementError, UsageError, ranks_in_words
 from .held import Held
 
 Facts = dict[str, Any]  # by the name of the state: Shaped, Kept, Odd, or the value itself

@@ -206,7 +206,11 @@ def raise_uncaught(rank: int, world: int) -> None:
 def test_a_rank_that_dies_of_its_own_exception_is_named_by_the_others() -> None:
     waiting, dying = fresh.run(2, raise_uncaught, timeout=LIMIT)
     assert "ValueError: out of luck" in (dying.error or "")
-    assert "rank 1 abandoned its iteration in the forward of unit 'blocks.1' after ValueError" in waiting.output
+    # Which of its two notes is found first depends on how long it takes to die of it.
+    told = (
+        r"rank 1 (abandoned its iteration in the forward of unit 'blocks.1' after|ended with) ValueError: out of luck"
+    )
+    assert re.search(told, waiting.output), waiting
     assert waiting.exit_code == 1
 
 

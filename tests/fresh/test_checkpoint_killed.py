@@ -37,7 +37,7 @@ def save_and_die(rank: int, world: int, path: str) -> float:
         with through(Fatal() if rank == 1 else Disk()):
             checkpoint.save(path, model=state(rank, 2.0), overwrite=True)
     except CheckpointError as error:
-        assert f"saving {path}: a rank does not answer any more; look for what ended it" in str(error)
+        assert f"saving {path}: rank 1 was killed, or crashed: process " in str(error)
         return time.monotonic() - start
     raise AssertionError("the save came to an end without one of its ranks")
 
@@ -45,7 +45,7 @@ def save_and_die(rank: int, world: int, path: str) -> float:
 def test_a_killed_rank_ends_the_save_of_all_and_costs_no_checkpoint(tmp_path: Path) -> None:
     survivor, killed = fresh.run(2, save_and_die, str(tmp_path / "x"))
     assert killed.exit_code == -signal.SIGKILL
-    assert survivor.error is None and survivor.result < 20.0, survivor.error
+    assert survivor.error is None and survivor.result < 40.0, survivor.error
     parts = {"part0": torch.zeros(100), "part1": torch.zeros(100), "shared": torch.zeros(3)}
     checkpoint.load(tmp_path / "x", model=parts)
     assert all(torch.equal(value, torch.ones_like(value)) for value in parts.values())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flatfsdp.agree import _first_difference
-from flatfsdp.errors import few
-from flatfsdp.peers import number, ranks_in_words
+from flatfsdp.errors import few, ranks_in_words
+from flatfsdp.peers import number
 from flatfsdp.policy.habit import CONTEXTS, Habit
 
 ROOT, A, B, C, END, BACKWARD = range(6)

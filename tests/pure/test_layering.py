@@ -18,8 +18,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "flatfsdp"
 
 ROWS: tuple[tuple[int, str], ...] = (
+    (0, "errors waits farewell"),
     (0, "_torch"),
-    (0, "errors"),
     (0, "api"),
     (0, "state_dict_configs"),
     (0, "arguments"),
@@ -35,7 +35,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (2, "comm"),
     (2, "comm_hooks"),
     (2, "hooked"),
-    (2, "values watch peers stream agree replicas"),
+    (2, "values board roll_call watch peers stream agree replicas"),
     (2, "exchange"),
     (2, "groups"),
     (3, "portion resident"),
@@ -77,6 +77,7 @@ DISTRIBUTED = PROGRAMS | {
     "comm",
     "gloo",
     "comm_hooks",
+    "board",
     "watch",
     "agree",
     "groups",

@@ -1,0 +1,110 @@
+"""Notes between ranks, in the rendezvous store of the default process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+PERIOD = 1.0  # seconds between two readings of it by a rank
+READS = 1024  # such readings per second, of all ranks together
+KEPT = 16  # alarms that stay readable; one that many others followed was settled
+
+
+class StoreGone(RuntimeError):
+    """Nobody serves the store any more."""
+
+
+class Board:
+    """Notes in the store of the default process group, over a connection of our own; each call is one round trip.
+
+    No call waits inside the store's client: its lock would keep the other thread out.
+
+    Raises:
+        StoreGone: from every call, once the store's process has ended.
+    """
+
+    def __init__(self) -> None:
+        assert dist.group.WORLD is not None
+        store: Any = dist.group.WORLD.get_group_store()
+        self._store: Any = dist.PrefixStore("flatfsdp", store.clone())
+        self._line = _line_to(store)
+
+    def post(self, key: str, text: str) -> None:
+        """Write `text` at `key`."""
+        self._reachable().set(key, text)
+
+    def read(self, key: str) -> str | None:
+        """What stands at `key`, None if nothing does."""
+        return self._store.get(key).decode() if self._reachable().check([key]) else None
+
+    def first(self, key: str, text: str) -> str:
+        """Write `text` at `key` unless something stands there; what stands there now."""
+        return str(self._reachable().compare_set(key, "", text).decode())
+
+    def count(self, key: str, step: int = 1) -> int:
+        """Add `step` to the number at `key` (0 at first) and return it."""
+        return int(self._reachable().add(key, step))
+
+    def erase(self, *keys: str) -> None:
+        """Remove what stands at `keys`."""
+        for key in keys:
+            self._reachable().delete_key(key)
+
+    def sound(self, alarm: str) -> None:
+        """Let the watch of every rank consider `alarm`."""
+        number = self.count("alarms")
+        self.post(f"alarm/{number}", alarm)
+        if number > KEPT:
+            self.erase(f"alarm/{number - KEPT}")
+
+    def wait(self, ready: Callable[[], Any], seconds: float) -> Any:
+        """Ask `ready` until it answers something true, ever more rarely; its last answer."""
+        began = time.monotonic()
+        while not (answer := ready()):
+            waited = time.monotonic() - began
+            if waited > seconds:
+                break
+            time.sleep(min(0.25, 0.001 + waited / 10))
+        return answer
+
+    def _reachable(self) -> Any:
+        if self._line is not None and _is_closed(self._line):
+            raise StoreGone(f"the store of the process group{where_it_was()} is gone, and the process that served it")
+        return self._store
+
+
+def where_it_was() -> str:
+    """Where the launcher said that the store is, in words; "" if it did not."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return f" at {host}:{port}" if host and port else ""
+
+
+def _line_to(store: Any) -> socket.socket | None:
+    """A connection over which nothing is said, which shows whether the process that serves the store still runs.
+
+    The store's own client writes pages to standard error when it finds out; at the end of a program that is no news.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return None
+    with contextlib.suppress(OSError):
+        line = socket.create_connection((store.host, store.port), timeout=5.0)
+        line.setblocking(False)
+        return line
+    return None
+
+
+def _is_closed(line: socket.socket) -> bool:
+    try:
+        return line.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -1,0 +1,64 @@
+"""The end of this process, told to those who tell the other ranks.
+
+[Note: farewell] A program ends by an exception that reaches the interpreter (`sys.excepthook`) or that a process of
+`multiprocessing` catches (where finalizers see it, or the `SystemExit` that torch's `mp.spawn` makes of it), or it ends
+without one: finalizers run at the end of the interpreter, too. What kills a process at once, and `os._exit`, goes
+unheard.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+Farewell = Callable[["BaseException | None"], None]
+
+_farewells: list[Farewell] = []
+_process: int | None = None  # that has to be told of; a fork of it ends on its own account
+
+
+def at_end(farewell: Farewell) -> None:
+    """Call `farewell` once, when this process ends, with the exception that ends it or None."""
+    global _process
+    _farewells.append(farewell)
+    if _process is None:
+        _process = os.getpid()
+        _chain_excepthook()
+        multiprocessing.util.Finalize(None, _at_end_of_process, exitpriority=0)
+
+
+def in_words(error: BaseException) -> str:
+    """The class and text of `error`, not more than some lines of it."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text if len(text) < 500 else f"{text[:500]} ..."
+
+
+def _chain_excepthook() -> None:
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            before(kind, error, trace)
+        finally:
+            _tell(error)
+
+    sys.excepthook = hook
+
+
+def _at_end_of_process() -> None:
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        if error.__context__ is not None:  # what the exit was made of
+            error = error.__context__
+        elif not error.code:
+            error = None
+    _tell(error)
+
+
+def _tell(error: BaseException | None) -> None:
+    while _farewells and _process == os.getpid():
+        _farewells.pop()(error)
