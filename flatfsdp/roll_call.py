@@ -223,8 +223,11 @@ class RollCalls:
             lines=[
                 *lines_of(answers),
                 *(f"rank {rank} {each.words}" for rank, each in ended.items()),
-                *(f"rank {rank} does not answer: {process} is stopped, or gone" for rank, process in silent.items()),
-                *([f"{ranks_in_words(absent)} has no model here, or none yet"] if absent else []),
+                *(
+                    f"rank {rank} does not answer: {process} has no model any more, is stopped, or gone"
+                    for rank, process in silent.items()
+                ),
+                *([f"{ranks_in_words(absent)} did not begin with flatfsdp"] if absent else []),
             ],
             lost=[astuple(each) for each in ended.values()],
             silent={rank: list(process) for rank, process in silent.items()},

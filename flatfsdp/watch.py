@@ -93,6 +93,7 @@ class Watch:
         self._calls = RollCalls(board, rank=rank, world=world)
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._heard = board.count("alarms", 0)
+        board.post(f"here/{rank}", Process.this().to_text())
         self._open: list[str] = []
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -176,8 +177,6 @@ class Watch:
 
     def _start(self) -> None:
         if self._thread is None and not self._closed:
-            with contextlib.suppress(RuntimeError):  # the thread will find that the store is gone
-                self.board.post(f"here/{self._rank}", Process.this().to_text())
             self._thread = threading.Thread(target=self._run, name="flatfsdp watch", daemon=True)
             self._thread.start()
 
@@ -196,8 +195,6 @@ class Watch:
             if (self._watched or self._waits) and not self._closed:
                 return True
             self._thread = None
-            with contextlib.suppress(RuntimeError):
-                self.board.erase(f"here/{self._rank}")
             return False
 
     def look(self) -> None:
