@@ -19,9 +19,8 @@ from torch import nn
 
 from . import _torch
 from .controls import check_outside
-from .errors import NonFiniteError, UsageError, fail, refuse_type
+from .errors import NonFiniteError, UsageError, fail, ranks_in_words, refuse_type
 from .flat_param import FlatParamHandle
-from .peers import ranks_in_words
 from .traversal import units_at
 from .trees import tensors_in
 
