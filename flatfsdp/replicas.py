@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .errors import AgreementError, few, warn
-from .peers import number, ranks_in_words
+from .errors import AgreementError, few, ranks_in_words, warn
+from .peers import number
 from .values import checksum
 
 if TYPE_CHECKING:

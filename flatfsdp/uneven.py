@@ -17,8 +17,7 @@ from typing import TypeVar
 from torch import nn
 
 from .controls import check_outside
-from .errors import AgreementError, ConfigValueError, UsageError, refuse_type
-from .peers import ranks_in_words
+from .errors import AgreementError, ConfigValueError, UsageError, ranks_in_words, refuse_type
 from .root import Root
 from .traversal import units_in
 
