@@ -297,3 +297,12 @@ def loads_as_usual(module: torch.nn.Module) -> bool:
 def saves_as_usual(module: torch.nn.Module) -> bool:
     """Whether the class of `module` leaves its state dict to torch: what it would override has no public name."""
     return type(module)._save_to_state_dict is torch.nn.Module._save_to_state_dict
+
+
+def stay_out_of_graphs() -> None:
+    """Let torch.compile run flatfsdp's own functions as they are, and compile the modules that they call."""
+    # What is public says so of one function; the engine is hundreds. Imported here, since it takes seconds and is
+    # there wherever somebody compiles.
+    from torch._dynamo import trace_rules
+
+    trace_rules.add("flatfsdp")

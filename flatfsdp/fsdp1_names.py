@@ -61,6 +61,11 @@ class FSDP1Names:
         self._unit.root.lazy_init()
 
     @property
+    def _fsdp_use_orig_params(self) -> bool:
+        # torch.compile asks whether it may look into the forward of a module that holds this one.
+        return True
+
+    @property
     def process_group(self) -> Any:
         """The process group over which parameters are sharded (replicated, under NO_SHARD)."""
         group = self._unit.groups.given

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import copying, full_params
+from . import _torch, copying, full_params
 from .api import JOIN_UNITS_BELOW, BackwardPrefetch, Config, CPUOffload, MixedPrecision, ShardingStrategy
 from .arguments import check_arguments
 from .auto_wrap import auto_wrapped
@@ -176,6 +176,8 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
         Tensors among the outermost wrapper's arguments are moved to the compute device; floating-point ones are cast as
         `mixed_precision` says. Returns what the module returns.
         """
+        if torch.compiler.is_compiling():
+            _torch.stay_out_of_graphs()
         if loading.UNDER_WAY in self.__dict__:
             loading.forget(self)
         return self._unit.run(args, kwargs)
