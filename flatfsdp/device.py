@@ -219,6 +219,14 @@ def accelerator(index: int | None = None) -> torch.device | None:
     return torch.device(kind.type, torch.accelerator.current_device_index() if index is None else index)
 
 
+def concrete(device: torch.device) -> torch.device:
+    """`device` as tensors have it: a CPU has no index, an accelerator without one is the current one."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    current = accelerator() if device.index is None else None
+    return current if current is not None and current.type == device.type else device
+
+
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` in page-locked host memory where an accelerator is present, else itself: copies from it overlap."""
     if torch.accelerator.is_available():

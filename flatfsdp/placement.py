@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .api import Config
-from .device import accelerator
+from .device import accelerator, concrete
 from .errors import ConfigValueError, UsageError
 from .groups import serves
 from .traversal import strays
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def compute_device(module: nn.Module, config: Config) -> torch.device:
     """Where the unit computes: `device_id`; else where parameters on an accelerator are; else what the group serves."""
     if isinstance(config.device_id, torch.device):
-        return config.device_id
+        return concrete(config.device_id)
     if isinstance(config.device_id, int):
         chosen = accelerator(config.device_id)
         if chosen is None:

@@ -89,6 +89,8 @@ class Load:
         for index, value in values.items():
             try:
                 given = value.whole() if isinstance(value, Distributed) else value
+                if not isinstance(given, torch.Tensor):  # like one, which reads a file when it is used (Lightning's)
+                    given = torch.detach(given)
                 if given.is_meta or given.layout is not torch.strided:  # told by ranks that own nothing of it, too
                     raise UsageError("it has no memory (meta)" if given.is_meta else f"it is {given.layout}, not dense")
                 store(handle.layout, handle.rank, handle.shard, index, given)

@@ -440,6 +440,14 @@ def test_fp16_reduction_of_healthy_gradients_does_not_overflow_at_world_64(strat
         torch.testing.assert_close(parameter.grad, torch.full((10,), largest), rtol=5e-3, atol=0.0)
 
 
+@pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu", 0)])
+def test_a_cpu_with_an_index_is_the_cpu(device: Any) -> None:
+    with fake_world(2):
+        model = FullyShardedDataParallel(Tower(), device_id=device)
+        model(torch.randn(3, 6)).sum().backward()
+        assert {parameter.device for parameter in model.parameters()} == {torch.device("cpu")}
+
+
 @pytest.mark.parametrize(
     ("served", "expected"), [("cpu:gloo,meta:nccl", "cpu"), ("meta:nccl", "meta"), ("cpu:gloo", "cpu")]
 )

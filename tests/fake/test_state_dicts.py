@@ -149,3 +149,25 @@ def test_a_frozen_model_and_one_without_parameters() -> None:
                 "num_batches_tracked",
             ]
     assert not dist.is_initialized()
+
+
+class Lazy:
+    """A value that is like a tensor and reads its elements when it is used, as Lightning's are."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._value.to("meta"), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*[each._value if isinstance(each, Lazy) else each for each in args], **(kwargs or {}))
+
+
+def test_values_that_are_like_tensors_are_loaded() -> None:
+    with fake_world(2):
+        model = tower(use_orig_params=True)
+        values = {name: torch.full_like(value, 3.0) for name, value in Tower().state_dict().items()}
+        model.load_state_dict({name: Lazy(value) for name, value in values.items()})
+        assert all(bool((parameter == 3).all()) for parameter in model.parameters())
