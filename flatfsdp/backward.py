@@ -139,6 +139,12 @@ class Backward:
         freed = unit not in self._unreduced and not self.keeps_whole(unit) and not unit.needed_whole
         return once and freed and not unit.is_tied
 
+    def brings_gradients(self) -> bool:
+        """Whether a gradient of a parameter has arrived or will (`torch.autograd.grad` brings none)."""
+        return self.fired or any(
+            hooks.will_accumulate(leaf) for unit in self._sequence for leaf in unit.trainable_leaves()
+        )
+
     def in_inner_task(self) -> bool:
         """Whether a graph task inside this one's runs (a recomputation's, say)."""
         return _torch.graph_task() != self._task
@@ -246,6 +252,8 @@ class Backward:
 
     def flush(self) -> None:
         """The graph task has ended: issue what is outstanding and wait for it. Collective over both axes."""
+        if self.double or not self.fired:
+            self._gather_what_others_reached()
         if self.fired:
             if not self.double:
                 self._complete_plan()
@@ -263,6 +271,16 @@ class Backward:
                     grads.keep()
         elif self.sync and self._reductions.rest():
             self.agreement.check_gradients(came=False)
+
+    def _gather_what_others_reached(self) -> None:
+        """No gradient completes units here: gather those that other ranks may have, where branches tell them apart."""
+        if not any(unit.choices.schedule.branch for unit in self._sequence):
+            return
+        for unit in self._sequence:
+            if not self._gathers.is_past(unit):
+                _launch(self._gathers.until(unit))
+                if not self.double:
+                    unit.reshard(Exposure.NOTHING)
 
     def _leave_out_what_no_rank_used(self) -> None:
         """Units of branches to which no rank's gradients came get none, as in one process. Collective over all axes."""
@@ -284,7 +302,7 @@ class Backward:
     def _complete_what_was_passed(self, unit: Unit) -> None:
         """`unit` was reached: those whose turn came before and that this backward does not reach get no gradients."""
         place = self._begins.get(unit, self._places.get(unit, 0))
-        if place > self._passed and not self.double and self._brings_gradients():
+        if place > self._passed and not self.double and self.brings_gradients():
             for earlier in self._sequence[self._passed : place]:
                 if not (earlier.armed or self._may_come_to(earlier)):
                     self._complete(earlier)
@@ -303,7 +321,7 @@ class Backward:
         plan had no graph (reentrant checkpointing): its gradients are to come, and its collectives come after those.
         """
         planned = unit in self._places
-        if self.double or self.in_inner_task() or (planned and not self._brings_gradients()):
+        if self.double or self.in_inner_task() or (planned and not self.brings_gradients()):
             return
         missed = []
         for each in self._reductions.outstanding():
@@ -317,12 +335,6 @@ class Backward:
             if not planned:
                 self._prefetch_after(each)
                 self.released(each)
-
-    def _brings_gradients(self) -> bool:
-        """Whether a gradient of a parameter has arrived or will."""
-        return self.fired or any(
-            hooks.will_accumulate(leaf) for unit in self._sequence for leaf in unit.trainable_leaves()
-        )
 
     def _complete(self, unit: Unit, *, keep: bool = False) -> None:
         if not unit.armed:

@@ -26,7 +26,8 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
 
     What every rank runs goes on as before: `module` comes in the forward of the wrapper around it, and all that a rank
     runs of it comes before the next wrapper outside of it that is registered later, or that is given as `before`. A
-    rank that runs one of its wrappers at another time gets an error, which the others hear of.
+    rank that runs one of its wrappers at another time gets an error, which the others hear of. What is trained must not
+    be in `module` alone: a rank that runs none of it would have no graph to go backward through.
 
     It costs what a model costs that always runs all of it: each wrapper is gathered in forward and in backward (frozen
     ones, too; `set_unshard_in_backward(False)` spares a frozen tower at the model's beginning the second), and its

@@ -474,7 +474,7 @@ class Unit(UnitData):
         if not awaiting or self._open_calls or self.completed:
             return
         backward = self.root.backward
-        if backward is None or backward.in_inner_task():
+        if backward is None or backward.in_inner_task() or not backward.brings_gradients():
             return
         for handle, grads in awaiting:
             grads.excuse([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
@@ -498,7 +498,7 @@ class Unit(UnitData):
             # The parameters make way before the reduction takes memory.
             self._release(backward)
             backward.gradients_ready(self)
-        elif self._late <= 0 and (self.completed or not expecting):
+        elif self._late <= 0 and (self.completed or not expecting or not backward.brings_gradients()):
             self._release(backward)
         for owner in self.owners:
             if owner.armed:

@@ -435,6 +435,44 @@ def test_an_optimizer_that_steps_in_the_backward(pool2: Run) -> None:
     assert all(pool2(stepped_in_backward))
 
 
+def differentiated(rank: int, world: int, any_order: bool, twice: bool) -> list[str]:
+    """Gradients of inputs, which reach the tower on some ranks and nothing behind it; with `twice` in a penalty."""
+    torch.manual_seed(0)
+    net = Pictured()
+    model = wrap(copy.deepcopy(net))
+    flatfsdp.ensure_unit_participation(model.branch, any_order=any_order)
+
+    def slope(net: nn.Module, x: Tensor, used: Used) -> tuple[Tensor, Tensor]:
+        x.requires_grad_()
+        output = net(x, used).square().sum()
+        (found,) = torch.autograd.grad(output, x, create_graph=twice, retain_graph=True)
+        return found, found.square().sum() if twice else output
+
+    found = []
+    for step, plan in enumerate((IN_ANY_ORDER if any_order else IN_ORDER)[Pictured]):
+        for each in (model, net):
+            each.zero_grad()
+        mine, loss = slope(model, data(rank, step), plan[rank])
+        loss.backward()
+        for other in range(world):
+            expected, loss = slope(net, data(other, step), plan[other])
+            if other == rank and not torch.allclose(mine, expected, rtol=1e-4, atol=1e-6):
+                found.append(f"{step}: {mine} for {expected}")
+            (loss / world).backward()
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            for (name, p), q in zip(model.named_parameters(), net.parameters(), strict=True):
+                none = p.grad is None or q.grad is None
+                if p.grad is not q.grad if none else not torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5):
+                    found.append(f"{step}: gradient of {name}: {p.grad} for {q.grad}")
+    return found
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_gradients_of_inputs(pool2: Run, any_order: bool, twice: bool) -> None:
+    assert pool2(differentiated, any_order, twice, timeout=30) == [[], []]
+
+
 # -- costs -----------------------------------------------------------------------------------------------------------
 
 

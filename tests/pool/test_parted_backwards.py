@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import flatfsdp
 from flatfsdp import FullyShardedDataParallel, comm_hooks
 from flatfsdp.joining import apart
 from tests.conftest import Run
@@ -331,3 +332,17 @@ def test_two_calls_of_which_ranks_leave_out_different_units(
     pool2: Run, left_out: list[tuple[set[int], set[int]]], prefetch: str | None
 ) -> None:
     assert all(pool2(called_twice, left_out, prefetch, timeout=20))
+
+
+def slopes(rank: int, world: int) -> tuple[int, bool]:
+    """Gradients of an input: how many reductions they take, and whether parameters get gradients."""
+    model, x = _wrap(_net()), _data(rank).requires_grad_()
+    figures = flatfsdp.stats(model)
+    torch.autograd.grad(model(x * 2).sum(), x)
+    return sum(figures.comm.get(kind, (0, 0))[0] for kind in ("reduce_scatter", "all_reduce")), any(
+        p.grad is not None for p in model.parameters()
+    )
+
+
+def test_gradients_of_inputs_alone_reduce_nothing(pool2: Run) -> None:
+    assert pool2(slopes) == [(0, False)] * 2
