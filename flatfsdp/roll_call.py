@@ -36,7 +36,7 @@ class Answer:
     """What a rank does.
 
     Attributes:
-        doing: completes "rank 0 ..."; equal where ranks do the same.
+        doing: follows "rank 0: "; equal where ranks do the same.
         seconds: for how long it has.
         waits_for: in a wait for ranks that must all come to the same place: these ranks.
     """
@@ -222,12 +222,12 @@ class RollCalls:
             roll.by,
             lines=[
                 *lines_of(answers),
-                *(f"rank {rank} {each.words}" for rank, each in ended.items()),
+                *(f"rank {rank}: {each.words}" for rank, each in ended.items()),
                 *(
-                    f"rank {rank} does not answer: {process} has no model any more, is stopped, or gone"
+                    f"rank {rank}: no answer, {process} has no model any more, is stopped, or gone"
                     for rank, process in silent.items()
                 ),
-                *([f"{ranks_in_words(absent)} did not begin with flatfsdp"] if absent else []),
+                *([f"{ranks_in_words(absent)}: nothing of flatfsdp's was used yet"] if absent else []),
             ],
             lost=[astuple(each) for each in ended.values()],
             silent={rank: list(process) for rank, process in silent.items()},
@@ -291,7 +291,7 @@ def lines_of(answers: dict[int, Answer]) -> list[str]:
     for doing, ranks in alike.items():
         seconds = sorted(round(answers[rank].seconds) for rank in ranks)
         span = f"{seconds[0]}" if seconds[0] == seconds[-1] else f"{seconds[0]} to {seconds[-1]}"
-        lines.append(f"{ranks_in_words(ranks)} {doing}, for {span} s")
+        lines.append(f"{ranks_in_words(ranks)}: {doing}, for {span} s")
     return lines
 
 

@@ -432,15 +432,15 @@ class Stream(Peers):
 
     @property
     def doing(self) -> tuple[str, float]:
-        """What this rank does, to complete "rank 0 ...", and since when by `time.monotonic()`. Called by the watch."""
+        """What this rank does, to follow "rank 0: ", and since when by `time.monotonic()`. Called by the watch."""
         doing, since, step = self._doing, self._turned, f"in step {max(1, self._step)}"
         if doing is None:
-            left = f"since it left {self._left}, {step}" if self._left else "and has not run the model yet"
-            return f"is in its own code {left}", since
+            left = f"since {self._left} {step}" if self._left else "before the model's first step"
+            return f"in the program's own code {left}", since
         if math.isinf(blocked_since()):
-            return f"computes in {doing}, {step}", since
+            return f"computing in {doing}, {step}", since
         last = "; ".join(map(str, self._trace.tail(2)))
-        return f"waits in {doing}, {step}{f' (last: {last})' if last else ''}", since
+        return f"waiting in {doing}, {step}{f' (last: {last})' if last else ''}", since
 
     @property
     def last_step(self) -> str:

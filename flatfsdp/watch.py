@@ -61,7 +61,7 @@ class Watched(Protocol):
 
     @property
     def doing(self) -> tuple[str, float]:
-        """What this rank does with the model, to complete "rank 0 ...", and since when."""
+        """What this rank does with the model, to follow "rank 0: ", and since when."""
 
     @property
     def last_step(self) -> str:
@@ -245,7 +245,7 @@ class Watch:
             return Answer(announced.what, now - announced.since, ranks)
         watched = [each.doing for each in sorted(self._watched, key=lambda each: not each.busy)]
         if not watched:
-            return Answer("is in its own code, and has run no model yet", now - min(since, now))
+            return Answer("in the program's own code, without a model", now - min(since, now))
         doing, began = watched[0]
         return Answer(doing, now - (began if math.isinf(since) else since))
 

@@ -1,0 +1,221 @@
+"""Ranks that fail, die, sleep or stay away: every rank ends within seconds, with an error that names who is at fault.
+
+Ranks that build different models, or run them in another order, are in `tests/pool/test_agree.py` and `test_agree.py`;
+one that is killed in the middle of a checkpoint is in `test_checkpoint_killed.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flatfsdp
+from tests.harness import fresh
+from tests.pool.test_agree import Net, step, wrap
+
+LIMIT = 60.0  # seconds for all ranks to end once they have started; on idle cores it takes 5 to 15
+
+
+def trained() -> Any:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = wrap(Net())
+    step(model)
+    step(model)
+    return model
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wrong_dtype(rank: int, world: int) -> None:
+    model = trained()
+    for _ in range(3):
+        model(torch.ones(2, 4, dtype=torch.float64 if rank == 1 else torch.float32)).sum().backward()
+
+
+def exception_in_backward(rank: int, world: int) -> None:
+    model = trained()
+
+    def refuse(grad: torch.Tensor) -> None:
+        if rank == 1:
+            raise ValueError("bad gradient")
+
+    model.module.blocks[1].linear.weight.register_hook(refuse)
+    step(model)
+
+
+def killed_in_forward(rank: int, world: int) -> None:
+    model = trained()
+    if rank == 1:
+        model.module.blocks[1].register_forward_pre_hook(lambda *unused: killed())
+    step(model)
+
+
+def killed_before_a_state_dict(rank: int, world: int) -> None:
+    model = trained()
+    if rank == 1:
+        killed()
+    model.state_dict()
+
+
+def killed_with_the_store(rank: int, world: int) -> None:
+    launcher = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if rank == 1:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        launcher.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(launcher.get("port")), is_master=False)
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    dist.init_process_group("gloo", store=store, rank=1 - rank, world_size=world)
+    torch.manual_seed(0)
+    model = wrap(Net())
+    step(model)
+    if rank == 1:
+        killed()
+    step(model)
+
+
+def one_batch_fewer(rank: int, world: int) -> None:
+    model = trained()
+    for _ in range(3 - (rank == 1)):
+        step(model)
+
+
+def asleep(rank: int, world: int) -> None:
+    flatfsdp.set_wait(report_after=2)
+    model = trained()
+    if rank == 1:
+        time.sleep(8)
+    step(model)
+    flatfsdp.set_wait(report_after=2, raise_after=4)
+    if rank == 1:
+        time.sleep(LIMIT / 3)
+    step(model)
+
+
+def never_together(rank: int, world: int) -> list[tuple[str, str]]:
+    """What torch says before there is a process group; nothing of ours runs yet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    said = []
+    for where, size in (("env://", world + 1), (nobody, world)):
+        try:
+            dist.init_process_group("gloo", where, rank=rank, world_size=size, timeout=timedelta(seconds=2))
+        except dist.DistError as error:
+            said.append((type(error).__name__, str(error)))
+    return said
+
+
+CASES: dict[str, tuple[int, Callable[..., Any]]] = {
+    job.__name__: (world, job)
+    for world, job in (
+        (3, wrong_dtype),
+        (2, exception_in_backward),
+        (3, killed_in_forward),
+        (2, killed_before_a_state_dict),
+        (2, killed_with_the_store),
+        (2, one_batch_fewer),
+        (2, asleep),
+        (2, never_together),
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[str, Future[list[fresh.Outcome]]]]:
+    """All cases, two at a time: most of their seconds pass in waiting."""
+    with ThreadPoolExecutor(2) as two:
+        yield {name: two.submit(fresh.run, world, job, timeout=LIMIT) for name, (world, job) in CASES.items()}
+
+
+Runs = dict[str, "Future[list[fresh.Outcome]]"]
+
+
+def ended(runs: Runs, name: str) -> list[fresh.Outcome]:
+    outcomes = runs[name].result()
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.exit_code is not None, f"rank {rank} still ran: {outcome}"
+    return outcomes
+
+
+PLACE = r"the forward of unit 'blocks.0'"
+
+
+@pytest.mark.parametrize(
+    ("case", "exit_code", "told"),
+    [
+        (
+            "wrong_dtype",
+            1,
+            rf"rank 1 (abandoned its iteration in {PLACE} after|ended with) RuntimeError: mat1 and mat2 must have the "
+            "same dtype",
+        ),
+        (
+            "exception_in_backward",
+            1,
+            "rank 1 (abandoned its iteration in a backward|ended with ValueError: bad gradient, after a backward)",
+        ),
+        (
+            "killed_in_forward",
+            -signal.SIGKILL,
+            r"rank 1 was killed, or crashed: process \d+ on \S+ (does not answer|is gone)",
+        ),
+        (
+            "killed_before_a_state_dict",
+            -signal.SIGKILL,
+            r"rank 1 was killed, or crashed: process \d+ on \S+ (does not answer|is gone)",
+        ),
+        (
+            "killed_with_the_store",
+            -signal.SIGKILL,
+            r"the store of the process group at \S+ is gone, and the process that served it: rank 0, which serves it "
+            "unless a launcher does, has ended",
+        ),
+        ("one_batch_fewer", 0, "rank 1 ended its program without an error"),
+    ],
+)
+def test_a_rank_is_lost(runs: Runs, case: str, exit_code: int, told: str) -> None:
+    outcomes = ended(runs, case)
+    assert outcomes[1].exit_code == exit_code
+    for outcome in (outcomes[0], *outcomes[2:]):
+        assert outcome.exit_code == 1, outcome
+        assert re.search(rf"(LostRankError|AgreementError): .*{told}", outcome.output), outcome.output
+
+
+def test_a_rank_sleeps(runs: Runs) -> None:
+    """First there is only a report, and training goes on; then it is an error."""
+    waiting, sleeping = ended(runs, "asleep")
+    assert (waiting.exit_code, sleeping.exit_code) == (1, 1)
+    for rank, outcome in enumerate((waiting, sleeping)):
+        reports = re.findall(
+            rf"^\[flatfsdp, rank {rank}\] .*What the ranks do \(asked by rank 0\):\n"
+            rf"    rank 0: waiting in the forward of unit .*, in step (\d+) \(last: gather .*\), for \d+ s\n"
+            rf"    rank 1: in the program's own code since a backward in step \d+, for \d+ s$",
+            outcome.output,
+            re.MULTILINE,
+        )
+        assert reports[0] == "3" and len(reports) <= 2, outcome.output  # at most one for each of the two waits
+        assert "WaitError: ranks waited for more than 4 s" in outcome.output, outcome.output
+    assert re.search(r"^\[flatfsdp, rank 0\] goes on after \d+ s$", waiting.output, re.MULTILINE), waiting.output
+    assert "goes on after" not in sleeping.output
+
+
+def test_ranks_that_never_come_together_are_torchs_to_name(runs: Runs) -> None:
+    for outcome in ended(runs, "never_together"):
+        larger, refused = outcome.result
+        assert larger[0] == "DistStoreError" and re.search("time(d )?out", larger[1]), larger
+        assert refused[0] == "DistNetworkError" and "timed out" in refused[1], refused

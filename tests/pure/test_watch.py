@@ -1,0 +1,314 @@
+"""Watches of many ranks over one board in memory: what is said, and how many requests it takes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+import flatfsdp
+from flatfsdp import board, waits, watch
+from flatfsdp.board import StoreGone
+from flatfsdp.errors import AgreementError, ConfigTypeError, ConfigValueError, LostRankError, WaitError, ranks_in_words
+from flatfsdp.roll_call import ANSWER, Answer, Obituary, Process, lines_of, parted
+from flatfsdp.watch import Watch
+
+
+class Notes(board.Board):
+    """A board of one process that counts the requests of one rank."""
+
+    def __init__(self, shared: dict[str, str]) -> None:
+        self._shared = shared
+        self.requests = 0
+        self.is_gone = False
+
+    def _ask(self) -> dict[str, str]:
+        if self.is_gone:
+            raise StoreGone("gone")
+        self.requests += 1
+        return self._shared
+
+    def post(self, key: str, text: str) -> None:
+        self._ask()[key] = text
+
+    def read(self, key: str) -> str | None:
+        self.requests += key in self._shared  # a check, and then the value
+        return self._ask().get(key)
+
+    def first(self, key: str, text: str) -> str:
+        return self._ask().setdefault(key, text)
+
+    def count(self, key: str, step: int = 1) -> int:
+        found = self._ask()
+        found[key] = str(int(found.get(key, 0)) + step)
+        return int(found[key])
+
+    def erase(self, *keys: str) -> None:
+        for key in keys:
+            self._ask().pop(key, None)
+
+
+class Model:
+    """Some ranks' model, as a watch sees it."""
+
+    busy = False
+    doing = ("in the program's own code since a backward in step 3", 0.0)
+    last_step = ", after a backward in step 3"
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+        self.error: AgreementError | None = None
+
+    def consider(self, alarm: str) -> bool:
+        return True
+
+    def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
+        concerned = ranks is None or not set(ranks).isdisjoint(self.ranks)
+        self.error = self.error or (error if concerned else None)
+        return concerned
+
+
+class World:
+    """The watches of `size` ranks, without threads: they look when they are told to."""
+
+    def __init__(self, size: int) -> None:
+        self.shared: dict[str, str] = {}
+        self.notes = [Notes(self.shared) for _ in range(size)]
+        self.models = [Model(range(size)) for _ in range(size)]
+        self.watches = [Watch(notes, rank=rank, world=size) for rank, notes in enumerate(self.notes)]
+        for each, model in zip(self.watches, self.models, strict=True):
+            each.add(model)
+        self.forget()
+
+    def forget(self) -> None:
+        for notes in self.notes:
+            notes.requests = 0
+
+    def look(self, *, without: Sequence[int] = ()) -> None:
+        for rank, each in enumerate(self.watches):
+            if rank not in without:
+                each.look()
+
+    def look_until(self, ready: Callable[[], Any], *, without: Sequence[int] = ()) -> None:
+        deadline = time.monotonic() + 30
+        while not ready():
+            assert time.monotonic() < deadline
+            self.look(without=without)
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What watches say; they look a hundred times as often, end no process, and report after 10 ms."""
+    found: list[str] = []
+    monkeypatch.setattr(watch, "speak", found.append)
+    monkeypatch.setattr(watch, "end_process_unless", lambda come_back: None)
+    monkeypatch.setattr(board, "PERIOD", 0.01)
+    monkeypatch.setattr(Watch, "_start", lambda self: None)
+    flatfsdp.set_wait(report_after=0.01)
+    yield found
+    flatfsdp.set_wait()
+
+
+@pytest.mark.parametrize("size", [2, 256])
+def test_while_all_is_well_a_look_is_one_request(said: list[str], size: int) -> None:
+    world = World(size)
+    for _ in range(3):
+        world.look()
+    assert [notes.requests for notes in world.notes] == [3] * size
+    assert said == []
+
+
+def reported(size: int, said: list[str]) -> list[int]:
+    """All ranks but the last wait, and all report; the requests of each rank."""
+    world = World(size)
+    with ExitStack() as waiting:
+        for each in world.watches[:-1]:
+            waiting.enter_context(each.waiting(range(size), "loads a state dict"))
+        time.sleep(0.012)
+        world.look_until(lambda: len(said) >= size)
+        requests = [notes.requests for notes in world.notes]
+        for _ in range(20):  # not again
+            world.look()
+            time.sleep(0.001)
+    assert len(said) == size
+    world.look()
+    return requests
+
+
+def test_a_wait_is_reported_once_by_every_rank(said: list[str]) -> None:
+    reported(9, said)
+    reports, after = sorted(said[:9]), said[9:]
+    for rank, report in enumerate(reports):
+        first, waiting, late = report.splitlines()
+        assert first.startswith(f"[flatfsdp, rank {rank}] ") and first.endswith("What the ranks do (asked by rank 0):")
+        assert re.fullmatch("    ranks 0, 1, 2, 3, 4, 5, 6, 7: loads a state dict, for .* s", waiting), waiting
+        assert late.startswith("    rank 8: in the program's own code since a backward in step 3, for ")
+    assert [re.sub(r"\d+ s$", "", each) for each in after] == [
+        f"[flatfsdp, rank {rank}] goes on after " for rank in range(8)
+    ]
+
+
+def test_a_report_costs_each_rank_as_little_in_a_large_world(said: list[str]) -> None:
+    """But for the one that collects the answers."""
+    few, many = reported(8, said), reported_anew(256, said)
+    assert max(many[1:]) <= 2 * max(few[1:]) <= 60, (few[1:], many[1:])
+    assert many[0] <= 2 * 256 + 256 + 100, many[0]
+
+
+def reported_anew(size: int, said: list[str]) -> list[int]:
+    said.clear()
+    return reported(size, said)
+
+
+def test_a_rank_that_does_not_answer_is_in_the_report(said: list[str]) -> None:
+    world = World(3)
+    with world.watches[0].waiting(range(3), "compares its model"):
+        time.sleep(0.012)
+        world.look_until(lambda: len(said) == 2, without=[2])
+    assert said[0].splitlines()[-1] == (
+        f"    rank 2: no answer, {Process.this()} has no model any more, is stopped, or gone"
+    )
+    assert not any(model.error for model in world.models), "it may be stopped"
+
+
+def test_a_rank_that_ends_with_an_exception_is_told_to_those_who_need_it(said: list[str]) -> None:
+    world = World(4)
+    world.models[3].ranks = [0, 3]
+    Obituary(1, "ended with ValueError: out of luck").leave(world.notes[1], alarm=True)
+    world.look()
+    told = "rank 1 ended with ValueError: out of luck. The others cannot go on without it"
+    assert [str(model.error) for model in world.models] == [told, "None", told, "None"]
+    assert isinstance(world.models[0].error, LostRankError)
+    assert said == [], "nobody waits"
+
+
+def test_an_end_by_what_all_ranks_were_told_is_no_news(said: list[str]) -> None:
+    world = World(2)
+    Obituary(1, "ended with AgreementError: ranks part", "ranks part").leave(world.notes[1], alarm=True)
+    world.look()
+    assert str(world.models[0].error) == "ranks part"
+
+
+def test_a_wait_that_lasts_too_long_is_an_error_on_every_rank(said: list[str]) -> None:
+    flatfsdp.set_wait(report_after=0.01, raise_after=0.02)
+    world = World(3)
+    with world.watches[0].waiting(range(3), "compares its model"):
+        world.look_until(lambda: all(model.error for model in world.models))
+    for model in world.models:
+        assert isinstance(model.error, WaitError)
+        assert re.search(
+            r"rank 0: compares its model, for \d+ s; ranks 1, 2: in the program's own code", str(model.error)
+        )
+    assert next(each for each in said if "WaitError" in each).startswith("[flatfsdp, rank 0] WaitError: ranks waited")
+
+
+def test_ranks_that_wait_for_each_other_in_different_places(said: list[str]) -> None:
+    flatfsdp.set_wait(report_after=math.inf)
+    world = World(3)
+    with world.watches[0].waiting([0, 1], "wraps"), world.watches[1].waiting([0, 1, 2], "compares"):
+        world.look_until(lambda: len(said) == 2)
+    for rank, each in enumerate(sorted(said)):
+        assert each.startswith(
+            f"[flatfsdp, rank {rank}] AgreementError: ranks wait for each other in different places: "
+            "rank 0 wraps; rank 1 compares. "
+        )
+
+
+def test_a_lost_connection_is_explained_when_the_store_is_gone(said: list[str]) -> None:
+    world = World(2)
+    world.notes[0].is_gone = True
+    error = world.watches[0].explain(RuntimeError("gloo: closed by peer"))
+    assert isinstance(error, LostRankError) and str(error).startswith("gone: rank 0, which serves it unless")
+
+
+def test_who_asks_may_die_and_another_asks_again(said: list[str]) -> None:
+    world = World(3)
+    world.notes[2].count("rolls")
+    world.notes[2].sound(json.dumps(["roll", 1, 2, "report"]))
+    with world.watches[0].waiting(range(3), "compares"):
+        time.sleep(0.012)
+        world.look_until(lambda: len(said) == 2, without=[2])
+    assert "asked by rank 0" in said[0]
+
+
+# -- the pure part ---------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_do_the_same_share_a_line() -> None:
+    answers = {rank: Answer("waits", 1.0 + rank) for rank in range(12) if rank != 3} | {3: Answer("sleeps", 9.0)}
+    assert lines_of(answers) == ["ranks 0-2, 4-11: waits, for 1 to 12 s", "rank 3: sleeps, for 9 s"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [([3], "rank 3"), ([0, 2], "ranks 0, 2"), ([0, *range(2, 9), 11, 12], "ranks 0, 2-8, 11-12")],
+)
+def test_many_ranks_in_words(ranks: list[int], words: str) -> None:
+    assert ranks_in_words(ranks) == words
+
+
+def test_only_ranks_that_wait_for_each_other_have_parted() -> None:
+    first, second, third = Answer("a", 5.0, (0, 1)), Answer("b", 5.0, (1, 2)), Answer("c", 5.0, (0, 1, 2))
+    assert parted({0: first, 1: first, 2: third}, patience=2.0) == "", "2 waits for them, they do not for it"
+    assert parted({0: first, 1: second}, patience=2.0) == "", "1 does not wait for 0"
+    assert parted({0: first, 1: third}, patience=2.0) == "rank 0 a; rank 1 c"
+    assert parted({0: first, 1: Answer("c", 1.0, (0, 1, 2))}, patience=2.0) == "", "it has just come"
+
+
+def test_a_process_is_found_gone_only_where_it_can_be() -> None:
+    this = Process.this()
+    assert Process(*json.loads(this.to_text())) == this
+    assert not this.is_gone()
+    if this.started:
+        assert this.is_gone() is False
+        assert this._replace(started="1").is_gone(), "another one took its number"
+        assert this._replace(host="elsewhere").is_gone() is None
+
+
+def test_a_large_world_looks_less_often(said: list[str]) -> None:
+    assert World(2).watches[0]._calls.period == 0.01
+    calls = watch.RollCalls(Notes({}), rank=0, world=4 * board.READS)
+    assert calls.period == 0.04
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_limits_are_set_and_set_back() -> None:
+    flatfsdp.set_wait(report_after=5, raise_after=50)
+    assert waits.limits == waits.WaitLimits(5.0, 50.0)
+    flatfsdp.set_wait()
+    assert waits.limits == waits.WaitLimits(30.0, None)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "kind", "told"),
+    [
+        ({"report_after": "5"}, ConfigTypeError, "report_after: got '5' (str). Accepted: a number of seconds."),
+        ({"report_after": None}, ConfigTypeError, "report_after: got None (NoneType). Accepted: a number of seconds."),
+        ({"raise_after": True}, ConfigTypeError, "raise_after: got True (bool). Accepted: a number of seconds."),
+        ({"report_after": 0}, ConfigValueError, "report_after: got 0. Accepted: a number of seconds, more than 0."),
+        ({"raise_after": math.nan}, ConfigValueError, "raise_after: got nan. Accepted: a number of seconds, more than"),
+        ({"raise_after": 29}, ConfigValueError, "raise_after: got 29 with report_after=30.0. Accepted: a number of"),
+    ],
+)
+def test_limits_that_are_none_are_refused(kwargs: dict[str, Any], kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind) as caught:
+        flatfsdp.set_wait(**kwargs)
+    assert str(caught.value).startswith(told)
+    assert waits.limits == waits.WaitLimits()
+
+
+def test_what_blocks_a_thread_is_entered_for_as_long_as_it_lasts() -> None:
+    assert math.isinf(waits.blocked_since())
+    with waits.blocked():
+        assert time.monotonic() - waits.blocked_since() < 10
+    assert math.isinf(waits.blocked_since())
+    assert ANSWER > 2, "a watch looks once per period"
