@@ -7,10 +7,12 @@ that an upgrade fails in words.
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -214,10 +216,27 @@ def profiler_runs() -> bool:
 _HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
-def accumulate_hooks(leaves: Iterable[torch.Tensor]) -> list[dict[int, Callable[[torch.Tensor], None]]]:
-    """The live dictionaries of those of `leaves` that have several post-accumulate hooks."""
+def accumulate_hooks(
+    leaves: Iterable[torch.Tensor], *, least: int = 2
+) -> list[dict[int, Callable[[torch.Tensor], None]]]:
+    """The live dictionaries of those of `leaves` that have `least` post-accumulate hooks."""
     every: Iterable[Any] = map(_HOOKS, leaves)
-    return [hooks for hooks in every if hooks is not None and len(hooks) > 1]
+    return [hooks for hooks in every if hooks is not None and len(hooks) >= least]
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether `register_hook` was called on `tensor`, and not undone."""
+    return bool(tensor._backward_hooks)
+
+
+def in_functional_call() -> bool:
+    """Whether the caller runs inside `torch.func.functional_call`, which tells nobody: by the names of its callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

@@ -73,6 +73,18 @@ def run_user_hooks(parameter: torch.Tensor) -> None:
                 hook.hook(parameter)
 
 
+def run_hooks(parameter: torch.Tensor) -> None:
+    """Run users' post-accumulate hooks of a flat parameter, into which autograd accumulates nothing."""
+    for hooks in _torch.accumulate_hooks([parameter], least=1):
+        for hook in tuple(hooks.values()):
+            hook(parameter)
+
+
+def has_user_hooks(leaf: torch.Tensor) -> bool:
+    """Whether `leaf` has a post-accumulate hook of a user's."""
+    return any(not isinstance(hook, LeafHook) for hooks in _torch.accumulate_hooks([leaf]) for hook in hooks.values())
+
+
 def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:
     """Call `callback` before a gradient is accumulated into `leaf`."""
 

@@ -22,7 +22,7 @@ from .hooked import left_to_average
 from .lifecycle import Phase, ShardState
 from .policy.order import Pass
 from .trees import cast_floating, map_tensors, move, tensors_in
-from .unit_data import UnitData
+from .unit_data import UnitData, check_hooks
 from .views import Exposure, Home, check_exposed, check_unwritten, refuse_gradient
 
 if TYPE_CHECKING:
@@ -415,7 +415,10 @@ class Unit(UnitData):
                 share=share,
                 hooked=hooked,
             )
-            hooks.defer_user_hooks(handle.leaves)
+            if handle.use_orig_params:
+                hooks.defer_user_hooks(handle.leaves)
+            else:
+                check_hooks(handle)
         self._expect(backward)
 
     def _expect(self, backward: Backward) -> None:
@@ -442,7 +445,7 @@ class Unit(UnitData):
         leaf.grad = None
         if grad is None:
             return
-        if grad.shape != handle.layout.params[index].shape:
+        if grad.shape != handle.layout.params[index].shape or grad.layout is not torch.strided:
             refuse_gradient(handle, index, grad)
         if self.reads_once is not False and (index in grads.arrived or backward.in_inner_task()):
             self.reads_once = False

@@ -29,7 +29,7 @@ from .policy.strategy import Traits
 from .reduction import Part, Reduction
 from .resident import Residence
 from .values import Beginnings
-from .views import Exposure, Home, Shown, check_exposed, check_homes
+from .views import Exposure, Home, Shown, check_exposed, check_homes, refuse_functional_call
 
 if TYPE_CHECKING:
     from .extensions import Extended
@@ -399,9 +399,10 @@ class UnitData:
     def run_user_hooks(self) -> None:
         """Run users' post-accumulate hooks on the sharded gradients."""
         for handle in self.handles:
+            run = hooks.run_user_hooks if handle.use_orig_params else hooks.run_hooks
             for parameter in handle.steppable:
                 if parameter.grad is not None:
-                    hooks.run_user_hooks(parameter)
+                    run(parameter)
 
     def undo(self) -> bool:
         """After a failed backward, at once: leaves show the shard, `.grad` is what it was. True if a window was lost.
@@ -425,6 +426,8 @@ class UnitData:
         Raises UsageError for changes that cannot be taken over.
         """
         changed = [home for home in (*self.homes, *self.aliases) if home.held is not home.leaf]
+        if changed and _torch.in_functional_call():
+            refuse_functional_call(changed, self.label)
         if changed and self.is_between():
             check_homes(changed, self.aliases, self.root.names_of_leaves(), self.label)
         for kind, (handle, shown) in enumerate(zip(self.handles, self.shown, strict=True)):
@@ -503,3 +506,27 @@ class UnitData:
         """Whether what was kept unsharded is not what a gather would bring: the shard was written to since, or the
         dtype is that of evaluation, and this is training."""
         return handle.is_stale or handle.unsharded.dtype != self.dtype_of(handle)
+
+
+def check_hooks(handle: FlatParamHandle) -> None:
+    """Refuse hooks that would never run, where a flat parameter has the gradients and original ones see them pass."""
+    where = f"of unit {handle.name or '<root>'!r}"
+    hooked = [
+        spec.name for spec, leaf in zip(handle.layout.params, handle.leaves, strict=True) if hooks.has_user_hooks(leaf)
+    ]
+    if hooked:
+        fail(
+            UsageError(
+                f"parameter {hooked[0]!r} {where} has a post-accumulate hook, but with use_orig_params=False no "
+                "gradient is accumulated into it: the hook would never run. Register it on the flat parameter, which "
+                "model.parameters() lists, or wrap with use_orig_params=True"
+            )
+        )
+    if _torch.has_hooks(handle.flat_param):
+        fail(
+            UsageError(
+                f"the flat parameter {where} has a hook of register_hook(), but the backward computes gradients of the "
+                "original parameters: it would never run. Use register_post_accumulate_grad_hook(), which sees the "
+                "sharded gradient, or register_hook() on the parameters of the module inside, which sees this rank's"
+            )
+        )

@@ -13,6 +13,7 @@ flat parameter has it) and hold the leaf as a plain attribute.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
@@ -286,8 +287,16 @@ def check_exposed(handle: FlatParamHandle, name: str) -> None:
 
 
 def refuse_gradient(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> NoReturn:
-    """Refuse a gradient of leaf `index` that is not that of the whole parameter."""
+    """Refuse a gradient of leaf `index` that is not that of the whole parameter, or is no dense tensor."""
     spec = handle.layout.params[index]
+    if grad.layout is not torch.strided:
+        fail(
+            UsageError(
+                f"parameter {spec.name!r} of unit {handle.name or '<root>'!r} received a gradient of layout "
+                f"{grad.layout}; expected a dense one, which can be reduced over ranks in one piece. Leave sparse=True "
+                "out of the embedding, or name its module in ignored_modules= and average its gradient yourself"
+            )
+        )
     fail(
         UsageError(
             f"parameter {spec.name!r} of unit {handle.name or '<root>'!r} received a gradient of shape "
@@ -295,6 +304,16 @@ def refuse_gradient(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> 
             "this rank's shard: compute terms over parameters (an L2 penalty, say) inside the forward of the module "
             "that holds them, or under torch.no_grad()"
         )
+    )
+
+
+def refuse_functional_call(changed: Iterable[Home], label: str) -> NoReturn:
+    """Refuse to compute with what functional_call put in the place of the `changed` homes."""
+    names = ", ".join(repr(home.path) for home in itertools.islice(changed, 3))
+    raise UsageError(
+        f"torch.func.functional_call gave unit {label} other tensors for {names}: a wrapped model computes with what "
+        "it shards, and these would be written into its shards. Call it on the model before wrapping, write values "
+        "inside summon_full_params(), or load them with load_state_dict()"
     )
 
 
