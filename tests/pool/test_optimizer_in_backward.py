@@ -5,7 +5,10 @@ Every combination with other settings is in `test_parity.py`; here is what a pro
 
 from __future__ import annotations
 
+import gc
+import operator
 import warnings
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -352,6 +355,68 @@ def failing_deep(rank: int, world: int) -> tuple[list[str], bool, bool]:
     assert not any(parameter.grad is not None for parameter in model.parameters())
     said = [str(each.message) for each in caught if "stepped" in str(each.message)]
     return said, moved == {"blocks.3"}, not same(full_parameters(model), after)
+
+
+MOODS: list[str] = []  # of the next steps of `Moody`
+
+
+class Moody(torch.optim.SGD):
+    """Fails when its mood is bad."""
+
+    def step(self, closure: Any = None) -> Any:
+        if MOODS and MOODS.pop(0) == "bad":
+            raise ZeroDivisionError("moody")
+        return super().step(closure)
+
+
+def moody(rank: int, world: int) -> tuple[list[str], bool]:
+    model = wrapped(Deep)
+    optimizer, _ = stepping(model, Moody)
+    parameters = list(model.parameters())
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+    MOODS[:] = ["good", "bad"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ZeroDivisionError, match="moody"):
+            loss_of(model, rank, 2).backward()
+    loss_of(model, rank, 3).backward()
+    (group,) = optimizer.param_groups
+    same_group = all(map(operator.is_, group["params"], parameters)) and len(group["params"]) == len(parameters)
+    return [str(each.message) for each in caught if "stepped" in str(each.message)], same_group
+
+
+def test_an_optimizer_that_fails_is_left_as_it_was(pool2: Run) -> None:
+    for (said,), same_group in pool2(moody):
+        assert said.startswith(
+            "a backward failed after the optimizer had stepped 2 of 5 units ('blocks.2', 'blocks.3')"
+        )
+        assert same_group
+
+
+def let_go(rank: int, world: int) -> list[bool]:
+    """A model goes with its last reference, though its optimizer and the way to pause it stay."""
+    stepping(wrapped())  # the first optimizer of a process lets torch keep frames, and what is in them
+    gc.collect()
+    gc.disable()
+    try:
+        model = wrapped()
+        optimizer, within = stepping(model)
+        for step in range(2):
+            loss_of(model, rank, step).backward()
+        root = weakref.ref(model._unit.root)
+        del model
+        gone = [root() is None]
+        within.remove()
+        with within.no_step():
+            pass
+        return [*gone, within.optimizer is optimizer]
+    finally:
+        gc.enable()
+
+
+def test_stepping_keeps_no_model_alive(pool2: Run) -> None:
+    assert pool2(let_go) == [[True, True]] * 2
 
 
 def late(rank: int, world: int) -> str:

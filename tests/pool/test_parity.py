@@ -177,6 +177,14 @@ def test_lanes_change_no_number(cell: Cell) -> None:
     parity.check(cell.world, cell.recipe, context=streams, **options)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_lanes_change_no_number_of_an_optimizer_in_backward(strategy: str, offload: bool) -> None:
+    cell = Cell(strategy, 2, use_orig_params=offload, offload=offload, stepping="in the backward")
+    options = cell.options | {"join_units_below": 0}
+    parity.check(2, cell.recipe, engine=parity.StepsInBackward(), context=streams, **options)
+
+
 @pytest.mark.parametrize("case", ["mlp", "transformer", "tied", "frozen", "conv"])
 def test_two_ranks_are_ddp_bit_for_bit(case: str) -> None:
     recipe = Recipe(case)
