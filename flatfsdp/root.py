@@ -113,6 +113,7 @@ class Root:
         self.detector: Detector | None = None
         self.depth = 0
         self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
+        self._asked: dict[Unit, None] = {}  # unsharded by users, who may compute with parameters outside of a forward
         self._order: ForwardOrder[Unit] = ForwardOrder()
         self._transports: dict[tuple[int, str], Transport] = {}
         self._failed = False
@@ -435,6 +436,9 @@ class Root:
         for each in (*unit.owners, unit):
             each.launch_on_request()
             self._ahead[each] = None
+            if torch.is_grad_enabled():
+                self._asked[each] = None
+                each.foretell_backward()
 
     def wait_for(self, unit: Unit) -> None:
         """Let `unit` show what `unshard` gathered, unless that is gone or in use."""
@@ -463,6 +467,7 @@ class Root:
         self.record = ForwardRecord()
         self._at_rest = True
         self._ahead.clear()
+        self._asked.clear()
         for unit in self.units:
             unit.rest()
         self.limiter.settle()
@@ -485,6 +490,7 @@ class Root:
             )
         if self._failed:  # the same graph again, after a backward that failed
             self.settle_down()
+        self._follow_requests()
         with _torch.as_plain_tensors():  # leaves may be hidden
             trained = {unit: unit.trained_kinds() for unit in self.record.anchored}
         self.agreement.check_backward(self, trained)
@@ -519,6 +525,15 @@ class Root:
                 backward.expect(unit)
         backward.join_reductions()
         return backward
+
+    def _follow_requests(self) -> None:
+        """What users unsharded and no forward entered takes part in the backward: they computed with it themselves."""
+        for unit in self._asked:
+            if unit.is_whole and not unit.needed_whole and unit not in self.record.entered:
+                self.record.enter(unit)
+                self.record.anchor(unit)
+                unit.needed_whole = True
+        self._asked.clear()
 
     def end_backward(self, backward: Backward) -> None:
         """The graph task has ended: flush, and return to between iterations. Collective."""

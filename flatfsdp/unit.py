@@ -357,6 +357,11 @@ class Unit(UnitData):
             "dicts or dataclasses, or call it under torch.no_grad() if it needs no gradient",
         )
         self.needed_whole = True
+        self.foretell_backward()
+
+    def foretell_backward(self) -> None:
+        """Begin this unit's backward when the first of its gradients is about to come, if nothing else did."""
+        self._watch_leaves()
         me = weakref.ref(self)
 
         def reached() -> None:

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
+from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.models import WIDTH, Feedforward
@@ -163,6 +164,37 @@ def averaged(rank: int, world: int) -> list[str]:
 
 def test_averages_of_models(pool2: Run) -> None:
     assert not joined(pool2(averaged, timeout=40))
+
+
+class Body(nn.Module):
+    """Hands out features; the loss multiplies them with the weight of `out`, a unit that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Feedforward(WIDTH, 20), Feedforward(WIDTH, 21))
+        self.out = nn.Linear(WIDTH, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def fused(model: Any, rank: int, step: int) -> Tensor:
+    """A loss that takes a weight, which `unshard()` makes whole for it, on alternate ranks."""
+    features = model(data(rank, step))
+    if isinstance(model, FullyShardedDataParallel):
+        model.out.unshard()
+    loss = loss_of(features @ model.out.weight.t() if (step + rank) % 2 else features)
+    loss.backward()
+    return loss.detach()
+
+
+def outside(rank: int, world: int) -> list[str]:
+    settings = (*UNDER, Setting(orig=False, offload=True))
+    return differences(rank, world, Body, fused, units=(Feedforward, nn.Linear), under=settings, steps=4)
+
+
+def test_a_weight_that_a_loss_takes(pool2: Run) -> None:
+    assert not joined(pool2(outside, timeout=40))
 
 
 # --- refused in words -------------------------------------------------------------------------------------------------
