@@ -427,4 +427,5 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
             ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
         """
         root = root_of(self._unit, "clip_grad_norm_")
-        return clip_grad_norm(root, self, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        with root.agreement.waiting("clip_grad_norm_()"):
+            return clip_grad_norm(root, self, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

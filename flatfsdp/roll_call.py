@@ -192,10 +192,12 @@ class RollCalls:
             elif waited > 2 * ANSWER * self.period:  # who asked has ended
                 self._open.remove(roll)
 
-    def let_all_read(self, number: int, answered: int) -> None:
-        """Give the others time to read, before an error ends this process and perhaps the store with it."""
-        self._board.count(f"roll/{number}/read")
-        self._board.wait(lambda: self._board.count(f"roll/{number}/read", 0) >= answered, self.period * ANSWER / 2)
+    def let_all_read(self, place: str, readers: int | None = None) -> None:
+        """Give the others time to read what is at `place`, before an error ends this process and perhaps the store with
+        it. `readers`: how many they are with this one; all but one without."""
+        readers = self._world - 1 if readers is None else readers
+        self._board.count(f"{place}/read")
+        self._board.wait(lambda: self._board.count(f"{place}/read", 0) >= readers, self.period * ANSWER / 2)
 
     def _collect(self, roll: _Open, *, late: bool) -> None:
         place = f"roll/{roll.number}"

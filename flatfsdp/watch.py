@@ -229,7 +229,7 @@ class Watch:
         for number in ended:  # after the alarms that led to it
             obituary = Obituary.read(self.board, number)
             if obituary is not None and obituary.rank != self._rank:
-                self._lose([obituary])
+                self._lose([obituary], leave=functools.partial(self._calls.let_all_read, f"ended/{number}"))
 
     def _waited(self) -> tuple[float, Wait | None]:
         """Since when this process waits (infinity if it does not), and the wait that was announced, if one was."""
@@ -293,8 +293,9 @@ class Watch:
                 f"ranks waited for more than {waits.limits.raise_after or waited:.0f} s (set_wait(raise_after=...)): "
                 + "; ".join(result.lines)
             )
+        leave = functools.partial(self._calls.let_all_read, f"roll/{number}", result.answered)
         if error is not None:
-            self._fail(error, None, leave=functools.partial(self._calls.let_all_read, number, result.answered))
+            self._fail(error, None, leave=leave)
             return
         lost = [Obituary(*each) for each in result.lost]
         if result.purpose == "lost":
@@ -304,32 +305,36 @@ class Watch:
                 if process.is_gone() is not False  # a machine may be too busy for an answer
             ]
         if lost:
-            self._lose(lost)
+            self._lose(lost, leave=leave)
         elif result.purpose == "lost" and self._asked is not None:
             self._lost = LostRankError(
                 f"a connection to another rank broke, though all ranks answer: {'; '.join(result.lines)}. A rank may "
                 "have destroyed its process group, or its network failed"
             )
 
-    def _lose(self, lost: Sequence[Obituary]) -> None:
-        self._fail(LostRankError(in_one_sentence(lost)), [each.rank for each in lost])
+    def _lose(self, lost: Sequence[Obituary], *, leave: Callable[[], None]) -> None:
+        self._fail(LostRankError(in_one_sentence(lost)), [each.rank for each in lost], leave=leave)
 
     def _fail(
         self, error: AgreementError, ranks: Sequence[int] | None, *, leave: Callable[[], None] | None = None
     ) -> None:
-        """Nothing that needs one of `ranks` goes on: the main thread raises `error` at its next step, if it comes."""
-        since, announced = self._waited()
-        concerned = [each for each in self._watched if each.fail(error, ranks)]
-        if announced is not None and (ranks is None or set(announced.ranks) & set(ranks)):
-            concerned.append(announced)
-        if concerned:
-            self._lost = error
-        if not concerned or not math.isfinite(since):
-            return
-        speak(f"[flatfsdp, rank {self._rank}] {type(error).__name__}: {error}")
-        if leave is not None:
+        """Nothing that needs one of `ranks` (None: any other) goes on: the main thread raises `error` at its next step,
+        if it comes to one. `leave` gives the others time to hear of it, before this process and perhaps the store
+        end."""
+        if leave is not None and self._lost is None:
             leave()
-        end_process_unless(lambda: self._waited()[0] != since)
+        since, announced = self._waited()
+        watched = list(self._watched)
+        concerned = [each for each in watched if each.fail(error, ranks)]
+        if announced is not None:
+            waits_in_vain = ranks is None or not set(announced.ranks).isdisjoint(ranks)
+        else:
+            waits_in_vain = any(each in concerned for each in [each for each in watched if each.busy] or watched)
+        if concerned or waits_in_vain:
+            self._lost = error
+        if waits_in_vain and math.isfinite(since):
+            speak(f"[flatfsdp, rank {self._rank}] {type(error).__name__}: {error}")
+            end_process_unless(lambda: self._waited()[0] != since)
 
     def _outlive_the_store(self) -> None:
         """Nobody can be asked any more: a wait that goes on is for a rank that served the store, or lost it, too."""

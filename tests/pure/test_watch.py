@@ -189,6 +189,14 @@ def test_a_rank_that_ends_with_an_exception_is_told_to_those_who_need_it(said: l
     assert said == [], "nobody waits"
 
 
+def test_a_wait_for_ranks_that_live_goes_on(said: list[str]) -> None:
+    world = World(3)
+    with world.watches[0].waiting([0, 2], "compares"), world.watches[2].waiting(range(3), "compares"):
+        Obituary(1, "was killed").leave(world.notes[1], alarm=True)
+        world.look()
+    assert [each.split("]")[0] for each in said] == ["[flatfsdp, rank 2"]
+
+
 def test_an_end_by_what_all_ranks_were_told_is_no_news(said: list[str]) -> None:
     world = World(2)
     Obituary(1, "ended with AgreementError: ranks part", "ranks part").leave(world.notes[1], alarm=True)
