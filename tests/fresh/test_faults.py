@@ -15,16 +15,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import flatfsdp
+from flatfsdp import watch
 from tests.harness import fresh
 from tests.pool.test_agree import Net, step, wrap
 
-LIMIT = 60.0  # seconds for all ranks to end once they have started; on idle cores it takes 5 to 15
+LIMIT = 120.0  # seconds for all ranks to end once they have started; on idle cores it takes 5 to 15
 
 
 def trained() -> Any:
@@ -95,15 +97,28 @@ def one_batch_fewer(rank: int, world: int) -> None:
 
 
 def asleep(rank: int, world: int) -> None:
-    flatfsdp.set_wait(report_after=2)
-    model = trained()
-    if rank == 1:
-        time.sleep(8)
-    step(model)
-    flatfsdp.set_wait(report_after=2, raise_after=4)
-    if rank == 1:
-        time.sleep(LIMIT / 3)
-    step(model)
+    said: list[str] = []
+    speak = watch.speak
+
+    def speak_and_note(sentence: str) -> None:
+        speak(sentence)
+        said.append(sentence)
+
+    def sleep_until(ready: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + LIMIT / 2
+        while not ready() and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    with patch.object(watch, "speak", speak_and_note):
+        flatfsdp.set_wait(report_after=2)
+        model = trained()
+        if rank == 1:
+            sleep_until(lambda: said)
+        step(model)
+        flatfsdp.set_wait(report_after=2, raise_after=4)
+        if rank == 1:
+            sleep_until(lambda: model._unit.root.agreement._verdict)
+        step(model)
 
 
 def never_together(rank: int, world: int) -> list[tuple[str, str]]:
