@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,7 +66,7 @@ def message_of(job: Callable[[], None]) -> str:
     return str(caught.value)
 
 
-def same(messages: list[str]) -> str:
+def same(messages: Sequence[str]) -> str:
     """The message that all ranks ended with."""
     assert len(set(messages)) == 1, messages
     return messages[0]
@@ -233,6 +233,24 @@ REMEDY = ", except in what is given to ensure_unit_participation()"
 def test_ranks_part_in_their_first_iteration(pool2: Run, case: str, told: str) -> None:
     remedy = REMEDY if case in ("skips a unit", "ends early", "another order") else ""
     assert same(pool2(part, case)) == f"ranks part ways in step 1: {told}{PARTING}{remedy}"
+
+
+def deviate(rank: int, world: int) -> tuple[str, list[str]]:
+    """All leave the agreed order, each in its own way; what is gathered meanwhile."""
+    model = wrap(Net(), join_units_below=0)
+    step(model)
+    step(model)
+    with model._unit.root.trace.listening() as events:
+        message = message_of(lambda: step(model, order=((1, 0, 2), (2, 0, 1))[rank]))
+    return message, [event.unit for event in events if event.kind == "gather"]
+
+
+def test_no_unit_is_gathered_out_of_order_before_the_others_agree(pool2: Run) -> None:
+    """Units of equal size would be gathered into each other."""
+    messages, gathered = zip(*pool2(deviate), strict=True)
+    told = "rank 0 entered unit 'blocks.1'; rank 1 entered unit 'blocks.2'"
+    assert same(messages) == f"ranks part ways in step 3: {told}{PARTING}{REMEDY}"
+    assert gathered == ([], [])
 
 
 # -- what all ranks do alike -----------------------------------------------------------------------------------------
