@@ -86,8 +86,9 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     on parameters of its own. What no unit owns, or no such optimizer holds, keeps its gradients.
 
     - *When*: a unit is stepped inside the backward once an earlier one has shown that its gradients come once: from the
-      second on. In the first, and where parameters are tied, units called several times or recomputed with reentrant
-      checkpointing, it is stepped as the backward ends; gradients of such units are all there until then.
+      second on. In the first, and where parameters are tied, units called several times, recomputed with reentrant
+      checkpointing or in `ensure_unit_participation()`, it is stepped as the backward ends; gradients of such units are
+      all there until then.
     - *Accumulation*: a backward under `no_sync()` or without all-reduce does not step; the next one that reduces steps
       on the sum. Without `no_sync()`, use `no_step()` of what this returns.
     - *Failure*: steps cannot be undone. After a backward that fails, a warning says which units were stepped.

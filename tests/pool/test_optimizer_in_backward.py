@@ -316,6 +316,43 @@ def test_what_is_read_again_steps_at_the_end(pool2: Run, how: str) -> None:
     assert same(found, expected)
 
 
+class Experts(nn.Module):
+    """Each rank and step runs another of the experts, and some step none of the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(Feedforward(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, which: int, part: float) -> Tensor:
+        x = self.first(x)
+        found = self.experts[which](x)
+        return self.head(x + found * part if part else x)
+
+
+def branching(rank: int, world: int, in_backward: bool) -> dict[str, Tensor]:
+    model = wrapped(Experts)
+    flatfsdp.ensure_unit_participation(model.module.experts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    if in_backward:
+        flatfsdp.optimizer_in_backward(model, optimizer)
+    for step in range(5):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        # Nobody runs the last one in the first step and in the third, nobody trains it in the fourth.
+        which = 2 if step in (1, 3) else (rank + step) % 2
+        model(x, which, 0.0 if step == 3 else 0.5).square().mean().backward()
+        if not in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
+    return full_parameters(model)
+
+
+def test_branches_that_no_rank_has_run_are_not_stepped(pool2: Run) -> None:
+    expected, found = pool2(branching, False), pool2(branching, True)
+    assert all(same(*pair) for pair in zip(found, expected, strict=True))
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
