@@ -30,6 +30,7 @@ from .joining import Joining
 from .policy.order import ForwardRecord, GatherPlan, ReducePlan
 from .reduction import Reduction
 from .stepping import Stepper, Stepping
+from .traversal import units_in
 from .unit import Unit
 from .views import Exposure
 
@@ -331,6 +332,8 @@ class Backward:
                 if comes or each not in self._places:
                     break
                 missed.append(each)
+        if missed:  # ranks whose branches get gradients run all of `unit` again before they reduce any of these
+            _launch(self._gathers.through(units_in(unit.module)), ahead=True)
         for each in missed:
             self._complete(each, keep=True)
             if not planned:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from .errors import UsageError
-from .policy.branches import Course, Place, Turn, Walk
+from .policy.branches import Branch, Course, Place, Turn, Walk
 from .traversal import nesting
 from .unit import Unit
 
@@ -39,7 +39,7 @@ class Branches:
             units = outermost.root.units
             self._course = Course(
                 nesting(outermost.root.unit),
-                {unit: branch for unit in units if (branch := unit.choices.schedule.branch) is not None},
+                {unit: branch for unit in units if (branch := _branch_of(unit)) is not None},
                 {unit: later for unit in units for later in unit.choices.branch_before},
             )
 
@@ -161,14 +161,36 @@ class Branches:
         """`unit` runs again, inside a backward.
 
         Raises:
-            UsageError: it had no graph, and other ranks do not know that it gets one now.
+            UsageError: it is of a branch in order, of which other ranks gather one unit after the other as they pass
+                it; or it had no graph, and other ranks do not know that it gets one now.
         """
+        branch = unit.choices.schedule.branch
+        if branch is None:
+            return
+        told = (
+            f"unit {unit.label} runs again inside a backward, for a checkpoint. It is of a part that was given to "
+            "ensure_unit_participation(), so other ranks may not run it, and"
+        )
+        if not branch.any_order:
+            raise UsageError(
+                f"{told} they would not know that all of the part is needed now. Declare it with any_order=True"
+            )
         if unit in self._without:
             raise UsageError(
-                f"unit {unit.label} runs again inside a backward, for a reentrant checkpoint. It is of a part that was "
-                "given to ensure_unit_participation(), so other ranks may not run it, and they would not know that its "
-                "gradients come only now. Pass use_reentrant=False to torch.utils.checkpoint"
+                f"{told} they would not know that its gradients come only now. Pass use_reentrant=False to "
+                "torch.utils.checkpoint"
             )
+
+
+def _branch_of(unit: Unit) -> Branch | None:
+    branch = unit.choices.schedule.branch
+    if branch is not None and unit.is_tied:
+        raise UsageError(
+            f"unit {unit.label} is of a part that was given to ensure_unit_participation(), and has parameters that "
+            "other units have, too, or that an extension transforms. Wrap the modules that share parameters as one "
+            "unit, outside of the part"
+        )
+    return branch
 
 
 def _refuse_place(unit: Unit, turn: Turn[Unit]) -> NoReturn:

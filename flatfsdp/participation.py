@@ -34,7 +34,8 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
     gradients are reduced. At the end of each backward that reduces there is one exchange of a byte for each trainable
     wrapper in `module`, for which the host waits. In order, no more memory is taken than by a wrapper at a time; in any
     order all of `module` is gathered when a rank runs its first wrapper, and freed when all of it is over, in backward
-    as well, with the memory of its gradients.
+    as well, with the memory of its gradients. Activation checkpointing of it takes `any_order=True` and
+    `use_reentrant=False`. Parameters that units inside share with others are refused.
 
     Call it on every rank, once the whole model is wrapped; later calls replace earlier ones for the same part. It holds
     in copies and pickles of the model.

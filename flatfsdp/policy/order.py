@@ -141,13 +141,13 @@ class GatherPlan(Generic[U]):
     def until(self, unit: U) -> Sequence[tuple[U, ...]]:
         """The groups to gather, in order, so that `unit` may be gathered; just `unit` where the plan is past it or
         lacks it."""
-        if self._position.get(unit, -1) < self._next:
-            return ((unit,),)
-        return self.through((unit,))
+        was_past = self._position.get(unit, -1) < self._next
+        due = self.through((unit,))
+        return (*due, (unit,)) if was_past else due
 
     def is_past(self, unit: U) -> bool:
-        """Whether the group of `unit` was handed out."""
-        return self._position.get(unit, self._next) < self._next
+        """Whether the group of `unit` was handed out, and of all that are gathered with it."""
+        return all(self._position.get(each, self._next) < self._next for each in self._together.get(unit, (unit,)))
 
     @property
     def is_over(self) -> bool:

@@ -247,12 +247,13 @@ class Recomputed(Mixture):
         super().__init__(recompute=False)
 
 
-@pytest.mark.parametrize("any_order", [False, True])
+@pytest.mark.parametrize("most", [0, 2**20])
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", None])
-def test_activation_checkpointing(pool2: Run, any_order: bool, prefetch: str | None) -> None:
-    plan = (IN_ANY_ORDER if any_order else IN_ORDER)[Mixture]
-    options = {"backward_prefetch": prefetch}
-    assert pool2(differences, Recomputed, plan, any_order, options, timeout=30) == [[], []]
+def test_activation_checkpointing(pool2: Run, most: int, prefetch: str | None) -> None:
+    """A rank that runs experts again gathers all of the block before the others have its experts' gradients."""
+    plan = [*IN_ANY_ORDER[Mixture], [(), (3, 2)], [(1,), ()]]
+    options = {"backward_prefetch": prefetch, "join_units_below": most}
+    assert pool2(differences, Recomputed, plan, True, options, timeout=30) == [[], []]
 
 
 # -- what is frozen, evaluated, copied --------------------------------------------------------------------------------
@@ -525,13 +526,21 @@ def told_at(job: Any) -> str:
 
 
 def out_of_turn(rank: int, world: int, case: str) -> str:
-    model = wrap(Mixture(recompute=True) if case == "reentrant" else Later() if case == "later" else Mixture())
-    flatfsdp.ensure_unit_participation(model.branch)
-    used = {"order": (1, 0), "again": (1, 1), "later": (0, 1), "reentrant": (0,)}[case]
+    nets = {"reentrant": Mixture(recompute=True), "recomputed": Recomputed(), "later": Later(), "tied": Mixture()}
+    net = nets.get(case, Mixture())
+    if case == "tied":
+        net.head.linear.weight = net.block.experts[2].linear.weight
+    model = wrap(net)
+    flatfsdp.ensure_unit_participation(model.branch, any_order=case == "reentrant")
+    used = {"order": (1, 0), "again": (1, 1), "later": (0, 1)}.get(case, (0,))
     x = data(rank, 0).requires_grad_()
     return told_at(lambda: model(x, () if case == "later" and rank == 0 else used).sum().backward())
 
 
+AGAIN = (
+    "unit 'block.experts.0' runs again inside a backward, for a checkpoint. It is of a part that was given to "
+    "ensure_unit_participation(), so other ranks may not run it, and they would not know that"
+)
 PLACE = "is of a part that was given to ensure_unit_participation(), and its turn was over, or had not come: in each"
 
 
@@ -541,7 +550,12 @@ PLACE = "is of a part that was given to ensure_unit_participation(), and its tur
         ("order", f"unit 'block.experts.0' {PLACE} forward of 'block' its units run once"),
         ("again", f"unit 'block.experts.1' {PLACE} forward of 'block' its units run once"),
         ("later", "ranks part ways in step 1: rank 0 entered unit 'text.0'; rank 1 entered unit 'images'"),
-        ("reentrant", "unit 'block.experts.0' runs again inside a backward, for a reentrant checkpoint"),
+        ("recomputed", f"{AGAIN} all of the part is needed now. Declare it with any_order=True"),
+        ("reentrant", f"{AGAIN} its gradients come only now. Pass use_reentrant=False to torch.utils.checkpoint"),
+        (
+            "tied",
+            "unit 'block.experts.2' is of a part that was given to ensure_unit_participation(), and has parameter",
+        ),
     ],
 )
 def test_what_is_not_as_declared(pool2: Run, case: str, told: str) -> None:

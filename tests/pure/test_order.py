@@ -163,3 +163,18 @@ def test_calls_that_a_backward_may_reach_several_of() -> None:
     record.enter("a")
     record.end()
     assert record.calls_again
+
+
+def test_units_that_are_gathered_together_are_so_when_one_of_them_is_needed() -> None:
+    """Also one that was handed out ahead, alone: whoever waits for it has issued the others' gathers."""
+    branch = ("b", "c", "d")
+    together = dict.fromkeys(branch, branch)
+    plan = GatherPlan(("a", *branch, "e"), together=together)
+    assert plan.until("e") == (("e",),)
+    assert plan.ahead("e") == (("d",),)
+    assert not plan.is_past("d")
+    assert plan.until("d") == (("c",), ("b",), ("d",))
+    assert plan.is_past("d") and plan.is_past("b") and not plan.is_past("a")
+    assert plan.until("c") == (("c",),)
+    plan = GatherPlan(("a", *branch, "e"), together=together)
+    assert plan.until("c") == (("e",), ("d",), ("c",), ("b",))
