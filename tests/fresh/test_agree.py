@@ -4,6 +4,7 @@ within seconds, those that wait for the others in a collective included."""
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import tempfile
 import threading
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp.errors import UsageError
+from flatfsdp.roll_call import Process
 from tests.harness import fresh
 from tests.pool.test_agree import PARTING, REMEDY, Net, step, wrap
 
@@ -187,8 +189,11 @@ def stay(rank: int, world: int) -> None:
     try:
         step(model, order=(0, 2) if rank == 1 else (0, 1, 2))
     finally:
-        if rank == 1:
-            time.sleep(2 * LIMIT)  # its connections stay open: nothing wakes rank 0
+        if rank == 1:  # its connections stay open: nothing wakes rank 0
+            first = Process(*json.loads(model._unit.root.agreement._board.read("here/0")))
+            deadline = time.monotonic() + LIMIT
+            while not first.is_gone() and time.monotonic() < deadline:
+                time.sleep(0.1)
 
 
 def test_a_wait_that_nothing_ends_is_ended_by_force() -> None:

@@ -236,6 +236,19 @@ def test_a_lost_connection_is_explained_when_the_store_is_gone(said: list[str]) 
     assert isinstance(error, LostRankError) and str(error).startswith("gone: rank 0, which serves it unless")
 
 
+def test_a_wait_that_outlives_the_store_ends(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2)
+    first = world.watches[0]
+    monkeypatch.setattr(watch, "end_process_unless", lambda come_back: first.close())
+    with first.waiting(range(2), "compares its model"):
+        first._outlive_the_store()
+    (sentence,) = said
+    assert sentence.startswith("[flatfsdp, rank 0] LostRankError: the store of the process group")
+    assert sentence.endswith(
+        "and this rank waits for others: rank 0, which serves it unless a launcher does, has ended"
+    )
+
+
 def test_who_asks_may_die_and_another_asks_again(said: list[str]) -> None:
     world = World(3)
     world.notes[2].count("rolls")
