@@ -24,6 +24,7 @@ from .board import Board
 from .errors import ranks_in_words
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
+REFUSALS = 5  # looks after which one that asked first, and is not heard of, counts for nothing
 OBITUARIES = 64  # ends of processes that a roll call reads at most
 
 # Why it is asked: what ranks wait for may never come ("meet"); a wait is to be reported, or to be an error; a
@@ -156,6 +157,7 @@ class RollCalls:
         self._rank = rank
         self._world = world
         self._open: list[_Open] = []
+        self._refused_at, self._refusals = 0, 0
 
     @property
     def period(self) -> float:
@@ -169,10 +171,18 @@ class RollCalls:
 
     def ask(self, purpose: Purpose, *, heard: int) -> None:
         """Ask all ranks, unless somebody does. `heard`: the alarms that this rank knows of."""
-        if not self._open and self._board.first(f"asks/{heard}", str(self._rank)) == str(self._rank):
+        if self._open:
+            return
+        if heard != self._refused_at:
+            self._refused_at, self._refusals = heard, 0
+        # A rank that won and is not heard of has died at once.
+        claim = f"asks/{heard}/{self._refusals // REFUSALS}"
+        if self._board.first(claim, str(self._rank)) == str(self._rank):
             number = self._board.count("rolls")
             self._board.sound(json.dumps(["roll", number, self._rank, purpose]))
-            self._board.erase(f"asks/{heard - 2}")
+            self._board.erase(f"asks/{heard - 2}/0")
+        else:
+            self._refusals += 1
 
     def hear(self, number: int, by: int, purpose: Purpose, answer: Answer) -> None:
         """Roll call `number` was heard of: answer it."""
