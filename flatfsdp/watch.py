@@ -99,6 +99,7 @@ class Watch:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._store_is_gone = False
         self._waits: dict[int, Wait] = {}  # by thread
         self._next_roll = 0.0  # seconds into a wait of the kind above, at which to ask again
         self._reported: float | None = None  # since when the wait lasts that was reported
@@ -146,7 +147,7 @@ class Watch:
         `otherwise()` is true."""
         self._asked = lambda: self._lost or otherwise()
         self._wake.set()
-        self.board.wait(lambda: self._lost or otherwise() or self._thread is None, 4 * ANSWER * self._calls.period)
+        self.board.wait(lambda: self._lost or otherwise() or not self._hears, 4 * ANSWER * self._calls.period)
         self._asked = None
         if self._lost is not None:
             return self._lost
@@ -173,6 +174,11 @@ class Watch:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=2 * self._calls.period)
 
+    @property
+    def _hears(self) -> bool:
+        """Whether the thread can still be told anything."""
+        return self._thread is not None and not self._store_is_gone
+
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -188,6 +194,7 @@ class Watch:
                 if not self._closed:
                     self.look()
         except RuntimeError:  # the store is gone, and with it whatever it could tell
+            self._store_is_gone = True
             self._outlive_the_store()
 
     def _wanted(self) -> bool:
