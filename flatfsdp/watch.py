@@ -49,6 +49,7 @@ from .farewell import at_end, in_words
 from .roll_call import ANSWER, Answer, Obituary, Process, Purpose, Result, RollCalls, in_one_sentence
 
 GRACE = 4.0  # seconds that a blocked main thread gets to come back before its process is ended
+JOIN = 10.0  # seconds that the thread gets to finish what it says, when the interpreter ends
 PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late for good reasons: torch's own bound
 
 
@@ -172,7 +173,7 @@ class Watch:
         self._wake.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=2 * self._calls.period)
+            thread.join(timeout=JOIN)
 
     @property
     def _hears(self) -> bool:

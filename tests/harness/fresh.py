@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.harness.processes import STARTUP_TIMEOUT, Ranks, dumps
 
-LEAVE_TIMEOUT = 30.0  # seconds that a rank may take from its answer to the end of its process
+LEAVE_TIMEOUT = 90.0  # seconds that a rank may take from its answer to the end of its process
 
 
 @dataclass(frozen=True)
