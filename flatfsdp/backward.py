@@ -320,7 +320,8 @@ class Backward:
         """The forward of `unit` runs again: of those next in turn to reduce, complete what gets no gradients.
 
         They stay whole, since this backward may reach them still, only not for their gradients. A unit outside of the
-        plan had no graph (reentrant checkpointing): its gradients are to come, and its collectives come after those.
+        plan had no graph (reentrant checkpointing): its gradients are to come, and its collectives come after those
+        of units that began later in the forward.
         """
         planned = unit in self._places
         if self.double or self.in_inner_task() or (planned and not self.brings_gradients()):
@@ -329,7 +330,7 @@ class Backward:
         for each in self._reductions.outstanding():
             if not each.completed:
                 comes = each.armed or any(map(hooks.will_accumulate, each.trainable_leaves()))
-                if comes or each not in self._places:
+                if comes or each not in self._places or not (planned or self.record.began_later(each, unit)):
                     break
                 missed.append(each)
         if missed:  # ranks whose branches get gradients run all of `unit` again before they reduce any of these

@@ -367,6 +367,8 @@ class Root:
             self.residents.fetch(self)
         if torch.is_grad_enabled() or (self.branches.training and unit.choices.schedule.branch is not None):
             self.record.enter(unit)
+        elif self.branches.training:
+            self.record.enter_without_graph(unit)
         self._gather(unit)
         if unit.forward_prefetch or unit.choices.forward_targets:
             self._prefetch_in_forward(unit)

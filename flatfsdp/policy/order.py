@@ -36,6 +36,7 @@ class ForwardRecord(Generic[U]):
 
     def __init__(self) -> None:
         self._entered: dict[U, int] = {}  # first entry; dict order = order of first entry
+        self._begun: dict[U, int] = {}  # as `_entered`, with those that began without a graph among them
         self.entered_again: set[U] = set()
         self.running: Pass | None = None
         self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
@@ -56,12 +57,21 @@ class ForwardRecord(Generic[U]):
 
     def enter(self, unit: U) -> None:
         """`unit` began its forward."""
+        self.enter_without_graph(unit)
         self._loops = self._loops or unit in self._entered_now
         self._entered_now.add(unit)
         if unit in self._entered:
             self.entered_again.add(unit)
         else:
             self._entered[unit] = len(self._entered)
+
+    def enter_without_graph(self, unit: U) -> None:
+        """`unit` began its forward; a recomputation may still make its graph."""
+        self._begun.setdefault(unit, len(self._begun))
+
+    def began_later(self, unit: U, than: U) -> bool:
+        """Whether `unit` began after another one, as far as that is known."""
+        return than not in self._begun or self._begun.get(unit, -1) > self._begun[than]
 
     def repeat(self, unit: U) -> None:
         """`unit` runs again, beside units that a backward gathers with it."""

@@ -256,6 +256,34 @@ def test_activation_checkpointing(pool2: Run, most: int, prefetch: str | None) -
     assert pool2(differences, Recomputed, plan, True, options, timeout=30) == [[], []]
 
 
+class Flanked(nn.Module):
+    """Layers of which each step uses others, between two that are recomputed reentrantly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Layer()
+        self.first = Layer()
+        self.layers = nn.ModuleList(Layer() for _ in range(5))
+        self.last = Layer()
+
+    @property
+    def branch(self) -> nn.Module:
+        return self.layers
+
+    def forward(self, x: Tensor, used: Used) -> Tensor:
+        x = checkpoint(self.first, self.embedding(x), use_reentrant=True)
+        for index in used:
+            x = x + self.layers[index](x)
+        return checkpoint(self.last, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+@pytest.mark.parametrize("most", [0, 1 << 20])
+def test_beside_what_is_recomputed_reentrantly(pool2: Run, any_order: bool, most: int) -> None:
+    plan = (IN_ANY_ORDER if any_order else IN_ORDER)[Chosen]
+    assert pool2(differences, Flanked, plan, any_order, {"join_units_below": most}, timeout=30) == [[], []]
+
+
 # -- what is frozen, evaluated, copied --------------------------------------------------------------------------------
 
 

@@ -123,6 +123,41 @@ def test_a_backward_that_begins_behind_units_of_the_other_ranks(
         assert all(pool2(last_ones_left_out, recompute, prefetch, counts, most, timeout=20))
 
 
+class Alternating(nn.Module):
+    """Every second unit is recomputed reentrantly, and so has no place in the plan; of the others one may not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor, left_out: int) -> Tensor:
+        x = x.requires_grad_()
+        for index, unit in enumerate(self.units):
+            y = checkpoint(unit, x, use_reentrant=True) if index % 2 else unit(x)
+            x = x + (y.detach() if index == left_out else y.tanh())
+        return x
+
+
+def left_out_between_recomputed(rank: int, world: int, most: int) -> bool:
+    def build() -> Alternating:
+        torch.manual_seed(0)
+        return Alternating()
+
+    model = _wrap(build(), join_units_below=most)
+    nets = [build() for _ in range(world)]
+    for _ in range(2):
+        model(_data(rank), left_out=2 + 2 * rank).sum().backward()
+        for each, net in enumerate(nets):
+            net(_data(each), left_out=2 + 2 * each).sum().backward()
+    return _same(_gradients(model), _expected(nets))
+
+
+def test_a_unit_that_is_left_out_before_one_that_is_recomputed_reentrantly(pool2: Run) -> None:
+    """All are of one size: in different orders they would be added to each other."""
+    for most in (0, 3 * 4 * (WIDTH * WIDTH + 2 * WIDTH)):
+        assert all(pool2(left_out_between_recomputed, most, timeout=20))
+
+
 def again_after_a_failure(rank: int, world: int, strategy: str) -> bool:
     model = _wrap(_net(), sharding_strategy=strategy)
     fail = [True]

@@ -101,6 +101,15 @@ def pairs(units: Iterable[str]) -> Iterator[tuple[str, ...]]:
     return join(units, lambda unit: (1, None), most=2)
 
 
+def test_a_record_knows_what_began_later_of_what_had_no_graph() -> None:
+    record: ForwardRecord[str] = ForwardRecord()
+    for unit, has_graph in (("a", True), ("b", False), ("c", True)):
+        (record.enter if has_graph else record.enter_without_graph)(unit)
+    assert record.began_later("c", than="b") and not record.began_later("a", than="b")
+    assert record.began_later("a", than="elsewhere")
+    assert record.entered == ("a", "c")
+
+
 def test_joined_gathers_are_handed_out_as_one() -> None:
     plan = GatherPlan(("a", "b", "c", "d", "e"), join=pairs)
     assert plan.until("e") == (("e", "d"),)
