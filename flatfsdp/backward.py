@@ -246,8 +246,7 @@ class Backward:
         """Let optimizers step on units whose gradients have been reduced, and with which this backward is through."""
         if self.stepping:
             for unit in flight.units:
-                branches = unit.choices.schedule.branch is not None  # whether it has a gradient is known at the end
-                if not branches and self.stepping.knows(unit) and self.is_over_with_gradients(unit):
+                if self.stepping.knows(unit) and self.is_over_with_gradients(unit):
                     self.stepping.step(unit)
 
     # -- the end -----------------------------------------------------------------------------------------------------
