@@ -342,8 +342,8 @@ class Backward:
 
     def _complete(self, unit: Unit, *, keep: bool = False) -> None:
         if not unit.armed:
-            due = self._gathers.until(unit)
-            _launch([each for each in group if each.is_sharded] for group in due)
+            # Not again where it was gathered with others and freed since: those that reach it have it still.
+            _launch(self._gathers.through((unit,)))
             unit.arm(self)
         unit.completed = True
         if self.reduces(unit) and any(grads.awaited for grads in unit.grads):

@@ -204,8 +204,9 @@ class UnitData:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether all data is sharded."""
-        return not [handle for handle in self.handles if handle.state is not ShardState.SHARDED]
+        """Whether all data is sharded that does not stay on the device."""
+        stays = Residence.DEVICE
+        return not [h for h in self.handles if h.state is not ShardState.SHARDED and h.residence is not stays]
 
     @property
     def is_whole(self) -> bool:

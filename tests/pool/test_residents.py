@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tests.conftest import Run
 from tests.harness import parity
 from tests.harness.models import Low
 from tests.harness.reference import Recipe
-from tests.pool.corners import Setting, joined, seeded
+from tests.pool.corners import Net, Setting, data, differences, joined, loss_of, seeded
+from tests.pool.test_controls import say
 from tests.pool.test_portions import hostile_world
 
 WIDTH = 13
@@ -57,6 +59,34 @@ def test_like_one_process(world: int, recipe: Recipe, options: dict[str, Any], o
 
 
 TRAINED = 15 * 4  # bytes of the trainable layer of the model below, with its padding
+
+
+def branching(net: Net, x: Tensor, *, turn: bool) -> Tensor:
+    """The second block's output counts, or does not: then a backward passes it over."""
+    x = net.blocks[0](x)
+    y = net.blocks[1](x)
+    return net.head(net.blocks[2](x + y if turn else x))
+
+
+def passing_over(model: Any, rank: int, step: int, *, on: str | None) -> Tensor:
+    if on is not None:
+        say(model, "keep_frozen_unsharded", on=on)
+    for micro in range(2):
+        loss = loss_of(model(data(rank, step, micro), turn=(rank + step) % 2 == 0))
+        loss.backward()
+    say(model, "keep_frozen_unsharded", 0)
+    return loss.detach()
+
+
+def passed_over(rank: int, world: int, on: str | None) -> list[str]:
+    build = partial(Net, branching, block=partial(Low, WIDTH))
+    under = (Setting(doubled=True), Setting("SHARD_GRAD_OP", orig=False))
+    return differences(rank, world, build, partial(passing_over, on=on), units=(Low,), under=under, bound=2e-6)
+
+
+@pytest.mark.parametrize("on", [None, "device", "host"])
+def test_units_that_a_backward_passes_over(on: str | None, pool2: Run) -> None:
+    assert not joined(pool2(passed_over, on, timeout=40))
 
 
 def small() -> nn.Module:
