@@ -174,6 +174,8 @@ class Backward:
     def gather_again(self, unit: Unit) -> None:
         """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
         if unit not in self._places:
+            if not self.reduces(unit):
+                self._branches.refuse_window(unit)
             self._complete_what_comes_no_more(unit)
         for each in (*unit.owners, unit):
             self.gather_in_turn(each)

@@ -181,6 +181,20 @@ class Branches:
                 "torch.utils.checkpoint"
             )
 
+    def refuse_window(self, unit: Unit) -> None:
+        """`unit`, which had no graph, runs again inside a backward that does not reduce.
+
+        Raises:
+            UsageError: there are branches, whose gathers such a backward does not bring into order with this one's.
+        """
+        if self._exist:
+            raise UsageError(
+                f"unit {unit.label} runs again inside a backward without reduction, for a reentrant checkpoint, in a "
+                "model of which a part was given to ensure_unit_participation(): ranks that run other units of that "
+                "part would gather in another order. Pass use_reentrant=False to torch.utils.checkpoint, or accumulate "
+                "without no_sync()"
+            )
+
 
 def _branch_of(unit: Unit) -> Branch | None:
     branch = unit.choices.schedule.branch

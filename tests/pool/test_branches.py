@@ -612,3 +612,17 @@ def test_wrong_arguments(pool2: Run) -> None:
         assert "before: got a FullyShardedDataParallel" in around
         assert "before: got a FullyShardedDataParallel" in outside
         assert "inside a part that was given before, with unit" in inside
+
+
+def accumulated_beside_reentrant(rank: int, world: int) -> str:
+    model = wrap(Flanked())
+    flatfsdp.ensure_unit_participation(model.branch)
+    with model.no_sync(), pytest.raises(UsageError) as caught:
+        model(data(rank, 0), (rank,)).sum().backward()
+    return str(caught.value)
+
+
+def test_accumulation_beside_what_is_recomputed_reentrantly_is_refused(pool2: Run) -> None:
+    for message in pool2(accumulated_beside_reentrant, timeout=30):
+        assert message.startswith("unit 'last' runs again inside a backward without reduction")
+        assert "use_reentrant=False" in message
