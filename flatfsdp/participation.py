@@ -37,6 +37,10 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
     as well, with the memory of its gradients. Activation checkpointing of it takes `any_order=True` and
     `use_reentrant=False`. Parameters that units inside share with others are refused.
 
+    Without this call a rank that leaves out a wrapper, or takes another first, gets an error, as do the others: ranks
+    that all do the same (layers dropped by a common seed) would else gather, and step on zeros, what one process leaves
+    alone, in every step and unasked.
+
     Call it on every rank, once the whole model is wrapped; later calls replace earlier ones for the same part. It holds
     in copies and pickles of the model.
 
