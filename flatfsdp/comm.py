@@ -46,13 +46,17 @@ class Traffic:
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     messages: int = 0
     staged: int = 0
-    issued: int = 0  # collectives of all kinds, never reset
+    issued: int = 0  # what other ranks wait for: collectives of all kinds, and second halves of some; never reset
 
     def log(self, kind: str, count: int) -> None:
         """One collective of `kind` that moves `count` bytes."""
-        self.issued += 1
+        self.issue()
         self.counts[kind] += 1
         self.bytes[kind] += count
+
+    def issue(self) -> None:
+        """This rank has issued what others wait for."""
+        self.issued += 1
 
     def take_back(self) -> None:
         """The last collective that was logged was not issued after all."""
@@ -281,8 +285,8 @@ class RankOrder(Base):
 
     def __init__(self, group: Group, device: Device, *, traffic: Traffic, ledger: Ledger) -> None:
         super().__init__(group, device, traffic=traffic, ledger=ledger)
-        self._pairs = gloo.Pairs(group.process_group, ledger=ledger, log=traffic.log_messages)
-        self._all_to_all = gloo.AllToAll(group.process_group, ledger=ledger)
+        self._pairs = gloo.Pairs(group.process_group, ledger=ledger, log=traffic.log_messages, issue=traffic.issue)
+        self._all_to_all = gloo.AllToAll(group.process_group, ledger=ledger, issue=traffic.issue)
 
     def _gather(self, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> Pending:
         if self._is_for_pairs(output):

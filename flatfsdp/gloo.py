@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from .device import Pending, Work
 from .storage import Ledger
+from .waits import blocked
 
 FIRST_TAG, TAGS = 2**30, 2**20  # more than can be in flight
 PARCEL_TAG = FIRST_TAG + TAGS  # of messages that are waited for at once, and so need no other
@@ -124,12 +125,15 @@ def _on_one_host(process_group: Any) -> bool:
 class Pairs:
     """Exchanges by messages: 2(W-1) a rank, each with its end. [Note: messages]"""
 
-    def __init__(self, process_group: Any, *, ledger: Ledger, log: Callable[[int], None]) -> None:
-        """`log` is told how many messages were posted, ends included."""
+    def __init__(
+        self, process_group: Any, *, ledger: Ledger, log: Callable[[int], None], issue: Callable[[], None]
+    ) -> None:
+        """`log` is told how many messages were posted, ends included, and `issue` that a second half was."""
         self._rank, self._world = process_group.rank(), process_group.size()
         self._line = _lines.setdefault(process_group, Line(process_group))
         self._ledger = ledger
         self._log = log
+        self._issue = issue
 
     def gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Every rank's `shard` into its slot of `output`, sent from and received into place."""
@@ -149,6 +153,7 @@ class Pairs:
         scattered = self._scatter(first, total, pieces)
 
         def share() -> None:
+            self._issue()
             self._gather(second, pieces, total).wait()
             self._ledger.remove("exchange", total.numel() * total.element_size())
 
@@ -195,10 +200,12 @@ class AllToAll:
     the first and the last rank.
     """
 
-    def __init__(self, process_group: Any, *, ledger: Ledger) -> None:
+    def __init__(self, process_group: Any, *, ledger: Ledger, issue: Callable[[], None]) -> None:
+        """`issue` is told that a second half was issued."""
         self._group = process_group
         self._rank, self._world = process_group.rank(), process_group.size()
         self._ledger = ledger
+        self._issue = issue
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
         """The sum over ranks of this rank's piece of `full`, in rank order, into `output`."""
@@ -218,7 +225,9 @@ class AllToAll:
             sent[rank] = 0
             others, outgoing = self._scratch(flat, sum(sizes)), self._scratch(flat, sum(sent))
             outgoing.view(self._world - 1, mine.numel()).copy_(mine)
-            dist.all_to_all_single(others, outgoing, sizes, sent, group=self._group)
+            self._issue()
+            with blocked():
+                dist.all_to_all_single(others, outgoing, sizes, sent, group=self._group)
             for piece, arrived in zip(pieces, others.split(sizes), strict=True):
                 if arrived.numel():
                     piece.copy_(arrived)

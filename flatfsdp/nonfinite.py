@@ -130,12 +130,12 @@ class Detector:
                     self._look(Stage.REDUCED, unit, view, kind, index)
 
     def end_forward(self) -> None:
-        """The outermost forward ends. Collective over all axes, where anything is sharded.
+        """The outermost forward ends. Collective over all axes, where forwards are at all.
 
         Raises:
             NonFiniteError: on every rank.
         """
-        if self._agreement.compares_forwards:
+        if self._agreement.compares_forwards and not self._agreement.silent:
             self._tell("a forward")
         elif self._found is not None and not torch.is_grad_enabled():
             raise NonFiniteError(f"this rank's forward has {self._found.told(self._units)}")

@@ -90,6 +90,7 @@ class Stream(Peers):
         self._noted = ""  # what it did there
         self._settled: int | None = None
         self._abandoned: Said | None = None
+        self._refused = ""  # why a part that autograd runs cannot go on, as that was said on this rank
         self.silent = False  # forwards communicate nothing: ranks may differ in them
 
     def _flow(self, root: Root) -> None:
@@ -296,7 +297,7 @@ class Stream(Peers):
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
         issued = self._issued()
-        because = f" after {type(error).__name__}: {error}" if error is not None else ""
+        because = f" after {type(error).__name__}: {error}" if error is not None else self._refused
         symbol = Symbol(number(f"abandoned {issued}"), f"abandoned its iteration in {doing}{because}")
         self._abandoned = Said(self._place, symbol, self._step)
         self._met.append(self._place)
@@ -304,6 +305,11 @@ class Stream(Peers):
             self._leave_note(self._place, symbol, issued=issued, alarm=True)
         except RuntimeError as lost:  # the store is gone; the exception under way matters more
             logger.debug("could not tell the other ranks that an iteration was abandoned: %s", lost)
+
+    def refuse(self, error: BaseException) -> None:
+        """`error` was raised inside a backward, from which autograd brings none: if it is ours others shall hear it."""
+        if isinstance(error, FlatFSDPError):
+            self._refused = f" after {type(error).__name__}: {error}"
 
     def explain(self, error: BaseException) -> None:
         """Raise the `AgreementError` behind `error`, if it is a failure of the communication."""
@@ -321,7 +327,7 @@ class Stream(Peers):
         return flag if answers is None else any(code for code, _ in answers.values())
 
     def _start(self, doing: str) -> None:
-        self._doing, self._turned = doing, time.monotonic()
+        self._doing, self._turned, self._refused = doing, time.monotonic(), ""
         self._issued_before = self._traffic.issued
 
     def _issued(self) -> int:

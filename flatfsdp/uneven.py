@@ -147,7 +147,10 @@ class Joined:
             self._check(found, with_data, step)
             counts = 1.0 if self._by_all else len(found) / len(with_data)
             root.weight = counts if self.has_data else 0.0
-            yield batch if self.has_data else kept  # type: ignore[misc]
+            try:
+                yield batch if self.has_data else kept  # type: ignore[misc]
+            finally:
+                root.weight = 1.0  # also after a break
         self._end()
 
     def until(self, done: Callable[[], bool]) -> Iterator[int]:

@@ -108,8 +108,10 @@ class Unit(UnitData):
                 root.detector.outputs(self, output)
                 if outermost:
                     root.detector.end_forward()
-        except BaseException:
+        except BaseException as error:
             self.phase = phase
+            if recomputing:
+                root.agreement.refuse(error)
             root.leave(self, failed=True)
             raise
         if recomputing:

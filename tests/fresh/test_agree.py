@@ -33,7 +33,8 @@ def trained(**kwargs: Any) -> Any:
 
 
 def part(rank: int, world: int, case: str) -> None:
-    model = trained()
+    second_half = case == "second half"  # of the last block's all-reduce, which waits for the other rank's
+    model = trained(**({"sharding_strategy": "NO_SHARD", "join_units_below": 0} if second_half else {}))
     odd = rank == world - 1
     if case == "skips a unit":
         step(model, order=(0, 2) if odd else (0, 1, 2))
@@ -42,13 +43,13 @@ def part(rank: int, world: int, case: str) -> None:
     elif case == "forwards":
         with contextlib.suppress(ValueError):
             step(model, fail_at=2 if odd else 1)
-    elif case == "backward":
+    elif case in ("backward", "second half"):
 
         def refuse(grad: torch.Tensor) -> None:
             if odd:
                 raise ValueError("bad gradient")
 
-        model.module.blocks[1].linear.weight.register_hook(refuse)
+        model.module.blocks[0 if second_half else 1].linear.weight.register_hook(refuse)
         with contextlib.suppress(ValueError):
             step(model)
     elif case == "hook":
@@ -110,6 +111,7 @@ def told_to_all(outcomes: list[fresh.Outcome]) -> str:
             "rank 1 entered unit 'blocks.1'",
         ),
         ("backward", "rank 0 went on in a backward; rank 1 abandoned its iteration in a backward"),
+        ("second half", "rank 0 went on in a backward; rank 1 abandoned its iteration in a backward"),
         ("hook", "rank 0 went on in a backward; rank 1 abandoned its iteration in a backward"),
         (
             "a value's shape",

@@ -123,6 +123,27 @@ def test_what_is_not_sharded_is_told_at_the_end_of_the_backward(pool2: Run) -> N
     )
 
 
+def generating(rank: int, world: int) -> list[str]:
+    """Ranks run different numbers of forwards, and hear of their own only."""
+    model = wrapped(world, "FULL_SHARD")
+    said = []
+    with flatfsdp.detect_nonfinite(model), flatfsdp.inference(model):
+        for _ in range(2 + rank):
+            model(batch(rank))
+        model.module.bad = "activation" if rank == 1 else ""
+        try:
+            model(batch(rank))
+        except NonFiniteError as error:
+            said.append(str(error))
+        model.module.bad = ""
+    return said
+
+
+def test_inside_inference_ranks_are_on_their_own(pool2: Run) -> None:
+    good, (bad,) = pool2(generating)
+    assert not good and bad.startswith("this rank's forward has inf in an input of unit 'blocks.1'")
+
+
 HALF = {"mixed_precision": MixedPrecision(reduce_dtype=torch.float16)}
 
 

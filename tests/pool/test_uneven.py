@@ -252,6 +252,25 @@ def together(rank: int, world: int, raising: bool) -> list[float]:
     return [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
 
 
+def after_a_break(rank: int, world: int) -> list[float]:
+    """All ranks leave the loop where one has a stand-in, and train inside the context."""
+    model = wrap(build())
+    with flatfsdp.join(model) as joined:
+        for step, _ in enumerate(joined(batches(rank, 1 + rank))):
+            if step == 1:
+                break
+        model(torch.ones(2, WIDTH)).sum().backward()
+    return [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
+
+
+def test_a_stand_in_counts_for_nothing_only_in_its_loop(pool2: Run) -> None:
+    torch.manual_seed(0)
+    net = build()
+    net(torch.ones(2, WIDTH)).sum().backward()
+    total = sum(float(p.grad.sum()) for p in net.parameters() if p.grad is not None)
+    assert sum(map(sum, pool2(after_a_break))) == pytest.approx(total, rel=1e-4)
+
+
 @pytest.mark.parametrize("raising", [False, True])
 def test_all_ranks_may_leave_in_the_same_step(pool2: Run, raising: bool) -> None:
     torch.manual_seed(0)
