@@ -46,6 +46,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     nested = units_in(module)
     with failing_together(axes):
         _check_unwrapped(module)
+        _check_unattended(nested)
         reshard = reshard_choice("reshard_after_forward", config.reshard_after_forward, shards=groups.shard.size)
         ignored_modules, ignored_params = ignored_of(module, config)
         modules = modules_of(module, ignored_modules)
@@ -171,6 +172,17 @@ def _check_unwrapped(module: nn.Module) -> None:
             f"module: {type(module).__name__} is in a unit already, that of {type(unit.module).__name__}, and its "
             "parameters are flattened there. Wrap inner modules before outer ones, each once"
         )
+
+
+def _check_unattended(nested: Iterable[Unit]) -> None:
+    """Refuse to take units from a root by which others go: they would lose them without a word."""
+    for unit in nested:
+        if unit.root.steppers.every or unit.root.detector is not None:
+            what = "optimizer_in_backward()" if unit.root.steppers.every else "detect_nonfinite()"
+            raise UsageError(
+                f"module: {type(unit.module).__name__} inside is of a model that was given to {what}, and cannot "
+                "become part of a larger one. Wrap the whole model first, and call it on the outermost wrapper"
+            )
 
 
 def _check_tie(owner: Unit, module: nn.Module, path: str, config: Config) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from .controls import check_outside
-from .errors import AgreementError, UsageError, refuse_type
+from .errors import AgreementError
 from .replicas import differences
-from .traversal import units_at
+from .traversal import outermost_unit
 
 
 def check_replicas(model: nn.Module) -> None:
@@ -25,22 +25,14 @@ def check_replicas(model: nn.Module) -> None:
         ConfigTypeError: `model` is no wrapper.
         UsageError: `model` is a nested wrapper; inside a forward or a backward.
     """
-    units = units_at(model) if isinstance(model, nn.Module) else []
-    if not units:
-        refuse_type("check_replicas: model", model, "the outermost FullyShardedDataParallel module of a model")
-    (unit,) = units
+    unit = outermost_unit(model, "check_replicas")
     root = unit.root
     check_outside(unit, "check_replicas()")
-    if root.unit is not unit:
-        raise UsageError(
-            f"check_replicas() was called on a nested unit ({type(unit.module).__name__}); call it on the outermost "
-            f"FullyShardedDataParallel module ({type(root.unit.module).__name__})"
-        )
     root.lazy_init()
     root.settle_down()
     for each in root.units:
         each.write_back()
-    with root.agreement.together("check_replicas()"):
+    with root.agreement.together("check_replicas()", always=True):
         found = differences(root)
     if found:
         raise AgreementError(found)

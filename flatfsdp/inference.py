@@ -89,7 +89,7 @@ def _begin(roots: list[Root], units: list[Unit], max_bytes: int | None) -> None:
     for root in roots:
         root.lazy_init()
         root.come_to_rest()
-    with together(units, chosen):
+    with together(units, chosen, always=True):
         for unit in units:
             unit.write_back()
         for root in roots:

@@ -21,7 +21,7 @@ from . import _torch
 from .controls import check_outside
 from .errors import NonFiniteError, UsageError, fail, ranks_in_words, refuse_type
 from .flat_param import FlatParamHandle
-from .traversal import units_at
+from .traversal import outermost_unit
 from .trees import tensors_in
 
 if TYPE_CHECKING:
@@ -236,19 +236,11 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
         flatfsdp.errors.NonFiniteError: a forward has inf in an input of unit <root> on rank 0
     """
     name = "detect_nonfinite"
-    units = units_at(model) if isinstance(model, nn.Module) else []
-    if not units:
-        refuse_type(f"{name}: model", model, "the outermost FullyShardedDataParallel module of a model")
+    unit = outermost_unit(model, name)
     if not isinstance(infinities, bool):
         refuse_type(f"{name}: infinities", infinities, "True or False")
-    (unit,) = units
     root = unit.root
     check_outside(unit, f"{name}()")
-    if root.unit is not unit:
-        raise UsageError(
-            f"{name}() was called on a nested unit ({type(unit.module).__name__}); call it on the outermost "
-            f"FullyShardedDataParallel module ({type(root.unit.module).__name__})"
-        )
     if root.detector is not None:
         raise UsageError(f"{name}() was entered inside itself; one context is enough")
     root.detector = Detector(root, infinities=infinities)

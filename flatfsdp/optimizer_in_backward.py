@@ -20,7 +20,7 @@ from .optim_state.trial import copy_of, own_step
 from .optimizers import check_parameters
 from .root import Root
 from .stepping import Stepper
-from .traversal import units_at
+from .traversal import outermost_unit
 
 
 class OptimizerInBackward:
@@ -119,19 +119,11 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         (0.4, None)
     """
     name = "optimizer_in_backward"
-    units = units_at(model) if isinstance(model, nn.Module) else []
-    if not units:
-        refuse_type(f"{name}: model", model, "the outermost FullyShardedDataParallel module of a model")
+    unit = outermost_unit(model, name)
     if not isinstance(optimizer, torch.optim.Optimizer):
         refuse_type(f"{name}: optimizer", optimizer, "an optimizer of torch.optim, or a class derived from it")
-    (unit,) = units
     root = unit.root
     check_outside(unit, f"{name}()")
-    if root.unit is not unit:
-        raise UsageError(
-            f"{name}() was called on a nested unit ({type(unit.module).__name__}); call it on the outermost "
-            f"FullyShardedDataParallel module ({type(root.unit.module).__name__})"
-        )
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for stepper in root.steppers.every:
         taken = set(map(id, (p for group in stepper.optimizer.param_groups for p in group["params"])))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from torch import nn
 
 from .api import Config
-from .errors import ConfigValueError
+from .errors import ConfigValueError, UsageError, refuse_type
 from .unit import Unit
 from .views import Home
 
@@ -60,6 +60,30 @@ def units_at(module: nn.Module) -> list[Unit]:
     """The unit whose wrapper `module` is, if it is one."""
     unit = module.__dict__.get("_unit")
     return [unit] if isinstance(unit, Unit) else []
+
+
+def check_outermost(unit: Unit, call: str) -> None:
+    """Refuse a `call` on any but the outermost unit of a model."""
+    outermost = unit.root.unit
+    if outermost is not unit:
+        raise UsageError(
+            f"{call} was called on a nested unit ({type(unit.module).__name__}); call it on the outermost "
+            f"FullyShardedDataParallel module ({type(outermost.module).__name__})"
+        )
+
+
+def outermost_unit(model: object, function: str) -> Unit:
+    """The unit of `model`, which a user gave to `function` as the outermost wrapper.
+
+    Raises:
+        ConfigTypeError: it is no wrapper.
+        UsageError: it is a nested one.
+    """
+    units = units_at(model) if isinstance(model, nn.Module) else []
+    if not units:
+        refuse_type(f"{function}: model", model, "the outermost FullyShardedDataParallel module of a model")
+    check_outermost(units[0], f"{function}()")
+    return units[0]
 
 
 def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[nn.Parameter]]:

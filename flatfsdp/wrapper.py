@@ -13,6 +13,7 @@ from .controls import check_outside
 from .errors import UsageError, refuse_type
 from .hooked import CommHook
 from .root import Root
+from .traversal import check_outermost
 from .unit import Unit
 
 
@@ -44,19 +45,10 @@ def flat_params_hidden(module: nn.Module) -> Iterator[None]:
 
 def root_of(unit: Unit, method: str) -> Root:
     """The root that `unit` is the outermost unit of, initialised; refuses other units."""
-    root = _outermost(unit, method)
+    check_outermost(unit, method)
+    root = unit.root
     root.lazy_init()
     root.settle_down()
-    return root
-
-
-def _outermost(unit: Unit, method: str) -> Root:
-    root = unit.root
-    if root.unit is not unit:
-        raise UsageError(
-            f"{method} was called on a nested unit ({type(unit.module).__name__}); call it on the outermost "
-            f"FullyShardedDataParallel module ({type(root.unit.module).__name__})"
-        )
     return root
 
 
@@ -73,7 +65,8 @@ def register_comm_hook(unit: Unit, state: Any, function: Callable[..., Any]) -> 
     if not callable(function):
         refuse_type("register_comm_hook: hook", function, "a callable (state, grad) or (state, grad, shard)")
     check_outside(unit, method)
-    root = _outermost(unit, method)
+    check_outermost(unit, method)
+    root = unit.root
     root.settle_down()
     for each in root.units:
         _check_hookable(each, method)

@@ -547,6 +547,7 @@ def words(rank: int, world: int) -> dict[str, str]:
         optimizer.zero_grad()
     assert not same(full_parameters(model), before)
     loss_of(model, rank, 4).backward()
+    refused("wrapped again", UsageError, lambda: FullyShardedDataParallel(nn.Sequential(model)))
     within.remove()
     model.clip_grad_norm_(1.0)
     within.remove()
@@ -564,6 +565,7 @@ def test_what_cannot_be_is_refused_in_words(pool2: Run) -> None:
         "counting": "a step of this Counting changes what it keeps for all parameters together (k of param group 0)",
         "twice": "a SGD that steps in backwards of this model already holds parameters of this Adam",
         "clip": "clip_grad_norm_: SGD steps in backwards, so that gradients are gone before their norm is known",
+        "wrapped again": "module: Feedforward inside is of a model that was given to optimizer_in_backward()",
         "scaled": "SGD steps in backwards, and this one is of a loss that ShardedGradScaler has scaled",
         "differentiated": "SGD steps in backwards, and this one has create_graph=True",
     }.items():

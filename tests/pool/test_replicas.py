@@ -189,3 +189,20 @@ def test_the_group_plan_of_a_hybrid_is_logged(pool4: Run) -> None:
     for rank, (_, logged) in enumerate(results):
         own = f"2 shards on {shards[rank // 2]}, 2 replicas on {replicas[rank % 2]}"
         assert logged == [f"HYBRID_SHARD over 2 x 2: {own}"]
+
+
+def parting(rank: int, world: int) -> str:
+    """Nothing is sharded, and yet both calls talk to the other rank."""
+    model = wrapped(world, "NO_SHARD", mixed_precision=torch.bfloat16)
+    with pytest.raises(AgreementError) as caught:
+        if rank == 0:
+            flatfsdp.check_replicas(model)
+        with flatfsdp.inference(model):
+            pass
+    return str(caught.value)
+
+
+def test_what_only_some_ranks_call_is_told_to_all_where_nothing_is_sharded(pool2: Run) -> None:
+    first, second = pool2(parting)
+    assert first == second
+    assert "rank 0 called check_replicas(); rank 1 called inference(max_bytes=None), 2 flat parameters" in first
