@@ -62,6 +62,7 @@ def save(
     Raises:
         CheckpointError: on every rank: some rank could not do its part, does not see the folder, or holds something
             that contradicts another's.
+        AgreementError: on every rank: some do something else with `model`.
     """
     ranks = Ranks(process_group)
     request = Request(path, overwrite, per_node, metrics or {})
@@ -147,6 +148,7 @@ def load(
     Raises:
         CheckpointError: on every rank: there is no complete checkpoint, it is damaged, or it does not fit. Nothing has
             been loaded then, unless files could not be read.
+        AgreementError: on every rank: some do something else with `model`.
     """
     ranks = Ranks(process_group)
     doing = f"loading {Place.at(path).path}"

@@ -67,6 +67,7 @@ def export_safetensors(
 
     Raises:
         CheckpointError: on every rank: some rank could not do its part, or has another model.
+        AgreementError: on every rank: some do something else with `model`.
     """
     largest = _bytes_in(max_shard_size)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -163,6 +164,7 @@ def load_safetensors(
     Raises:
         CheckpointError: on every rank, with everything that is missing, unknown and of another shape; or files are
             damaged. Nothing has been loaded then.
+        AgreementError: on every rank: some do something else with `model`.
     """
     ranks = Ranks(process_group)
     doing = f"loading {os.fspath(source)}"
