@@ -1,0 +1,219 @@
+"""What a run of the trainer is told: how the model is sharded, how it is trained, and what is trained on what.
+
+Checks that need neither model nor ranks are made as an instance is made; messages name the field, what was found, what
+is accepted, and the nearest name. Values are in one normal form afterwards: names in lower case, dtypes as
+`torch.dtype`, paths as `Path`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatfsdp import BackwardPrefetch, ShardingStrategy
+from flatfsdp.trainer.kinds import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    WHOLE,
+    DType,
+    FlagOrCount,
+    Name,
+    Number,
+    PathOr,
+    Reference,
+    Table,
+    Text,
+    Units,
+)
+from flatfsdp.trainer.optimisation import NO_OPTIMIZERS, OPTIMIZERS, SCHEDULERS
+from flatfsdp.trainer.settings import Settings, setting
+
+__all__ = ["STRATEGIES", "FSDPArguments", "Task", "TrainingArguments"]
+
+STRATEGIES = {member.name.lower().strip("_"): member for member in ShardingStrategy}
+"""The names of strategies in settings: FSDP's in lower case, without the underscore of the private one."""
+
+_HYBRIDS = ("hybrid_shard", "hybrid_shard_zero2")
+_PREFETCHES = tuple(member.name.lower() for member in BackwardPrefetch)
+_CALLABLE = "a callable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPArguments(Settings):
+    """How the model is sharded; what the arguments of `FullyShardedDataParallel` are made of.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: at construction, for a field or a combination that is not accepted.
+    """
+
+    strategy: str = setting("full_shard", "what is split over ranks, and for how long", Name(tuple(STRATEGIES)))
+    reshard_after_forward: bool | int | None = setting(
+        None,
+        "whether parameters are freed between forward and backward, or among how many ranks they stay; "
+        "none for what the strategy says",
+        FlagOrCount(),
+    )
+    replicas: int | None = setting(None, "copies of the model in the hybrid strategies; none for one per node", COUNT)
+    units: Any = setting("auto", "which submodules become units: auto, none, a dotted path, a class name", Units())
+    param_dtype: torch.dtype | str | None = setting(None, "dtype to compute in; none for the parameters' own", DType())
+    reduce_dtype: torch.dtype | str | None = setting(
+        None, "dtype in which gradients are summed over ranks; none for the dtype to compute in", DType()
+    )
+    buffer_dtype: torch.dtype | str | None = setting(
+        None, "dtype of buffers in computation; none for their own", DType()
+    )
+    cpu_offload: bool = setting(False, "keep shards, gradients and optimizer state in host memory")
+    use_orig_params: bool = setting(True, "the optimizer sees the original parameters, or one flat parameter per unit")
+    activation_checkpointing: bool = setting(False, "compute the activations of each unit again in the backward")
+    backward_prefetch: str | None = setting(
+        "backward_pre",
+        "when backward gathers the next unit; none for when it is reached",
+        Name(_PREFETCHES),
+        optional=True,
+    )
+    forward_prefetch: bool = setting(False, "forward gathers the next unit early")
+    limit_all_gathers: bool = setting(True, "gathers wait until the memory of earlier units is free")
+    sync_module_states: bool = setting(False, "all ranks start from the parameters and buffers of rank 0")
+
+    def check_together(self) -> None:
+        if self.replicas is not None and self.strategy not in _HYBRIDS:
+            self.refuse(
+                "replicas",
+                f"only {' and '.join(_HYBRIDS)} replicate, and {self.called('strategy')} is {self.strategy}",
+            )
+        if self.strategy in _HYBRIDS and self.replicas is None and self.units == "none":
+            self.refuse(
+                "units",
+                f"{self.called('strategy')} {self.strategy} needs units, or {self.called('replicas')}",
+            )
+        if self.strategy == "no_shard":
+            for name in ("reshard_after_forward", "forward_prefetch"):
+                if getattr(self, name):
+                    self.refuse(name, f"with {self.called('strategy')} no_shard parameters are never gathered")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingArguments(Settings):
+    """How the model is trained, evaluated and saved.
+
+    A run ends at the first of its limits `steps`, `epochs` and `minutes`.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: at construction, for a field or a combination that is not accepted.
+    """
+
+    output: Path = setting(Path("train-out"), "folder of checkpoints, metrics and plots", PathOr())
+    steps: int | None = setting(None, "end after so many optimizer steps", COUNT)
+    epochs: int | None = setting(None, "end after so many passes over the data", COUNT)
+    minutes: float | None = setting(None, "end after so many minutes of training, by the clock of rank 0", POSITIVE)
+
+    batch: int = setting(8, "samples per rank and microbatch", COUNT)
+    accumulate: int = setting(1, "microbatches per step", COUNT)
+    global_batch: int | None = setting(
+        None, "samples per step over all ranks, in as many microbatches as that needs; in place of accumulate", COUNT
+    )
+    data_mode: str = setting(
+        "sharded",
+        "sharded: each rank reads its own samples; dispatch: rank 0 reads for all",
+        Name(("sharded", "dispatch")),
+    )
+    shuffle: bool = setting(True, "take the samples of each epoch in a random order")
+    workers: int = setting(0, "processes that read ahead, for each rank that reads", WHOLE)
+    drop_last: bool = setting(False, "leave out the samples at the end that do not fill a step")
+
+    optimizer: Any = setting(
+        "adamw",
+        "a name of torch.optim, or module:function called with parameters and optimizer_options",
+        Reference("a callable (params, **options) -> Optimizer", tuple(OPTIMIZERS), callable, NO_OPTIMIZERS),
+    )
+    lr: float = setting(1e-3, "highest learning rate", POSITIVE)
+    weight_decay: float = setting(0.01, "weight decay, of all but norms and biases", NOT_NEGATIVE)
+    optimizer_options: dict[str, Any] = setting(
+        {}, "more arguments of the optimizer, such as betas=[0.9,0.95]", Table()
+    )
+    optimizer_in_backward: bool = setting(
+        False, "step on each unit as soon as its gradients are reduced, and free them"
+    )
+    scheduler: Any = setting(
+        "cosine",
+        "course of the learning rate: constant, linear, cosine, or module:function called with optimizer and steps",
+        Reference("a callable (optimizer, steps) -> LRScheduler", tuple(SCHEDULERS), callable),
+    )
+    warmup: float = setting(0.0, "share of the run in which the learning rate rises", Number(float, least=0, below=1))
+    clip: float | None = setting(None, "largest norm of the gradients over all ranks", POSITIVE)
+    fused_loss: bool = setting(False, "compute head and loss in chunks, so that the logits are never whole in memory")
+    seed: int = setting(0, "seed of weights, order of samples and dropout", WHOLE)
+
+    eval_every: int | None = setting(None, "evaluate after every so many steps", COUNT)
+    eval_at_end: bool = setting(True, "evaluate at the end, where there is data to evaluate on")
+    eval_batches: int | None = setting(None, "microbatches per rank of an evaluation; none for all", COUNT)
+
+    save_every: int | None = setting(None, "save a checkpoint after every so many steps", COUNT)
+    save_at_end: bool = setting(True, "save a checkpoint at the end")
+    save_async: bool = setting(True, "write checkpoints while training goes on")
+    save_format: str = setting("safetensors", "format of the weights in a checkpoint", Name(("safetensors", "torch")))
+    save_on_each_node: bool = setting(False, "each node writes to a disk of its own, not all to a shared one")
+    keep_last: int = setting(2, "checkpoints that stay: the last so many", COUNT)
+    keep_best: int = setting(0, "checkpoints that stay besides: the best so many", WHOLE)
+    best_by: str = setting("eval_loss", "the metric that says which is best", Text(metavar="METRIC"))
+    best_mode: str = setting("min", "whether the smallest or the largest is best", Name(("min", "max")))
+    resume: str | Path | None = setting(
+        None, "go on from a checkpoint, or from the weights of a Hugging Face folder", PathOr(("latest", "best"))
+    )
+
+    log_every: int = setting(1, "log metrics after every so many steps", COUNT)
+    progress: bool = setting(True, "show a progress bar")
+    plot: bool = setting(False, "draw the losses as a picture in the output folder")
+    device: str = setting(
+        "auto", "cpu, cuda or another accelerator; auto takes an accelerator where there is one", Text()
+    )
+    ranks: int | None = setting(None, "processes to start; none for one per accelerator, 2 on CPU", COUNT)
+    detect_nonfinite: bool = setting(False, "stop at the first NaN or inf and say where; costs a look at every value")
+
+    def check_together(self) -> None:
+        if self.global_batch is not None and self.accumulate != 1:
+            self.refuse("accumulate", f"{self.called('global_batch')} {self.global_batch} decides how many are needed")
+        if self.clip is not None and self.optimizer_in_backward:
+            self.refuse(
+                "clip",
+                f"with {self.called('optimizer_in_backward')} gradients are gone before their norm is known",
+            )
+        if self.keep_best and self.best_by.startswith("eval") and self.eval_every is None:
+            self.refuse(
+                "keep_best", f"{self.best_by} is known of evaluated checkpoints only: set {self.called('eval_every')}"
+            )
+        if self.eval_batches is not None and self.eval_every is None and not self.eval_at_end:
+            self.refuse(
+                "eval_batches", f"nothing is evaluated: set {self.called('eval_every')} or {self.called('eval_at_end')}"
+            )
+        for name in ("lr", "weight_decay", "params"):
+            if name in self.optimizer_options:
+                other = "the model's" if name == "params" else f"set by {self.called(name)}"
+                self.refuse("optimizer_options", f"{name!r} is {other}")
+        if self.warmup and self.scheduler not in SCHEDULERS:
+            self.refuse("warmup", f"the course of {self.called('scheduler')} {self.scheduler!r} is its own")
+
+
+@dataclass(frozen=True)
+class Task(Settings):
+    """What is trained, on what.
+
+    Each is the object itself, a function that makes it, or where that is found: "package.module:name".
+
+    Raises:
+        ConfigTypeError, ConfigValueError: at construction, for a field that is none of these.
+    """
+
+    model: Any = setting(MISSING, "the module, or a function that makes it", Reference("the module or a function"))
+    train_data: Any = setting(MISSING, "the dataset to train on, or a function that makes it", Reference("a dataset"))
+    eval_data: Any = setting(None, "the dataset to evaluate on, or a function that makes it", Reference("a dataset"))
+    objective: Any = setting(None, "what is minimised; none for the model's own loss", Reference("an Objective"))
+    collate: Any = setting(
+        None, "makes a microbatch of a list of samples; none for torch's", Reference(_CALLABLE, (), callable)
+    )
+    tokenizer: Any = setting(None, "saved beside the model", Reference("a tokenizer or processor, or a function"))
+    options: dict[str, Any] = setting({}, "arguments of the functions above, by name", Table())
