@@ -1,0 +1,270 @@
+"""Which submodules become units: named by a path or a class, or found as the blocks that the model repeats.
+
+[Note: repeated blocks] What a model repeats stands in lists (`nn.ModuleList`, `nn.Sequential`) of modules of one class.
+The outermost of them are meant: experts or heads that a block lists are parts of it. Two lists are lists of lists, and
+what stands in them is looked at instead: one of `nn.Sequential`s of whole modules, and one of which a single member
+holds more than half, as the stages of a pyramid do. A model of transformers says itself what it repeats.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatfsdp.errors import refuse_type, refuse_value, warn
+from flatfsdp.wrap import CustomPolicy
+
+AUTO, NONE = "auto", "none"
+ACCEPTED = (
+    "'auto', 'none', the path of a list of layers ('model.layers') or of one module, the name of a class, several of "
+    "these in a list, or what auto_wrap_policy takes"
+)
+_SMALL = 0.02  # the share of a model below which blocks of another class than the largest stay with the root
+
+Modules = dict[str, nn.Module]
+
+
+def policy_for(model: nn.Module, units: Any, *, param_dtype: torch.dtype | None = None) -> Any:
+    """What `FullyShardedDataParallel` takes as `auto_wrap_policy` for `model`, this very one; None for a single unit.
+
+    Args:
+        model: before it is wrapped.
+        units: "auto" for the blocks that the model repeats, "none" for a single unit; a path to a container, whose
+            children become units, or to another module, which becomes one; the name of a class; several of these; or,
+            as they are, a module class, a set of classes, or a policy.
+        param_dtype: in which units compute; for the bytes in warnings only.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: for anything else.
+
+    Warns with what it costs if nothing is found and the model becomes a single unit.
+    """
+    if units is None or units == NONE:
+        return None
+    if _is_policy(units):
+        return frozenset({units}) if isinstance(units, type) else units
+    chosen = unit_modules(model, units, param_dtype=param_dtype)
+    ids = {id(module) for module in chosen.values()}
+    return CustomPolicy(lambda module: id(module) in ids) if ids else None
+
+
+def unit_modules(model: nn.Module, units: Any, *, param_dtype: torch.dtype | None = None) -> Modules:
+    """By their paths, the modules of `model` that `units` names, as in `policy_for`; warns as that does.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: `units` is no name nor a list of names, or a policy.
+    """
+    named = isinstance(units, (list, tuple))
+    chosen: Modules = {}
+    missing = []
+    for each in units if named else [units]:
+        if isinstance(each, type) and issubclass(each, nn.Module):
+            found = _of_class(model, partial(operator.is_, each))
+        elif not isinstance(each, str):
+            refuse_type("units", each, ACCEPTED)
+        elif not each or (named and each == NONE):
+            refuse_value("units", each, ACCEPTED)
+        elif each == NONE:
+            continue
+        else:
+            found = repeated_blocks(model) if each == AUTO else _named(model, each)
+        chosen.update(found)
+        if not found:
+            missing.append(each)
+    for each in missing:
+        warn(_complaint(model, each, alone=not chosen, param_dtype=param_dtype))
+    return chosen
+
+
+def repeated_blocks(model: nn.Module) -> Modules:
+    """The blocks that `model` repeats, by their paths; those that share no parameter with the rest of the model.
+
+    [Note: repeated blocks]
+    """
+    found = _told_by_transformers(model) or _largest(_lists(model, "", {model}))
+    return _without_ties(model, found)
+
+
+def _is_policy(units: Any) -> bool:
+    if isinstance(units, type):
+        return issubclass(units, nn.Module)
+    is_set = isinstance(units, (set, frozenset)) and all(isinstance(each, type) for each in units)
+    return is_set or callable(units) or hasattr(units, "_run_policy")
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _named(model: nn.Module, name: str) -> Modules:
+    module = dict(model.named_modules()).get(name)
+    if module is not None:
+        return dict(_inside(module, name)) if _is_list(module) else _with_parameters({name: module})
+    return _of_class(model, lambda kind: getattr(kind, "__name__", None) == name)
+
+
+def _inside(container: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The members of a container, and those of containers without a forward in it."""
+    for name, member in container.named_children():
+        if not has_forward(member):
+            yield from _inside(member, f"{path}.{name}")
+        elif next(member.parameters(), None) is not None:
+            yield f"{path}.{name}", member
+
+
+def _of_class(model: nn.Module, is_meant: Callable[[type], bool]) -> Modules:
+    return _with_parameters(
+        {
+            path: module
+            for path, module in model.named_modules()
+            if module is not model and has_forward(module) and any(map(is_meant, type(module).__mro__))
+        }
+    )
+
+
+def _with_parameters(modules: Mapping[str, nn.Module]) -> Modules:
+    return {path: module for path, module in modules.items() if next(module.parameters(), None) is not None}
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether `module` can be called, which lists of modules cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) or not has_forward(module)
+
+
+# --- what a model repeats ---------------------------------------------------------------------------------------------
+
+
+def _told_by_transformers(model: nn.Module) -> Modules:
+    names: set[str] = set()
+    for module in model.modules():
+        told = getattr(module, "_no_split_modules", None)
+        names.update(told if isinstance(told, (list, tuple, set, frozenset)) else ())
+    found: Modules = {}
+    covered: set[nn.Module] = {model}
+    for path, module in model.named_modules():  # parents first
+        if module not in covered and type(module).__name__ in names:
+            covered.update(module.modules())
+            found[path] = module
+    return _with_parameters(found)
+
+
+def _lists(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[Modules]:
+    """The outermost groups of modules of one class that stand in one list."""
+    children = {
+        (f"{path}.{name}" if path else name): child
+        for name, child in module.named_children()
+        if child not in seen and next(child.parameters(), None) is not None
+    }
+    seen.update(children.values())
+    kinds = Counter(type(child) for child in children.values())
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    groups: dict[type[nn.Module], Modules] = {}
+    for name, child in children.items():
+        if is_list and kinds[type(child)] > 1 and has_forward(child):
+            groups.setdefault(type(child), {})[name] = child
+        else:
+            yield from _lists(child, name, seen)
+    for group in groups.values():
+        inner = [each for name, member in group.items() for each in _lists(member, name, set(seen))]
+        yield from inner if _is_list_of_lists(group, inner) else [group]
+
+
+def _is_list_of_lists(group: Modules, inner: Collection[Modules]) -> bool:
+    if not inner:
+        return False
+    if all(_is_sequence_of_whole_modules(member) for member in group.values()):
+        return True
+    whole = _numel(group.values())
+    return max(_numel([member]) for member in group.values()) > whole / 2 and sum(map(_size, inner)) > whole / 2
+
+
+def _is_sequence_of_whole_modules(module: nn.Module) -> bool:
+    inside = [child for child in module.children() if next(child.parameters(), None) is not None]
+    return type(module) is nn.Sequential and all(next(child.children(), None) is not None for child in inside)
+
+
+def _largest(groups: Iterable[Modules]) -> Modules:
+    """The largest group, those of its class, and others that are worth a unit of their own."""
+    found = list(groups)
+    if not found:
+        return {}
+    whole = max(found, key=_size)
+    kind, least = type(next(iter(whole.values()))), _SMALL * _size(whole)
+    kept = [group for group in found if type(next(iter(group.values()))) is kind or _size(group) >= least]
+    return {path: module for group in kept for path, module in group.items()}
+
+
+def _without_ties(model: nn.Module, modules: Modules) -> Modules:
+    """Those of `modules` that share no parameter with a module outside of them: it would be gathered for both."""
+    homes = Counter(id(parameter) for each in model.modules() for parameter in each.parameters(recurse=False))
+    return {path: module for path, module in modules.items() if all(homes[key] == n for key, n in _held(module))}
+
+
+def _held(module: nn.Module) -> Iterable[tuple[int, int]]:
+    return Counter(id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False)).items()
+
+
+def _size(group: Modules) -> int:
+    return _numel(group.values())
+
+
+def _numel(modules: Iterable[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+# --- complaints -------------------------------------------------------------------------------------------------------
+
+
+def _complaint(model: nn.Module, units: Any, *, alone: bool, param_dtype: torch.dtype | None) -> str:
+    kind = type(model).__name__
+    if units == AUTO:
+        told = f"units='auto': {kind} has no list of modules of one class with parameters"
+    else:
+        name = units if isinstance(units, str) else units.__name__
+        told = f"units: {name!r} is no submodule of {kind} with parameters, nor the class of one"
+        near = _nearest(model, name)
+        told += f" (nearest: {', '.join(map(repr, near))})" if near else ""
+    if not alone:
+        return f"{told}. It is left out; the other units that were named stay"
+    whole = _shown(_bytes([model], param_dtype))
+    blocks = {} if units == AUTO else repeated_blocks(model)
+    instead = "Name them by a path or a class, or pass units='none' if that is meant"
+    if blocks:
+        largest = max(_bytes([block], param_dtype) for block in blocks.values())
+        rest = _bytes([model], param_dtype) - _bytes(blocks.values(), param_dtype)
+        path, block = next(iter(blocks.items()))
+        instead = (
+            f"units='auto' would make {len(blocks)} units of it ({path!r}, a {type(block).__name__}, and the others "
+            f"like it), {_shown(largest)} the largest, and leave {_shown(rest)} to the whole"
+        )
+    return f"{told}. The model becomes a single unit: all of it, {whole}, is gathered at once on every rank. {instead}"
+
+
+def _nearest(model: nn.Module, name: str) -> list[str]:
+    paths = [path for path, _ in model.named_modules() if not path.rpartition(".")[2].isdigit() and path]
+    ends = [path for path in paths if path.endswith(f".{name}")]
+    classes = {type(module).__name__ for module in model.modules() if module is not model}
+    return (ends or difflib.get_close_matches(name, [*paths, *sorted(classes)], n=3))[:3]
+
+
+def _bytes(modules: Iterable[nn.Module], dtype: torch.dtype | None) -> int:
+    parameters = {parameter for module in modules for parameter in module.parameters()}
+    return sum(
+        each.numel() * (dtype.itemsize if dtype is not None and each.is_floating_point() else each.itemsize)
+        for each in parameters
+    )
+
+
+def _shown(size: int) -> str:
+    power = min(max(size.bit_length() - 1, 0) // 10, 3)
+    return f"{size / 1024**power:.4g} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
