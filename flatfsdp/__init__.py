@@ -26,7 +26,7 @@ from .state_dict_configs import (
     StateDictSettings,
     StateDictType,
 )
-from .summary import Stats, stats, summary
+from .summary import Stats, stats, summary, whole_shapes
 from .uneven import join
 from .waits import set_wait
 
@@ -64,4 +64,5 @@ __all__ = [
     "set_wait",
     "stats",
     "summary",
+    "whole_shapes",
 ]

@@ -77,6 +77,31 @@ def stats(model: nn.Module) -> Stats:
     return Stats(model)
 
 
+def whole_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """The shape that each parameter of `model` has as a whole, by its name in `model.named_parameters()`.
+
+    Between steps those of a wrapped model show this rank's part, without its shape: what an optimizer treats by its
+    number of dimensions is told apart by this. A flat parameter, which is there with `use_orig_params=False`, and a
+    parameter that no unit owns have the shape that they show.
+
+    Raises:
+        UsageError: no module in `model` is wrapped.
+
+    Example (in a process group of one rank):
+        >>> import torch, flatfsdp
+        >>> model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(3, 5), use_orig_params=True)
+        >>> flatfsdp.whole_shapes(model)
+        {'weight': torch.Size([5, 3]), 'bias': torch.Size([5])}
+    """
+    shapes = {
+        id(leaf): torch.Size(spec.shape)
+        for _, unit in _units(model)
+        for handle in unit.handles
+        for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)
+    }
+    return {name: shapes.get(id(parameter), parameter.shape) for name, parameter in model.named_parameters()}
+
+
 class Stats:
     """Figures of one model on this rank, read anew at each access; made by `stats(model)`.
 

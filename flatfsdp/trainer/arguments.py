@@ -29,7 +29,7 @@ from flatfsdp.trainer.kinds import (
     Text,
     Units,
 )
-from flatfsdp.trainer.optimisation import NO_OPTIMIZERS, OPTIMIZERS, SCHEDULERS
+from flatfsdp.trainer.optimisation import NOT_BY_NAME, OPTIMIZERS, SCHEDULERS
 from flatfsdp.trainer.settings import Settings, setting
 
 __all__ = ["STRATEGIES", "FSDPArguments", "Task", "TrainingArguments"]
@@ -128,7 +128,7 @@ class TrainingArguments(Settings):
     optimizer: Any = setting(
         "adamw",
         "a name of torch.optim, or module:function called with parameters and optimizer_options",
-        Reference("a callable (params, **options) -> Optimizer", tuple(OPTIMIZERS), callable, NO_OPTIMIZERS),
+        Reference("a callable (params, **options) -> Optimizer", tuple(OPTIMIZERS), callable, NOT_BY_NAME),
     )
     lr: float = setting(1e-3, "highest learning rate", POSITIVE)
     weight_decay: float = setting(0.01, "weight decay, of all but norms and biases", NOT_NEGATIVE)

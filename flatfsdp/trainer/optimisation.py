@@ -1,10 +1,35 @@
-"""Optimizers and schedules by name."""
+"""Optimizers and courses of the learning rate, by name or by a function of the user's."""
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import flatfsdp
+from flatfsdp.errors import ConfigTypeError, ConfigValueError, shown
+from flatfsdp.trainer.factories import resolve, takes
+
+if TYPE_CHECKING:
+    from flatfsdp.trainer.arguments import TrainingArguments
+
+__all__ = [
+    "NOT_BY_NAME",
+    "OPTIMIZERS",
+    "SCHEDULERS",
+    "CourseLR",
+    "make_optimizer",
+    "make_scheduler",
+    "options_kept",
+]
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
     kind.__name__.lower(): kind
     for kind in (
         torch.optim.AdamW,
@@ -20,14 +45,202 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
         torch.optim.Rprop,
     )
 }
-"""Those of torch that treat every element alike: the same numbers on any number of ranks."""
+"""Those of torch that treat every element by itself, hence give the same numbers on any number of ranks."""
 
-NO_OPTIMIZERS = {
-    "adafactor": "It looks at rows and columns, and a rank has no whole ones.",
-    "muon": "It looks at whole matrices, and a rank has none.",
-    "lbfgs": "It calls the model several times in a step, by a closure.",
-    "sparseadam": "It wants sparse gradients, and reduced ones are dense.",
+NOT_BY_NAME = {
+    "adafactor": "Adafactor looks at rows and columns, of which a rank may have parts.",
+    "muon": "Muon looks at whole matrices, of which a rank may have parts.",
+    "lbfgs": "LBFGS calls the model several times in a step, which the trainer does not.",
+    "sparseadam": "SparseAdam wants sparse gradients, and reduced ones are dense.",
 }
-"""Those of torch that it does not name, each with the reason."""
+"""Those of torch that settings do not name, each with the reason."""
 
-SCHEDULERS = ("constant", "linear", "cosine")
+
+# --- Optimizers -------------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
+    """The optimizer over the trainable parameters of `model`, which has been sharded.
+
+    Weight decay is for parameters of two dimensions and more: of norms, biases and other vectors there is a param
+    group without it. A flat parameter holds both kinds; with `use_orig_params=False` all of it decays.
+
+    A function of the user's is called with parameters, or param groups where it takes `weight_decay`; with `lr` where
+    it takes that; and with `optimizer_options`. With `optimizer_in_backward` the optimizer steps in the backward, and
+    its `step()` has nothing left to do: call it all the same.
+
+    Every rank calls it at the same point; nothing is communicated.
+
+    Raises:
+        ConfigValueError: it cannot be imported, an option is not one of its arguments, `lr` or `weight_decay` were
+            given to one that has none, or it refuses what it is given.
+        ConfigTypeError: what it makes is no optimizer.
+        UsageError: with `optimizer_in_backward`: the optimizer cannot step on some parameters at a time.
+    """
+    factory = _optimizer_factory(arguments)
+    options = dict(arguments.optimizer_options)
+    for name in ("lr", "weight_decay"):
+        if takes(factory, name):
+            options[name] = getattr(arguments, name)
+        elif getattr(arguments, name) != _default_of(arguments, name):
+            raise ConfigValueError(f"{name}: got {getattr(arguments, name)!r}, but {shown(factory)} has no {name}")
+    parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ConfigValueError("optimizer: no parameter of the model is trainable; each has requires_grad=False")
+    if options.get("weight_decay"):
+        parameters = _groups(model, options["weight_decay"])
+    try:
+        optimizer = factory(parameters, **options)
+    except (TypeError, ValueError) as error:  # of an option's name or value
+        raise ConfigValueError(f"optimizer_options: {shown(factory)} refuses {options}: {error}") from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigTypeError(
+            f"optimizer: {shown(factory)} made {shown(optimizer)}. Accepted: a torch.optim.Optimizer."
+        )
+    if arguments.optimizer_in_backward:
+        flatfsdp.optimizer_in_backward(model, optimizer)
+    return optimizer
+
+
+@contextmanager
+def options_kept(optimizer: Optimizer, arguments: TrainingArguments) -> Iterator[None]:
+    """A context in which a checkpoint's state may be loaded into `optimizer`: what `arguments` say counts afterwards.
+
+    A state of an optimizer holds the weight decay and the other options that it was saved with, and would put them in
+    the place of those that this run was given. The learning rate is the scheduler's.
+    """
+    names = {"weight_decay", *arguments.optimizer_options}
+    own = [{name: group[name] for name in names & group.keys()} for group in optimizer.param_groups]
+    yield
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        group.update(values)
+
+
+def _optimizer_factory(arguments: TrainingArguments) -> Callable[..., Any]:
+    found = arguments.optimizer
+    if isinstance(found, str) and found in OPTIMIZERS:
+        return OPTIMIZERS[found]
+    found = resolve(found, argument="optimizer")
+    if not callable(found):
+        raise ConfigTypeError(f"optimizer: {arguments.optimizer} is {shown(found)}. Accepted: a callable.")
+    return found
+
+
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trainable parameters in two param groups: with and without weight decay."""
+    shapes = flatfsdp.whole_shapes(model)
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = len(shapes[name]) >= 2 or isinstance(parameter, flatfsdp.FlatParameter)
+            (decaying if decays else others).append(parameter)
+    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _default_of(arguments: TrainingArguments, name: str) -> Any:
+    return type(arguments).__dataclass_fields__[name].default
+
+
+# --- The course of the learning rate ----------------------------------------------------------------------------------
+
+
+def _constant(_: float) -> float:
+    return 1.0
+
+
+def _linear(done: float) -> float:
+    return 1.0 - done
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+SCHEDULERS: Mapping[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
+"""Names of courses: the share of the highest learning rate when a share of the run after the warmup is over."""
+
+
+class CourseLR(LRScheduler):
+    """The learning rate as a function of how much of the run is over: it rises linearly, then follows a course.
+
+    That is told by steps where their number is known, and besides by whoever knows better: a run that is limited by
+    minutes sets `done` before each `step()`, and the larger of both counts. The learning rates that courses start
+    from, and the number of steps, are this run's, not in the state: a run that goes on with other ones follows them.
+
+    Args:
+        optimizer: whose param groups get their own learning rates times the factor.
+        course: the factor of the learning rate when a share (0 to 1) of what comes after the warmup is over.
+        warmup: share of the run in which the factor rises to 1; from 0 to below 1.
+        steps: how many there will be; None where it is not known.
+
+    Attributes:
+        done: share of the run that is over, 0 to 1, besides what steps say.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, course: Callable[[float], float], *, warmup: float = 0.0, steps: int | None = None
+    ) -> None:
+        self.done = 0.0
+        self._course = course
+        self._warmup = warmup
+        self._steps = steps
+        super().__init__(optimizer)
+
+    def factor(self) -> float:
+        """The share of the highest learning rates at present."""
+        done = min(1.0, max(self.done, self.last_epoch / self._steps if self._steps else 0.0))
+        if done < self._warmup:
+            # From the first step on something: a learning rate of 0 would be a step for nothing.
+            first = 1.0 / self._steps if self._steps else 1e-3
+            return (done + first) / (self._warmup + first)
+        return self._course((done - self._warmup) / (1.0 - self._warmup))
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """The learning rates of the param groups at present."""
+        factor = self.factor()
+        return [base * factor for base in self.base_lrs]
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        """The learning rates that the param groups have."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the run is: plain values."""
+        return {"last_epoch": self.last_epoch, "done": self.done}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there, with the learning rates of this run; to be called after the optimizer's."""
+        self.last_epoch, self.done = state_dict["last_epoch"], state_dict["done"]
+        for group, base, rate in zip(self.optimizer.param_groups, self.base_lrs, self.get_lr(), strict=True):
+            group["initial_lr"], group["lr"] = base, rate
+
+
+def make_scheduler(optimizer: Optimizer, arguments: TrainingArguments, steps: int | None) -> LRScheduler:
+    """The scheduler of `arguments`, whose `step()` is called after every step of the optimizer.
+
+    Args:
+        optimizer: what `make_optimizer` made.
+        arguments: name the course, or a function `(optimizer, steps) -> LRScheduler` of the user's.
+        steps: how many steps the run will have; None where only the clock says so: set `done` of the `CourseLR` then.
+
+    Raises:
+        ConfigValueError: a function cannot be imported, or would need a number of steps that there is not.
+        ConfigTypeError: what it makes is no scheduler.
+    """
+    found = arguments.scheduler
+    if isinstance(found, str) and found in SCHEDULERS:
+        return CourseLR(optimizer, SCHEDULERS[found], warmup=arguments.warmup, steps=steps)
+    found = resolve(found, argument="scheduler")
+    if not callable(found):
+        raise ConfigTypeError(f"scheduler: {arguments.scheduler} is {shown(found)}. Accepted: a callable.")
+    if steps is None:
+        raise ConfigValueError(
+            f"scheduler: {shown(found)} is to be called with the number of steps, and this run has none: it is limited "
+            f"by the clock. Set steps or epochs, or one of {', '.join(SCHEDULERS)}."
+        )
+    scheduler = found(optimizer, steps)
+    if not isinstance(scheduler, LRScheduler):
+        raise ConfigTypeError(f"scheduler: {shown(found)} made {shown(scheduler)}. Accepted: an LRScheduler of torch.")
+    return scheduler

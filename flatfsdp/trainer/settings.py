@@ -1,8 +1,8 @@
 """Settings: frozen dataclasses whose fields say what they accept; from tables, from files, and back to tables.
 
-A field is declared by `setting(default, help, kind)`. Where a value comes from decides how messages call it
+A field is declared by `setting(default, help, kind)`. Where a value comes from decides what messages call it
 (`FSDPArguments.replicas` in a program, `train.toml: fsdp.replicas` from a file, `argument --replicas` on a command
-line): checks ask `called()`, and readers say it for a while by `calling()`.
+line): checks ask for it, and readers say it for a while, by `calling()`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ import json
 import os
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from flatfsdp.errors import ConfigTypeError, ConfigValueError, did_you_mean
+from flatfsdp.errors import ConfigTypeError, ConfigValueError, did_you_mean, shown
 from flatfsdp.trainer.kinds import Flag, Kind, Number, PathOr, Text
 
 __all__ = [
+    "Called",
     "Setting",
     "Settings",
+    "build",
     "called",
     "calling",
+    "check_tables",
     "from_dict",
     "from_tables",
     "read_file",
@@ -67,6 +70,10 @@ class Setting:
         if self.optional and (value is None or (isinstance(value, str) and value.lower() == "none")):
             return None
         return self.kind.check(name, value)
+
+    def read(self, name: str, text: str) -> Any:
+        """What `text` on a command line means, still to be checked; errors as of `check`."""
+        return None if self.optional and text.lower() == "none" else self.kind.read(name, text)
 
 
 def setting(default: Any, help: str, kind: Kind | None = None, *, optional: bool | None = None) -> Any:
@@ -117,21 +124,33 @@ def _kind_of(owner: type, name: str, annotation: Any) -> Kind:
     return _KINDS[choices[0]]
 
 
-# --- How settings are called ------------------------------------------------------------------------------------------
+# --- What settings are called -----------------------------------------------------------------------------------------
 
-_calling: ContextVar[Callable[[type, str], str]] = ContextVar(
-    "_calling", default=lambda owner, name: f"{owner.__name__}.{name}"
+
+@dataclass(frozen=True)
+class Called:
+    """What a setting is called by whoever gave it: `name`, and where that begins a message, `place` before it."""
+
+    name: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.place}{self.name}"
+
+
+_calling: ContextVar[Callable[[type, str], Called]] = ContextVar(
+    "_calling", default=lambda owner, name: Called(name, f"{owner.__name__}.")
 )
 
 
-def called(owner: type, name: str) -> str:
-    """What whoever gave the setting calls it."""
+def called(owner: type, name: str) -> Called:
+    """What the field `name` of the dataclass `owner` is called at present."""
     return _calling.get()(owner, name)
 
 
 @contextmanager
-def calling(spelling: Callable[[type, str], str]) -> Iterator[None]:
-    """A context in which messages call the setting `name` of a dataclass `owner` `spelling(owner, name)`."""
+def calling(spelling: Callable[[type, str], Called]) -> Iterator[None]:
+    """A context in which messages call the field `name` of a dataclass `owner` as `spelling(owner, name)` says."""
     token = _calling.set(spelling)
     try:
         yield
@@ -148,7 +167,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for each in settings_of(type(self)):
-            value = each.check(called(type(self), each.name), getattr(self, each.name))
+            value = each.check(str(called(type(self), each.name)), getattr(self, each.name))
             object.__setattr__(self, each.name, value)
         self.check_together()
 
@@ -156,12 +175,12 @@ class Settings:
         """Refuse values that contradict each other; for derived classes to fill."""
 
     def called(self, name: str) -> str:
-        """What whoever gave the field `name` calls it."""
-        return called(type(self), name)
+        """What whoever gave the field `name` calls it, for the middle of a sentence."""
+        return called(type(self), name).name
 
     def refuse(self, name: str, because: str) -> NoReturn:
         """Raise `ConfigValueError` on the field `name`, with its value and the reason."""
-        raise ConfigValueError(f"{self.called(name)}: got {getattr(self, name)!r}, but {because}")
+        raise ConfigValueError(f"{called(type(self), name)}: got {getattr(self, name)!r}, but {because}")
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
@@ -173,62 +192,70 @@ def from_dict(cls: type[_SettingsT], mapping: Mapping[str, Any], *, where: str =
     Args:
         cls: the dataclass.
         mapping: values by the names of fields; those left out have their defaults.
-        where: what the table is called in messages, such as "train.toml: fsdp"; the name of the class if empty.
+        where: what messages begin with, such as "train.toml: fsdp"; the name of the class if empty.
 
     Raises:
         ConfigTypeError, ConfigValueError: a key is no field, with the nearest one; a field is missing; or a value.
     """
     where = where or cls.__name__
-    known = {each.name: each for each in settings_of(cls)}
-    if not isinstance(mapping, Mapping):
-        raise ConfigTypeError(f"{where}: got {type(mapping).__name__}. Accepted: a table with {', '.join(known)}.")
-    for key in mapping:
-        if key not in known:
-            raise ConfigValueError(_unknown(f"{where}: unknown setting {key!r}.", key, known))
-    missing = [name for name, each in known.items() if each.default is MISSING and name not in mapping]
-    with calling(lambda owner, name: f"{where}.{name}" if owner is cls else f"{owner.__name__}.{name}"):
-        return build(cls, mapping, missing=missing)
-
-
-def build(cls: type[_SettingsT], values: Mapping[str, Any], *, missing: list[str]) -> _SettingsT:
-    """The dataclass of known fields; `missing` names those that must be given and were not."""
-    if missing:
-        raise ConfigValueError(f"{called(cls, missing[0])}: not given, and it has no default")
-    given = [each for each in settings_of(cls) if each.name in values]
-    return cls(**{each.name: each.check(called(cls, each.name), values[each.name]) for each in given})
+    check_names(cls, mapping, where=where)
+    with calling(lambda _, name: Called(name, f"{where}.")):
+        return build(cls, mapping)
 
 
 def from_tables(classes: Mapping[str, type], tables: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:
-    """One dataclass for each table: `classes` says which; tables that are left out have the defaults.
+    """One dataclass for each table: `classes` says which; those whose table is left out have their defaults.
 
     Args:
         classes: dataclasses by the name of their table.
         tables: as a file has them: a table of values for each name.
-        where: the file, for messages.
+        where: what messages begin with, such as the file.
 
     Raises:
         ConfigTypeError, ConfigValueError: as `from_dict`; a name is no table, with the nearest one.
     """
     check_tables(classes, tables, where=where)
-    prefix = f"{where}: " if where else ""
-    return {name: from_dict(cls, tables.get(name, {}), where=f"{prefix}{name}") for name, cls in classes.items()}
+    place = f"{where}: " if where else ""
+    return {name: from_dict(cls, tables.get(name, {}), where=f"{place}{name}") for name, cls in classes.items()}
 
 
-def check_tables(classes: Mapping[str, type], tables: Mapping[str, Any], *, where: str) -> None:
-    """Refuse what is no table of `classes`; errors as of `from_tables`."""
-    prefix = f"{where}: " if where else ""
-    for name in tables:
+def check_tables(classes: Mapping[str, type], tables: Mapping[str, Any], *, where: str = "") -> None:
+    """Refuse what is no table of `classes`, and in tables what is no field; errors as of `from_tables`."""
+    place = f"{where}: " if where else ""
+    for name, table in tables.items():
         if name in classes:
+            check_names(classes[name], table, where=f"{place}{name}")
             continue
-        inside = [group for group, cls in classes.items() if name in {each.name for each in settings_of(cls)}]
-        if inside:
-            raise ConfigValueError(f"{prefix}{name!r} stands outside of any table. It belongs into [{inside[0]}].")
-        raise ConfigValueError(_unknown(f"{prefix}unknown table {name!r}.", name, classes))
+        homes = [f"[{home}]" for home, cls in classes.items() if name in {each.name for each in settings_of(cls)}]
+        if homes:
+            raise ConfigValueError(f"{place}{name!r} stands outside of any table. It belongs into {homes[0]}.")
+        raise ConfigValueError(f"{place}unknown table {name!r}. Accepted: {_names(name, classes)}")
 
 
-def _unknown(complaint: str, name: str, known: Mapping[str, Any]) -> str:
+def check_names(cls: type, mapping: Any, *, where: str) -> None:
+    """Refuse what is no table, and keys that are no fields of the dataclass `cls`; errors as of `from_dict`."""
+    known = [each.name for each in settings_of(cls)]
+    if not isinstance(mapping, Mapping):
+        raise ConfigTypeError(f"{where}: got {shown(mapping)}. Accepted: a table of settings.")
+    for key in mapping:
+        if key not in known:
+            raise ConfigValueError(f"{where}: unknown setting {key!r}. Accepted: {_names(key, known)}")
+
+
+def build(cls: type[_SettingsT], values: Mapping[str, Any]) -> _SettingsT:
+    """The dataclass `cls` of these fields; errors as of `from_dict`, in the words of `calling`."""
+    given = {}
+    for each in settings_of(cls):
+        if each.name in values:
+            given[each.name] = each.check(str(called(cls, each.name)), values[each.name])
+        elif each.default is MISSING:
+            raise ConfigValueError(f"{called(cls, each.name)}: not given, and it has no default")
+    return cls(**given)
+
+
+def _names(name: Any, known: Iterable[str]) -> str:
     hint = did_you_mean(str(name), known)
-    return f"{complaint} Accepted: {', '.join(known)}.{hint and ' ' + hint}"
+    return f"{', '.join(known)}.{hint and ' ' + hint}"
 
 
 def to_dict(settings: Any) -> dict[str, Any]:

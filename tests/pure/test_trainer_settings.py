@@ -3,24 +3,442 @@
 from __future__ import annotations
 
 import json
+import pickle
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from flatfsdp import ShardingStrategy
+from flatfsdp.errors import FlatFSDPError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
-from flatfsdp.trainer.settings import from_dict, to_dict
+from flatfsdp.trainer.command_line import make_parser, parse
+from flatfsdp.trainer.dtypes import DTYPE_NAMES, as_dtype, dtype_name
+from flatfsdp.trainer.factories import call_with, check_all_taken, resolve
+from flatfsdp.trainer.kinds import COUNT
+from flatfsdp.trainer.settings import Settings, from_dict, from_tables, read_file, setting, settings_of, to_dict
+
+GROUPS = {"training": TrainingArguments, "fsdp": FSDPArguments}
+
+
+@dataclass(frozen=True)
+class Model(Settings):
+    """A small transformer."""
+
+    layers: int = setting(4, "transformer blocks", COUNT)
+    width: int = setting(128, "features")
+    dropout: float = 0.0
+    text: Path | None = None
+
+    def check_together(self) -> None:
+        if self.width % self.layers:
+            self.refuse("width", f"it is no multiple of {self.called('layers')} {self.layers}")
+
+
+def sentence(call: Callable[[], object]) -> str:
+    with pytest.raises(FlatFSDPError) as error:
+        call()
+    return str(error.value)
+
+
+# fields
 
 
 def test_values_have_one_normal_form() -> None:
-    found = FSDPArguments(strategy=ShardingStrategy._HYBRID_SHARD_ZERO2, param_dtype="BF16", backward_prefetch="none")  # type: ignore[arg-type]
-    assert found == FSDPArguments(strategy="hybrid-shard-zero2", param_dtype=torch.bfloat16, backward_prefetch=None)
-    assert TrainingArguments(output="here", lr=1, resume="best") == TrainingArguments(  # type: ignore[arg-type]
-        output=Path("here"), lr=1.0, resume="best"
+    hybrid: Any = ShardingStrategy._HYBRID_SHARD_ZERO2
+    found = FSDPArguments(strategy=hybrid, param_dtype="torch.BF16", backward_prefetch="none", replicas=2)
+    assert (found.strategy, found.param_dtype, found.backward_prefetch) == (
+        "hybrid_shard_zero2",
+        torch.bfloat16,
+        None,
+    )
+    given: Any = "here"
+    training = TrainingArguments(output=given, lr=1, resume="best", optimizer="SGD")
+    assert (training.output, training.lr, training.resume, training.optimizer) == (Path("here"), 1.0, "best", "sgd")
+    assert isinstance(training.lr, float)
+    assert TrainingArguments(resume="runs/best").resume == Path("runs/best")
+    assert FSDPArguments(units=["blocks", "Head"]).units == ("blocks", "Head")
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (
+            lambda: FSDPArguments(strategy="hybrid"),
+            "FSDPArguments.strategy: got 'hybrid'. Accepted: one of full_shard, shard_grad_op, no_shard, hybrid_shard, "
+            "hybrid_shard_zero2. Did you mean 'hybrid_shard'?",
+        ),
+        (
+            lambda: FSDPArguments(param_dtype="bfloat6"),
+            "FSDPArguments.param_dtype: got 'bfloat6'. Accepted: a floating-point dtype: bfloat16, bf16, float16, "
+            "fp16, half, float32, fp32, float, single, float64, fp64, double. Did you mean 'bfloat16'?",
+        ),
+        (lambda: FSDPArguments(reduce_dtype=torch.int32), "FSDPArguments.reduce_dtype: got torch.int32. Accepted: a "),  # type: ignore[arg-type]
+        (
+            lambda: FSDPArguments(replicas=2),
+            "FSDPArguments.replicas: got 2, but only hybrid_shard and hybrid_shard_zero2 replicate, and strategy is "
+            "full_shard",
+        ),
+        (
+            lambda: FSDPArguments(strategy="no_shard", reshard_after_forward=2),
+            "FSDPArguments.reshard_after_forward: got",
+        ),
+        (lambda: FSDPArguments(strategy="hybrid_shard", units="none"), "FSDPArguments.units: got 'none', but strategy"),
+        (
+            lambda: FSDPArguments(reshard_after_forward=0),
+            "FSDPArguments.reshard_after_forward: got 0. Accepted: a whole",
+        ),
+        (lambda: FSDPArguments(units=["blocks", 3]), "FSDPArguments.units[1]: got 3 (int). Accepted: a dotted path or"),
+        (
+            lambda: FSDPArguments(units="model layers"),
+            "FSDPArguments.units: got 'model layers'. Accepted: 'auto', 'none'",
+        ),
+        (lambda: FSDPArguments(units=[]), "FSDPArguments.units: got [] (list). Accepted: 'auto', 'none', "),
+        (lambda: FSDPArguments(cpu_offload=1), "FSDPArguments.cpu_offload: got 1 (int). Accepted: true or false."),  # type: ignore[arg-type]
+        (lambda: TrainingArguments(batch=0), "TrainingArguments.batch: got 0. Accepted: a whole number from 1 up."),
+        (lambda: TrainingArguments(batch=True), "TrainingArguments.batch: got True (bool). Accepted: a whole number "),
+        (
+            lambda: TrainingArguments(batch=None),
+            "TrainingArguments.batch: got None (NoneType). Accepted: a whole number",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: TrainingArguments(steps=1.0),
+            "TrainingArguments.steps: got 1.0 (float). Accepted: a whole number from",
+        ),  # type: ignore[arg-type]
+        (lambda: TrainingArguments(lr=float("nan")), "TrainingArguments.lr: got nan. Accepted: a number above 0."),
+        (lambda: TrainingArguments(warmup=1), "TrainingArguments.warmup: got 1. Accepted: a number from 0 to below 1."),
+        (lambda: TrainingArguments(device=""), "TrainingArguments.device: got ''. Accepted: text."),
+        (lambda: TrainingArguments(output=3), "TrainingArguments.output: got 3 (int). Accepted: a path."),  # type: ignore[arg-type]
+        (
+            lambda: TrainingArguments(optimizer="adanw"),
+            "TrainingArguments.optimizer: got 'adanw'. Accepted: adamw, adam, sgd, adadelta, adagrad, adamax, asgd, "
+            "nadam, radam, rmsprop, rprop, 'package.module:name', or from Python a callable (params, **options) -> "
+            "Optimizer. Did you mean 'adamw'?",
+        ),
+        (lambda: TrainingArguments(optimizer="Muon"), "Muon looks at whole matrices, of which a rank may have parts."),
+        (lambda: TrainingArguments(optimizer=3), "TrainingArguments.optimizer: got 3 (int). Accepted: adamw, "),
+        (lambda: TrainingArguments(optimizer_options=[1]), "TrainingArguments.optimizer_options: got [1] (list). Acc"),  # type: ignore[arg-type]
+        (lambda: TrainingArguments(optimizer_options={"lr": 1}), "'lr' is set by lr"),
+        (
+            lambda: TrainingArguments(global_batch=64, accumulate=2),
+            "TrainingArguments.accumulate: got 2, but global_batch 64 decides how many are needed",
+        ),
+        (
+            lambda: TrainingArguments(clip=1, optimizer_in_backward=True),
+            "TrainingArguments.clip: got 1.0, but with optimizer_in_backward gradients are gone before their norm is "
+            "known",
+        ),
+        (lambda: TrainingArguments(keep_best=1), "eval_loss is known of evaluated checkpoints only: set eval_every"),
+        (
+            lambda: TrainingArguments(eval_batches=1, eval_at_end=False),
+            "nothing is evaluated: set eval_every or eval_at",
+        ),
+        (lambda: TrainingArguments(scheduler="a.b:c", warmup=0.1), "the course of scheduler 'a.b:c' is its own"),
+        (
+            lambda: Task(None, "a:b"),
+            "Task.model: got None (NoneType). Accepted: 'package.module:name', or from Python ",
+        ),
+        (
+            lambda: Task("my model", "a:b"),
+            "Task.model: got 'my model'. Accepted: 'package.module:name', or from Python",
+        ),
+        (lambda: Task("a:b", "a:b", collate=[1]), "Task.collate: got [1] (list). Accepted: 'package.module:name', or"),
+    ],
+)
+def test_what_is_refused_is_named_with_what_is_accepted(call: Callable[[], object], complaint: str) -> None:
+    assert complaint in sentence(call)
+
+
+def test_every_name_of_a_dtype_is_one_and_is_written_under_one_name() -> None:
+    assert {dtype_name(as_dtype(name)) for name in DTYPE_NAMES} == {"bfloat16", "float16", "float32", "float64"}
+    assert as_dtype("half") is as_dtype(torch.float16) is torch.float16
+
+
+def test_a_dataclass_goes_by_its_annotations_or_says_what_it_lacks() -> None:
+    @dataclass(frozen=True)
+    class Strange:
+        names: set[int] = MISSING  # type: ignore[assignment]
+
+    assert [type(each.kind).__name__ for each in settings_of(Model)] == ["Number", "Number", "Number", "PathOr"]
+    assert "Strange.names: its annotation set[int] does not say what it accepts" in sentence(
+        lambda: settings_of(Strange)
     )
 
 
-@pytest.mark.parametrize("settings", [TrainingArguments(), FSDPArguments(param_dtype="half"), Task("a.b:c", "a.b:d")])
-def test_what_is_written_is_read_as_the_same(settings: object) -> None:
-    assert from_dict(type(settings), json.loads(json.dumps(to_dict(settings)))) == settings
+def test_settings_travel_to_other_processes() -> None:
+    for settings in (TrainingArguments(steps=3), FSDPArguments(param_dtype="bf16"), Task("a:b", "c:d")):
+        assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+# tables
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        TrainingArguments(),
+        TrainingArguments(optimizer=torch.optim.SGD, optimizer_options={"betas": [0.9, 0.95]}, resume=Path("runs")),
+        FSDPArguments(param_dtype="half", units=["blocks", "Head"], backward_prefetch=None, reshard_after_forward=4),
+        Task("a.b:c", "a.b:d", options={"layers": 4}),
+        Model(text=Path("x")),
+    ],
+)
+def test_what_is_written_is_read_as_the_same(settings: Any) -> None:
+    found = from_dict(type(settings), json.loads(json.dumps(to_dict(settings))))
+    if callable(getattr(settings, "optimizer", None)):  # in a file it has a name
+        found = replace(found, optimizer=resolve(found.optimizer, argument="optimizer"))
+    assert found == settings
+
+
+def test_what_only_python_can_hold_is_written_in_words_and_refused_in_words() -> None:
+    for settings in (TrainingArguments(optimizer=lambda params: None), FSDPArguments(units=lambda *_: True)):
+        written = json.loads(json.dumps(to_dict(settings)))
+        assert "which no file can hold" in sentence(lambda s=settings, w=written: from_dict(type(s), w))  # type: ignore[misc]
+    assert json.dumps(to_dict(Task(torch.nn.Linear(1, 1), [1, 2], options={"x": torch.float16})))
+
+
+@pytest.mark.parametrize(
+    ("tables", "complaint"),
+    [
+        ({"trainin": {}}, "t.toml: unknown table 'trainin'. Accepted: training, fsdp. Did you mean 'training'?"),
+        ({"strategy": "x"}, "t.toml: 'strategy' stands outside of any table. It belongs into [fsdp]."),
+        ({"fsdp": 3}, "t.toml: fsdp: got 3 (int). Accepted: a table of settings."),
+        ({"training": {"batch": "8"}}, "t.toml: training.batch: got '8' (str). Accepted: a whole number from 1 up."),
+        ({"fsdp": {"replicas": 2}}, "t.toml: fsdp.replicas: got 2, but only hybrid_shard and hybrid_shard_zero2 repli"),
+    ],
+)
+def test_a_wrong_table_is_told_with_its_place(tables: dict[str, Any], complaint: str) -> None:
+    assert sentence(lambda: from_tables(GROUPS, tables, where="t.toml")).startswith(complaint)
+
+
+def test_an_unknown_setting_is_told_with_the_nearest_one() -> None:
+    told = sentence(lambda: from_dict(TrainingArguments, {"save_evry": 3}, where="t.toml: training"))
+    assert told.startswith("t.toml: training: unknown setting 'save_evry'. Accepted: output, steps, ")
+    assert told.endswith("Did you mean 'save_every'?")
+    assert sentence(lambda: from_dict(Task, {"model": "a:b"})) == "Task.train_data: not given, and it has no default"
+
+
+# files
+
+
+def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("tomllib")
+    toml, js = tmp_path / "run.toml", tmp_path / "run.JSON"
+    toml.write_text('[training]\nsteps = 3\noptimizer_options = {betas = [0.9, 0.95]}\n[fsdp]\nparam_dtype = "bf16"\n')
+    js.write_text(json.dumps(read_file(toml)))
+    found = from_tables(GROUPS, read_file(js), where=str(js))
+    assert found == {
+        "training": TrainingArguments(steps=3, optimizer_options={"betas": [0.9, 0.95]}),
+        "fsdp": FSDPArguments(param_dtype="bf16"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("no.json", None, "no.json: cannot be read: No such file or directory"),
+        ("run.yaml", "a: 3", "run.yaml: its name ends with '.yaml'. Accepted: .toml or .json."),
+        ("run.json", "{", "run.json: no valid JSON: Expecting property name"),
+        ("run.json", "[1]", "run.json: got a list. Accepted: an object with one table per group."),
+        ("run.json", "\udcff", "run.json: no valid JSON: 'utf-8' codec can't decode"),
+    ],
+)
+def test_a_wrong_file_is_told_by_its_name(tmp_path: Path, name: str, text: str | None, complaint: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert f"{tmp_path}/{complaint}" in sentence(lambda: read_file(tmp_path / name))
+
+
+def test_without_a_reader_of_toml_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tomllib", "tomli"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "run.toml").write_text("")
+    assert sentence(lambda: read_file(tmp_path / "run.toml")) == (
+        f"{tmp_path}/run.toml: reading TOML needs Python 3.11, or `pip install tomli`; JSON works everywhere"
+    )
+
+
+# the command line
+
+
+def read(*line: str, **groups: Any) -> dict[str, Any]:
+    return parse(make_parser("python -m flatfsdp.train", groups=groups or GROUPS), line)
+
+
+def test_no_arguments_give_the_defaults() -> None:
+    assert read() == {"training": TrainingArguments(), "fsdp": FSDPArguments()}
+
+
+def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
+    training = TrainingArguments(
+        output=Path("o"), steps=3, epochs=2, minutes=0.5, batch=2, global_batch=6, data_mode="dispatch", shuffle=False,
+        workers=1, drop_last=True, optimizer="a.b:c", lr=0.1, weight_decay=0.0, optimizer_options={"x": 1, "y": "z"},
+        scheduler="constant", warmup=0.1, clip=2.0, fused_loss=True, seed=7, eval_every=5, eval_at_end=False,
+        eval_batches=2, save_every=4, save_at_end=False, save_async=False, save_format="torch", save_on_each_node=True,
+        keep_last=1, keep_best=3, best_by="eval_accuracy", best_mode="max", resume="latest", log_every=9,
+        progress=False, plot=True, device="cpu", ranks=4, detect_nonfinite=True,
+    )  # fmt: skip
+    fsdp = FSDPArguments(
+        strategy="hybrid_shard", reshard_after_forward=2, replicas=2, units=("a.b", "C"), param_dtype="bf16",
+        reduce_dtype="fp32", buffer_dtype="double", cpu_offload=True, use_orig_params=False,
+        activation_checkpointing=True, backward_prefetch=None, forward_prefetch=True, limit_all_gathers=False,
+        sync_module_states=True,
+    )  # fmt: skip
+    line = (
+        "--output o --steps 3 --epochs 2 --minutes 0.5 --batch 2 --global-batch 6 --data-mode dispatch --no-shuffle "
+        "--workers 1 --drop-last --optimizer a.b:c --lr 0.1 --weight-decay 0 --optimizer-options x=1 y=z --scheduler "
+        "constant --warmup 0.1 --clip 2 --fused-loss --seed 7 --eval-every 5 --no-eval-at-end --eval-batches 2 "
+        "--save-every 4 --no-save-at-end --no-save-async --save-format torch --save-on-each-node --keep-last 1 "
+        "--keep-best 3 --best-by eval_accuracy --best-mode max --resume latest --log-every 9 --no-progress --plot "
+        "--device cpu --ranks 4 --detect-nonfinite --strategy hybrid-shard --reshard-after-forward 2 --replicas 2 "
+        "--units a.b,C --param-dtype bf16 --reduce-dtype fp32 --buffer-dtype double --cpu-offload --no-use-orig-params "
+        "--activation-checkpointing --backward-prefetch none --forward-prefetch --no-limit-all-gathers "
+        "--sync-module-states"
+    )
+    assert read(*line.split()) == {"training": training, "fsdp": fsdp}
+    for given, default in ((training, TrainingArguments()), (fsdp, FSDPArguments())):
+        same = {each.name for each in fields(given) if getattr(given, each.name) == getattr(default, each.name)}
+        assert same <= {"accumulate", "optimizer_in_backward"}  # which other flags of this line exclude
+    assert read("--accumulate", "3", "--optimizer-in-backward")["training"] == TrainingArguments(
+        accumulate=3, optimizer_in_backward=True
+    )
+    assert read("--reshard-after-forward", "false")["fsdp"].reshard_after_forward is False
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "run.json"
+    options = {"betas": [0.9, 0.95], "eps": 1e-6}
+    path.write_text(json.dumps({"training": {"steps": 3, "clip": 1.0, "optimizer_options": options}, "model": {}}))
+    return str(path)
+
+
+def test_flags_count_over_the_file_and_the_file_over_the_defaults(config: str) -> None:
+    groups = {"training": TrainingArguments(steps=9, seed=5, clip=4.0), "model": Model}
+    line = ["--config", config, "--clip", "none", "--optimizer-options", '{"eps": 0.5}', "amsgrad=true"]
+    assert read(*line, **groups) == {
+        "training": TrainingArguments(
+            steps=3, seed=5, optimizer_options={"betas": [0.9, 0.95], "eps": 0.5, "amsgrad": True}
+        ),
+        "model": Model(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("--save-evry 3", "unknown argument '--save-evry'. Did you mean '--save-every'?"),
+        ("--no-progres", "unknown argument '--no-progres'. Did you mean '--no-progress'?"),
+        ("--save 3", "unknown argument '--save'. Did you mean '--save-every'?"),
+        ("rest", "unknown argument 'rest'."),
+        ("--steps", "argument --steps: expected one argument"),
+        ("--steps 1e3", "argument --steps: got '1e3'. Accepted: a whole number from 1 up."),
+        ("--steps 0", "argument --steps: got 0. Accepted: a whole number from 1 up."),
+        ("--optimizer-options lr", "argument --optimizer-options: got 'lr'. Accepted: key=value, or a JSON object."),
+        (
+            "--optimizer-options {x}",
+            "argument --optimizer-options: got '{x}'. Accepted: a table of names and values, as JSON. Expecting "
+            "property name enclosed in double quotes: line 1 column 2 (char 1).",
+        ),
+        ("--replicas 2", "argument --replicas: got 2, but only hybrid_shard and hybrid_shard_zero2 replicate, and "
+         "--strategy is full_shard"),
+        ("--config no.json", "no.json: cannot be read: No such file or directory"),
+        ("--config {config}", "{config}: unknown table 'model'. Accepted: training, fsdp."),
+    ],
+)  # fmt: skip
+def test_a_wrong_line_is_one_line_and_exit_code_2(
+    line: str, complaint: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        read(*line.replace("{config}", config).split())
+    assert exit_.value.code == 2
+    expected = complaint.replace("{config}", config)
+    assert capsys.readouterr() == ("", f"flatfsdp.train: {expected} (--help lists the options)\n")
+
+
+def test_what_contradicts_is_called_as_it_was_given(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read("--config", config, "--optimizer-in-backward", training=TrainingArguments, model=Model)
+    assert f"{config}: training.clip: got 1.0, but with --optimizer-in-backward gradients" in capsys.readouterr().err
+
+
+def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        read("--help", training=TrainingArguments(seed=77), model=Model)
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert exit_.value.code == 0
+    assert all(each.flag in shown for each in (*settings_of(TrainingArguments), *settings_of(Model)))
+    assert "training: How the model is trained, evaluated and saved." in shown
+    assert "weight decay, of all but norms and biases (default: 0.01)" in shown
+    assert "dropout (default: 77)" in shown
+    assert "save a checkpoint at the end (the default)" in shown
+
+
+def test_a_program_adds_arguments_of_its_own_and_may_not_have_one_flag_twice() -> None:
+    parser = make_parser("prog", groups={"model": Model})
+    parser.add_argument("--dry-run", action="store_true")
+    assert parse(parser, ["--dry-run", "--layers", "2"]) == {"dry_run": True, "model": Model(layers=2)}
+    told = sentence(lambda: make_parser("prog", groups={"a": Model, "b": Model}))
+    assert told == "groups: --layers would be a flag of 'a' and of 'b'"
+
+
+# factories
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    (tmp_path / "my_task_of_this_test.py").write_text(
+        "class Model:\n    @classmethod\n    def tiny(cls, layers=1): return layers\ndata = []\n_hidden = 1\n"
+    )
+    (tmp_path / "broken_task_of_this_test.py").write_text("import numbers_that_nobody_has\n")
+    (tmp_path / "failing_task_of_this_test.py").write_text("1 / 0\n")
+    return tmp_path
+
+
+def test_references_are_imported_from_the_current_directory_too(here: Path) -> None:
+    for reference in ("my_task_of_this_test:Model.tiny", "my_task_of_this_test.Model.tiny"):
+        assert resolve(reference, argument="model")(layers=3) == 3
+    assert resolve("torch.nn.functional.cross_entropy", argument="x") is torch.nn.functional.cross_entropy
+    model = torch.nn.Linear(1, 1)
+    assert resolve(model, argument="model") is model
+
+
+@pytest.mark.parametrize(
+    ("reference", "complaint"),
+    [
+        ("my_task_of_this_tst:Model", "model: there is no module 'my_task_of_this_tst'; looked in "),
+        ("my_task_of_this_tst:Model", "Did you mean 'my_task_of_this_test'?"),
+        ("torch.nn.nosuch:x", "model: there is no module 'torch.nn.nosuch'; looked in "),
+        ("my_task_of_this_test:Modell", "model: my_task_of_this_test has no 'Modell'. Did you mean 'Model'?"),
+        ("my_task_of_this_test:xyz", "model: my_task_of_this_test has no 'xyz'. There are Model, data."),
+        ("my_task_of_this_test:Model.huge", "model: my_task_of_this_test.Model has no 'huge'. There are tiny."),
+        ("broken_task_of_this_test:x", "importing 'broken_task_of_this_test' failed: No module named 'numbers_that"),
+        ("failing_task_of_this_test:x", "importing 'failing_task_of_this_test' failed: ZeroDivisionError: division"),
+        ("model", "model: got 'model'. Accepted: 'package.module:name'."),
+    ],
+)
+def test_a_reference_to_nothing_is_told_with_what_is_there(here: Path, reference: str, complaint: str) -> None:
+    assert complaint in sentence(lambda: resolve(reference, argument="model"))
+
+
+def test_functions_get_the_options_that_they_take_and_no_option_is_lost() -> None:
+    def model(width: int, /, *, layers: int = 1) -> tuple[int, int]:
+        return width, layers
+
+    def data(**anything: int) -> dict[str, int]:
+        return anything
+
+    options = {"layers": 2, "context": 3}
+    assert call_with(model, options, 8) == (8, 2)
+    assert call_with(data, options) == options
+    check_all_taken(options, {"model": model, "train_data": data, "tokenizer": object()}, argument="task.options")
+    assert sentence(lambda: check_all_taken({"layer": 1}, {"model": model}, argument="task.options")) == (
+        "task.options: nothing takes 'layer': model takes layers, width. Did you mean 'layers'?"
+    )
