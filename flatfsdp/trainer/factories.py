@@ -71,18 +71,14 @@ def check_all_taken(options: Mapping[str, Any], functions: Mapping[str, Any], *,
     """Refuse options that none of `functions` (by what they are called) takes; what is not callable takes none.
 
     Raises:
-        ConfigValueError: with the first such option, and the names that are taken.
+        ConfigValueError: the first such option, with the nearest name.
     """
     callables = {name: function for name, function in functions.items() if callable(function)}
     for option in options:
-        if any(takes(function, option) for function in callables.values()):
-            continue
-        known = sorted({name for function in callables.values() for name in inspect.signature(function).parameters})
-        hint = did_you_mean(option, known)
-        raise ConfigValueError(
-            f"{argument}: nothing takes {option!r}: {', '.join(callables) or 'there is no function'} "
-            f"{'take' if len(callables) != 1 else 'takes'} {', '.join(known) or 'no arguments'}.{hint and ' ' + hint}"
-        )
+        if not any(takes(function, option) for function in callables.values()):
+            known = {name: None for function in callables.values() for name in inspect.signature(function).parameters}
+            hint = did_you_mean(option, known) or f"Accepted: {', '.join(known) or 'none'}."
+            raise ConfigValueError(f"{argument}: {' and '.join(callables) or 'nothing'} takes no {option!r}. {hint}")
 
 
 def _is_module(name: str) -> bool:

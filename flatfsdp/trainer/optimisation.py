@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import flatfsdp
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, shown
-from flatfsdp.trainer.factories import resolve, takes
+from flatfsdp.trainer.factories import check_all_taken, resolve, takes
 
 if TYPE_CHECKING:
     from flatfsdp.trainer.arguments import TrainingArguments
@@ -78,6 +78,7 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
         UsageError: with `optimizer_in_backward`: the optimizer cannot step on some parameters at a time.
     """
     factory = _optimizer_factory(arguments)
+    check_all_taken(arguments.optimizer_options, {shown(factory): factory}, argument="optimizer_options")
     options = dict(arguments.optimizer_options)
     for name in ("lr", "weight_decay"):
         if takes(factory, name):
@@ -91,7 +92,7 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
         parameters = _groups(model, options["weight_decay"])
     try:
         optimizer = factory(parameters, **options)
-    except (TypeError, ValueError) as error:  # of an option's name or value
+    except (TypeError, ValueError) as error:  # of the value of an option
         raise ConfigValueError(f"optimizer_options: {shown(factory)} refuses {options}: {error}") from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigTypeError(

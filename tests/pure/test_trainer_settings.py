@@ -440,5 +440,5 @@ def test_functions_get_the_options_that_they_take_and_no_option_is_lost() -> Non
     assert call_with(data, options) == options
     check_all_taken(options, {"model": model, "train_data": data, "tokenizer": object()}, argument="task.options")
     assert sentence(lambda: check_all_taken({"layer": 1}, {"model": model}, argument="task.options")) == (
-        "task.options: nothing takes 'layer': model takes layers, width. Did you mean 'layers'?"
+        "task.options: model takes no 'layer'. Did you mean 'layers'?"
     )
