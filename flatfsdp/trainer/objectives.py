@@ -1,0 +1,265 @@
+"""What is minimised: how much of it a batch holds, and the sum over that.
+
+[Note: sums] An objective gives sums, not means, so that a step's loss is averaged over all that its microbatches hold
+on all ranks, however unevenly. `weight` says how much that is without running the model.
+
+A batch is a mapping (handed to the model by keywords, but for "labels"), a pair (inputs, targets), or a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatfsdp.errors import UsageError, warn
+from flatfsdp.trainer.chunked_loss import linear_cross_entropy
+from flatfsdp.trainer.heads import NoHead, find_head, in_place_of_head
+from flatfsdp.trainer.hugging_face import takes_input_ids, without_cache
+
+IGNORED = -100
+
+
+class Objective(Protocol):
+    """What a trainer asks of an objective."""
+
+    def weight(self, batch: Any) -> int:
+        """How many tokens, samples, ... the loss of this batch sums over; no forward is needed for it."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The sum over them, fp32 without dimensions, with its graph. Runs `model` once; collective if that is."""
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """Cross entropy of each token after those before it, summed over tokens that have a target.
+
+    Of a mapping, "input_ids" (batch, time) are the tokens and "labels", of the same shape, the targets before they are
+    shifted by one; without labels they are the tokens, but for those that "attention_mask" leaves out. Of a pair
+    (tokens, targets) the targets are in their places already. The model returns logits (batch, time, vocabulary):
+    a tensor, the first of a tuple, or `.logits` or ["logits"] of what it returns.
+
+    Attributes:
+        ignore_index: the target of tokens that do not count.
+    """
+
+    ignore_index: int = IGNORED
+
+    def weight(self, batch: Any) -> int:
+        """The number of tokens that have a target."""
+        return int((self.targets(batch) != self.ignore_index).sum())
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The sum of their cross entropies, in nats."""
+        logits, targets = logits_of(call(model, batch)), self.targets(batch)
+        check_fit(logits, targets, model)
+        flat = logits.float().flatten(0, -2)
+        return F.cross_entropy(flat, targets.to(flat.device).flatten(), ignore_index=self.ignore_index, reduction="sum")
+
+    def targets(self, batch: Any) -> Tensor:
+        """For each position of the logits its target, or `ignore_index`; int64 of the shape of the tokens."""
+        if not isinstance(batch, Mapping):
+            return _pair(batch, "CausalLM")[1]
+        if (labels := batch.get("labels")) is None:
+            labels, mask = batch["input_ids"], batch.get("attention_mask")
+            if mask is not None:
+                labels = labels.where(mask.bool(), self.ignore_index)
+        shifted: Tensor = F.pad(labels[..., 1:], (0, 1), value=self.ignore_index)
+        return shifted
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Cross entropy of classes, summed over what has a label.
+
+    Labels are those of a mapping's "labels", or the second of a pair: (batch, ...) int64, for logits
+    (batch, classes, ...), which the model returns as `CausalLM` describes.
+
+    Attributes:
+        ignore_index: the label of what does not count.
+    """
+
+    ignore_index: int = IGNORED
+
+    def weight(self, batch: Any) -> int:
+        """The number of labels."""
+        return int((self._labels(batch) != self.ignore_index).sum())
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The sum of their cross entropies, in nats."""
+        logits = logits_of(call(model, batch)).float()
+        labels = self._labels(batch).to(logits.device)
+        return F.cross_entropy(logits, labels, ignore_index=self.ignore_index, reduction="sum")
+
+    def _labels(self, batch: Any) -> Tensor:
+        labels: Tensor = batch["labels"] if isinstance(batch, Mapping) else _pair(batch, "Classification")[1]
+        return labels
+
+
+def samples_in(batch: Any) -> int:
+    """The size of the first dimension of the first tensor in `batch`."""
+    tensors = batch.values() if isinstance(batch, Mapping) else [batch] if isinstance(batch, Tensor) else batch
+    return next(int(each.shape[0]) for each in tensors if isinstance(each, Tensor) and each.dim())
+
+
+@dataclass(frozen=True)
+class FromOutput:
+    """The loss that the model computes itself, a mean over what `count` counts in its batch.
+
+    The whole batch is the model's, by keywords, as a tuple, or as it is. The loss is the tensor that the model returns,
+    the first of a tuple, or `.loss` or ["loss"] of what it returns.
+
+    Attributes:
+        count: what the model averages over: samples, or `CausalLM().weight` for tokens.
+    """
+
+    count: Callable[[Any], int] = samples_in
+
+    def weight(self, batch: Any) -> int:
+        """What `count` says."""
+        return self.count(batch)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The model's mean, times the weight. Raises UsageError where the weight is 0: such a mean is none."""
+        weight = self.weight(batch)
+        output = call(model, batch, labels=True)
+        mean = _found(output, "loss")
+        if mean is None or mean.dim():
+            raise UsageError(
+                f"FromOutput: expected a loss without dimensions from {type(model).__name__} and found "
+                f"{type(output).__name__}. Does the batch hold labels? Else choose CausalLM or Classification, or "
+                "write an objective with weight(batch) and loss(model, batch)"
+            )
+        if not weight:
+            raise UsageError(
+                f"FromOutput: the batch holds nothing to average over, so the mean of {type(model).__name__} is not a "
+                "number. Leave such batches out, or choose CausalLM or Classification, which sum"
+            )
+        return mean.float() * weight
+
+
+# --- fused ------------------------------------------------------------------------------------------------------------
+
+
+def fused(objective: Objective, model: nn.Module, *, example: Any = None, rows: int | None = None) -> Objective:
+    """`objective` with head and cross entropy of `model` in chunks of rows: logits are never whole in memory.
+
+    For `CausalLM`, and any model whose logits are what an `nn.Linear` returns, with nothing after it, tied or not; no
+    protocol is asked for. Which one that is shows in two forwards without gradients, so call it after sharding, on all
+    ranks. Where there is none it warns why, and returns `objective` as it is.
+
+    Args:
+        objective: the objective to speak for.
+        model: the sharded model; the objective returned is for this one, and does not keep it alive.
+        example: a small batch for those forwards, of the same size on all ranks; None for two tokens.
+        rows: tokens of a chunk; None for so many that their logits are about as large as the hidden states.
+
+    Values and gradients are those of `objective` but for the order of sums. A loss has one backward.
+    """
+    try:
+        if not isinstance(objective, CausalLM):
+            raise NoHead(f"a {type(objective).__name__} is not known to be the cross entropy of a linear layer")
+        batch = _two_tokens(model) if example is None else example
+        head = find_head(model, lambda: logits_of(call(model, batch)))
+    except NoHead as reason:
+        warn(f"fused_loss: without effect, logits will be whole in memory: {reason}")
+        return objective
+    return _FusedCausalLM(objective, ref(head), rows)
+
+
+@dataclass(frozen=True)
+class _FusedCausalLM:
+    """`CausalLM` whose loss is computed where the model calls its head, which therefore is gathered as always."""
+
+    objective: CausalLM
+    head: ref[nn.Linear]
+    rows: int | None
+
+    def weight(self, batch: Any) -> int:
+        return self.objective.weight(batch)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        head, targets = self.head(), self.objective.targets(batch)
+        if head is None or all(each is not head for each in model.modules()):
+            raise UsageError("fused: this objective is for another model; call fused(objective, model) with this one")
+
+        def total(hidden: Tensor) -> Tensor:
+            check_fit(hidden, targets, model)
+            return linear_cross_entropy(
+                hidden,
+                head.weight,
+                head.bias,
+                targets.to(hidden.device),
+                ignore_index=self.objective.ignore_index,
+                rows=self.rows,
+            )
+
+        with in_place_of_head(head, total):
+            return logits_of(call(model, batch))
+
+
+def _two_tokens(model: nn.Module) -> Any:
+    device = next((parameter.device for parameter in model.parameters()), None)
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    return {"input_ids": tokens} if takes_input_ids(model) else tokens
+
+
+# --- models and batches -----------------------------------------------------------------------------------------------
+
+
+def check_fit(logits: Tensor, targets: Tensor, model: nn.Module) -> None:
+    """Refuse logits, or the hidden states that they are made of, that do not have one row for each target."""
+    if logits.shape[:-1] != targets.shape:
+        raise UsageError(
+            f"CausalLM: expected logits for each of the targets {tuple(targets.shape)} and found "
+            f"{tuple(logits.shape)} of {type(model).__name__}. Give targets as the model gives logits: a mapping's "
+            '"labels" are shifted by one, those of a pair (tokens, targets) are not'
+        )
+
+
+def call(model: nn.Module, batch: Any, *, labels: bool = False) -> Any:
+    """What `model` returns for a batch, of which it gets the labels only if asked to."""
+    if isinstance(batch, Mapping):
+        given = {name: value for name, value in batch.items() if labels or name != "labels"}
+        return model(**{**without_cache(model), **given})
+    if isinstance(batch, (tuple, list)):
+        return model(*batch) if labels else model(*batch[:-1])
+    return model(batch)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in what a model returned.
+
+    Raises:
+        UsageError: there are none.
+    """
+    logits = _found(output, "logits")
+    if logits is None:
+        raise UsageError(
+            f"expected logits and found {type(output).__name__}: the model is to return them as a tensor, as the first "
+            'of a tuple, or as .logits or ["logits"]'
+        )
+    return logits
+
+
+def _found(output: Any, name: str) -> Tensor | None:
+    found = getattr(output, name, None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get(name)
+    if found is None:
+        found = output[0] if isinstance(output, (tuple, list)) and output else output
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _pair(batch: Any, objective: str) -> tuple[Any, Tensor]:
+    if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], torch.Tensor)):
+        raise UsageError(
+            f"{objective}: expected a mapping or a pair (inputs, targets), and found {type(batch).__name__}. Let "
+            "collate= make one of them"
+        )
+    return batch[0], batch[1]
