@@ -9,6 +9,18 @@ from __future__ import annotations
 from .api import async_save, load, save
 from .background import Saving
 from .hugging_face import export_safetensors, load_safetensors
-from .keeping import keep
+from .keeping import Keeping, keep
+from .listing import Listed, listing
 
-__all__ = ["Saving", "async_save", "export_safetensors", "keep", "load", "load_safetensors", "save"]
+__all__ = [
+    "Keeping",
+    "Listed",
+    "Saving",
+    "async_save",
+    "export_safetensors",
+    "keep",
+    "listing",
+    "load",
+    "load_safetensors",
+    "save",
+]

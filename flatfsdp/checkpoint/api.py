@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import or_
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..errors import refuse_value
 from . import background
 from .background import Saving
 from .folders import Place
 from .foreign import Foreign
-from .loading import compare, empty_tensors, find, is_foreign, part_of, read_tensors
+from .keeping import Keeping
+from .loading import Wanted, compare, empty_tensors, find, is_foreign, part_of, read_tensors
 from .nested import flatten
 from .parts import Described, Part, parts_of
 from .ranks import Ranks
@@ -39,6 +42,9 @@ def save(
     overwrite: bool = False,
     per_node: bool = False,
     metrics: Mapping[str, float] | None = None,
+    model_format: str = "flatfsdp",
+    files: Callable[[Path], None] | None = None,
+    keeping: Keeping | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save to the folder `path`, which is a checkpoint when this returns and what it was before until then.
@@ -55,6 +61,13 @@ def save(
         overwrite: replace a checkpoint; it is there until the new one is complete.
         per_node: for nodes that share no file system: each has a folder with what its own ranks hold.
         metrics: numbers by which `keep` can tell the best.
+        model_format: "flatfsdp", or "safetensors": the model is in ``model.safetensors`` then, or in numbered files
+            with an index, as `export_safetensors` has it, and only there. `load` reads it like any other, and so does
+            everybody who reads safetensors; torch.distributed.checkpoint sees all but the model. With `per_node` it is
+            so where the ranks of each node hold the whole model, elsewhere a warning says that it is not.
+        files: puts small files (a config, a tokenizer) into the folder that it is given, before that takes its place;
+            called once, on the first rank (`per_node`: of each node). They are checked and removed with the others.
+        keeping: remove other checkpoints from the folder around `path` when this one is complete.
         process_group: the ranks that save; None for all.
 
     State dicts, of whole tensors or as `StateDictType.SHARDED_STATE_DICT` has them, will do for model and optimizer.
@@ -65,9 +78,9 @@ def save(
         AgreementError: on every rank: some do something else with `model`.
     """
     ranks = Ranks(process_group)
-    request = Request(path, overwrite, per_node, metrics or {})
+    request = _request(path, overwrite, per_node, metrics, model_format, files, keeping)
     with ranks.calling("checkpoint.save()", model):
-        take = _taking(ranks, path, parts_of(model, optimizer), extra, copied=False)
+        take = _taking(ranks, request, parts_of(model, optimizer), extra, copied=False)
         save_contents(ranks, request, background.finish_before(ranks, take))
 
 
@@ -80,9 +93,12 @@ def async_save(
     overwrite: bool = False,
     per_node: bool = False,
     metrics: Mapping[str, float] | None = None,
+    model_format: str = "flatfsdp",
+    files: Callable[[Path], None] | None = None,
+    keeping: Keeping | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
-    """As `save`, but only the copying to host memory is awaited; a thread saves the copies.
+    """As `save`, but only the copying to host memory is awaited; a thread saves the copies, and calls `files`.
 
     Collective over `process_group`, whose first call makes a second group (on gloo) for the thread's messages. A save
     that has not ended is awaited by the next one, and by the end of the interpreter; await it yourself before you
@@ -93,27 +109,47 @@ def async_save(
         nobody asked for is raised by the next save.
     """
     ranks = Ranks(process_group)
-    request = Request(path, overwrite, per_node, metrics or {})
+    request = _request(path, overwrite, per_node, metrics, model_format, files, keeping)
     with ranks.calling("checkpoint.async_save()", model):
-        take = _taking(ranks, path, parts_of(model, optimizer), extra, copied=True)
+        take = _taking(ranks, request, parts_of(model, optimizer), extra, copied=True)
         return background.start(ranks, request, take)
 
 
+def _request(
+    path: FolderPath,
+    overwrite: bool,
+    per_node: bool,
+    metrics: Mapping[str, float] | None,
+    model_format: str,
+    files: Callable[[Path], None] | None,
+    keeping: Keeping | None,
+) -> Request:
+    if model_format not in ("flatfsdp", "safetensors"):
+        refuse_value("model_format", model_format, '"flatfsdp" or "safetensors"')
+    safetensors = model_format == "safetensors"
+    return Request(path, overwrite, per_node, metrics or {}, safetensors, files, keeping)
+
+
 def _taking(
-    ranks: Ranks, path: FolderPath, parts: list[Part], extra: State | None, *, copied: bool
+    ranks: Ranks, request: Request, parts: list[Part], extra: State | None, *, copied: bool
 ) -> Callable[[], Contents]:
     """Find what is to be saved, in memory that nobody else writes to if `copied`. Collective."""
-    doing = f"saving {Place.at(path).path}"
-    ranks.agree(doing, f"a save of {_listed(parts)}")
+    doing = f"saving {Place.at(request.path).path}"
+    ranks.agree(doing, f"a save of {_listed(parts)}{', the model as safetensors' * request.safetensors}")
     for part in parts:
         ranks.exchange(doing, part.take)
 
     def take() -> Contents:
-        states = [(part.is_copy, Contents.of({part.name: part.state})) for part in parts]
+        states = [(part.is_copy, _contents_of(part)) for part in parts]
         states.append((False, Contents.of({} if extra is None else {"extra": extra})))
         return reduce(or_, (each if is_copy or not copied else each.staged() for is_copy, each in states))
 
     return take
+
+
+def _contents_of(part: Part) -> Contents:
+    ties = {f"{part.name}.{name}": f"{part.name}.{first}" for name, first in part.ties.items()}
+    return Contents.of({part.name: part.state}, ties)
 
 
 def load(
@@ -124,6 +160,7 @@ def load(
     strict: bool = True,
     verify: bool = True,
     trust: bool = False,
+    extra: Callable[[tuple[str | int, ...]], bool] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load the checkpoint at `path`.
@@ -139,6 +176,8 @@ def load(
             Without it only their sizes are compared.
         trust: read what torch.distributed.checkpoint saved (FSDP1, FSDP2, ...), too. Its table of contents is a pickle,
             and reading a pickle runs whatever code it names.
+        extra: which of the extra values to read, and return, by the keys that lead to each; None for all. May differ
+            between ranks. Not for what torch.distributed.checkpoint saved.
         process_group: the ranks that load; None for all.
 
     Returns:
@@ -158,12 +197,13 @@ def load(
         for part in parts:
             ranks.exchange(doing, part.take)
         if all(ranks.exchange(doing, lambda: trust and is_foreign(path))):
-            read, extra = _read_foreign(ranks, path, doing, parts, strict=strict)
+            read, others = _read_foreign(ranks, path, doing, parts, strict=strict)
         else:
-            read, extra = _read_ours(ranks, path, doing, parts, strict=strict, verify=verify)
+            wanted = extra if extra is not None else lambda path: True
+            read, others = _read_ours(ranks, path, doing, parts, wanted, strict=strict, verify=verify)
         for part in parts:
             ranks.exchange(doing, lambda part=part: part.load(read.get(part.name, {})))  # type: ignore[misc]
-    return extra
+    return others
 
 
 def _listed(parts: list[Part]) -> str:
@@ -186,13 +226,13 @@ def _targets(parts: list[Part], there: Mapping[str, Described], *, strict: bool)
 
 
 def _read_ours(
-    ranks: Ranks, path: FolderPath, doing: str, parts: list[Part], *, strict: bool, verify: bool
+    ranks: Ranks, path: FolderPath, doing: str, parts: list[Part], wanted: Wanted, *, strict: bool, verify: bool
 ) -> tuple[dict[str, Any], Any]:
     found = find(ranks, path, check=verify)
     there = {key: Described(saved.shape, dtype_named(saved.dtype)) for key, saved in found.manifest.tensors.items()}
     targets: dict[str, torch.Tensor] = {}
     ranks.exchange(doing, lambda: targets.update(_targets(parts, there, strict=strict)))
-    extra = empty_tensors(found, "extra")
+    extra = empty_tensors(found, "extra", wanted)
     ranks.exchange(doing, lambda: read_tensors(found, {**targets, **extra}))
     names = [part.name for part in parts]
     inside = {
@@ -200,7 +240,7 @@ def _read_ours(
         for name in names
     }
     return {name: part_of(found.manifest, name, inside[name]) or {} for name in names}, part_of(
-        found.manifest, "extra", extra
+        found.manifest, "extra", extra, wanted
     )
 
 

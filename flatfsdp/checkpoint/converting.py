@@ -15,6 +15,7 @@ import torch
 
 from ..errors import CheckpointError, ConfigValueError
 from .disk import disk
+from .folders import Place
 from .foreign import Foreign
 from .hugging_face import read_whole, write_whole
 from .loading import empty_tensors, find, is_foreign, part_of, read_tensors
@@ -83,8 +84,10 @@ def read_state(source: Path, *, trust: bool) -> dict[Any, Any]:
 
 
 def holds_safetensors(path: Path) -> bool:
-    """Whether `path` is a safetensors file, or a folder of them."""
-    return path.suffix == SUFFIX if path.is_file() else any(path.glob(f"*{SUFFIX}"))
+    """Whether `path` is a safetensors file, or a folder of them that is no checkpoint ([Note: weights])."""
+    if path.is_file():
+        return path.suffix == SUFFIX
+    return any(path.glob(f"*{SUFFIX}")) and not Place.at(path).complete()
 
 
 def _torch_file(source: Path, *, trust: bool) -> dict[Any, Any]:

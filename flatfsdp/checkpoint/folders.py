@@ -103,7 +103,8 @@ class Place:
                     f"{self.path} is complete already. Save to another folder, or pass overwrite=True: then the old "
                     "one stays until the new one is complete"
                 )
-            found -= {self.marker, metadata.NAME}
+            listed = [each.files for folder, each in candidates(Place(self.path), damaged=True) if folder == self.path]
+            found -= {self.marker, metadata.NAME, *(file.name.partition("/")[0] for files in listed for file in files)}
             found = {
                 name for name in found if not name.endswith((".distcp", ".safetensors", ".safetensors.index.json"))
             }

@@ -15,7 +15,7 @@ from ..state_dicts.saving import check_between
 from ..traversal import units_in
 from ..unit import Unit
 
-__all__ = ["InPlace", "held_in_place", "note_writes", "settle"]
+__all__ = ["InPlace", "buffers_of", "held_in_place", "note_writes", "settle"]
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,11 @@ def held_in_place(model: nn.Module) -> list[InPlace]:
                 handle.layout.span_in_param(named.index, handle.rank),
             )
         found.append(InPlace(named.names, value, named.unit))
-    return [*found, *_buffers(model)]
+    return [*found, *buffers_of(model)]
 
 
-def _buffers(model: nn.Module) -> Iterator[InPlace]:
+def buffers_of(model: nn.Module) -> Iterator[InPlace]:
+    """Those of the state, in the order of `model.modules()`. No communication."""
     names: dict[int, list[str]] = {}
     held: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):

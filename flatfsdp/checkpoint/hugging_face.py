@@ -69,7 +69,7 @@ def export_safetensors(
         CheckpointError: on every rank: some rank could not do its part, or has another model.
         AgreementError: on every rank: some do something else with `model`.
     """
-    largest = _bytes_in(max_shard_size)
+    largest = bytes_in(max_shard_size)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         refuse_value("dtype", dtype, "a floating-point dtype, or None")
 
@@ -89,7 +89,7 @@ def write_whole(tensors: Mapping[str, torch.Tensor], folder: Path, *, overwrite:
         memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
         same.setdefault(memory, []).append(name)
     held = [InPlace(tuple(names), tensors[names[0]].detach(), None) for names in same.values()]
-    _export(Ranks(), folder, lambda: held, largest=_bytes_in("5GB"), dtype=None, overwrite=overwrite)
+    _export(Ranks(), folder, lambda: held, largest=bytes_in("5GB"), dtype=None, overwrite=overwrite)
 
 
 def _export(
@@ -109,7 +109,7 @@ def _export(
     def plan() -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         held.extend(hold())
         tensors = [(each.names[0], _written_as(each.value, dtype), tuple(each.value.shape)) for each in held]
-        files.update(_files_of(place.new, tensors, largest))
+        files.update(files_of(place.new, tensors, largest))
         return tensors
 
     _require_same(ranks.exchange(doing, plan), doing)
@@ -124,14 +124,14 @@ def _export(
 
     def conclude(checksums: Sequence[Mapping[tuple[str, int], int]]) -> None:
         if len(files) > 1:
-            disk().write_file(place.new / INDEX, _index_of([entries for _, entries in files.values()]))
-        disk().publish(place.new / CHECKSUMS, _checksums_of(checksums))
+            disk().write_file(place.new / INDEX, index_of([entries for _, entries in files.values()]))
+        disk().publish(place.new / CHECKSUMS, checksums_of(checksums))
 
     try:
         ranks.exchange(doing, lambda: prepare() if leads else None)
         entries = {entry.name: entry for _, inside in files.values() for entry in inside}
         ranks.exchange(doing, lambda: _write(held, entries, first=ranks.rank == 0))
-        checksums = ranks.exchange(doing, lambda: _checksums(list(files), ranks))
+        checksums = ranks.exchange(doing, lambda: block_checksums(list(files), ranks.rank, ranks.world))
         ranks.exchange(doing, lambda: conclude(checksums) if leads else None)
     except CheckpointError:
         if leads and not place.is_complete(place.new):
@@ -181,7 +181,7 @@ def load_safetensors(
         compare(shapes, wanted, None, strict=strict)
 
     def read() -> None:
-        with torch.no_grad(), _Files() as files:
+        with torch.no_grad(), Files() as files:
             for each in held:
                 if (name := _name_in(each, there)) in there:
                     _read(files.of(there[name]), there[name], each.value)
@@ -198,7 +198,7 @@ def _name_in(held: InPlace, there: Mapping[str, Entry]) -> str:
     return next((name for name in held.names if name in there), held.names[0])
 
 
-def _bytes_in(size: int | str) -> int:
+def bytes_in(size: int | str) -> int:
     if isinstance(size, int) and size > 0:
         return size
     if not isinstance(size, str):
@@ -224,7 +224,7 @@ def _require_same(plans: Sequence[Any], doing: str) -> None:
                     )
 
 
-def _files_of(
+def files_of(
     folder: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], largest: int
 ) -> dict[Path, tuple[bytes, list[Entry]]]:
     """Headers and places of the files that hold `tensors`."""
@@ -242,7 +242,7 @@ def _files_of(
     return {folder / name: header_of(folder / name, group) for name, group in zip(names, groups, strict=True)}
 
 
-def _index_of(files: Sequence[Sequence[Entry]]) -> bytes:
+def index_of(files: Sequence[Sequence[Entry]]) -> bytes:
     places = {entry.name: entry.file.name for entries in files for entry in entries}
     total = sum(entry.size for entries in files for entry in entries)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
@@ -251,7 +251,7 @@ def _index_of(files: Sequence[Sequence[Entry]]) -> bytes:
 def read_whole(source: Path) -> dict[str, torch.Tensor]:
     """All tensors of a file or a folder, on the CPU, whole."""
     found = {}
-    with _Files() as files:
+    with Files() as files:
         for name, entry in _entries_at(source).items():
             found[name] = torch.empty(entry.shape, dtype=entry.dtype)
             _read(files.of(entry), entry, found[name])
@@ -273,14 +273,15 @@ def entries_of(source: Path, *, check: bool) -> list[Entry]:
 # --- elements ---------------------------------------------------------------------------------------------------------
 
 
-class _Files:
-    """Open files; a context that closes them."""
+class Files:
+    """Open files, whose names may be relative to a folder; a context that closes them."""
 
-    def __init__(self, *, write: bool = False) -> None:
+    def __init__(self, folder: Path = Path(), *, write: bool = False) -> None:
+        self._folder = folder
         self._write = write
         self._open: dict[Path, File] = {}
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> Files:
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -290,7 +291,7 @@ class _Files:
     def of(self, entry: Entry) -> File:
         """The file that `entry` is in."""
         if entry.file not in self._open:
-            self._open[entry.file] = disk().open(entry.file, write=self._write)
+            self._open[entry.file] = disk().open(self._folder / entry.file, write=self._write)
         return self._open[entry.file]
 
     def sync(self) -> None:
@@ -300,18 +301,22 @@ class _Files:
 
 
 def _write(held: Sequence[InPlace], entries: Mapping[str, Entry], *, first: bool) -> None:
-    with torch.no_grad(), _Files(write=True) as files:
+    with torch.no_grad(), Files(write=True) as files:
         for each in held:
             entry = entries[each.names[0]]
             if not each.saves(first=first):
                 continue
-            interval = _interval_of(entry.name, each.value, contiguous=True)
-            for box in cut(interval.spec, interval.span, LARGEST // entry.dtype.itemsize):
-                data = interval.data_of(box).to("cpu", entry.dtype).contiguous().view(-1)
-                for place, span in runs_of(box, entry.shape):
-                    part = data[span.slice]
-                    files.of(entry).write(bytes_of(part), entry.offset + place * entry.dtype.itemsize)
+            write_interval(files.of(entry), entry, _interval_of(entry.name, each.value, contiguous=True))
         files.sync()
+
+
+def write_interval(file: File, entry: Entry, interval: OwnedInterval) -> None:
+    """Write an interval of the tensor `entry` to its places, with at most `raw.LARGEST` bytes in memory twice."""
+    for box in cut(interval.spec, interval.span, LARGEST // entry.dtype.itemsize):
+        data = interval.data_of(box).to("cpu", entry.dtype).contiguous().view(-1)
+        for place, span in runs_of(box, entry.shape):
+            part = data[span.slice]
+            file.write(bytes_of(part), entry.offset + place * entry.dtype.itemsize)
 
 
 def _read(file: File, entry: Entry, target: torch.Tensor) -> None:
@@ -357,16 +362,16 @@ def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Span]]:
 # --- checksums, files -------------------------------------------------------------------------------------------------
 
 
-def _checksums(files: Sequence[Path], ranks: Ranks) -> dict[tuple[str, int], int]:
-    """Of the blocks that fall to this rank, by name of the file and number of the block."""
+def block_checksums(files: Sequence[Path], share: int, shares: int) -> dict[tuple[str, int], int]:
+    """Of the blocks that fall to number `share` of `shares`, by name of the file and number of the block."""
     blocks = [(path, block) for path in files for block in range(-(-path.stat().st_size // BLOCK))]
     found = {}
-    for path, block in blocks[ranks.rank :: ranks.world]:
+    for path, block in blocks[share::shares]:
         found[path.name, block] = checksum(path, block * BLOCK, min(path.stat().st_size, (block + 1) * BLOCK))
     return found
 
 
-def _checksums_of(found: Sequence[Mapping[tuple[str, int], int]]) -> bytes:
+def checksums_of(found: Sequence[Mapping[tuple[str, int], int]]) -> bytes:
     files: dict[str, list[str]] = {}
     for name, block in sorted(key for each in found for key in each):
         files.setdefault(name, []).append(f"{next(each[name, block] for each in found if (name, block) in each):08x}")
@@ -381,7 +386,7 @@ def _verify(files: Sequence[Path], ranks: Ranks) -> None:
     known = [file for file in files if file.name in told["crc32"]]
     damaged = [
         f"{name} (bytes {block * BLOCK} to {(block + 1) * BLOCK})"
-        for (name, block), crc32 in _checksums(known, ranks).items()
+        for (name, block), crc32 in block_checksums(known, ranks.rank, ranks.world).items()
         if told["crc32"][name][block : block + 1] != [f"{crc32:08x}"]
     ]
     if damaged:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,7 +17,73 @@ from .folders import Place, candidates
 from .manifest import Manifest
 from .ranks import Ranks
 
-__all__ = ["keep"]
+__all__ = ["Keeping", "keep"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """Which checkpoints of a folder stay: the `last` ones, and the `best` ones.
+
+    Attributes:
+        last: how many of those saved last stay, at least 1.
+        best: how many of those stay whose metric `by` (see ``metrics`` of `save`) is best; those without it are none.
+        by: the name of the metric; for `best`.
+        mode: "min" if smaller is better, "max" if larger is.
+        named: a pattern (`fnmatch`) of names; checkpoints of other names are left alone, and not counted.
+        unfinished: remove what saves to such names have left that did not end, too. No other save to this folder may be
+            under way then.
+
+    Raises:
+        ConfigValueError: numbers that keep nothing, or `best` without `by`.
+    """
+
+    last: int = 1
+    best: int = 0
+    by: str | None = None
+    mode: str = "min"
+    named: str = "*"
+    unfinished: bool = False
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            refuse_value("last", self.last, "at least 1: the checkpoint to go on from")
+        if self.best < 0 or (self.best > 0) != (self.by is not None):
+            raise ConfigValueError(
+                f"best, by: got {self.best!r} and {self.by!r}. Accepted: a number above 0 and a metric's name, or none."
+            )
+        if self.mode not in ("min", "max"):
+            refuse_value("mode", self.mode, "'min' or 'max'")
+
+    def remove(self, folder: Path) -> list[Path]:
+        """Remove the others in `folder`, in the order in which they were saved; those that have been removed. Not
+        collective."""
+        there = [(path, each) for path, each in _saved_in(folder) if fnmatchcase(path.name, self.named)]
+        staying = {path for path, _ in there[-self.last :]}
+        if self.by is not None:
+            staying |= set(
+                _best_of([(path, each.metrics) for path, each in there], by=self.by, mode=self.mode)[: self.best]
+            )
+        going = [path for path, _ in there if path not in staying]
+        for path in going:
+            place = Place(path)
+            disk().rename(path, place.old)  # at once: half a checkpoint never has a checkpoint's name
+            place.drop_old()
+        if self.unfinished:
+            for left in sorted(folder.glob(".*.new")):
+                place = Place(folder / left.name[1:-4])
+                if fnmatchcase(place.path.name, self.named) and not place.is_complete(place.new):
+                    place.discard(place.new)
+        return going
+
+
+def _best_of(there: Sequence[tuple[Path, Mapping[str, float]]], *, by: str, mode: str) -> list[Path]:
+    """The checkpoints that have the metric `by`, the best first, given all with their metrics in the order of saving.
+
+    Of equal ones the later comes first.
+    """
+    measured = [(path, metrics[by]) for path, metrics in reversed(there) if not math.isnan(metrics.get(by, math.nan))]
+    measured.sort(key=lambda each: -each[1] if mode == "max" else each[1])
+    return [path for path, _ in measured]
 
 
 def keep(
@@ -30,10 +99,7 @@ def keep(
 
     Args:
         folder: holds one folder for each checkpoint; whatever else it holds is left alone.
-        last: how many of those saved last stay, at least 1.
-        best: how many of those stay whose metric `by` (see ``metrics`` of `save`) is best; those without it are none.
-        by: the name of the metric; for `best`.
-        mode: "min" if smaller is better, "max" if larger is.
+        last, best, by, mode: see `Keeping`.
         process_group: the ranks that call; None for all. The first one removes.
 
     Returns:
@@ -43,34 +109,11 @@ def keep(
         ConfigValueError: numbers that keep nothing, or `best` without `by`.
         CheckpointError: on every rank: the disk refused.
     """
-    if last < 1:
-        refuse_value("last", last, "at least 1: the checkpoint to go on from")
-    if best < 0 or (best > 0) != (by is not None):
-        raise ConfigValueError(
-            f"best, by: got {best!r} and {by!r}. Accepted: a number above 0 and a metric's name, or none."
-        )
-    if mode not in ("min", "max"):
-        refuse_value("mode", mode, "'min' or 'max'")
+    keeping = Keeping(last=last, best=best, by=by, mode=mode)
     ranks = Ranks(process_group)
-
-    def remove() -> list[Path]:
-        there = _saved_in(Path(os.path.abspath(folder)))
-        staying = {path for path, _ in there[-last:]}
-        values = [(path, each.metrics.get(by or "", math.nan)) for path, each in there]
-        measured = [(path, value) for path, value in values if not math.isnan(value)]
-        # Of equal ones the later stays.
-        measured.sort(key=lambda each: each[1] if mode == "max" else -each[1])
-        staying |= {path for path, _ in measured[len(measured) - best :]}
-        going = [path for path, _ in there if path not in staying]
-        for path in going:
-            place = Place(path)
-            disk().rename(path, place.old)  # at once: half a checkpoint never has a checkpoint's name
-            place.drop_old()
-        return going
-
-    return ranks.exchange(f"removing checkpoints in {os.fspath(folder)}", lambda: remove() if ranks.rank == 0 else [])[
-        0
-    ]
+    where = Path(os.path.abspath(folder))
+    doing = f"removing checkpoints in {os.fspath(folder)}"
+    return ranks.exchange(doing, lambda: keeping.remove(where) if ranks.rank == 0 else [])[0]
 
 
 def _saved_in(folder: Path) -> list[tuple[Path, Manifest]]:

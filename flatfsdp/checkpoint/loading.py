@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -15,12 +15,12 @@ from . import manifest as manifest_file
 from . import metadata
 from .folders import Place, candidates, choose
 from .manifest import NAME, Manifest
-from .nested import Path, decode, unflatten
+from .nested import Path, decode, plain, unflatten
 from .ranks import Ranks
 from .raw import dtype_named
 from .reading import Reader, verify
 
-__all__ = ["Found", "compare", "empty_tensors", "find", "is_foreign", "part_of", "read_tensors"]
+__all__ = ["Found", "Wanted", "compare", "empty_tensors", "find", "is_foreign", "part_of", "read_tensors"]
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,16 @@ def find(ranks: Ranks, path: str | os.PathLike[str], *, check: bool) -> Found:
 
     found = mine[choose(ranks.exchange(doing, look), place.path)]
     files = found.manifest.files
-    here = ranks.exchange(doing, lambda: [(found.folder / file.name).is_file() for file in files])
+    here = ranks.exchange(doing, lambda: {file.name for file in files if (found.folder / file.name).is_file()})
 
     def check_mine() -> None:
         # Nodes without a shared file system have some of the files each; what nobody has is found when it is wanted.
-        holders = [[rank for rank in range(ranks.world) if here[rank][number]] for number in range(len(files))]
-        verify(found.folder, [file for number, file in enumerate(files) if here[ranks.rank][number]], contents=False)
+        mine = [file for file in files if file.name in here[ranks.rank]]
+        verify(found.folder, mine, contents=False)
         if check:
-            share = [
-                file
-                for number, file in enumerate(files)
-                if ranks.rank in holders[number] and holders[number][number % len(holders[number])] == ranks.rank
-            ]
+            holders = {file.name: [rank for rank, names in enumerate(here) if file.name in names] for file in mine}
+            numbered = [(holders[file.name], place, file) for place, file in enumerate(files) if file.name in holders]
+            share = [file for those, place, file in numbered if those[place % len(those)] == ranks.rank]
             verify(found.folder, share)
 
     ranks.exchange(doing, check_mine)
@@ -115,24 +113,31 @@ def compare(
         raise CheckpointError("; ".join(problems))
 
 
-def part_of(manifest: Manifest, name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What was saved under the first name `name`, nested as it was: the plain values, and `tensors` by their keys."""
+Wanted = Callable[[tuple[str | int, ...]], bool]
+
+
+def part_of(
+    manifest: Manifest, name: str, tensors: Mapping[str, torch.Tensor], wanted: Wanted = lambda path: True
+) -> Any:
+    """What was saved under the first name `name`, nested as it was: the plain values that are `wanted`, by their paths
+    below that name, and `tensors` by their keys."""
     leaves: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     for key, (path, value) in manifest.values.items():
-        if path[0] == name:
+        if path[0] == name and wanted(plain(path[1:])):
             leaves[key], paths[key] = decode(value), path
     for key, tensor in tensors.items():
         leaves[key], paths[key] = tensor, manifest.tensors[key].path
     return unflatten(leaves, paths).get(name)
 
 
-def empty_tensors(found: Found, name: str) -> dict[str, torch.Tensor]:
-    """Memory on the CPU for the tensors under the first name `name` whose files are here, by their keys."""
+def empty_tensors(found: Found, name: str, wanted: Wanted = lambda path: True) -> dict[str, torch.Tensor]:
+    """Memory on the CPU for the tensors under the first name `name` whose files are here and that are `wanted`, by
+    their keys."""
     files = found.manifest.files
     here = [(found.folder / file.name).is_file() for file in files]
     return {
         key: torch.empty(saved.shape, dtype=dtype_named(saved.dtype))
         for key, saved in found.manifest.tensors.items()
-        if saved.path[0] == name and any(here[row[0]] for row in saved.rows)
+        if saved.path[0] == name and wanted(plain(saved.path[1:])) and any(here[row[0]] for row in saved.rows)
     }

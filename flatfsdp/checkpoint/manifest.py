@@ -39,11 +39,16 @@ _HEAD_LENGTH = len(_HEAD % 0)
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of the checkpoint: its name, size in bytes and CRC-32."""
+    """A file of the checkpoint: its name (a path inside the folder, with slashes), size in bytes and CRC-32."""
 
     name: str
     size: int
     crc32: int
+
+    @classmethod
+    def of(cls, name: str, data: bytes) -> SavedFile:
+        """Of a file with these contents."""
+        return cls(name, len(data), zlib.crc32(data))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import ConfigTypeError, ConfigValueError
 
-__all__ = ["Path", "Step", "decode", "encode", "flatten", "unflatten"]
+__all__ = ["Path", "Step", "decode", "encode", "flatten", "plain", "unflatten"]
 
 # The key of a mapping as it is, the place in a list as (place,).
 Step: TypeAlias = "str | int | tuple[int]"
@@ -76,6 +76,11 @@ def _holds_tensors(value: Any) -> bool:
 def shown(path: Path) -> str:
     """The key of a path."""
     return ".".join(str(_plain(step)) for step in path)
+
+
+def plain(path: Path) -> tuple[str | int, ...]:
+    """The keys and places of a path, as users know them."""
+    return tuple(map(_plain, path))
 
 
 class _List(dict[int, Any]):

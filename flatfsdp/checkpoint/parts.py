@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from ..optim_state.facts import value_of
 from ..owned import OwnedInterval
 from ..state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from ..state_dicts.names import Named, clean, named_state
+from .held import buffers_of
 from .nested import flatten
 
 __all__ = ["Described", "Part", "parts_of"]
@@ -35,11 +37,13 @@ class Part(Protocol):
     Attributes:
         is_copy: whether nobody else has the tensors of `state`.
         state: nested mappings.
+        ties: names in `state` of a parameter or buffer that has several, with the first of them.
     """
 
     name: str
     is_copy: bool
     state: Mapping[str, Any]
+    ties: Mapping[str, str]
 
     def take(self) -> None:
         """Find `state`. Collective."""
@@ -55,6 +59,7 @@ class _Given:
     """A state dict that the user has made, and will load."""
 
     is_copy = False
+    ties: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, name: str, state: Mapping[str, Any]) -> None:
         self.name, self.state = name, state
@@ -71,6 +76,7 @@ class _Model:
     name = "model"
     is_copy = True
     state: Mapping[str, Any]
+    ties: Mapping[str, str]
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -80,6 +86,9 @@ class _Model:
             self._own: dict[str, Any] = self._model.state_dict()
         # Around the outermost wrapper modules of torch.compile show their prefix.
         self.state = {clean(key): each if _is_tensor(each) else value_of(each) for key, each in self._own.items()}
+        named = [each.names for each in named_state(self._model)]
+        named += [each.names for each in buffers_of(self._model)]
+        self.ties = {name: names[0] for names in named for name in names[1:] if {name, names[0]} <= self.state.keys()}
 
     def expect(self, there: Mapping[str, Described]) -> None: ...
 
@@ -95,6 +104,7 @@ class _Optimizer:
     name = "optimizer"
     is_copy = True
     state: Mapping[str, Any]
+    ties: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self._optimizer, self._model = optimizer, model

@@ -14,23 +14,26 @@ import os
 import time
 import uuid
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..errors import CheckpointError, ConfigTypeError
+from ..errors import CheckpointError, ConfigTypeError, warn_once
 from ..owned import OwnedInterval
 from . import manifest, metadata
+from .beside import written_by
 from .disk import disk
 from .folders import Place, candidates, leader_of
+from .hugging_face import block_checksums
+from .keeping import Keeping
 from .manifest import Manifest, Saved, SavedFile
 from .nested import Path, decode, encode, flatten
 from .plan import Held, assign, digest
 from .ranks import Ranks
+from .weights import Weights, is_weight, is_whole_everywhere
 from .writing import Rows, held_by, write
 
 __all__ = ["Contents", "Request", "save_contents"]
@@ -40,14 +43,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank has to save: tensors, values as JSON and the paths of both, by key ([Note: keys])."""
+    """What one rank has to save: tensors, values as JSON and the paths of both, by key ([Note: keys]).
+
+    `ties` are the keys of further names of a tensor, with the key of its first.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     values: Mapping[str, Any]
     paths: Mapping[str, Path]
+    ties: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Contents:
+    def of(cls, state: Mapping[str, Any], ties: Mapping[str, str] | None = None) -> Contents:
         """Of a nested state.
 
         Raises:
@@ -63,17 +70,24 @@ class Contents:
                     "torch.distributed.checkpoint itself."
                 )
         values = {key: encode(leaf, key) for key, leaf in leaves.items() if key not in tensors}
-        return cls(tensors, values, paths)
+        return cls(tensors, values, paths, ties or {})
 
     def staged(self) -> Contents:
         """The same with copies of the tensors, on the CPU: what becomes of the originals changes nothing."""
         copies = {key: _copied(tensor) for key, tensor in self.tensors.items()}
-        return Contents(copies, self.values, self.paths)
+        return replace(self, tensors=copies)
 
     def __or__(self, other: Contents) -> Contents:
         return Contents(
-            {**self.tensors, **other.tensors}, {**self.values, **other.values}, {**self.paths, **other.paths}
+            {**self.tensors, **other.tensors},
+            {**self.values, **other.values},
+            {**self.paths, **other.paths},
+            {**self.ties, **other.ties},
         )
+
+    def without_ties(self) -> Contents:
+        """The same with each tensor under its first name only."""
+        return replace(self, tensors={key: each for key, each in self.tensors.items() if key not in self.ties})
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -94,6 +108,9 @@ class Request:
     overwrite: bool = False
     per_node: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    safetensors: bool = False
+    files: Callable[[FilePath], None] | None = None
+    keeping: Keeping | None = None
 
 
 class _Facts(NamedTuple):
@@ -112,8 +129,10 @@ class _Plan:
 
     Attributes:
         name: a hash of what all ranks hold.
-        writes: what this rank writes.
-        tensors: any interval of each tensor.
+        writes: what this rank writes into its file.
+        weighty: what it writes into `weights`.
+        tensors: any interval of each tensor that is in ranks' files.
+        weights: the safetensors of the checkpoint, if it has some.
         digest: of the tensors in this rank's file at the last save.
         files: of all ranks' files at the last save, (tensors, values); empty where another rank acts on folders.
         metadata: a hash of `files`, and the `.metadata` that belongs to them.
@@ -121,7 +140,9 @@ class _Plan:
 
     name: str
     writes: list[Held]
+    weighty: list[Held]
     tensors: dict[str, Held]
+    weights: Weights | None
     digest: str = ""
     files: list[tuple[Rows, Rows]] = field(default_factory=list)
     metadata: tuple[str, bytes] = ("", b"")
@@ -141,10 +162,14 @@ def save_contents(ranks: Ranks, request: Request, take: Callable[[], Contents]) 
 
 
 class _Save:
-    """One save under way; `contents` once they are taken, `leader` is the rank that acts on folders for this one."""
+    """One save under way; `contents` once they are taken, `leader` is the rank that acts on folders for this one.
+
+    `leaders` are those of all ranks.
+    """
 
     contents: Contents
     leader: int
+    leaders: list[int]
 
     def __init__(self, ranks: Ranks, request: Request) -> None:
         self.ranks = ranks
@@ -166,13 +191,20 @@ class _Save:
         self.lead(self.place.swap)
         self.lead(self.place.drop_old)
         _plans[self.ranks.key] = plan
+        if (keeping := self.request.keeping) is not None:
+            doing = f"removing older checkpoints, now that {self.place.path} is complete"
+            leads = self.leader == self.ranks.rank
+            self.ranks.exchange(doing, lambda: keeping.remove(self.place.path.parent) if leads else [])
 
     def fill(self) -> _Plan:
         """Write the new folder, complete at the end."""
         plan, values = self.agree()
+        if (weights := plan.weights) is not None:
+            self.lead(lambda: weights.create(self.place.new))
         files = self.write(plan, values)
+        checksums = [] if weights is None else self.checksums(weights)
         name, when = self.all(lambda: (uuid.uuid4().hex, time.time()))[0]
-        self.lead(lambda: self.complete(plan, values, files, name, when))
+        self.lead(lambda: self.complete(plan, values, files, checksums, name, when))
         return plan
 
     def all(self, work: Callable[[], T]) -> list[T]:
@@ -182,7 +214,8 @@ class _Save:
         return self.all(lambda: work() if self.leader == self.ranks.rank else None)
 
     def take(self, take: Callable[[], Contents]) -> None:
-        self.contents = take()
+        taken = take()
+        self.contents = taken.without_ties() if self.request.safetensors else taken
 
     def prepare(self) -> None:
         there: dict[str, FilePath] = {}
@@ -209,18 +242,44 @@ class _Save:
             digest(owned), digest(whole), _hash(json.dumps(values)), self.leader, cached.name if cached else ""
         )
         facts = self.all(lambda: mine)
+        self.leaders = [each.leader for each in facts]
         if len({each.values for each in facts}) > 1:
             values = _united(self.all(lambda: values))
-        name = _hash(repr([(each.owned, each.whole, each.leader) for each in facts]))
+        name = _hash(repr([(each.owned, each.whole, each.leader) for each in facts] + [self.request.safetensors]))
         if cached is not None and all(each.known == name for each in facts):
             return cached, values
         # What all ranks hold whole is told by the first that holds just that.
         first = {each.whole: rank for rank, each in reversed(list(enumerate(facts)))}
         told = self.all(lambda: (owned, whole if first[mine.whole] == self.ranks.rank else []))
         plans = [own + told[first[fact.whole]][1] for (own, _), fact in zip(told, facts, strict=True)]
-        writes = assign(plans, [each.leader for each in facts])
+        writes = assign(plans, self.leaders)
         tensors = {held.key: held for plan in plans for held in plan}
-        return _Plan(name, writes[self.ranks.rank], tensors), values
+        weights = self.weights(tensors, writes) if self.request.safetensors else None
+        apart = weights.entries if weights is not None else {}
+        mine_own = [held for held in writes[self.ranks.rank] if held.key not in apart]
+        weighty = [held for held in writes[self.ranks.rank] if held.key in apart]
+        others = {key: held for key, held in tensors.items() if key not in apart}
+        return _Plan(name, mine_own, weighty, others, weights), values
+
+    def weights(self, tensors: Mapping[str, Held], writes: Sequence[Sequence[Held]]) -> Weights | None:
+        """How the model lies in safetensors; None where no node has all of it."""
+        held = [each for each in tensors.values() if is_weight(each)]
+        if is_whole_everywhere(held, writes, self.leaders):
+            return Weights.of(held)
+        warn_once(
+            "weights per node",
+            f"{self.doing}: the ranks of a node do not hold the whole model between them, and no node sees another's "
+            "files; the model is saved as the optimizer is, not as safetensors. Save to a folder that all ranks share, "
+            "or shard within each node (HYBRID_SHARD)",
+        )
+        return None
+
+    def checksums(self, weights: Weights) -> list[dict[tuple[str, int], int]]:
+        """Of the blocks of all safetensors files, read by the ranks of this node, each its share."""
+        paths = [self.place.new / name for name in weights.headers]
+        mine = [rank for rank, leader in enumerate(self.leaders) if leader == self.leader]
+        found = self.all(lambda: block_checksums(paths, mine.index(self.ranks.rank), len(mine)))
+        return [found[rank] for rank in mine]
 
     def write(self, plan: _Plan, values: Mapping[str, tuple[Path, Any]]) -> list[tuple[SavedFile, str]]:
         """Write all files, and know where in them everything lies; the files, and hashes of what lies where."""
@@ -228,6 +287,8 @@ class _Save:
         def write_mine() -> tuple[SavedFile, str, Rows | None, Rows]:
             plain = {key: decode(value) for key, (_, value) in values.items()} if self.ranks.rank == 0 else {}
             done = write(self.place.new / f"__{self.ranks.rank}_0.distcp", plan.writes, self.contents.tensors, plain)
+            if plan.weights is not None:
+                plan.weights.write(self.place.new, plan.weighty, self.contents.tensors)
             return done.file, done.digest, None if done.digest == plan.digest else done.tensors, done.values
 
         answers = self.all(write_mine)
@@ -244,22 +305,31 @@ class _Save:
         plan: _Plan,
         values: Mapping[str, tuple[Path, Any]],
         files: Sequence[tuple[SavedFile, str]],
+        checksums: Sequence[Mapping[tuple[str, int], int]],
         name: str,
         when: float,
     ) -> None:
         """Write what makes the new folder complete, the manifest last."""
         saved = [file for file, _ in files]
+        tensors = tensors_of_files(plan.tensors, plan.files)
+        if plan.weights is not None:
+            tensors = plan.weights.saved(self.contents.ties, len(saved)) | tensors
         digests = _hash(repr([digest for _, digest in files]))
         if plan.metadata[0] != digests:
-            rows = [(file.name, *rows) for file, rows in zip(saved, plan.files, strict=True)]
+            rows = [(file.name, *rows) for (file, _), rows in zip(files, plan.files, strict=True)]
             paths = {key: path for key, (path, _) in values.items()}
             plan.metadata = digests, metadata.metadata_of(plan.tensors, rows, paths)
         data = plan.metadata[1]
         disk().write_file(self.place.new / metadata.NAME, data)
+        if plan.weights is not None:
+            saved += plan.weights.conclude(self.place.new, checksums)
+        saved.append(SavedFile.of(metadata.NAME, data))
+        if self.request.files is not None:
+            saved += written_by(self.request.files, self.place.new)
         whole = Manifest(
             world=self.ranks.world,
-            files=[*saved, SavedFile(metadata.NAME, len(data), zlib.crc32(data))],
-            tensors=tensors_of_files(plan.tensors, plan.files),
+            files=saved,
+            tensors=tensors,
             values=values,
             metrics=self.request.metrics,
             id=name,

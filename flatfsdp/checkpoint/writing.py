@@ -22,7 +22,7 @@ from .nested import Path
 from .plan import Held
 from .raw import LARGEST, Archive, cut, dtype_named, name_of
 
-__all__ = ["Piece", "Rows", "Written", "held_by", "write"]
+__all__ = ["Piece", "Rows", "Written", "held_by", "interval_of", "write"]
 
 
 class Piece(NamedTuple):
@@ -81,14 +81,19 @@ def write(
     return Written(SavedFile(path.name, out.offset, out.crc32), rows, plain, digest)
 
 
-def _cut(held: Held, value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The interval as tensors with memory of their own, on the CPU."""
-    most = LARGEST // dtype_named(held.dtype).itemsize
+def interval_of(held: Held, value: torch.Tensor) -> OwnedInterval:
+    """What a rank writes of `value`, of which it holds `held`."""
     if isinstance(value, OwnedInterval):
         local = value.local.detach()
     else:
         local = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    interval = OwnedInterval(local, held.spec, Span(held.start, held.stop))
+    return OwnedInterval(local, held.spec, Span(held.start, held.stop))
+
+
+def _cut(held: Held, value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The interval as tensors with memory of their own, on the CPU."""
+    most = LARGEST // dtype_named(held.dtype).itemsize
+    interval = interval_of(held, value)
     for box in cut(held.spec, interval.span, most):
         yield interval.data_of(box).to("cpu", copy=True, memory_format=torch.preserve_format)
 

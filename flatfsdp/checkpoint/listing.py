@@ -1,0 +1,114 @@
+"""Which checkpoints there are in a folder, and which of them are whole: the same answer on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..errors import CheckpointError, few, ranks_in_words
+from .folders import Place, candidates
+from .ranks import Ranks
+from .reading import verify
+
+__all__ = ["Listed", "listing"]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A checkpoint of a folder.
+
+    Attributes:
+        path: where it is, as `load` takes it.
+        id: names the save.
+        saved: when, in seconds since 1970; 0 where that cannot be read.
+        world: how many ranks saved it; 0 where that cannot be read.
+        metrics: those given to `save`.
+        problem: what is wrong with it; empty where its files are there in the sizes that were written. Only `load`
+            compares checksums.
+        unfinished: whether it is what a save has left that did not come to its end.
+    """
+
+    path: Path
+    id: str = ""
+    saved: float = 0.0
+    world: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    problem: str = ""
+    unfinished: bool = False
+
+
+def listing(
+    folder: str | os.PathLike[str], *, named: str = "*", process_group: dist.ProcessGroup | None = None
+) -> list[Listed]:
+    """The checkpoints of flatfsdp's in `folder`, and what is left of saves that did not end. Collective.
+
+    Args:
+        folder: holds one folder for each checkpoint; need not exist.
+        named: a pattern (`fnmatch`) of names; others are left out.
+        process_group: the ranks that ask; None for all. Each rank looks for itself; nodes need not share the folder.
+
+    Returns:
+        The same on all ranks, in the order of saving; what has no readable time comes first, by name.
+
+    Raises:
+        CheckpointError: on every rank: a rank cannot look.
+    """
+    ranks = Ranks(process_group)
+    where = Path(os.path.abspath(folder))
+    seen = ranks.exchange(f"looking for checkpoints in {where}", lambda: _seen_in(where, named))
+    names = dict.fromkeys(name for mine in seen for name in mine)
+    listed = [_united(where / name, [mine.get(name) for mine in seen]) for name in names]
+    return sorted(listed, key=lambda each: (each.saved, each.path.name))
+
+
+def _seen_in(folder: Path, named: str) -> dict[str, tuple[Listed, list[str]]]:
+    """What this rank sees, by name: with the names of files that are not here."""
+    if not folder.is_dir():
+        return {}
+    found = {}
+    for inside in sorted(folder.iterdir()):
+        hidden = inside.name.startswith(".") and inside.suffix in (".new", ".old")
+        name = inside.name[1:-4] if hidden else inside.name
+        if name in found or not fnmatchcase(name, named) or not inside.is_dir():
+            continue
+        if hidden or Place(inside).is_complete(inside) or any(inside.glob("*.distcp")):
+            found[name] = _look(Place(folder / name))
+    return found
+
+
+def _look(place: Place) -> tuple[Listed, list[str]]:
+    there = candidates(place, damaged=True)
+    if not there:
+        if place.complete():
+            return Listed(place.path, problem=f"its {place.marker} is damaged"), []
+        return Listed(place.path, problem=f"it has no {place.marker}: its save did not end", unfinished=True), []
+    folder, manifest = there[0]
+    here = [file for file in manifest.files if (folder / file.name).is_file()]
+    try:
+        verify(folder, here, contents=False)
+        problem = ""
+    except CheckpointError as error:
+        problem = str(error)
+    listed = Listed(place.path, manifest.id, manifest.saved, manifest.world, manifest.metrics, problem)
+    return listed, [file.name for file in manifest.files if file not in here]
+
+
+def _united(path: Path, seen: Sequence[tuple[Listed, list[str]] | None]) -> Listed:
+    """What ranks see together. A file that some node has is there."""
+    blind = [rank for rank, each in enumerate(seen) if each is None]
+    if blind:
+        return Listed(path, problem=f"{ranks_in_words(blind)} of {len(seen)} do not see it")
+    listed = [each[0] for each in seen if each is not None]
+    for each in listed:
+        if each.problem:
+            return each
+    if len({each.id for each in listed}) > 1:
+        return Listed(path, problem="ranks see different saves there")
+    nowhere = set.intersection(*(set(each[1]) for each in seen if each is not None))
+    problem = f"{few(sorted(nowhere))} {'are' if len(nowhere) > 1 else 'is'} missing" if nowhere else ""
+    return replace(listed[0], problem=problem)
