@@ -69,7 +69,7 @@ ROWS: tuple[tuple[int, str], ...] = (
 ROW_OF = {name: row for row, (_, names) in enumerate(ROWS) for name in names.split()}
 assert len(ROW_OF) == sum(len(names.split()) for _, names in ROWS), "a file has one row"
 PROGRAMS = frozenset(ROWS[-1][1].split())  # what a user could have written: public names only
-PUBLIC_MODULES = frozenset({"flatfsdp", "flatfsdp.wrap", "flatfsdp.errors"})
+PUBLIC_MODULES = frozenset({"flatfsdp", "flatfsdp.checkpoint", "flatfsdp.wrap", "flatfsdp.errors"})
 
 # The seams: what stands in one place, and where.
 DISTRIBUTED = PROGRAMS | {

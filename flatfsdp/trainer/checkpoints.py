@@ -1,0 +1,365 @@
+"""The checkpoints of a run: one folder each, saved beside the training, found and loaded again.
+
+[Note: folders of a run] `OUTPUT/step-00001000/` appears at once and complete. It is a checkpoint of flatfsdp's, which
+any number of ranks loads, and a folder of Hugging Face's: `model.safetensors` with what `files` puts beside it.
+`components.json` says for people who wrote what.
+"""
+
+from __future__ import annotations
+
+import copy
+import glob
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from flatfsdp import FullStateDictConfig, FullyShardedDataParallel, checkpoint
+from flatfsdp.checkpoint import Keeping, Listed, Saving
+from flatfsdp.errors import CheckpointError, few, refuse_value, warn
+from flatfsdp.trainer.component_states import Taken, as_json, choose, give, take
+from flatfsdp.trainer.components import Component, void
+from flatfsdp.trainer.ranks import Ranks
+
+__all__ = ["CheckpointManager", "Loaded", "Saved"]
+
+NAMED = "step-*"
+COMPONENTS = "components.json"
+WHOLE = "pytorch_model.bin"
+FORMATS = ("safetensors", "torch")
+logger = logging.getLogger("flatfsdp")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that began, or ended.
+
+    Attributes:
+        path: the folder of the checkpoint.
+        stall_seconds: for how long training stood still for it, which with ``asynchronous`` is the copying to host
+            memory, and the waiting for the save before where that has not ended.
+    """
+
+    path: Path
+    stall_seconds: float
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came back.
+
+    Attributes:
+        path: from where.
+        step: the step after which it was saved; None where only weights were there.
+        world: how many ranks saved it; None as above.
+        notes: sentences for the log: what begins anew, and how.
+    """
+
+    path: Path
+    step: int | None
+    world: int | None
+    notes: tuple[str, ...]
+
+
+class CheckpointManager:
+    """Saves the checkpoints of a run, keeps the last and the best, finds and loads them. Its methods are collective.
+
+    Args:
+        folder: in which there is one folder for each checkpoint; made at the first save.
+        keep_last: how many of the checkpoints saved last stay; None for all. Others go when a new one is complete.
+        keep_best: how many of those stay besides whose metric `best_by` is best.
+        best_by: the name of a metric that is given to `save`.
+        best_mode: "min" if smaller is better, "max" if larger is.
+        asynchronous: a thread writes, from copies in host memory, while training goes on.
+        format: "safetensors": the model is in ``model.safetensors``, each rank writing its own elements. "torch": it
+            is in flatfsdp's own format, and besides, whole, in ``pytorch_model.bin``, for which rank 0 has all of it
+            in host memory during the save.
+        per_node: for nodes that share no file system: each has the folder, with what its own ranks hold
+            (``pytorch_model.bin`` is on that of rank 0).
+        process_group: the ranks of the run; None for all.
+
+    Raises:
+        ConfigValueError: a format or numbers that are not accepted.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep_last: int | None = 2,
+        keep_best: int = 0,
+        best_by: str = "eval_loss",
+        best_mode: str = "min",
+        asynchronous: bool = True,
+        format: str = "safetensors",
+        per_node: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if format not in FORMATS:
+            refuse_value("format", format, " or ".join(map(repr, FORMATS)))
+        self.folder = Path(os.path.abspath(folder))
+        self._keeping = None
+        if keep_last is not None:
+            by = best_by if keep_best else None
+            self._keeping = Keeping(last=keep_last, best=keep_best, by=by, mode=best_mode, named=NAMED, unfinished=True)
+        self._best_by, self._best_mode = best_by, best_mode
+        self._asynchronous, self._format, self._per_node = asynchronous, format, per_node
+        self._ranks = Ranks(process_group)
+        self._saving: Saving | None = None
+
+    # --- save ---------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        components: Sequence[Component] = (),
+        metrics: Mapping[str, float] | None = None,
+        files: Callable[[Path], None] | None = None,
+    ) -> Saved:
+        """Save ``step-<step>``; one of that name is replaced when the new one is complete.
+
+        Args:
+            step: how many steps the run has made.
+            model, optimizer: what is trained.
+            components: the rest of the run's state. What depends on them is taken before this returns.
+            metrics: numbers of this checkpoint, by which the best are known.
+            files: puts small files beside the weights, as for `flatfsdp.checkpoint.save`; called in a thread where
+                saving is asynchronous.
+
+        Raises:
+            CheckpointError: on every rank: this save, or the one before it in the background, failed; checkpoints
+                from before are there. After an error of the save before, nothing of this one has been done: call again.
+            AgreementError: on every rank: ranks differ in components that they have in common.
+        """
+        start = time.monotonic()
+        self.finish()
+        taken = take(components, self._ranks)
+        trainer = {"step": step, "world": self._ranks.world, "components": taken.table}
+        extra = {"trainer": trainer} | ({"components": taken.states} if taken.states else {})
+        save = checkpoint.async_save if self._asynchronous else checkpoint.save
+        path = self.folder / f"step-{step:08}"
+        self._saving = save(
+            path,
+            model=model,
+            optimizer=optimizer,
+            extra=extra,
+            overwrite=True,
+            per_node=self._per_node,
+            metrics=metrics,
+            model_format="safetensors" if self._format == "safetensors" else "flatfsdp",
+            files=self._beside(step, model, taken, files),
+            keeping=self._keeping,
+            process_group=self._ranks.group,
+        )
+        return Saved(path, time.monotonic() - start)
+
+    def finish(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: on every rank: it failed; told once.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def _beside(
+        self, step: int, model: nn.Module, taken: Taken, files: Callable[[Path], None] | None
+    ) -> Callable[[Path], None]:
+        whole = _whole(model, self._ranks) if self._format == "torch" else {}
+        text = as_json(taken.table, step=step, world=self._ranks.world)
+
+        def write(folder: Path) -> None:
+            (folder / COMPONENTS).write_bytes(text)
+            if whole:
+                torch.save(whole, folder / WHOLE)
+            if files is not None:
+                files(folder)
+
+        return write
+
+    # --- find ---------------------------------------------------------------------------------------------------------
+
+    def find(self, which: str | os.PathLike[str]) -> Path | None:
+        """The folder to load: the same on all ranks.
+
+        What saves have left that did not end is passed over, with a warning; so are damaged checkpoints.
+
+        Args:
+            which: "latest" (saved last), "best" (by the metric that checkpoints are kept by), or a path: of a
+                checkpoint, or of a folder with weights as Hugging Face has them.
+
+        Returns:
+            None where "latest" or "best" is asked for and no checkpoint has ever been complete.
+
+        Raises:
+            CheckpointError: on every rank, with what there is: no such checkpoint, or none that is whole.
+        """
+        self.finish()
+        if which not in ("latest", "best"):
+            return self._at(Path(os.path.abspath(which)))
+        there = checkpoint.listing(self.folder, named=NAMED, process_group=self._ranks.group)
+        whole = [each for each in there if not each.problem]
+        damaged = [each for each in there if each.problem and not each.unfinished]
+        if not whole and damaged:
+            raise CheckpointError(f"no checkpoint of {self.folder} is whole: {_told(damaged)}")
+        if self._ranks.rank == 0:
+            for each in there:
+                if each.problem:
+                    warn(f"{each.path} is passed over: {each.problem}")
+        if which == "latest" or not whole:
+            return whole[-1].path if whole else None
+        sign = -1.0 if self._best_mode == "max" else 1.0
+        values = {each.path: sign * each.metrics.get(self._best_by, math.nan) for each in reversed(whole)}
+        measured = [path for path, value in values.items() if not math.isnan(value)]
+        if not measured:
+            raise CheckpointError(
+                f"no checkpoint of {self.folder} has the metric {self._best_by!r}, by which the best is to be found: "
+                f"{_told(whole)}"
+            )
+        return min(measured, key=values.__getitem__)  # of equal ones the later
+
+    def _at(self, path: Path) -> Path:
+        doing = f"looking for {path}"
+        named = glob.escape(path.name)
+        for each in checkpoint.listing(path.parent, named=named, process_group=self._ranks.group):
+            if each.problem:
+                raise CheckpointError(f"{path} cannot be loaded: {each.problem}")
+            return path
+        if all(self._ranks.tell(doing, lambda: bool(_weights_in(path)))):
+            return path
+        inside = checkpoint.listing(path, process_group=self._ranks.group)
+        beside = checkpoint.listing(path.parent, process_group=self._ranks.group)
+        around = f"in it are {_told(inside)}" if inside else f"beside it are {_told(beside)}" if beside else ""
+        raise CheckpointError(
+            f"{path} is neither a checkpoint nor a folder with *.safetensors or {WHOLE}, on all ranks"
+            f"{'; ' * bool(around)}{around}"
+        )
+
+    # --- load ---------------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        components: Sequence[Component] = (),
+    ) -> Loaded:
+        """Load what `find` has found. Of a folder with weights only the weights: everything else begins anew.
+
+        Raises:
+            CheckpointError: on every rank: required components are missing (all are named), or it is damaged, or does
+                not fit. Nothing has been loaded then, unless files could not be read, or a component refused its state.
+            AgreementError: on every rank: ranks have other components.
+        """
+        self.finish()
+        where = Path(os.path.abspath(path))
+        named = glob.escape(where.name)
+        if not checkpoint.listing(where.parent, named=named, process_group=self._ranks.group):
+            return self._load_weights(where, model)
+        head = checkpoint.load(
+            where, verify=False, extra=lambda keys: keys[0] == "trainer", process_group=self._ranks.group
+        )
+        trainer: dict[str, Any] = (head or {}).get("trainer", {"step": 0, "world": 0, "components": {}})
+        choice = choose(trainer["components"], trainer["world"], components, self._ranks)
+        if choice.missing:
+            raise CheckpointError(
+                f"{where}: required components are missing: {'; '.join(choice.missing)}. It has "
+                f"{', '.join(trainer['components']) or 'none'}. Nothing has been loaded"
+            )
+        if self._ranks.rank == 0:
+            for problem in choice.warnings:
+                warn(f"{where}: {problem}")
+
+        def wanted(keys: tuple[str | int, ...]) -> bool:
+            return keys[0] == "components" and choice.parts.get(str(keys[1])) == keys[2]
+
+        extra = checkpoint.load(where, model=model, optimizer=optimizer, extra=wanted, process_group=self._ranks.group)
+        states = (extra or {}).get("components", {})
+        step, world = trainer["step"], trainer["world"]
+        said = self._ranks.tell(f"loading {where}", lambda: give(components, choice, states, step=step))
+        return self._loaded(where, step, world, [*choice.warnings, *said[self._ranks.rank]])
+
+    def _load_weights(self, path: Path, model: nn.Module) -> Loaded:
+        found = self._ranks.tell(f"loading {path}", lambda: _weights_in(path))
+        if not all(found):
+            self._at(path)  # says what is there
+        if WHOLE in "".join(found):
+            _load_whole(model, path, self._ranks)
+        else:
+            checkpoint.load_safetensors(model, path, process_group=self._ranks.group)
+        note = f"{path} holds weights only: optimizer, schedule, data and random numbers begin anew"
+        return self._loaded(path, None, None, [note])
+
+    def _loaded(self, path: Path, step: int | None, world: int | None, notes: list[str]) -> Loaded:
+        for note in notes:
+            logger.info(note)
+        return Loaded(path, step, world, tuple(notes))
+
+
+def _told(there: Sequence[Listed]) -> str:
+    """What there is, in words."""
+    return few([f"{each.path.name}{f' ({each.problem})' * bool(each.problem)}" for each in reversed(there)])
+
+
+# --- whole weights ----------------------------------------------------------------------------------------------------
+
+
+def _whole(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The model's state dict in host memory of its own, on rank 0; on the others nothing. Collective."""
+    with _on_rank_0(model):
+        state = model.state_dict()
+    if ranks.rank != 0:
+        return {}
+    if not FullyShardedDataParallel.fsdp_modules(model):  # then these are the parameters themselves
+        state = copy.deepcopy(state)
+    return {key.replace("_orig_mod.", ""): value for key, value in state.items()}
+
+
+def _load_whole(model: nn.Module, folder: Path, ranks: Ranks) -> None:
+    """Load ``pytorch_model.bin``, which rank 0 reads. Collective."""
+
+    def read() -> dict[str, torch.Tensor]:
+        if ranks.rank != 0:
+            return {}
+        index = folder / f"{WHOLE}.index.json"
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WHOLE]
+        found: dict[str, torch.Tensor] = {}
+        for name in names:
+            found |= torch.load(folder / name, map_location="cpu", weights_only=True)
+        return found
+
+    state: dict[str, torch.Tensor] = {}
+    doing = f"loading {folder}"
+    ranks.tell(doing, lambda: state.update(read()))
+    with _on_rank_0(model):
+        ranks.tell(doing, lambda: void(model.load_state_dict(state)))
+
+
+def _on_rank_0(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, state dicts are whole, in the host memory of rank 0."""
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    return FullyShardedDataParallel.state_dict_type(model, "FULL", config)
+
+
+def _weights_in(folder: Path) -> str:
+    """The name of a file with weights, or of an index of such; empty where there is none."""
+    for pattern in ("*.safetensors", "*.safetensors.index.json", WHOLE, f"{WHOLE}.index.json"):
+        for found in sorted(folder.glob(pattern)):
+            return found.name
+    return ""
