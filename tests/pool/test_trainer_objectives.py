@@ -339,7 +339,7 @@ UNFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "no linear layer": (lambda: nn.Sequential(nn.Embedding(19, 19)), "the last nn.Linear that .* does not return"),
     "called twice": (twice, "'inside.head' is called more than once"),
-    "not for two tokens": (transformer, r"a forward to try failed \\(another example= may help\\): RuntimeError"),
+    "not for two tokens": (transformer, r"a forward to try failed \(another example= may help\): RuntimeError"),
 }
 
 
