@@ -32,14 +32,13 @@ from flatfsdp.trainer.kinds import (
 from flatfsdp.trainer.optimisation import NOT_BY_NAME, OPTIMIZERS, SCHEDULERS
 from flatfsdp.trainer.settings import Settings, setting
 
-__all__ = ["STRATEGIES", "FSDPArguments", "Task", "TrainingArguments"]
+__all__ = ["STRATEGIES", "FSDPArguments", "Task", "TrainingArguments", "check_run"]
 
 STRATEGIES = {member.name.lower().strip("_"): member for member in ShardingStrategy}
 """The names of strategies in settings: FSDP's in lower case, without the underscore of the private one."""
 
 _HYBRIDS = ("hybrid_shard", "hybrid_shard_zero2")
 _PREFETCHES = tuple(member.name.lower() for member in BackwardPrefetch)
-_CALLABLE = "a callable"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +193,7 @@ class TrainingArguments(Settings):
             if name in self.optimizer_options:
                 other = "the model's" if name == "params" else f"set by {self.called(name)}"
                 self.refuse("optimizer_options", f"{name!r} is {other}")
-        if self.warmup and self.scheduler not in SCHEDULERS:
+        if self.warmup and not (isinstance(self.scheduler, str) and self.scheduler in SCHEDULERS):
             self.refuse("warmup", f"the course of {self.called('scheduler')} {self.scheduler!r} is its own")
 
 
@@ -202,18 +201,37 @@ class TrainingArguments(Settings):
 class Task(Settings):
     """What is trained, on what.
 
-    Each is the object itself, a function that makes it, or where that is found: "package.module:name".
+    The model, data, objective and tokenizer are the objects themselves, or functions that make them; `collate` is the
+    function itself. Each may be given as text that says where it is: "package.module:name".
 
     Raises:
         ConfigTypeError, ConfigValueError: at construction, for a field that is none of these.
     """
 
-    model: Any = setting(MISSING, "the module, or a function that makes it", Reference("the module or a function"))
-    train_data: Any = setting(MISSING, "the dataset to train on, or a function that makes it", Reference("a dataset"))
-    eval_data: Any = setting(None, "the dataset to evaluate on, or a function that makes it", Reference("a dataset"))
-    objective: Any = setting(None, "what is minimised; none for the model's own loss", Reference("an Objective"))
-    collate: Any = setting(
-        None, "makes a microbatch of a list of samples; none for torch's", Reference(_CALLABLE, (), callable)
+    model: Any = setting(MISSING, "the module, or a function that makes it", Reference("a module or a function"))
+    train_data: Any = setting(
+        MISSING, "the dataset to train on, or a function that makes it", Reference("a dataset or a function")
     )
-    tokenizer: Any = setting(None, "saved beside the model", Reference("a tokenizer or processor, or a function"))
-    options: dict[str, Any] = setting({}, "arguments of the functions above, by name", Table())
+    eval_data: Any = setting(
+        None, "the dataset to evaluate on, or a function that makes it", Reference("a dataset or a function")
+    )
+    objective: Any = setting(
+        None, "what is minimised; none for the model's own loss", Reference("an objective or a function")
+    )
+    collate: Any = setting(
+        None, "makes a microbatch of a list of samples; none for torch's", Reference("a function", (), callable)
+    )
+    tokenizer: Any = setting(None, "saved beside the model", Reference("a tokenizer, a processor or a function"))
+    options: dict[str, Any] = setting({}, "arguments of these functions, by name", Table())
+
+
+def check_run(training: TrainingArguments, task: Task) -> None:
+    """Refuse what `training` asks for and `task` cannot give.
+
+    Raises:
+        ConfigValueError: evaluations without data for them.
+    """
+    if task.eval_data is None:
+        for name in ("eval_every", "eval_batches"):
+            if getattr(training, name) is not None:
+                training.refuse(name, "there is nothing to evaluate on: the task has no eval_data")

@@ -6,17 +6,18 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING
 from typing import Any, NoReturn
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, did_you_mean
 from flatfsdp.trainer.kinds import Flag, FlagOrCount, Table
 from flatfsdp.trainer.settings import (
-    MISSING,
     Called,
     Setting,
     build,
     calling,
     check_tables,
+    flag_of,
     read_file,
     settings_of,
 )
@@ -127,7 +128,7 @@ def _merged(group: Any, *, name: str, file: str, table: Mapping[str, Any], flags
     def spelling(_: type, field: str) -> Called:
         if field in table and field not in flags:
             return Called(f"{name}.{field}", f"{file}: ")
-        return Called("--" + field.replace("_", "-"), "argument ")
+        return Called(flag_of(field), "argument ")
 
     with calling(spelling):
         values = {} if isinstance(group, type) else {each.name: getattr(group, each.name) for each in settings_of(cls)}
@@ -153,8 +154,11 @@ def _class_of(group: Any) -> type:
 
 
 def _help(each: Setting, default: Any) -> str:
-    """The help of a setting with its default, where that is worth a word: not of flags, none and nothing."""
-    silent = default is MISSING or default is None or isinstance(default, bool) or default == {}
-    if isinstance(default, bool) and default:
-        return f"{each.help} (the default)".replace("%", "%%")
-    return (each.help if silent else f"{each.help} (default: {each.kind.plain(default)})").replace("%", "%%")
+    """The help of a setting with its default, where that is worth a word: false, none and nothing are not."""
+    if default is MISSING:
+        told = " (must be given)"
+    elif default is None or default is False or default == {}:
+        told = ""
+    else:
+        told = " (the default)" if default is True else f" (default: {each.kind.plain(default)})"
+    return f"{each.help}{told}".replace("%", "%%")

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -74,8 +74,12 @@ class Number(Kind):
     def check(self, name: str, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int if self.type is int else (int, float)):
             refuse_type(name, value, self.accepted)
-        inside = self.least <= value < self.below and value > self.above
-        return self.type(value) if math.isfinite(value) and inside else refuse_value(name, value, self.accepted)
+        try:
+            found = self.type(value)
+        except OverflowError:  # a whole number that no float holds
+            refuse_value(name, value, self.accepted)
+        inside = self.above < found < self.below and found >= self.least
+        return found if inside and abs(found) != math.inf else refuse_value(name, value, self.accepted)
 
     def read(self, name: str, text: str) -> Any:
         try:
@@ -198,6 +202,9 @@ class Table(Kind):
     def check(self, name: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             refuse_type(name, value, self.accepted)
+        for text in _texts(value):
+            if hint := python_only_hint(text):
+                refuse_value(name, text, self.accepted, hint=hint)
         return dict(value)
 
     def read(self, name: str, text: str) -> Any:
@@ -243,7 +250,14 @@ class Reference(Kind):
         refuse_value(name, value, self.accepted, hint=hint)
 
     def plain(self, value: Any) -> Any:
-        return value if isinstance(value, str) else _plain(value)
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        if isinstance(module, str) and isinstance(name, str) and module != "__main__":
+            found: Any = sys.modules.get(module)
+            for part in name.split("."):
+                found = getattr(found, part, None)
+            if found is value:
+                return f"{module}:{name}"
+        return value if isinstance(value, str) else _in_words(value)
 
 
 @dataclass(frozen=True)
@@ -269,11 +283,11 @@ class Units(Kind):
         return text.split(",") if "," in text else text
 
     def plain(self, value: Any) -> Any:
-        return (
-            list(value)
-            if isinstance(value, tuple) and all(isinstance(each, str) for each in value)
-            else (value if isinstance(value, str) else _plain(value))
-        )
+        if isinstance(value, (set, frozenset, list, tuple)):
+            return (
+                sorted(map(self.plain, value)) if isinstance(value, (set, frozenset)) else list(map(self.plain, value))
+            )
+        return value.__name__ if isinstance(value, type) else _plain(value)
 
     def _one_of_list(self, name: str, value: Any) -> str:
         if not isinstance(value, str):
@@ -296,7 +310,7 @@ def python_only_hint(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it: what can be imported by its name, and in words what cannot."""
+    """`value` as JSON can hold it, and in words where it cannot."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Path):
@@ -305,11 +319,17 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if isinstance(module, str) and isinstance(name, str):
-        found: Any = sys.modules.get(module)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        text = f"{module}:{name}"
-        return text if found is value and module != "__main__" else f"<python: {text}>"
-    return f"<python: {type(value).__name__}>"
+    return _in_words(value)
+
+
+def _in_words(value: Any) -> str:
+    return f"<python: {getattr(value, '__qualname__', type(value).__name__)}>"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text inside of a nested value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(each)

@@ -31,6 +31,7 @@ __all__ = [
     "called",
     "calling",
     "check_tables",
+    "flag_of",
     "from_dict",
     "from_tables",
     "read_file",
@@ -63,7 +64,7 @@ class Setting:
     @property
     def flag(self) -> str:
         """Its option on a command line."""
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     def check(self, name: str, value: Any) -> Any:
         """`value` in its normal form; errors, which call the setting `name`, as of `Kind.check`."""
@@ -74,6 +75,11 @@ class Setting:
     def read(self, name: str, text: str) -> Any:
         """What `text` on a command line means, still to be checked; errors as of `check`."""
         return None if self.optional and text.lower() == "none" else self.kind.read(name, text)
+
+
+def flag_of(name: str) -> str:
+    """The option that a setting is on a command line."""
+    return "--" + name.replace("_", "-")
 
 
 def setting(default: Any, help: str, kind: Kind | None = None, *, optional: bool | None = None) -> Any:
@@ -224,22 +230,24 @@ def check_tables(classes: Mapping[str, type], tables: Mapping[str, Any], *, wher
     place = f"{where}: " if where else ""
     for name, table in tables.items():
         if name in classes:
-            check_names(classes[name], table, where=f"{place}{name}")
-            continue
-        homes = [f"[{home}]" for home, cls in classes.items() if name in {each.name for each in settings_of(cls)}]
-        if homes:
-            raise ConfigValueError(f"{place}{name!r} stands outside of any table. It belongs into {homes[0]}.")
-        raise ConfigValueError(f"{place}unknown table {name!r}. Accepted: {_names(name, classes)}")
+            check_names(classes[name], table, where=f"{place}{name}", others=classes)
+        elif home := _home(name, classes):
+            raise ConfigValueError(f"{place}{name!r} stands outside of any table. It belongs into [{home}].")
+        else:
+            raise ConfigValueError(f"{place}unknown table {name!r}. {_nearest(name, classes)}")
 
 
-def check_names(cls: type, mapping: Any, *, where: str) -> None:
-    """Refuse what is no table, and keys that are no fields of the dataclass `cls`; errors as of `from_dict`."""
+def check_names(cls: type, table: Any, *, where: str, others: Mapping[str, type] | None = None) -> None:
+    """Refuse what is no table, and keys that are no fields of `cls` (but perhaps of one of `others`); errors as of
+    `from_dict`."""
     known = [each.name for each in settings_of(cls)]
-    if not isinstance(mapping, Mapping):
-        raise ConfigTypeError(f"{where}: got {shown(mapping)}. Accepted: a table of settings.")
-    for key in mapping:
+    if not isinstance(table, Mapping):
+        raise ConfigTypeError(f"{where}: got {shown(table)}. Accepted: a table of settings.")
+    for key in table:
         if key not in known:
-            raise ConfigValueError(f"{where}: unknown setting {key!r}. Accepted: {_names(key, known)}")
+            home = _home(key, others or {})
+            hint = f"It belongs into [{home}]." if home else _nearest(key, known)
+            raise ConfigValueError(f"{where}: unknown setting {key!r}. {hint}")
 
 
 def build(cls: type[_SettingsT], values: Mapping[str, Any]) -> _SettingsT:
@@ -253,9 +261,14 @@ def build(cls: type[_SettingsT], values: Mapping[str, Any]) -> _SettingsT:
     return cls(**given)
 
 
-def _names(name: Any, known: Iterable[str]) -> str:
-    hint = did_you_mean(str(name), known)
-    return f"{', '.join(known)}.{hint and ' ' + hint}"
+def _home(name: str, classes: Mapping[str, type]) -> str | None:
+    """The first of `classes` that has a field `name`."""
+    return next((home for home, cls in classes.items() if name in {each.name for each in settings_of(cls)}), None)
+
+
+def _nearest(name: Any, known: Iterable[str]) -> str:
+    """The sentence with the nearest of the known names, or with all of them where none is near."""
+    return did_you_mean(str(name), known) or f"Accepted: {', '.join(known)}."
 
 
 def to_dict(settings: Any) -> dict[str, Any]:

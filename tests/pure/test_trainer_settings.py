@@ -16,7 +16,7 @@ import torch
 
 from flatfsdp import ShardingStrategy
 from flatfsdp.errors import FlatFSDPError
-from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
+from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.command_line import make_parser, parse
 from flatfsdp.trainer.dtypes import DTYPE_NAMES, as_dtype, dtype_name
 from flatfsdp.trainer.factories import call_with, check_all_taken, resolve
@@ -110,6 +110,8 @@ def test_values_have_one_normal_form() -> None:
             lambda: TrainingArguments(steps=1.0),
             "TrainingArguments.steps: got 1.0 (float). Accepted: a whole number from",
         ),  # type: ignore[arg-type]
+        (lambda: TrainingArguments(lr=10**400), "Accepted: a number above 0."),
+        (lambda: TrainingArguments(lr=float("inf")), "TrainingArguments.lr: got inf. Accepted: a number above 0."),
         (lambda: TrainingArguments(lr=float("nan")), "TrainingArguments.lr: got nan. Accepted: a number above 0."),
         (lambda: TrainingArguments(warmup=1), "TrainingArguments.warmup: got 1. Accepted: a number from 0 to below 1."),
         (lambda: TrainingArguments(device=""), "TrainingArguments.device: got ''. Accepted: text."),
@@ -196,16 +198,37 @@ def test_what_is_written_is_read_as_the_same(settings: Any) -> None:
 
 
 def test_what_only_python_can_hold_is_written_in_words_and_refused_in_words() -> None:
-    for settings in (TrainingArguments(optimizer=lambda params: None), FSDPArguments(units=lambda *_: True)):
+    model = torch.nn.Linear(1, 1)
+    for settings in (
+        TrainingArguments(optimizer=lambda params: None),
+        TrainingArguments(optimizer_options={"nested": [{"dtype": torch.float16}]}),
+        FSDPArguments(units=lambda *_: True),
+        Task(model, "a:b"),
+        Task("a:b", [model]),
+    ):
         written = json.loads(json.dumps(to_dict(settings)))
         assert "which no file can hold" in sentence(lambda s=settings, w=written: from_dict(type(s), w))  # type: ignore[misc]
-    assert json.dumps(to_dict(Task(torch.nn.Linear(1, 1), [1, 2], options={"x": torch.float16})))
+
+
+def test_classes_as_units_are_written_by_their_names() -> None:
+    for units, written in ((torch.nn.Linear, "Linear"), ({torch.nn.Linear, torch.nn.Conv1d}, ["Conv1d", "Linear"])):
+        assert to_dict(FSDPArguments(units=units))["units"] == written
+
+
+def test_a_run_is_not_asked_for_evaluations_that_its_task_cannot_give() -> None:
+    told = sentence(lambda: check_run(TrainingArguments(eval_every=5), Task("a:b", "c:d")))
+    assert told == "TrainingArguments.eval_every: got 5, but there is nothing to evaluate on: the task has no eval_data"
+    check_run(TrainingArguments(eval_every=5), Task("a:b", "c:d", "e:f"))
+    check_run(TrainingArguments(), Task("a:b", "c:d"))
 
 
 @pytest.mark.parametrize(
     ("tables", "complaint"),
     [
-        ({"trainin": {}}, "t.toml: unknown table 'trainin'. Accepted: training, fsdp. Did you mean 'training'?"),
+        ({"trainin": {}}, "t.toml: unknown table 'trainin'. Did you mean 'training'?"),
+        ({"qqq": {}}, "t.toml: unknown table 'qqq'. Accepted: training, fsdp."),
+        ({"training": {"save_evry": 3}}, "t.toml: training: unknown setting 'save_evry'. Did you mean 'save_every'?"),
+        ({"training": {"strategy": "x"}}, "t.toml: training: unknown setting 'strategy'. It belongs into [fsdp]."),
         ({"strategy": "x"}, "t.toml: 'strategy' stands outside of any table. It belongs into [fsdp]."),
         ({"fsdp": 3}, "t.toml: fsdp: got 3 (int). Accepted: a table of settings."),
         ({"training": {"batch": "8"}}, "t.toml: training.batch: got '8' (str). Accepted: a whole number from 1 up."),
@@ -216,10 +239,9 @@ def test_a_wrong_table_is_told_with_its_place(tables: dict[str, Any], complaint:
     assert sentence(lambda: from_tables(GROUPS, tables, where="t.toml")).startswith(complaint)
 
 
-def test_an_unknown_setting_is_told_with_the_nearest_one() -> None:
-    told = sentence(lambda: from_dict(TrainingArguments, {"save_evry": 3}, where="t.toml: training"))
-    assert told.startswith("t.toml: training: unknown setting 'save_evry'. Accepted: output, steps, ")
-    assert told.endswith("Did you mean 'save_every'?")
+def test_a_table_alone_is_told_by_the_name_of_its_class() -> None:
+    told = sentence(lambda: from_dict(Model, {"qqq": 3}))
+    assert told == "Model: unknown setting 'qqq'. Accepted: layers, width, dropout, text."
     assert sentence(lambda: from_dict(Task, {"model": "a:b"})) == "Task.train_data: not given, and it has no default"
 
 
@@ -369,7 +391,7 @@ def test_what_contradicts_is_called_as_it_was_given(config: str, capsys: pytest.
 
 def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        read("--help", training=TrainingArguments(seed=77), model=Model)
+        read("--help", training=TrainingArguments(seed=77), model=Model, task=Task)
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert exit_.value.code == 0
     assert all(each.flag in shown for each in (*settings_of(TrainingArguments), *settings_of(Model)))
@@ -377,6 +399,7 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
     assert "weight decay, of all but norms and biases (default: 0.01)" in shown
     assert "dropout (default: 77)" in shown
     assert "save a checkpoint at the end (the default)" in shown
+    assert "the module, or a function that makes it (must be given)" in shown
 
 
 def test_a_program_adds_arguments_of_its_own_and_may_not_have_one_flag_twice() -> None:
