@@ -28,6 +28,8 @@ REASONS = {
     "torch._C._autograd._unsafe_set_version_counter": "a unit gathered again with unchanged weights must look "
     "unchanged to saved tensors (retain_graph), and only this sets a version back",
     "torch._C._current_graph_task_id": "a forward inside a backward is a recomputation; nothing public tells",
+    "torch.autograd.graph.Node._input_metadata": "autograd's refusal of a gradient that has another shape "
+    "than its leaf had when it was first read names no parameter, and only this says which",
     "torch._C._will_engine_execute_node": "which of several gradients a backward will bring; nothing public tells",
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded "
@@ -56,6 +58,7 @@ def missing() -> list[str]:
     probes: dict[str, Callable[[], object]] = {
         "torch._C._autograd._unsafe_set_version_counter": lambda: torch._C._autograd._unsafe_set_version_counter,
         "torch._C._current_graph_task_id": lambda: torch._C._current_graph_task_id,
+        "torch.autograd.graph.Node._input_metadata": lambda: torch.autograd.graph.Node._input_metadata,
         "torch._C._will_engine_execute_node": lambda: torch._C._will_engine_execute_node,
         "torch.autograd.Variable._execution_engine.queue_callback": lambda: (
             torch.autograd.Variable._execution_engine.queue_callback
@@ -198,6 +201,11 @@ def will_accumulate(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # `autograd.grad` captures it instead
         return True
+
+
+def shape_awaited(node: Any) -> torch.Size:
+    """The shape that gradients which come to `node`, a leaf's, must have."""
+    return torch.Size(node._input_metadata[0].shape)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

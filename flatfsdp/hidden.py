@@ -1,9 +1,10 @@
-"""A parameter that shows nothing, and says so where it is used.
+"""A parameter that does not show its value, and says so where it is used.
 
-[Note: hidden] Between a forward that resharded and the backward a leaf has no elements. A term over
-`model.parameters()` would then be zero without a word, and its gradient of a shape that autograd refuses in words of
-its own. So for that time the leaf is of a class whose operations refuse. It stays the same object, a `Parameter`, and
-what only asks about it (shape, `.grad`, `requires_grad`, hooks) is answered.
+[Note: hidden] Between a forward that resharded and the backward a leaf has no elements; in a forward, and until its
+backward, the leaf of a unit that has not run shows this rank's shard. A term over `model.parameters()` would then be
+zero, or another one on each rank, without a word, and its gradient of a shape that autograd refuses in words of its
+own. So for that time the leaf is of a class whose operations refuse. It stays the same object, a `Parameter`, and what
+only asks about it (shape, `.grad`, `requires_grad`, hooks) is answered.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .placeholder import ASKS
 
 
 class HiddenParameter(nn.Parameter):
-    """What `nn.Parameter` objects are while they show nothing; never constructed."""
+    """What `nn.Parameter` objects are while they do not show their value; never constructed."""
 
     @classmethod
     def __torch_function__(
@@ -33,7 +34,8 @@ class HiddenParameter(nn.Parameter):
 
 
 def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
-    """Let `leaves` show `nothing` and refuse operations on them; those of users' own classes stay what they are."""
+    """Let `leaves` show `nothing`, unless they do, and refuse operations on them; those of users' own classes stay what
+    they are."""
     for leaf in leaves:
         kind = type(leaf)
         if kind is not HiddenParameter:
@@ -42,8 +44,15 @@ def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
                 leaf.__class__ = HiddenParameter
 
 
+def refuse_uses(leaves: Iterable[nn.Parameter]) -> None:
+    """Refuse operations on `leaves`, whatever they show, except on those of users' own classes."""
+    for leaf in leaves:
+        if type(leaf) is nn.Parameter:
+            leaf.__class__ = HiddenParameter
+
+
 def unhide(leaves: Iterable[nn.Parameter]) -> None:
-    """End of `hide`; the leaves show nothing still."""
+    """End of `hide` or `refuse_uses`; the leaves show what they showed."""
     for leaf in leaves:
         if type(leaf) is HiddenParameter:
             leaf.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -75,8 +84,8 @@ def _refusal(operation: str, arguments: Iterable[Any]) -> str:
         if id(leaf) in used
     ]
     return (
-        f"{operation}() reads parameter {', '.join(named) or '(unnamed)'} outside the forward of its unit, between a "
-        "forward and its backward, where it is sharded and shows nothing. Compute terms over parameters (an L2 "
-        "penalty, say) inside the forward of the module that holds them; to look at values, use summon_full_params() "
-        "after the backward, or .detach() before the forward, which sees this rank's shard"
+        f"{operation}() reads parameter {', '.join(named) or '(unnamed)'} outside the forward of its unit, in a "
+        "forward of the model or between it and its backward, where it is sharded. Use it in the forward of the module "
+        "that holds it (a term over parameters, an L2 penalty say, too), call unshard() of that unit's wrapper before, "
+        "or let the unit be the module that uses it; to look at values, use summon_full_params() between steps"
     )

@@ -109,6 +109,11 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
         return _torch.will_accumulate(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
+def shape_awaited(leaf: torch.Tensor) -> torch.Size:
+    """The shape of `leaf` when the graphs that are alive first read it; its own where there are none."""
+    return _torch.shape_awaited(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
 class Arrivals:
     """Told once per backward when the gradients of all its tensors that this backward computes are there.
 

@@ -299,6 +299,9 @@ class Root:
         except BaseException:
             self.abandon()
             raise
+        for each in self.units:
+            for shown in each.shown:
+                shown.guard()
         if torch.is_grad_enabled():
             self.agreement.compare_values(self)
             if self.record.consumed:
@@ -588,6 +591,7 @@ class Root:
             return
         self.backward = None
         self._failed = True
+        self._name_used_at_rest()
         self._stop_sharing()
         backward.stepping.say_what_stays(self.units)
         self.agreement.say_abandoned(None)
@@ -599,6 +603,18 @@ class Root:
                 f"dropped with it ({len(lost)} units, "
                 f"first {lost[0]}). Run the window again from its first microbatch"
             )
+
+    def _name_used_at_rest(self) -> None:
+        """A backward failed: say which parameters it cannot bring gradients to, where autograd does not."""
+        for unit in self.record.entered:
+            used = [name for shown in unit.shown for name in shown.used_at_rest() if unit.phase is not Phase.SUMMONED]
+            if used:
+                warn(
+                    f"a backward failed that brings gradients to {', '.join(map(repr, used))} of unit {unit.label}: "
+                    "before the forward, where parameters show this rank's shard, something was computed with them "
+                    "that autograd has recorded and that is still there. Compute terms over parameters (an L2 penalty, "
+                    "say) inside the forward of the module that holds them, or under torch.no_grad()"
+                )
 
     def _stop_sharing(self) -> None:
         """A backward failed: units where gradients were taking the parameters' places do without from now on."""

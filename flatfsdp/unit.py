@@ -148,8 +148,8 @@ class Unit(UnitData):
         self.enter_phase(Phase.FORWARD)
         if outermost:
             self._forget_autocast(root)
-        self._follow_requires_grad()
         root.gather_for_forward(self)
+        self._follow_requires_grad()
         self.note("forward")
         if outermost:
             args, kwargs = move((args, kwargs), root.device.device)

@@ -433,6 +433,7 @@ class UnitData:
             check_homes(changed, self.aliases, self.root.names_of_leaves(), self.label)
         for kind, (handle, shown) in enumerate(zip(self.handles, self.shown, strict=True)):
             if shown.exposure is Exposure.SHARD:
+                shown.unhide()
                 before = handle.precision
                 if handle.state is ShardState.UNSHARDED and handle.flat_param.dtype != handle.shard.dtype:
                     self.root.free(handle)  # before its shard becomes another one

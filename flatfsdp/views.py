@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import nn
 
-from . import _torch
+from . import _torch, hooks
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle, dense
-from .hidden import hide, may_hide, unhide
+from .hidden import hide, may_hide, refuse_uses, unhide
 from .lifecycle import ShardState
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class Shown:
 
     def show(self, exposure: Exposure) -> None:
         """Let every leaf show `exposure`."""
+        if self._some_hidden and self.exposure is Exposure.SHARD:
+            self.unhide()  # end of `guard`
         if exposure is self.exposure:
             return
         handle = self.handle
@@ -114,11 +116,27 @@ class Shown:
         hide([leaves[i] for i in indices], self.handle.nothing)
         self._some_hidden = True
 
+    def guard(self) -> None:
+        """Let the leaves refuse to be used for as long as they show a shard that is not the whole."""
+        if self.exposure is Exposure.SHARD and not self.handle.whole:
+            refuse_uses(self.handle.leaves)
+            self._some_hidden = True
+
     def unhide(self) -> None:
         """The leaves are about to show something: nobody but the engine asks them until then."""
         if self._some_hidden:
             self._some_hidden = False
             unhide(self.handle.leaves)
+
+    def used_at_rest(self) -> list[str]:
+        """The names of parameters that a graph read while they showed the shard: autograd refuses gradients of the
+        whole.
+
+        Postcondition: the leaves show their shape.
+        """
+        self.show(Exposure.SHAPE)  # which a graph made just now to ask would await
+        leaves = zip(self.handle.layout.params, self.handle.leaves, strict=True)
+        return [spec.name for spec, leaf in leaves if leaf.requires_grad and hooks.shape_awaited(leaf) != leaf.shape]
 
     def install_extended(self) -> None:
         """Let modules see what extensions make of the leaves, anew: each pass has a graph of its own.

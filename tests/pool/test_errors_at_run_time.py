@@ -563,10 +563,11 @@ def test_a_parameter_used_between_forward_and_backward(world: None) -> None:
     weight = model.module[0].module.weight
     output = model(torch.ones(1, 4)).sum()
     expected = """\
-pow() reads parameter 'weight' of unit '0' outside the forward of its unit, between a forward and
-its backward, where it is sharded and shows nothing. Compute terms over parameters (an L2 penalty,
-say) inside the forward of the module that holds them; to look at values, use summon_full_params()
-after the backward, or .detach() before the forward, which sees this rank's shard"""
+pow() reads parameter 'weight' of unit '0' outside the forward of its unit, in a forward of the
+model or between it and its backward, where it is sharded. Use it in the forward of the module that
+holds it (a term over parameters, an L2 penalty say, too), call unshard() of that unit's wrapper
+before, or let the unit be the module that uses it; to look at values, use summon_full_params()
+between steps"""
     assert_expected_inline(said(lambda: weight.pow(2)), expected)
     for use in (lambda: 2 * weight, lambda: torch.stack([weight]), lambda: torch._foreach_norm([weight])):
         assert "reads parameter 'weight' of unit '0'" in said(use)
@@ -576,6 +577,79 @@ after the backward, or .detach() before the forward, which sees this rank's shar
     output.backward()
     assert type(weight) is nn.Parameter
     (2 * weight).sum()
+
+
+class Reader(nn.Module):
+    """Uses the weight of `head`, a part of its own, before or after it calls it, instead, or never."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.body, self.head, self.when = linear(), linear(bias=False), when
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        if self.when == "before":
+            x = x * self.weight.square().sum()
+        if self.when in ("before", "after"):
+            x = self.head(x)
+        return x @ self.weight if self.when in ("after", "instead") else x
+
+    @property
+    def weight(self) -> Tensor:
+        return self.head.weight  # type: ignore[return-value]  # through the wrapper
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("when", ["before", "after", "instead"])
+def test_a_parameter_of_another_unit_used_in_a_forward(world: None, when: str, training: bool, orig: bool) -> None:
+    model = FullyShardedDataParallel(Reader(when), auto_wrap_policy={nn.Linear}, use_orig_params=orig)
+    weight, numel = model.module.weight, model.module.weight.numel()
+    with torch.set_grad_enabled(training):
+        words = said(lambda: model(torch.ones(1, 4)))
+    assert f"{'square' if when == 'before' else 'matmul'}() reads parameter 'weight' of unit 'head'" in words
+    assert type(weight) is nn.Parameter and weight.numel() == numel  # the shard again
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_parameter_of_a_unit_that_did_not_run(world: None, orig: bool, strategy: str) -> None:
+    """Between forward and backward, and not before or after; what does not read values is answered."""
+    model = FullyShardedDataParallel(
+        Reader("never"), auto_wrap_policy={nn.Linear}, sharding_strategy=strategy, use_orig_params=orig
+    )
+    weight = model.module.weight
+    for _ in range(2):
+        weight.detach().square().sum()
+        for _ in range(2):  # the second while the first awaits its backward
+            output = model(torch.ones(1, 4))
+        for use in (weight.square, lambda: torch.ones(1, 4) @ weight, weight.detach):
+            assert "reads parameter 'weight' of unit 'head'" in said(use)
+        assert weight.requires_grad and weight.device.type == "cpu" and weight.numel() == 8
+        output.sum().backward()
+        assert type(weight) is nn.Parameter
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    assert type(weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_parameter_used_before_the_forward(world: None, orig: bool) -> None:
+    """Autograd says that a gradient has a wrong shape; of which parameter, we say."""
+    model = FullyShardedDataParallel(
+        nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear}, use_orig_params=orig
+    )
+    loss = model.module[0].weight.square().sum() + model(torch.ones(1, 4)).sum()
+    with pytest.warns(FlatFSDPWarning) as caught, pytest.raises(RuntimeError, match="invalid gradient"):
+        loss.backward()
+    assert_expected_inline(
+        in_lines(caught[0].message),
+        """\
+a backward failed that brings gradients to 'weight' of unit '0': before the forward, where
+parameters show this rank's shard, something was computed with them that autograd has recorded and
+that is still there. Compute terms over parameters (an L2 penalty, say) inside the forward of the
+module that holds them, or under torch.no_grad()""",
+    )
 
 
 def test_a_gradient_of_a_shard(world: None) -> None:
