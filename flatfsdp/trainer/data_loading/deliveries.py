@@ -1,0 +1,172 @@
+"""How a step's microbatches come to their ranks: each rank reads its own, or rank 0 reads all and sends.
+
+What one rank could not read, all ranks hear of before any of them goes on to where it would wait for the others: for
+that they exchange one or two numbers in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatfsdp.errors import AgreementError, ranks_in_words
+
+from .packing import pack, unpack
+from .ranks import Ranks
+from .reading import DataError, Failure, Part
+
+# The parts that a range of ranks has of step after step, read by this process.
+OpenParts = Callable[[range], Iterator[Part]]
+
+# In place of a number of samples or bytes:
+END = -1
+FAILED = -2
+
+
+class Delivery(Protocol):
+    """Where a rank gets its part of step after step."""
+
+    def next(self) -> Part | None:
+        """This rank's part of the next step; None on all ranks at the end. Collective.
+
+        Raises:
+            DataError: on all ranks: some rank could not read.
+            AgreementError: on all ranks: they read different data; or on this rank: it does not reach the others.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what reads ahead; at the same step on all ranks."""
+        ...
+
+
+class Sharded:
+    """Each rank reads what is its own."""
+
+    def __init__(self, open_parts: OpenParts, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._parts = open_parts(range(ranks.rank, ranks.rank + 1))
+
+    def next(self) -> Part | None:
+        part, failure = _attempt(self._parts)
+        own = FAILED if failure is not None else END if part is None else part.after.position
+        found = [row[0] for row in self._ranks.rows(own)]
+        if FAILED in found:
+            _tell(self._ranks, failure)
+        if len(set(found)) > 1:
+            raise AgreementError(_difference(found))
+        return part
+
+    def close(self) -> None:
+        self._parts = iter(())
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A step that was read ahead of the one that is computed.
+
+    Attributes:
+        size: bytes of each rank's message, END or FAILED.
+        part: what rank 0 keeps of it; None on the others.
+        failure: on rank 0, why it was not read.
+        message: what arrives on the others.
+        work: its arrival, to be waited for.
+        buffers: what it reads and writes, which has to stay until then.
+    """
+
+    size: int
+    part: Part | None = None
+    failure: Failure | None = None
+    message: Tensor | None = None
+    work: Any = None
+    buffers: list[Tensor] = field(default_factory=list)
+
+
+class Dispatch:
+    """Rank 0 reads for all ranks, one step ahead; its messages travel while the step before is computed."""
+
+    def __init__(self, open_parts: OpenParts, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._parts = open_parts(range(ranks.world)) if ranks.rank == 0 else iter(())
+        self._coming: _Coming | None = None
+
+    def next(self) -> Part | None:
+        coming = self._coming = self._coming or self._send_ahead(None)
+        if coming.size == END:
+            return None
+        if coming.size == FAILED:
+            _tell(self._ranks, coming.failure)
+        self._ranks.reach(coming.work.wait)
+        arrived, problem = (coming.part, None) if coming.message is None else _attempt(map(unpack, [coming.message]))
+        self._coming = self._send_ahead(problem)
+        return arrived
+
+    def close(self) -> None:
+        if self._coming is not None and self._coming.work is not None:
+            self._ranks.reach(self._coming.work.wait)
+        self._coming, self._parts = None, iter(())
+
+    def _send_ahead(self, problem: Failure | None) -> _Coming:
+        """Read and send the next step, once no rank has a `problem` with the one before. Collective."""
+        part, failure, messages = self._read_ahead() if self._ranks.rank == 0 else (None, None, [])
+        size = FAILED if failure is not None else max((message.numel() for message in messages), default=END)
+        rows = self._ranks.rows(FAILED if problem is not None else 0, size)
+        if any(outcome == FAILED for outcome, _ in rows):
+            _tell(self._ranks, problem)
+        size = rows[0][1]
+        if size < 0:
+            return _Coming(size, failure=failure)
+        own = torch.empty(size, dtype=torch.uint8)
+        sent = [torch.nn.functional.pad(message, (0, size - message.numel())) for message in messages]
+        group = self._ranks.group
+        work = self._ranks.reach(
+            lambda: dist.scatter(own, sent or None, src=dist.get_global_rank(group, 0), group=group, async_op=True)
+        )
+        return _Coming(size, part=part, message=own if part is None else None, work=work, buffers=[own, *sent])
+
+    def _read_ahead(self) -> tuple[Part | None, Failure | None, list[Tensor]]:
+        """This rank's part of the next step, and for each rank a message with its own: none at the end."""
+        whole, failure = _attempt(self._parts)
+        if whole is None:
+            return None, failure, []
+        parts = [Part((share,), whole.after) for share in whole.shares]
+        try:
+            return parts[0], None, [torch.empty(1, dtype=torch.uint8), *map(pack, parts[1:])]
+        except Exception as error:  # whatever pickle has to say of the user's values
+            return None, Failure.of(error, at="sending what collate made"), []
+
+
+def _attempt(parts: Iterator[Part]) -> tuple[Part | None, Failure | None]:
+    """The next of `parts`, None where there is none, or why it cannot be had."""
+    try:
+        return next(parts, None), None
+    except DataError as error:
+        return None, Failure(str(error), str(error.__cause__))
+    except Exception as error:  # a process that read has died, say
+        return None, Failure.of(error)
+
+
+def _tell(ranks: Ranks, failure: Failure | None) -> NoReturn:
+    """Raise on all ranks what failed on some. Collective."""
+    words = ranks.values(None if failure is None else failure.words)
+    ranks.tell(words, None if failure is None else DataError(f"as it was raised\n{failure.trace}"))
+    raise AssertionError("no rank has failed")
+
+
+def _difference(found: list[int]) -> str:
+    told: dict[int, list[int]] = {}
+    for rank, position in enumerate(found):
+        told.setdefault(position, []).append(rank)
+    each = "; ".join(
+        f"{ranks_in_words(ranks)}: {'no sample more' if position == END else f'{position} samples so far'}"
+        for position, ranks in told.items()
+    )
+    return (
+        f"ranks read different data ({each}). In sharded mode the dataset has to give every rank the same samples, of "
+        'which each rank takes its own; give it the whole stream, or read it on rank 0 with mode="dispatch"'
+    )

@@ -1,0 +1,374 @@
+"""The loader: step after step of a dataset, from any position, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, default_collate
+
+from flatfsdp.errors import AgreementError, CheckpointError, ConfigTypeError, ConfigValueError, ranks_in_words, shown
+
+from .deliveries import Delivery, Dispatch, Sharded
+from .maps import MapParts
+from .order import Order, Place, Steps
+from .ranks import Ranks
+from .reading import Collate, Microbatch, Part
+from .streams import StreamSource, stream_parts
+
+MODES = ("sharded", "dispatch")
+
+
+@dataclass(frozen=True)
+class Step:
+    """This rank's part of a step.
+
+    Attributes:
+        microbatches: as many on all ranks, at least one.
+    """
+
+    microbatches: tuple[Microbatch, ...]
+
+
+class Loader:
+    """What a rank trains on, step after step. Collective: every rank makes one.
+
+    Which samples make a step depends on the position and the global batch alone. [Note: position]
+
+    Args:
+        dataset: with `__len__` and `__getitem__`: samples are asked for by number, in any order. Or iterable: read in
+            its own order, which has to be the same each time and on every rank; every epoch goes through it once more,
+            and is announced by `set_epoch(epoch)` where it has that. One with `state_dict()` and
+            `load_state_dict(state)` resumes by them, others by reading once more what was consumed. In dispatch mode
+            the dataset of rank 0 counts; the others may give None.
+        batch: the most samples of a microbatch.
+        accumulate: microbatches of each rank in a step.
+        global_batch: samples of a step, over all ranks; then there are as many microbatches as that takes.
+        collate: makes inputs of a list of samples; default: torch's `default_collate`.
+        shuffle: whether each epoch is a permutation of its own. An iterable dataset has to see to that itself.
+        seed: of the permutations, and of what samples draw at random. [Note: randomness]
+        epochs: how often the dataset is gone through; None: for ever.
+        drop_last: leave out the last step where it is smaller than the others.
+        limit: the most samples of all steps together; None: no such limit.
+        mode: "sharded": each rank reads what is its own. "dispatch": rank 0 reads, a step ahead, and sends.
+        workers: processes that read ahead, on each rank that reads; one at most reads an iterable dataset.
+        process_group: the ranks that load together; default: all, or this process alone where there are no others.
+
+    Raises:
+        ConfigValueError, ConfigTypeError: an argument is not accepted; the other ranks get a DataError that says so.
+        AgreementError: on all ranks: arguments, or lengths of the dataset, differ between them.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch: int,
+        accumulate: int = 1,
+        global_batch: int | None = None,
+        collate: Collate | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        epochs: int | None = None,
+        drop_last: bool = False,
+        limit: int | None = None,
+        mode: str = "sharded",
+        workers: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._ranks = Ranks(process_group)
+        self._dataset = dataset
+        self._collate: Collate = collate or default_collate
+        self._plan = _agreed(
+            self._ranks,
+            lambda: _Plan(
+                extent=_Extent.of(dataset) if mode != "dispatch" or self._ranks.rank == 0 else None,
+                batch=batch,
+                accumulate=accumulate,
+                global_batch=global_batch,
+                shuffle=shuffle,
+                seed=seed,
+                epochs=epochs,
+                drop_last=drop_last,
+                limit=limit,
+                mode=mode,
+                workers=workers,
+            ),
+        )
+        assert self._plan.extent is not None
+        self._extent = self._plan.extent
+        self._shuffle, self._seed = shuffle, seed
+        self.global_batch = global_batch or self._ranks.world * batch * accumulate
+        self._place = Place()
+        self._delivery: Delivery | None = None
+        self._is_over = False
+        self._warn_of_what_has_no_effect()
+
+    @property
+    def position(self) -> int:
+        """Samples consumed by all ranks together. [Note: position]"""
+        return self._place.position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the position is in, from 0; of an iterable dataset the one of the last sample consumed."""
+        return self._place.epoch
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """How many steps it takes to consume a whole epoch; None for an iterable dataset that does not know its length.
+
+        Steps cross the borders of epochs: several epochs may take fewer steps than this many times their number.
+        """
+        length = self._extent.length
+        return None if length is None else -(-length // self.global_batch)
+
+    @property
+    def steps_left(self) -> int | None:
+        """How many steps there are from here to the end of all epochs; None where that is not known, or never comes."""
+        total = self._plan.total(self._extent.length)
+        return self._steps(total).left(self.position)
+
+    def next_step(self) -> Step | None:
+        """This rank's part of the next step; None on all ranks once there is none. Collective.
+
+        Raises:
+            DataError: on all ranks: a sample could not be read, put together, or sent. The position stays where it was.
+            AgreementError: on all ranks: an iterable dataset gives them different samples; or another rank has ended.
+        """
+        if self._is_over:
+            return None
+        if self._delivery is None:
+            self._delivery = (Dispatch if self._dispatches else Sharded)(self._open, self._ranks)
+        try:
+            part = self._delivery.next()
+        except Exception:
+            with suppress(AgreementError):  # the error that is there says more
+                self.close()
+            raise
+        if part is None:
+            self.close()
+            self._is_over = True
+            return None
+        self._place = part.after
+        return Step(part.shares[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what the order that it stands in follows from; the same on all ranks."""
+        return {
+            **asdict(self._place),
+            "global_batch": self.global_batch,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "length": None if self._extent.is_stream else self._extent.length,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state`, from `state_dict` of any number of ranks, was taken; on all ranks alike.
+
+        The global batch and the order are those of `state`. A global batch that the loader was made with goes before,
+        with a warning; so does the end: epochs, limit, drop_last.
+
+        Raises:
+            CheckpointError: it was taken of another dataset, or is no state of a loader.
+        """
+        missing = sorted(self.state_dict().keys() - state.keys())
+        if missing:
+            raise CheckpointError(f"data position: the state of the loader lacks {', '.join(map(repr, missing))}")
+        length = None if self._extent.is_stream else self._extent.length
+        if state["length"] != length:
+            raise CheckpointError(
+                f"data position: it was saved over {_in_words(state['length'])}, and this loader is over "
+                f"{_in_words(length)}; a position means nothing in other data: give the dataset of the run that is "
+                "resumed, or resume without its data position"
+            )
+        for name, given in (("shuffle", self._shuffle), ("seed", self._seed)):
+            if state[name] != given:
+                self._ranks.warn(
+                    f"data position: {name}={state[name]!r} of the run that is resumed is kept; with {name}={given!r} "
+                    "some samples would be seen twice, and others not at all"
+                )
+        self.close()
+        self._shuffle, self._seed = state["shuffle"], state["seed"]
+        if self._plan.global_batch is None:
+            self.global_batch = state["global_batch"]
+        elif self._plan.global_batch != state["global_batch"]:
+            self._ranks.warn(
+                f"data position: the run that is resumed took {state['global_batch']} samples a step; from here on it "
+                f"is global_batch={self._plan.global_batch}, as asked for"
+            )
+        self._place = Place(**{name: state[name] for name in asdict(Place())})
+        self._is_over = False
+
+    def close(self) -> None:
+        """End the processes that read ahead, and forget what they read; `next_step` starts them again at the position.
+
+        To be called at the same step on all ranks.
+        """
+        delivery, self._delivery = self._delivery, None
+        if delivery is not None:
+            delivery.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _dispatches(self) -> bool:
+        return self._plan.mode == "dispatch" and self._ranks.world > 1
+
+    def _steps(self, total: int | None) -> Steps:
+        return Steps(
+            global_batch=self.global_batch,
+            batch=self._plan.batch,
+            ranks=self._ranks.world,
+            total=total,
+            drop_last=self._plan.drop_last,
+        )
+
+    def _open(self, ranks: range) -> Iterator[Part]:
+        """The parts of `ranks` in step after step from the position on."""
+        if self._extent.is_stream:
+            source = StreamSource(
+                self._dataset,
+                steps=self._steps(self._plan.limit),
+                ranks=ranks,
+                epochs=self._plan.epochs,
+                collate=self._collate,
+                seed=self._seed,
+                place=self._place,
+            )
+            return stream_parts(source, workers=self._plan.workers)
+        assert self._extent.length is not None
+        return MapParts(
+            self._dataset,
+            order=Order(self._extent.length, shuffle=self._shuffle, seed=self._seed),
+            steps=self._steps(self._plan.total(self._extent.length)),
+            ranks=ranks,
+            collate=self._collate,
+            seed=self._seed,
+            workers=self._plan.workers,
+            position=self.position,
+        )
+
+    def _warn_of_what_has_no_effect(self) -> None:
+        if self._extent.is_stream and self._plan.shuffle and not hasattr(self._dataset, "set_epoch"):
+            self._ranks.warn(
+                "Loader: shuffle=True has no effect on an iterable dataset, whose order is its own. Give it a method "
+                "set_epoch(epoch) that makes it begin each epoch in another order, or say shuffle=False"
+            )
+        if self._extent.is_stream and self._plan.workers > 1:
+            self._ranks.warn(
+                f"Loader: workers={self._plan.workers} are one worker for an iterable dataset: its order is read by one"
+            )
+        if self.global_batch < self._ranks.world:
+            self._ranks.warn(
+                f"Loader: a step of global_batch={self.global_batch} samples leaves "
+                f"{self._ranks.world - self.global_batch} of {self._ranks.world} ranks without one; they compute "
+                "one of others, which counts for nothing"
+            )
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """What kind of dataset it is, and how many samples it says it has."""
+
+    is_stream: bool
+    length: int | None
+
+    @classmethod
+    def of(cls, dataset: Any) -> _Extent:
+        kind = type(dataset)
+        by_number = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+        if isinstance(dataset, IterableDataset) or not by_number:
+            if not hasattr(kind, "__iter__"):
+                raise ConfigTypeError(
+                    f"dataset: got {shown(dataset)}. Accepted: what has __len__ and __getitem__, or is iterable."
+                )
+            try:
+                return cls(True, len(dataset))
+            except TypeError:  # some have the method and raise this from it
+                return cls(True, None)
+        if not len(dataset):
+            raise ConfigValueError("dataset: it has no samples")
+        return cls(False, len(dataset))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The arguments that ranks must have in common; `extent` is None where the dataset of this rank does not count."""
+
+    extent: _Extent | None
+    batch: int
+    accumulate: int
+    global_batch: int | None
+    shuffle: bool
+    seed: int
+    epochs: int | None
+    drop_last: bool
+    limit: int | None
+    mode: str
+    workers: int
+
+    def __post_init__(self) -> None:
+        for name, least, optional in (
+            ("batch", 1, False),
+            ("accumulate", 1, False),
+            ("global_batch", 1, True),
+            ("epochs", 1, True),
+            ("limit", 1, True),
+            ("workers", 0, False),
+        ):
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            accepted = f"a whole number from {least} up{' or None' if optional else ''}"
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigTypeError(f"{name}: got {shown(value)}. Accepted: {accepted}.")
+            if value < least:
+                raise ConfigValueError(f"{name}: got {value}. Accepted: {accepted}.")
+        if self.mode not in MODES:
+            raise ConfigValueError(f"mode: got {self.mode!r}. Accepted: {', '.join(map(repr, MODES))}.")
+
+    def total(self, length: int | None) -> int | None:
+        """Samples of all steps together, of a dataset of `length` samples."""
+        ends = [] if length is None or self.epochs is None else [length * self.epochs]
+        return min([*ends, *([] if self.limit is None else [self.limit])], default=None)
+
+
+def _agreed(ranks: Ranks, make: Any) -> _Plan:
+    """The plan that every rank made, with the extent of those that read. Collective.
+
+    Raises:
+        AgreementError: on all ranks: they differ.
+    """
+    plans: list[_Plan] = ranks.together(make)
+    for name in vars(plans[0]):
+        found: dict[Any, list[int]] = {}
+        for rank, plan in enumerate(plans):
+            if name != "extent" or plan.extent is not None:
+                found.setdefault(getattr(plan, name), []).append(rank)
+        if len(found) > 1:
+            what = "the length of the dataset" if name == "extent" else name
+            each = ", ".join(
+                f"{_in_words(_length(value)) if name == 'extent' else repr(value)} on {ranks_in_words(own)}"
+                for value, own in found.items()
+            )
+            raise AgreementError(f"Loader: ranks differ in {what}: {each}; give every rank the same")
+    return plans[0]
+
+
+def _length(extent: _Extent) -> int | None:
+    return None if extent.is_stream else extent.length
+
+
+def _in_words(length: int | None) -> str:
+    return "an iterable dataset" if length is None else f"{length} samples"

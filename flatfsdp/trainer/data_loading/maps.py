@@ -1,0 +1,112 @@
+"""Reading a dataset that has a length: any sample can be asked for, in any order."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch.utils.data import DataLoader
+
+from .order import Order, Steps
+from .reading import Cell, Collate, DataError, Failure, Microbatch, Part, Reader
+
+
+class MapParts:
+    """The parts of step after step that some `ranks` have, from `position` on.
+
+    With `workers` processes that many read ahead, two microbatches each; else each is read when it is asked for.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        order: Order,
+        steps: Steps,
+        ranks: range,
+        collate: Collate,
+        seed: int,
+        workers: int,
+        position: int,
+    ) -> None:
+        self._order = order
+        self._steps = steps
+        self._ranks = ranks
+        self._position = position
+        cells = planned(order, steps, ranks=ranks, position=position)
+        reader = Reader(dataset, collate=collate, seed=seed)
+        self._microbatches: Iterator[Microbatch | Failure] = (
+            in_processes(reader, workers, sampler=cells) if workers else map(reader.__getitem__, cells)
+        )
+
+    def __iter__(self) -> Iterator[Part]:
+        return self
+
+    def __next__(self) -> Part:
+        """The parts of the next step.
+
+        Raises:
+            DataError: one of its microbatches could not be made.
+        """
+        step = self._steps.at(self._position)
+        if not step:
+            raise StopIteration
+        each = self._steps.microbatches(len(step))
+        shares = tuple(tuple(self._next_microbatch() for _ in range(each)) for _ in self._ranks)
+        self._position = step.stop
+        return Part(shares, after=self._order.place(step.stop))
+
+    def _next_microbatch(self) -> Microbatch:
+        found = next(self._microbatches)
+        return found if isinstance(found, Microbatch) else raise_failure(found)
+
+
+def planned(order: Order, steps: Steps, *, ranks: range, position: int) -> Iterator[Cell]:
+    """The cells of `ranks` in step after step from `position` on. [Note: position]"""
+    while step := steps.at(position):
+        for share in steps.shares(step, ranks):
+            for positions in share:
+                if positions:
+                    yield Cell(order.ids(positions), positions)
+                else:
+                    yield Cell(order.ids(step[:1]), step[:1], stand_in=True)
+        position = step.stop
+
+
+def in_processes(source: Any, workers: int, *, sampler: Iterator[Cell] | None = None) -> Iterator[Any]:
+    """What `source` gives, read by `workers` processes, which end when the iterator is given up.
+
+    `source` is an iterable, which one worker goes through, or one that is asked for what `sampler` yields, in order.
+    """
+    loader = DataLoader(
+        source,
+        batch_size=None,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=_outlive_the_first_signal,
+        generator=torch.Generator(),  # else it draws from the global one, once per iterator
+    )
+    return iter(loader)
+
+
+def raise_failure(failure: Failure) -> NoReturn:
+    """Raise what happened, perhaps in another process."""
+    raise DataError(failure.words) from DataError(failure.trace)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _outlive_the_first_signal(worker: int) -> None:
+    """A signal to all processes of a job ends its ranks in good order, which may still need what is being read."""
+
+    def obey_the_next(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, obey_the_next)

@@ -1,0 +1,144 @@
+"""A microbatch made of samples, or the words for why it could not be made.
+
+[Note: randomness] What a sample draws of the global generators (of torch, `random`, and numpy where it is imported)
+follows from the seed and the sample's position alone: not from the rank that reads it, nor from the process it is read
+in, nor from what was read before. The generators of the process that reads are as before afterwards: dropout does not
+notice how data are read.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flatfsdp.errors import FlatFSDPError, few
+
+from .order import Place, seed_of
+
+Collate = Callable[[list[Any]], Any]
+
+
+class DataError(FlatFSDPError, RuntimeError):
+    """Samples could not be read, put together or sent; raised on all ranks, in words that name rank and sample."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one forward takes.
+
+    Attributes:
+        inputs: what `collate` made of the samples; tensors in it are on the CPU.
+        ids: the numbers of the samples, in the order that all ranks share: in the dataset, or within the epoch of an
+            iterable one. Empty for a stand-in, whose inputs are to be weighed 0.
+    """
+
+    inputs: Any
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was read of one step.
+
+    Attributes:
+        shares: for each rank that was read for, its microbatches.
+        after: the place behind the step.
+    """
+
+    shares: tuple[tuple[Microbatch, ...], ...]
+    after: Place
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why something was not read: a line for all ranks, and the traceback for the rank where it happened."""
+
+    words: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: Exception, *, at: str = "") -> Failure:
+        """`error`, which happened at what `at` names."""
+        last = traceback.extract_tb(error.__traceback__)[-1:]
+        line = "".join(f" ({frame.filename}:{frame.lineno}, in {frame.name})" for frame in last)
+        words = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}{line}"
+        return cls(words=f"{at}: {words}" if at else words, trace="".join(traceback.format_exception(error)))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one microbatch is to hold.
+
+    Attributes:
+        ids: the numbers of its samples in the dataset.
+        positions: their positions.
+        stand_in: whether it is one: a sample that is read, and not counted.
+    """
+
+    ids: tuple[int, ...]
+    positions: range
+    stand_in: bool = False
+
+
+class Reader:
+    """Makes microbatches of a dataset with a length; it goes to the processes that read.
+
+    What dataset or collate raise is returned: a process that reads for another has to say which sample it was.
+    """
+
+    def __init__(self, dataset: Any, *, collate: Collate, seed: int) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+
+    def __getitem__(self, cell: Cell) -> Microbatch | Failure:
+        with untouched_randomness():
+            samples = []
+            for number, position in zip(cell.ids, cell.positions, strict=True):
+                seed_generators(self._seed, position)
+                try:
+                    samples.append(self._dataset[number])
+                except Exception as error:
+                    return Failure.of(error, at=f"sample {number}")
+            try:
+                inputs = self._collate(samples)
+            except Exception as error:
+                return Failure.of(error, at=collating(cell.ids))
+        return Microbatch(inputs, () if cell.stand_in else cell.ids)
+
+
+def collating(ids: Sequence[int]) -> str:
+    """What is done with the samples `ids` when it fails, in words."""
+    return f"collate of sample{'s' if len(ids) > 1 else ''} {few([str(number) for number in ids])}"
+
+
+@contextmanager
+def untouched_randomness() -> Iterator[None]:
+    """The global generators of this process are as before in the end. [Note: randomness]"""
+    of_torch, of_python = torch.default_generator.get_state(), random.getstate()
+    numpy = sys.modules.get("numpy.random")
+    of_numpy = numpy.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(of_torch)
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.set_state(of_numpy)
+
+
+def seed_generators(seed: int, position: int) -> None:
+    """Seed the global generators for the sample at `position`. [Note: randomness]"""
+    number = seed_of(seed, position)
+    torch.default_generator.manual_seed(number)  # not `torch.manual_seed`, which reaches into accelerators
+    random.seed(number)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(number % 2**32)

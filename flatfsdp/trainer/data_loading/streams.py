@@ -1,0 +1,139 @@
+"""Reading an iterable dataset: one sample after the other, and the end shows only when it is there.
+
+Whoever reads goes through the whole stream, whichever ranks it reads for: the order of samples is that of the stream,
+and where it ends decides how the last step is divided. [Note: position] A place in it is found again by the dataset's
+own `state_dict()` and `load_state_dict(state)`, else by reading up to it once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, islice
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from .maps import in_processes, raise_failure
+from .order import Place, Steps
+from .reading import (
+    Collate,
+    DataError,
+    Failure,
+    Microbatch,
+    Part,
+    collating,
+    seed_generators,
+    untouched_randomness,
+)
+
+
+def stream_parts(source: StreamSource, *, workers: int) -> Iterator[Part]:
+    """The parts of step after step that `source` gives, read ahead by another process if there are `workers`.
+
+    Raises:
+        DataError: while iterating: a sample could not be read, or samples not be put together.
+    """
+    for part in in_processes(source, 1) if workers else source:
+        yield part if isinstance(part, Part) else raise_failure(part)
+
+
+class StreamSource(IterableDataset[Any]):
+    """The parts of step after step that some `ranks` have of `dataset`, from `place` on; it goes to the process that
+    reads.
+
+    Attributes:
+        epochs: how often the stream is gone through; None: for ever.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        steps: Steps,
+        ranks: range,
+        epochs: int | None,
+        collate: Collate,
+        seed: int,
+        place: Place,
+    ) -> None:
+        self._dataset = dataset
+        self._steps = steps
+        self._ranks = ranks
+        self.epochs = epochs
+        self._collate = collate
+        self._seed = seed
+        self._place = place
+        self._has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+    def __iter__(self) -> Iterator[Part | Failure]:
+        samples, place = self._samples(), self._place
+        while True:
+            try:
+                with untouched_randomness():
+                    taken = list(islice(samples, len(self._steps.at(place.position))))
+                    if not taken or (self._steps.drop_last and len(taken) < self._steps.global_batch):
+                        return
+                    epoch, number, _ = taken[-1]
+                    state = self._dataset.state_dict() if self._has_state else None
+                    place = Place(place.position + len(taken), epoch, number + 1, state)
+                    part = self._part([(number, sample) for _, number, sample in taken], place)
+            except Exception as error:
+                yield Failure.of(error)
+                return
+            yield part
+
+    def _samples(self) -> Iterator[tuple[int, int, Any]]:
+        """The samples from the place on: epoch, number within the epoch, sample."""
+        start, begun = self._place, self._place.position - self._place.offset
+        for epoch in count(start.epoch) if self.epochs is None else range(start.epoch, self.epochs):
+            resuming = epoch == start.epoch
+            passed = start.offset if resuming else 0
+            if hasattr(self._dataset, "set_epoch"):
+                self._dataset.set_epoch(epoch)
+            restored = resuming and start.dataset is not None
+            if restored:
+                self._dataset.load_state_dict(start.dataset)
+            found = passed if restored else 0
+            seed_generators(self._seed, begun)  # an iterator may shuffle as it is made
+            iterator = iter(self._dataset)
+            while True:
+                seed_generators(self._seed, begun + found)
+                try:
+                    sample = next(iterator)
+                except StopIteration:
+                    break
+                except Exception as error:
+                    raise DataError(Failure.of(error, at=f"sample {found} of epoch {epoch}").words) from error
+                found += 1
+                if found > passed:
+                    yield epoch, found - 1, sample
+            if found < passed:
+                raise DataError(
+                    f"the dataset ended after {found} samples of epoch {epoch}, of which {passed} are consumed; go on "
+                    "with the data that the run began with"
+                )
+            if not found:
+                raise DataError(
+                    f"the dataset gave no sample in epoch {epoch}; what can be gone through only once, such as a "
+                    "generator, does for epochs=1"
+                )
+            begun += found
+
+    def _part(self, samples: list[tuple[int, Any]], after: Place) -> Part:
+        step = range(after.position - len(samples), after.position)
+        shares = []
+        for cells in self._steps.shares(step, self._ranks):
+            share = []
+            for positions in cells:
+                own = samples[positions.start - step.start : positions.stop - step.start]
+                ids = tuple(number for number, _ in own)
+                share.append(Microbatch(self._collated(own or samples[:1]), ids))
+            shares.append(tuple(share))
+        return Part(tuple(shares), after)
+
+    def _collated(self, samples: list[tuple[int, Any]]) -> Any:
+        try:
+            return self._collate([sample for _, sample in samples])
+        except Exception as error:
+            at = collating([number for number, _ in samples])
+            raise DataError(Failure.of(error, at=at).words) from error
