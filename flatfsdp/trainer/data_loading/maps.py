@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -80,6 +81,8 @@ def in_processes(source: Any, workers: int, *, sampler: Iterator[Cell] | None = 
     """What `source` gives, read by `workers` processes, which end when the iterator is given up.
 
     `source` is an iterable, which one worker goes through, or one that is asked for what `sampler` yields, in order.
+    On Linux they are forks: in a rank that was spawned itself they would else be spawned, too, which takes seconds, and
+    a dataset that can be pickled.
     """
     loader = DataLoader(
         source,
@@ -88,6 +91,7 @@ def in_processes(source: Any, workers: int, *, sampler: Iterator[Cell] | None = 
         num_workers=workers,
         collate_fn=_as_it_is,
         worker_init_fn=_outlive_the_first_signal,
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         generator=torch.Generator(),  # else it draws from the global one, once per iterator
     )
     return iter(loader)
