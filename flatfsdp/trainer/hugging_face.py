@@ -1,13 +1,136 @@
-"""Models of transformers, without importing it: what they are asked, what is written beside their weights."""
+"""Models of transformers: built without weights, initialised from the meta device, written so that it finds them.
+
+It is imported only by `build_pretrained`; what the others meet, they know by its methods. Weights themselves are read
+and written by `flatfsdp.checkpoint.load_safetensors` and `export_safetensors`, under the names that they have in the
+model, which are those that `from_pretrained` looks for.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel
+from flatfsdp.errors import UsageError, refuse_type, refuse_value
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+
+
+def build_pretrained(source: str | os.PathLike[str] | Any, *, device: str = "cpu") -> nn.Module:
+    """The model that a folder's `config.json` describes, without its weights, in fp32 and in training mode.
+
+    Shard it, then `flatfsdp.checkpoint.load_safetensors(model, folder)`: no rank holds more than its own at any time if
+    it was built on the meta device.
+
+    Args:
+        source: the folder, or a config of transformers.
+        device: "cpu", where weights are random; or "meta", where they have no memory until the model is sharded.
+
+    Raises:
+        ConfigValueError: there is no `config.json`, another device, or a transformers before version 5 for "meta".
+        ImportError: transformers is not installed.
+    """
+    import transformers
+
+    if device not in ("cpu", "meta"):
+        refuse_value(
+            "build_pretrained: device", device, "'cpu' or 'meta'; sharding moves the model to where it computes"
+        )
+    if device == "meta" and int(transformers.__version__.partition(".")[0]) < 5:
+        # Before, initialisation left buffers to the constructor.
+        refuse_value("build_pretrained: device", device, f"'cpu', with transformers {transformers.__version__}")
+    folder = Path(source) if isinstance(source, (str, os.PathLike)) else None
+    if folder is not None and not is_pretrained_folder(folder):
+        refuse_value("build_pretrained: source", str(folder), f"a folder with {CONFIG}, or a config of transformers")
+    config = source if folder is None else transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    kind = getattr(transformers, next(iter(getattr(config, "architectures", None) or ()), ""), None)
+    with torch.device(device):
+        model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
+    if folder is not None and (folder / GENERATION_CONFIG).is_file() and hasattr(model, "generation_config"):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    trained: nn.Module = model.train()
+    return trained
+
+
+def is_pretrained_folder(path: Path) -> bool:
+    """Whether `path` is a folder that says which model of transformers it holds."""
+    return (path / CONFIG).is_file()
+
+
+def files_of(model: nn.Module, tokenizer: Any = None) -> Callable[[Path], None] | None:
+    """What writes the files that `from_pretrained` reads beside the weights into a folder; None where there are none.
+
+    They are `config.json` and `generation_config.json` of a model of transformers as it is now, and what
+    `tokenizer` (or a processor) saves. What is returned communicates nothing and holds no parameters: one rank calls
+    it, from any thread.
+
+    Args:
+        model: sharded or not. Adapter models of PEFT have no config of their own, so only the tokenizer is written.
+        tokenizer: anything with `save_pretrained(folder)`; None for none.
+
+    Raises:
+        ConfigTypeError: `tokenizer` cannot be saved.
+    """
+    if tokenizer is not None and not _can_be_saved(tokenizer):
+        refuse_type("tokenizer", tokenizer, "a tokenizer or a processor of transformers, or what has save_pretrained()")
+    inside = model.module if isinstance(model, FullyShardedDataParallel) else model
+    saved = [] if tokenizer is None else [tokenizer]
+    config: Any = getattr(inside, "config", None)
+    if _can_be_saved(config) and not hasattr(inside, "peft_config"):
+        config = copy.deepcopy(config)
+        config.architectures = [type(inside).__name__]
+        dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtype).removeprefix("torch."))
+        saved.append(config)
+        generation = getattr(inside, "generation_config", None)
+        if _can_be_saved(generation):
+            saved.append(copy.deepcopy(generation))
+
+    def write(folder: Path) -> None:
+        for each in saved:
+            each.save_pretrained(folder)
+
+    return write if saved else None
+
+
+def initialiser_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
+    """`param_init_fn` for a model with models of transformers in it; None where there are none.
+
+    Raises (what it returns):
+        UsageError: floating-point values of a module are still missing.
+    """
+    owners: dict[nn.Module, Any] = {}
+    for owner in model.modules():
+        if callable(getattr(owner, "_init_weights", None)):
+            owners.update(dict.fromkeys(owner.modules(), owner))  # the innermost has the last word
+    if not owners:
+        return None
+
+    def initialise(module: nn.Module) -> None:
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        floating = [(name, tensor) for name, tensor in own if tensor.is_floating_point()]
+        for _, tensor in floating:
+            tensor.fill_(torch.nan)
+        if module in owners:
+            owners[module]._init_weights(module)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+        missing = [name for name, tensor in floating if tensor.isnan().any()]
+        if missing:
+            raise UsageError(
+                f"{', '.join(missing)} of a {type(module).__name__} on the meta device got no values from "
+                f"{type(owners.get(module, module)).__name__}. Build the model on the CPU, or pass param_init_fn="
+            )
+
+    return initialise
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:
@@ -30,3 +153,7 @@ def plain(model: nn.Module) -> nn.Module:
     inside = model.module if isinstance(model, FullyShardedDataParallel) else model
     base = getattr(inside, "get_base_model", None)
     return base() if callable(base) else inside
+
+
+def _can_be_saved(thing: Any) -> bool:
+    return callable(getattr(thing, "save_pretrained", None))

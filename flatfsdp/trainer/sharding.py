@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import refuse_value, warn
 from flatfsdp.trainer.arguments import STRATEGIES, FSDPArguments
+from flatfsdp.trainer.hugging_face import initialiser_of
 from flatfsdp.trainer.recomputation import recompute_units
 from flatfsdp.trainer.units import policy_for
 
@@ -35,7 +36,8 @@ def shard(
         arguments: what to shard, and how.
         device: where this rank computes.
         process_group: the ranks to shard over; None for all, as the hybrid strategies need.
-        param_init_fn: gives values to a module that was on the meta device; None for its `reset_parameters()`.
+        param_init_fn: gives values to a module that was on the meta device; None for its `reset_parameters()`, or for
+            what its model of transformers does.
 
     Raises:
         ConfigTypeError, ConfigValueError: arguments contradict each other, the model or the number of ranks. The model
@@ -53,7 +55,7 @@ def shard(
         auto_wrap_policy=policy,
         backward_prefetch=None if arguments.backward_prefetch is None else arguments.backward_prefetch.upper(),
         mixed_precision=_precision_of(arguments),
-        param_init_fn=param_init_fn,
+        param_init_fn=param_init_fn or initialiser_of(model),
         device_id=None if device.type == "cpu" else device,
         sync_module_states=arguments.sync_module_states,
         forward_prefetch=arguments.forward_prefetch,
