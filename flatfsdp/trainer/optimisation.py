@@ -88,8 +88,8 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
     parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ConfigValueError("optimizer: no parameter of the model is trainable; each has requires_grad=False")
-    if options.get("weight_decay"):
-        parameters = _groups(model, options["weight_decay"])
+    if "weight_decay" in options:  # of 0, too: a checkpoint goes into as many groups as it came from
+        parameters = _groups(model, arguments.weight_decay)
     try:
         optimizer = factory(parameters, **options)
     except (TypeError, ValueError) as error:  # of the value of an option

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, checkpoint
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError
 from flatfsdp.trainer.arguments import TrainingArguments
 from flatfsdp.trainer.optimisation import (
@@ -168,6 +169,23 @@ def test_an_optimizer_that_cannot_be_made_is_told(
 def test_a_model_without_trainable_parameters_is_told() -> None:
     with fake_world(2), pytest.raises(ConfigValueError, match="no parameter of the model is trainable"):
         make_optimizer(FullyShardedDataParallel(Net().requires_grad_(False)), TrainingArguments())
+
+
+def _groups_after(rank: int, world: int, folder: str, weight_decay: float) -> list[tuple[float, int]]:
+    """Weight decay and number of parameters by group, after a load of what was saved with another weight decay."""
+    model = wrapped()
+    checkpoint.save(folder, model=model, optimizer=make_optimizer(model, TrainingArguments(weight_decay=0.3)))
+    arguments = TrainingArguments(weight_decay=weight_decay)
+    optimizer = make_optimizer(model, arguments)
+    with options_kept(optimizer, arguments):
+        checkpoint.load(folder, model=model, optimizer=optimizer)
+    return [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
+
+
+def test_a_checkpoint_goes_into_a_run_of_another_weight_decay(pool2: Run, tmp_path: Path) -> None:
+    for weight_decay in (0.0, 0.1):
+        groups = pool2(_groups_after, str(tmp_path / str(weight_decay)), weight_decay)
+        assert groups == [[(weight_decay, 2), (0.0, 3)]] * 2
 
 
 def test_what_this_run_was_given_counts_after_a_load() -> None:
