@@ -57,10 +57,12 @@ class FSDPArguments(Settings):
         FlagOrCount(),
     )
     replicas: int | None = setting(None, "copies of the model in the hybrid strategies; none for one per node", COUNT)
-    units: Any = setting("auto", "which submodules become units: auto, none, a dotted path, a class name", Units())
-    param_dtype: torch.dtype | str | None = setting(None, "dtype to compute in; none for the parameters' own", DType())
+    units: Any = setting("auto", "which submodules become units: auto, none, a path, a class; or several a,b", Units())
+    param_dtype: torch.dtype | str | None = setting(
+        None, "dtype to compute in, such as bf16; none for the parameters' own", DType()
+    )
     reduce_dtype: torch.dtype | str | None = setting(
-        None, "dtype in which gradients are summed over ranks; none for the dtype to compute in", DType()
+        None, "dtype in which gradients are summed over ranks; none for the one to compute in", DType()
     )
     buffer_dtype: torch.dtype | str | None = setting(
         None, "dtype of buffers in computation; none for their own", DType()
@@ -70,7 +72,7 @@ class FSDPArguments(Settings):
     activation_checkpointing: bool = setting(False, "compute the activations of each unit again in the backward")
     backward_prefetch: str | None = setting(
         "backward_pre",
-        "when backward gathers the next unit; none for when it is reached",
+        "when backward gathers the next unit (none for not before it is reached)",
         Name(_PREFETCHES),
         optional=True,
     )
@@ -161,7 +163,9 @@ class TrainingArguments(Settings):
     best_by: str = setting("eval_loss", "the metric that says which is best", Text(metavar="METRIC"))
     best_mode: str = setting("min", "whether the smallest or the largest is best", Name(("min", "max")))
     resume: str | Path | None = setting(
-        None, "go on from a checkpoint, or from the weights of a Hugging Face folder", PathOr(("latest", "best"))
+        None,
+        "go on from a checkpoint, or from the weights of a Hugging Face folder: latest, best, or a path",
+        PathOr(("latest", "best")),
     )
 
     log_every: int = setting(1, "log metrics after every so many steps", COUNT)

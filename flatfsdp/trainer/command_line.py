@@ -10,7 +10,7 @@ from dataclasses import MISSING
 from typing import Any, NoReturn
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, did_you_mean
-from flatfsdp.trainer.kinds import Flag, FlagOrCount, Table
+from flatfsdp.trainer.kinds import Flag, FlagOrCount, Name, Table
 from flatfsdp.trainer.settings import (
     Called,
     Setting,
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, prog: str, *, groups: Mapping[str, Any], description: str | None = None) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+        super().__init__(prog=prog, usage="%(prog)s [options]", description=description, allow_abbrev=False)
         self.groups = groups
 
     def error(self, message: str) -> NoReturn:
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         found, rest = self.parse_known_args(args, namespace)
         if rest:
             name = rest[0].partition("=")[0]
-            flags = re.findall(r"--[\w-]+", self.format_usage())
+            flags = re.findall(r"--[\w-]+", self.format_help())
             longer = [flag for flag in flags if name.startswith("--") and flag.startswith(name)]
             hint = did_you_mean(name, longer[:1] or flags)
             self.error(f"unknown argument {name!r}.{hint and ' ' + hint}")
@@ -154,11 +154,13 @@ def _class_of(group: Any) -> type:
 
 
 def _help(each: Setting, default: Any) -> str:
-    """The help of a setting with its default, where that is worth a word: false, none and nothing are not."""
+    """The help of a setting with its names, and its default where that is worth a word: false and none are not."""
+    names = each.kind.names if isinstance(each.kind, Name) else ()
+    told = each.help if all(name in each.help for name in names) else f"{each.help}: {', '.join(names)}"
     if default is MISSING:
-        told = " (must be given)"
-    elif default is None or default is False or default == {}:
-        told = ""
-    else:
-        told = " (the default)" if default is True else f" (default: {each.kind.plain(default)})"
-    return f"{each.help}{told}".replace("%", "%%")
+        told += " (must be given)"
+    elif default is True:
+        told += " (the default)"
+    elif default is not None and default is not False and default != {}:
+        told += f" (default: {each.kind.plain(default)})"
+    return told.replace("%", "%%")

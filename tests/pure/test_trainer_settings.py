@@ -399,6 +399,7 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
     assert "weight decay, of all but norms and biases (default: 0.01)" in shown
     assert "dropout (default: 77)" in shown
     assert "save a checkpoint at the end (the default)" in shown
+    assert "format of the weights in a checkpoint: safetensors, torch (default: safetensors)" in shown
     assert "the module, or a function that makes it (must be given)" in shown
 
 
