@@ -101,7 +101,7 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
     """The fields of a dataclass, in order; those that `setting` did not declare go by annotation and default."""
     annotations = typing.get_type_hints(cls)
     found = []
-    for each in dataclasses.fields(cls):
+    for each in filter(lambda field: field.init, dataclasses.fields(cls)):
         default = each.default if each.default_factory is MISSING else each.default_factory()
         found.append(
             Setting(
