@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import os
@@ -14,7 +15,7 @@ from typing import Any
 from flatfsdp.errors import ConfigValueError, did_you_mean, refuse_value
 from flatfsdp.trainer.kinds import REFERENCE
 
-__all__ = ["call_with", "check_all_taken", "resolve"]
+__all__ = ["call_with", "check_all_taken", "is_function", "made", "resolve", "takes"]
 
 
 def resolve(reference: Any, *, argument: str) -> Any:
@@ -50,6 +51,24 @@ def resolve(reference: Any, *, argument: str) -> Any:
     return _inside(_imported(".".join(parts[:length]), argument=argument), ".".join(parts[length:]), argument=argument)
 
 
+def made(reference: Any, options: Mapping[str, Any], *, argument: str) -> Any:
+    """The object that a setting is, names or makes.
+
+    Text is resolved. A function (a method, a `functools.partial`, a class) is then called with those of `options` that
+    it takes; anything else is the object itself, also if it can be called, as modules can.
+
+    Raises:
+        ConfigValueError: as `resolve`. What the function raises comes as it is.
+    """
+    found = resolve(reference, argument=argument)
+    return call_with(found, options) if is_function(found) else found
+
+
+def is_function(value: Any) -> bool:
+    """Whether `value` is there to be called: a function, a method, a `functools.partial` or a class."""
+    return inspect.isroutine(value) or isinstance(value, (type, functools.partial))
+
+
 def call_with(function: Callable[..., Any], options: Mapping[str, Any], *given: Any) -> Any:
     """`function(*given, **options)`, of `options` with those that it takes by name."""
     return function(*given, **{name: value for name, value in options.items() if takes(function, name)})
@@ -67,18 +86,17 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
-def check_all_taken(options: Mapping[str, Any], functions: Mapping[str, Any], *, argument: str) -> None:
-    """Refuse options that none of `functions` (by what they are called) takes; what is not callable takes none.
+def check_all_taken(options: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]], *, argument: str) -> None:
+    """Refuse options that none of `functions`, by what they are called, takes.
 
     Raises:
         ConfigValueError: the first such option, with the nearest name.
     """
-    callables = {name: function for name, function in functions.items() if callable(function)}
     for option in options:
-        if not any(takes(function, option) for function in callables.values()):
-            known = {name: None for function in callables.values() for name in inspect.signature(function).parameters}
+        if not any(takes(function, option) for function in functions.values()):
+            known = {name: None for function in functions.values() for name in inspect.signature(function).parameters}
             hint = did_you_mean(option, known) or f"Accepted: {', '.join(known) or 'none'}."
-            raise ConfigValueError(f"{argument}: {' and '.join(callables) or 'nothing'} takes no {option!r}. {hint}")
+            raise ConfigValueError(f"{argument}: {' and '.join(functions) or 'nothing'} takes no {option!r}. {hint}")
 
 
 def _is_module(name: str) -> bool:

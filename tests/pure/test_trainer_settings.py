@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import re
@@ -19,7 +20,7 @@ from flatfsdp.errors import FlatFSDPError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.command_line import make_parser, parse
 from flatfsdp.trainer.dtypes import DTYPE_NAMES, as_dtype, dtype_name
-from flatfsdp.trainer.factories import call_with, check_all_taken, resolve
+from flatfsdp.trainer.factories import call_with, check_all_taken, made, resolve
 from flatfsdp.trainer.kinds import COUNT
 from flatfsdp.trainer.settings import Settings, from_dict, from_tables, read_file, setting, settings_of, to_dict
 
@@ -452,6 +453,15 @@ def test_a_reference_to_nothing_is_told_with_what_is_there(here: Path, reference
     assert complaint in sentence(lambda: resolve(reference, argument="model"))
 
 
+def test_what_a_setting_makes_is_called_and_what_it_is_stays() -> None:
+    options = {"in_features": 2, "out_features": 3, "unknown": 4}
+    layer = made("torch.nn:Linear", options, argument="model")
+    assert layer.weight.shape == (3, 2)
+    assert made(layer, options, argument="model") is layer
+    assert made(functools.partial(torch.nn.Linear, 5), {"out_features": 1}, argument="model").weight.shape == (1, 5)
+    assert made([1, 2], options, argument="train_data") == [1, 2]
+
+
 def test_functions_get_the_options_that_they_take_and_no_option_is_lost() -> None:
     def model(width: int, /, *, layers: int = 1) -> tuple[int, int]:
         return width, layers
@@ -462,7 +472,7 @@ def test_functions_get_the_options_that_they_take_and_no_option_is_lost() -> Non
     options = {"layers": 2, "context": 3}
     assert call_with(model, options, 8) == (8, 2)
     assert call_with(data, options) == options
-    check_all_taken(options, {"model": model, "train_data": data, "tokenizer": object()}, argument="task.options")
+    check_all_taken(options, {"model": model, "train_data": data}, argument="task.options")
     assert sentence(lambda: check_all_taken({"layer": 1}, {"model": model}, argument="task.options")) == (
         "task.options: model takes no 'layer'. Did you mean 'layers'?"
     )
