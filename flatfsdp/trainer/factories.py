@@ -102,7 +102,7 @@ def check_all_taken(options: Mapping[str, Any], functions: Mapping[str, Callable
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError, AttributeError):
+    except Exception:  # it imports what is before the last point; importing that again says what is wrong
         return False
 
 

@@ -446,6 +446,8 @@ def test_references_are_imported_from_the_current_directory_too(here: Path) -> N
         ("my_task_of_this_test:Model.huge", "model: my_task_of_this_test.Model has no 'huge'. There are tiny."),
         ("broken_task_of_this_test:x", "importing 'broken_task_of_this_test' failed: No module named 'numbers_that"),
         ("failing_task_of_this_test:x", "importing 'failing_task_of_this_test' failed: ZeroDivisionError: division"),
+        ("failing_task_of_this_test.inner.x", "importing 'failing_task_of_this_test' failed: ZeroDivisionError: "),
+        ("my_task_of_this_test.Model.huge", "model: my_task_of_this_test.Model has no 'huge'. There are tiny."),
         ("model", "model: got 'model'. Accepted: 'package.module:name'."),
     ],
 )
