@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -189,6 +190,46 @@ def test_a_rank_without_a_sample_gets_one_that_counts_for_nothing(run: Run) -> N
         assert answers[1][0][1][0][1][0][:3] == [3.0, 3.0, 3.0]
 
 
+def test_ranks_learn_what_a_step_counts_for(pool2: Run) -> None:
+    for mode in ("sharded", "dispatch"):
+        assert pool2(weights, Numbers(5), mode, None) == [[2, 2, 1]] * 2
+        assert pool2(weights, Numbers(5), mode, largest) == [[0 + 1, 2 + 3, 4]] * 2
+        for kind, text, _ in pool2(said, Numbers(12), mode=mode, weigh=refuse_the_second):
+            assert kind == "DataError" and text.startswith(
+                f"rank {int(mode == 'sharded')}: weight of samples 2, 3: Valu"
+            )
+
+
+def weights(rank: int, world: int, dataset: Any, mode: str, weigh: Any) -> list[int]:
+    loader = Loader(dataset, batch=1, epochs=1, shuffle=False, mode=mode, weigh=weigh)
+    return [step.weight for step in iter(loader.next_step, None)]
+
+
+def largest(inputs: Any) -> int:
+    return int(inputs["x"].max())
+
+
+def refuse_the_second(inputs: Any) -> int:
+    if "n2" in inputs["name"]:
+        raise ValueError("two")
+    return 1
+
+
+def test_ranks_whose_group_has_no_collectives_on_the_host_get_one_beside_it(pool2: Run) -> None:
+    for created, seen in pool2(beside_an_accelerator):
+        assert created == 1 and [ids for step in seen for ids, _ in step]
+
+
+def beside_an_accelerator(rank: int, world: int) -> tuple[int, Any]:
+    """How many groups two loaders make where the group is one of nccl's alone, and what the second one reads."""
+    group = dist.new_group(backend="gloo")
+    without_host = mock.patch.object(dist, "get_backend_config", lambda _: "cuda:nccl")
+    with without_host, mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        Loader(Numbers(4), batch=1, process_group=group)
+        seen, _ = train(rank, world, Numbers(4), batch=1, epochs=1, process_group=group, mode="dispatch")
+        return made.call_count, seen
+
+
 def test_the_last_smaller_step_can_be_left_out(run: Run) -> None:
     for dataset in (Numbers(9), Stream(9)):
         found, state = merged(run(2, train, dataset, batch=2, epochs=1, shuffle=False, drop_last=True))
@@ -355,7 +396,7 @@ def signalled(rank: int, world: int) -> Ids:
 
 def test_a_loader_says_where_it_stands() -> None:
     loader = Loader(Numbers(10), batch=2, accumulate=2, epochs=3)
-    assert (loader.global_batch, loader.steps_per_epoch, loader.steps_left) == (4, 3, 8)
+    assert (loader.global_batch, loader.accumulate, loader.steps_per_epoch, loader.steps_left) == (4, 2, 3, 8)
     for _ in range(3):
         loader.next_step()
     assert (loader.position, loader.epoch, loader.steps_left) == (12, 1, 5)

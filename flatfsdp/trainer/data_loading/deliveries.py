@@ -1,13 +1,13 @@
 """How a step's microbatches come to their ranks: each rank reads its own, or rank 0 reads all and sends.
 
 What one rank could not read, all ranks hear of before any of them goes on to where it would wait for the others: for
-that they exchange one or two numbers in every step.
+that they exchange two numbers in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -32,7 +32,7 @@ class Delivery(Protocol):
     """Where a rank gets its part of step after step."""
 
     def next(self) -> Part | None:
-        """This rank's part of the next step; None on all ranks at the end. Collective.
+        """This rank's part of the next step, with the weight of the whole; None on all ranks at the end. Collective.
 
         Raises:
             DataError: on all ranks: some rank could not read.
@@ -55,12 +55,12 @@ class Sharded:
     def next(self) -> Part | None:
         part, failure = _attempt(self._parts)
         own = FAILED if failure is not None else END if part is None else part.after.position
-        found = [row[0] for row in self._ranks.rows(own)]
+        found, weights = zip(*self._ranks.rows(own, 0 if part is None else part.weight), strict=True)
         if FAILED in found:
             _tell(self._ranks, failure)
         if len(set(found)) > 1:
             raise AgreementError(_difference(found))
-        return part
+        return None if part is None else replace(part, weight=sum(weights))
 
     def close(self) -> None:
         self._parts = iter(())
@@ -134,7 +134,7 @@ class Dispatch:
         whole, failure = _attempt(self._parts)
         if whole is None:
             return None, failure, []
-        parts = [Part((share,), whole.after) for share in whole.shares]
+        parts = [replace(whole, shares=(share,)) for share in whole.shares]
         try:
             return parts[0], None, [torch.empty(1, dtype=torch.uint8), *map(pack, parts[1:])]
         except Exception as error:  # whatever pickle has to say of the user's values
@@ -158,7 +158,7 @@ def _tell(ranks: Ranks, failure: Failure | None) -> NoReturn:
     raise AssertionError("no rank has failed")
 
 
-def _difference(found: list[int]) -> str:
+def _difference(found: Sequence[int]) -> str:
     told: dict[int, list[int]] = {}
     for rank, position in enumerate(found):
         told.setdefault(position, []).append(rank)

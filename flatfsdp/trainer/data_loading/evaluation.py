@@ -18,6 +18,7 @@ def evaluation(
     collate: Collate | None = None,
     limit: int | None = None,
     mode: str = "sharded",
+    workers: int = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> Iterator[Microbatch]:
     """This rank's microbatches of `dataset`, read once in its order; equally many on all ranks. Collective.
@@ -37,6 +38,7 @@ def evaluation(
         epochs=1,
         limit=None if limit is None else limit * batch,
         mode=mode,
+        workers=workers,
         process_group=process_group,
     )
     return _microbatches(loader)

@@ -17,7 +17,7 @@ from .deliveries import Delivery, Dispatch, Sharded
 from .maps import MapParts
 from .order import Order, Place, Steps
 from .ranks import Ranks
-from .reading import Collate, Microbatch, Part
+from .reading import Collate, Microbatch, Part, Weigh, weighed
 from .streams import StreamSource, stream_parts
 
 MODES = ("sharded", "dispatch")
@@ -29,9 +29,11 @@ class Step:
 
     Attributes:
         microbatches: as many on all ranks, at least one.
+        weight: what the microbatches of all ranks count for together.
     """
 
     microbatches: tuple[Microbatch, ...]
+    weight: int
 
 
 class Loader:
@@ -49,6 +51,8 @@ class Loader:
         accumulate: microbatches of each rank in a step.
         global_batch: samples of a step, over all ranks; then there are as many microbatches as that takes.
         collate: makes inputs of a list of samples; default: torch's `default_collate`.
+        weigh: what the inputs of a microbatch count for, in tokens, say; default: the number of samples. Ranks learn
+            the sum over a step together with whether all could read it.
         shuffle: whether each epoch is a permutation of its own. An iterable dataset has to see to that itself.
         seed: of the permutations, and of what samples draw at random. [Note: randomness]
         epochs: how often the dataset is gone through; None: for ever.
@@ -71,6 +75,7 @@ class Loader:
         accumulate: int = 1,
         global_batch: int | None = None,
         collate: Collate | None = None,
+        weigh: Weigh | None = None,
         shuffle: bool = True,
         seed: int = 0,
         epochs: int | None = None,
@@ -83,6 +88,7 @@ class Loader:
         self._ranks = Ranks(process_group)
         self._dataset = dataset
         self._collate: Collate = collate or default_collate
+        self._weigh = weigh
         self._plan = _agreed(
             self._ranks,
             lambda: _Plan(
@@ -119,6 +125,11 @@ class Loader:
         return self._place.epoch
 
     @property
+    def accumulate(self) -> int:
+        """Microbatches of each rank in a step that is not the last."""
+        return self._steps(None).microbatches(self.global_batch)
+
+    @property
     def steps_per_epoch(self) -> int | None:
         """How many steps it takes to consume a whole epoch; None for an iterable dataset that does not know its length.
 
@@ -143,7 +154,8 @@ class Loader:
         if self._is_over:
             return None
         if self._delivery is None:
-            self._delivery = (Dispatch if self._dispatches else Sharded)(self._open, self._ranks)
+            dispatches = self._plan.mode == "dispatch" and self._ranks.world > 1
+            self._delivery = (Dispatch if dispatches else Sharded)(self._open, self._ranks)
         try:
             part = self._delivery.next()
         except Exception:
@@ -155,7 +167,7 @@ class Loader:
             self._is_over = True
             return None
         self._place = part.after
-        return Step(part.shares[0])
+        return Step(part.shares[0], part.weight)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order that it stands in follows from; the same on all ranks."""
@@ -221,10 +233,6 @@ class Loader:
     ) -> None:
         self.close()
 
-    @property
-    def _dispatches(self) -> bool:
-        return self._plan.mode == "dispatch" and self._ranks.world > 1
-
     def _steps(self, total: int | None) -> Steps:
         return Steps(
             global_batch=self.global_batch,
@@ -236,6 +244,9 @@ class Loader:
 
     def _open(self, ranks: range) -> Iterator[Part]:
         """The parts of `ranks` in step after step from the position on."""
+        return weighed(self._parts(ranks), self._weigh)
+
+    def _parts(self, ranks: range) -> Iterator[Part]:
         if self._extent.is_stream:
             source = StreamSource(
                 self._dataset,

@@ -6,13 +6,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from .order import Order, Steps
-from .reading import Cell, Collate, DataError, Failure, Microbatch, Part, Reader
+from .reading import Cell, Collate, Failure, Microbatch, Part, Reader, raise_failure
 
 
 class MapParts:
@@ -95,11 +95,6 @@ def in_processes(source: Any, workers: int, *, sampler: Iterator[Cell] | None = 
         generator=torch.Generator(),  # else it draws from the global one, once per iterator
     )
     return iter(loader)
-
-
-def raise_failure(failure: Failure) -> NoReturn:
-    """Raise what happened, perhaps in another process."""
-    raise DataError(failure.words) from DataError(failure.trace)
 
 
 def _as_it_is(value: Any) -> Any:

@@ -13,8 +13,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,6 +23,7 @@ from flatfsdp.errors import FlatFSDPError, few
 from .order import Place, seed_of
 
 Collate = Callable[[list[Any]], Any]
+Weigh = Callable[[Any], int]
 
 
 class DataError(FlatFSDPError, RuntimeError):
@@ -50,10 +51,12 @@ class Part:
     Attributes:
         shares: for each rank that was read for, its microbatches.
         after: the place behind the step.
+        weight: what they count for together.
     """
 
     shares: tuple[tuple[Microbatch, ...], ...]
     after: Place
+    weight: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,13 +113,34 @@ class Reader:
             try:
                 inputs = self._collate(samples)
             except Exception as error:
-                return Failure.of(error, at=collating(cell.ids))
+                return Failure.of(error, at=of_samples("collate", cell.ids))
         return Microbatch(inputs, () if cell.stand_in else cell.ids)
 
 
-def collating(ids: Sequence[int]) -> str:
-    """What is done with the samples `ids` when it fails, in words."""
-    return f"collate of sample{'s' if len(ids) > 1 else ''} {few([str(number) for number in ids])}"
+def of_samples(call: str, ids: Sequence[int]) -> str:
+    """In words: a `call` with the samples `ids`."""
+    return f"{call} of sample{'s' if len(ids) > 1 else ''} {few([str(number) for number in ids])}"
+
+
+def weighed(parts: Iterator[Part], weigh: Weigh | None) -> Iterator[Part]:
+    """`parts`, each with the weight of its microbatches, or the number of their samples; stand-ins have none.
+
+    Raises:
+        DataError: while iterating: one cannot be weighed; and what `parts` raises.
+    """
+    for part in parts:
+        weight = 0
+        for microbatch in (each for share in part.shares for each in share if each.ids):
+            try:
+                weight += len(microbatch.ids) if weigh is None else int(weigh(microbatch.inputs))
+            except Exception as error:
+                raise_failure(Failure.of(error, at=of_samples("weight", microbatch.ids)))
+        yield replace(part, weight=weight)
+
+
+def raise_failure(failure: Failure) -> NoReturn:
+    """Raise what happened, perhaps in another process."""
+    raise DataError(failure.words) from DataError(failure.trace)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from .maps import in_processes, raise_failure
+from .maps import in_processes
 from .order import Place, Steps
 from .reading import (
     Collate,
@@ -21,7 +21,8 @@ from .reading import (
     Failure,
     Microbatch,
     Part,
-    collating,
+    of_samples,
+    raise_failure,
     seed_generators,
     untouched_randomness,
 )
@@ -135,5 +136,5 @@ class StreamSource(IterableDataset[Any]):
         try:
             return self._collate([sample for _, sample in samples])
         except Exception as error:
-            at = collating([number for number, _ in samples])
+            at = of_samples("collate", [number for number, _ in samples])
             raise DataError(Failure.of(error, at=at).words) from error
