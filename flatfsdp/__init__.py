@@ -12,6 +12,8 @@ from .inference import inference
 from .nonfinite import detect_nonfinite
 from .optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
 from .participation import ensure_unit_participation
+from .plan import Plan, plan
+from .rehearsal import rehearsal
 from .sharded_grad_scaler import ShardedGradScaler
 from .state_dict_configs import (
     FullOptimStateDictConfig,
@@ -26,7 +28,7 @@ from .state_dict_configs import (
     StateDictSettings,
     StateDictType,
 )
-from .summary import Stats, stats, summary, whole_shapes
+from .summary import Stats, UnitSummary, stats, summary, whole_shapes
 from .uneven import join
 from .waits import set_wait
 
@@ -45,6 +47,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "OptimizerInBackward",
+    "Plan",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -53,6 +56,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "Stats",
+    "UnitSummary",
     "check_replicas",
     "detect_nonfinite",
     "ensure_unit_participation",
@@ -60,7 +64,9 @@ __all__ = [
     "join",
     "keep_host_memory",
     "optimizer_in_backward",
+    "plan",
     "register_fsdp_forward_method",
+    "rehearsal",
     "set_wait",
     "stats",
     "summary",

@@ -49,6 +49,9 @@ REASONS = {
     "memory for a piece; torch's own tensors of that kind are made by it",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "where torch's distributed checkpoint looks for a piece of "
     "a tensor: what it is to read must hold these",
+    "torch._subclasses.FakeTensorMode": "tensors that have a device, but no memory: what a rehearsal computes with",
+    "torch.testing._internal.distributed.fake_pg": "the process group of a rehearsal; importing it is the only way to "
+    "register its backend",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
 }
 
@@ -77,6 +80,8 @@ def missing() -> list[str]:
         "torch.distributed.ProcessGroup.*_coalesced": lambda: (_gather_grouped(), _reduce_scatter_grouped()),
         "torch.Tensor._make_wrapper_subclass": lambda: torch.Tensor._make_wrapper_subclass,
         "torch.distributed.checkpoint.filesystem._StorageInfo": storage_info,
+        "torch._subclasses.FakeTensorMode": lambda: fake_tensors().FakeTensorMode,
+        "torch.testing._internal.distributed.fake_pg": _fake_backend,
         "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
     }
     absent = []
@@ -324,6 +329,30 @@ def loads_as_usual(module: torch.nn.Module) -> bool:
 def saves_as_usual(module: torch.nn.Module) -> bool:
     """Whether the class of `module` leaves its state dict to torch: what it would override has no public name."""
     return type(module)._save_to_state_dict is torch.nn.Module._save_to_state_dict
+
+
+def fake_tensors() -> Any:
+    """The module of `FakeTensorMode` and `FakeTensor`."""
+    importlib.import_module("torch._subclasses.fake_tensor")
+    return torch._subclasses.fake_tensor
+
+
+def _fake_backend() -> Any:
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    testing: Any = torch.testing
+    return testing._internal.distributed.fake_pg
+
+
+@contextmanager
+def fake_world(ranks: int, *, rank: int) -> Iterator[None]:
+    """Inside, the default process group has so many ranks, of which this process is `rank`; nothing is ever sent."""
+    _fake_backend()
+    c10d: Any = torch.distributed
+    c10d.init_process_group("fake", store=c10d.HashStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        c10d.destroy_process_group()
 
 
 def stay_out_of_graphs() -> None:

@@ -32,6 +32,7 @@ from . import _torch, at_exit, gloo
 from .api import ShardingStrategy
 from .device import DONE, Device, Lane, Pending, accelerator
 from .errors import InternalError
+from .memoryless import is_memoryless
 from .storage import FlatBuffer, Ledger
 from .waits import blocked
 
@@ -286,7 +287,11 @@ class RankOrder(Base):
     def __init__(self, group: Group, device: Device, *, traffic: Traffic, ledger: Ledger) -> None:
         super().__init__(group, device, traffic=traffic, ledger=ledger)
         self._pairs = gloo.Pairs(group.process_group, ledger=ledger, log=traffic.log_messages, issue=traffic.issue)
-        self._all_to_all = gloo.AllToAll(group.process_group, ledger=ledger, issue=traffic.issue)
+        self._all_to_all: gloo.AllToAll | gloo.Rehearsed
+        if is_memoryless():
+            self._all_to_all = gloo.Rehearsed(group.rank, group.size, ledger=ledger, issue=traffic.issue)
+        else:
+            self._all_to_all = gloo.AllToAll(group.process_group, ledger=ledger, issue=traffic.issue)
 
     def _gather(self, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> Pending:
         if self._is_for_pairs(output):
@@ -306,7 +311,8 @@ class RankOrder(Base):
 
 
 class Grouping(Base):
-    """NCCL, which makes one operation of several by itself: nothing is staged."""
+    """NCCL, which makes one operation of several by itself: nothing is staged. (Rehearsals do not issue it: torch knows
+    no such operation on tensors without memory.)"""
 
     def all_gather_joined(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], lane: Lane) -> Pending:
         pairs = [(output, shard) for output, shard in zip(outputs, shards, strict=True) if output.numel()]
@@ -318,7 +324,8 @@ class Grouping(Base):
 
         def start(*outputs: torch.Tensor, beside: bool) -> Pending:
             group, whole, own = self.group.process_group, list(map(_as_bytes, outputs)), list(map(_as_bytes, slots))
-            return self._pending(_torch.gather_grouped(group, whole, own, beside=beside), *outputs)
+            work = None if is_memoryless() else _torch.gather_grouped(group, whole, own, beside=beside)
+            return self._pending(work, *outputs)
 
         return self._issue(lane, start, *outputs)
 
@@ -329,9 +336,8 @@ class Grouping(Base):
 
         def start(output: torch.Tensor, *fulls: torch.Tensor, beside: bool) -> Pending:
             group, pieces = self.group.process_group, list(output.split(sizes))
-            return self._pending(
-                _torch.reduce_scatter_grouped(group, pieces, list(fulls), beside=beside), output, *fulls
-            )
+            work = None if is_memoryless() else _torch.reduce_scatter_grouped(group, pieces, list(fulls), beside=beside)
+            return self._pending(work, output, *fulls)
 
         return self._issue(lane, start, output, *fulls)
 
@@ -376,6 +382,19 @@ _BY_BACKEND: dict[str, type[Base]] = {"gloo": RankOrder, "nccl": Grouping}
 
 Transport = Base
 
+_served_as: str | None = None
+
+
+@contextmanager
+def served_as(backend: str) -> Iterator[None]:
+    """Inside, groups are served as those of `backend` are, whatever theirs is: for rehearsals."""
+    global _served_as
+    before, _served_as = _served_as, backend
+    try:
+        yield
+    finally:
+        _served_as = before
+
 
 class Reducer(Protocol):
     """What gradients are reduced with: a transport, or a user's hook."""
@@ -401,7 +420,7 @@ def doubled(double: Callable[[Transport], Transport]) -> Iterator[None]:
 
 def transport(group: Group, device: Device, *, traffic: Traffic, ledger: Ledger) -> Transport:
     """The transport for `group`: by backend and world size."""
-    kind = Alone if group.process_group is None else _BY_BACKEND.get(group.backend, Base)
+    kind = Alone if group.process_group is None else _BY_BACKEND.get(_served_as or group.backend, Base)
     if kind is RankOrder:
         at_exit.install()
     made = kind(group, device, traffic=traffic, ledger=ledger)
@@ -495,6 +514,11 @@ class GroupPlan:
     def world(self) -> int:
         """Ranks whose gradients are averaged."""
         return self.shard.size * (self.replicate.size if self.replicate is not None else 1)
+
+
+def is_initialised() -> bool:
+    """Whether this process is a rank of a job."""
+    return dist.is_initialized()
 
 
 def agree_on_maximum(flags: dict[torch.device, torch.Tensor], process_group: Any) -> dict[torch.device, torch.Tensor]:

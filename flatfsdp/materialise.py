@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .errors import UsageError
+from .memoryless import is_memoryless, stand_in
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -33,6 +34,9 @@ def materialise(
     `initialise(module)` is called for each, or the module's `reset_parameters()`. What the module holds elsewhere keeps
     its values. Parameters in `skip` are left where they are; those with an owner belong to a unit already.
     """
+    if is_memoryless():
+        _forget_values(modules, device, skip)
+        return
     for path, module in modules:
         if not any(tensor.is_meta and tensor not in skip for _, _, tensor in _held(module)):
             continue
@@ -61,6 +65,14 @@ def materialise(
                     f"param_init_fn left {', '.join(left)} of module {path or '<root>'!r} on the meta device"
                 )
             undo.pop_all()
+
+
+def _forget_values(modules: Iterable[tuple[str, nn.Module]], device: torch.device, skip: set[nn.Parameter]) -> None:
+    """In a rehearsal nothing has memory, wherever it was, and nothing needs to be initialised."""
+    for _, module in modules:
+        for _, name, tensor in _held(module):
+            if tensor not in skip:
+                setattr(module, name, stand_in(tensor, device))
 
 
 def _held(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:

@@ -38,6 +38,7 @@ class Ledger:
         self.live: dict[str, int] = defaultdict(int)
         self._peaks: dict[str, int] = defaultdict(int)
         self.total = self.peak_total = 0  # live bytes of all kinds
+        self.at_peak: dict[str, int] = {}  # `live` when the total was at its peak
 
     def add(self, kind: str, count: int) -> None:
         """`count` bytes of `kind` came to life."""
@@ -47,6 +48,7 @@ class Ledger:
             self._peaks[kind] = live
         if self.total > self.peak_total:
             self.peak_total = self.total
+            self.at_peak = dict(self.live)
 
     def remove(self, kind: str, count: int) -> None:
         """`count` bytes of `kind` were freed."""
@@ -68,6 +70,7 @@ class Ledger:
         """Start measuring peaks from what is alive now."""
         self._peaks = defaultdict(int, self.live)
         self.peak_total = self.total
+        self.at_peak = dict(self.live)
 
 
 @dataclass(frozen=True, slots=True)

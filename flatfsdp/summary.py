@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -31,35 +32,70 @@ def summary(model: nn.Module) -> str:
     Raises:
         UsageError: no module in `model` is wrapped.
     """
-    units = _units(model)
-    rows = [("unit", "module", "parameters", "bytes/rank", "padding", "strategy", "ranks", "kinds")]
-    total, held, filling = 0, 0, 0
-    for name, unit in units:
-        numel = sum(spec.numel for handle in unit.handles for spec in handle.layout.params)
-        size = sum(handle.shard.numel() * handle.shard.element_size() for handle in unit.handles)
-        padding = sum(handle.layout.padded_numel for handle in unit.handles) - numel
-        total, held, filling = total + numel, held + size, filling + padding
-        kinds = ", ".join(_kind(handle) + _kept(unit, handle) for handle in unit.handles) or "none of its own"
-        rows.append(
-            (
-                name or "<root>",
-                type(unit.module).__name__,
-                f"{numel:,}",
-                f"{size:,}",
-                f"{padding:,}",
-                unit.traits.strategy.name,
-                extent_of(unit.groups),
-                kinds,
-            )
-        )
-    rows.append((f"{len(units)} units", "", f"{total:,}", f"{held:,}", f"{filling:,}", "", "", ""))
-    lines = _aligned(rows, right=(2, 3, 4))
-    lines += dict.fromkeys(f"ranks {extent_of(unit.groups)}: {groups_in_words(unit.groups)}" for _, unit in units)
-    owned = {id(each) for _, unit in units for h in unit.handles for each in (*h.leaves, h.flat_param)}
+    units, found = units_in_order(model), _units(model)
+    header = ("unit", "module", "parameters", "bytes/rank", "padding", "strategy", "ranks", "kinds")
+    total = [sum(column) for column in zip(*((u.parameters, u.bytes_per_rank, u.padding) for u in units), strict=True)]
+    last = (f"{len(units)} units", "", *(f"{number:,}" for number in total), "", "", "")
+    lines = aligned([header, *map(_cells, units), last], right=(2, 3, 4))
+    lines += dict.fromkeys(f"ranks {extent_of(unit.groups)}: {groups_in_words(unit.groups)}" for _, unit in found)
+    owned = {id(each) for _, unit in found for h in unit.handles for each in (*h.leaves, h.flat_param)}
     left = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in owned)
     if left:
         lines.append(f"not sharded: {left:,} parameters that no unit owns (ignored, or outside of every wrapper)")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class UnitSummary:
+    """One row of `summary`: what a unit holds.
+
+    Attributes:
+        name: the path of its module, "" for the outermost.
+        module: the class of its module.
+        parameters: elements that it owns, over all ranks.
+        bytes_per_rank: of its shards, padding included.
+        padding: elements that fill its flat parameters up, over all ranks of the shard group.
+        strategy: the name of its sharding strategy.
+        ranks: shards x replicas.
+        kinds: its flat parameters in words.
+    """
+
+    name: str
+    module: str
+    parameters: int
+    bytes_per_rank: int
+    padding: int
+    strategy: str
+    ranks: str
+    kinds: str
+
+
+def units_in_order(model: nn.Module) -> list[UnitSummary]:
+    """The units of `model`, in the order of `model.named_modules()`.
+
+    Raises:
+        UsageError: no module in `model` is wrapped.
+    """
+    return [_summary_of(name, unit) for name, unit in _units(model)]
+
+
+def _summary_of(name: str, unit: Unit) -> UnitSummary:
+    parameters = sum(spec.numel for handle in unit.handles for spec in handle.layout.params)
+    return UnitSummary(
+        name=name,
+        module=type(unit.module).__name__,
+        parameters=parameters,
+        bytes_per_rank=sum(handle.shard.numel() * handle.shard.element_size() for handle in unit.handles),
+        padding=sum(handle.layout.padded_numel for handle in unit.handles) - parameters,
+        strategy=unit.traits.strategy.name,
+        ranks=extent_of(unit.groups),
+        kinds=", ".join(_kind(handle) + _kept(unit, handle) for handle in unit.handles) or "none of its own",
+    )
+
+
+def _cells(unit: UnitSummary) -> tuple[str, ...]:
+    numbers = (f"{number:,}" for number in (unit.parameters, unit.bytes_per_rank, unit.padding))
+    return (unit.name or "<root>", unit.module, *numbers, unit.strategy, unit.ranks, unit.kinds)
 
 
 def stats(model: nn.Module) -> Stats:
@@ -137,6 +173,28 @@ class Stats:
     def bytes_unsharded_peak(self) -> int:
         """The most of `bytes_unsharded` at one time since the last `reset()`."""
         return sum(root.ledger.peak("unsharded") for root in self._roots())
+
+    @property
+    def bytes_peak(self) -> int:
+        """The most bytes of all kinds at one time since the last `reset()`: shards, unsharded parameters, gradients on
+        their way, buffers of collectives. Not `.grad`, nor what the program and its optimizer hold."""
+        return sum(root.ledger.peak_total for root in self._roots())
+
+    @property
+    def bytes_at_peak(self) -> dict[str, int]:
+        """Kind to bytes at that time, as `bytes_peak` sums them up.
+
+        Kinds: `shard`, `unsharded`, `portion` (of unsharded parameters, between forward and backward), `slots`
+        (unsharded gradients), `exchange` (scratch of a reduction), `staging` (of several small units), `reduced`
+        (gradient shards before they become `.grad`), `partial` (sums that await an all-reduce), `summoned`, and
+        `host copy` (of `keep_frozen_unsharded`).
+        """
+        found: dict[str, int] = {}
+        for root in self._roots():
+            for kind, count in root.ledger.at_peak.items():
+                if count:
+                    found[kind] = found.get(kind, 0) + count
+        return found
 
     @property
     def comm(self) -> dict[str, tuple[int, int]]:
@@ -217,7 +275,7 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _aligned(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> list[str]:
     """`rows` as lines of columns, those of `right` flush right."""
     columns = []
     for number, column in enumerate(zip(*rows, strict=True)):

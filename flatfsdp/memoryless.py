@@ -1,0 +1,86 @@
+"""Tensors that have shapes, dtypes and devices, but neither memory nor values: what a rehearsal computes with.
+
+[Note: memoryless] They are torch's fake tensors. But those of whole numbers that are made from nothing else stay what
+they are: meshes and lists of ranks are read, and are small.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from . import _torch
+
+_mode: Any = None
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Inside, tensors that are made have neither memory nor values, whatever is in them of those made before."""
+    global _mode
+    before, _mode = _mode, _kind_of_mode()()
+    try:
+        with warnings.catch_warnings(), _mode:
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
+    finally:
+        _mode = before
+
+
+def is_memoryless() -> bool:
+    """Whether the caller is inside `without_memory()`."""
+    return _mode is not None
+
+
+def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What stands for `tensor` on `device` inside `without_memory()`: the same at every call, so that ties survive."""
+    if isinstance(tensor, _torch.fake_tensors().FakeTensor) and tensor.device == device:
+        return tensor
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = _mode.stand_ins
+    if id(tensor) not in known:
+        # Not empty_like: of a tensor that has memory it has memory, too.
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32, device=device).to(tensor.dtype)
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        for name, value in vars(tensor).items():
+            vars(made).setdefault(name, value)
+        known[id(tensor)] = tensor, made
+    return known[id(tensor)][1]
+
+
+@cache
+def _kind_of_mode() -> Any:
+    fake = _torch.fake_tensors()
+    base: Any = fake.FakeTensorMode
+
+    class Memoryless(base):
+        def __init__(self) -> None:
+            super().__init__(allow_non_fake_inputs=True)
+            self.stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of what they stand for
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if _is_of_integers(func.name(), _tensors_in(args), args, kwargs.get("dtype"), fake.FakeTensor):
+                return func(*args, **kwargs)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return Memoryless
+
+
+def _tensors_in(args: Any) -> list[torch.Tensor]:
+    lists = [arg for arg in args if isinstance(arg, list)]
+    return [each for group in (args, *lists) for each in group if isinstance(each, torch.Tensor)]
+
+
+def _is_of_integers(name: str, tensors: list[torch.Tensor], args: Any, dtype: torch.dtype | None, fake: Any) -> bool:
+    """Whether an operation has values to compute with, or makes integers of nothing."""
+    if tensors:
+        return not any(isinstance(tensor, fake) or tensor.is_meta for tensor in tensors)
+    if dtype is None:
+        return name.startswith("aten::arange") and all(isinstance(arg, int) for arg in args)
+    return dtype in (torch.int32, torch.int64)  # smaller ones are packed weights

@@ -1,0 +1,79 @@
+"""A rehearsal is a job of any size on any machine: it needs no memory, changes nothing outside, refuses in words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel, plan, rehearsal, stats
+from flatfsdp.errors import ConfigValueError, UsageError
+from tests.harness.fake import fake_world
+
+
+class Tied(nn.Module):
+    """Without `reset_parameters()` of its own, and with a weight that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.inner = nn.Linear(16, 8, bias=False)
+        self.outer = nn.Linear(16, 8, bias=False)
+        self.outer.weight = self.inner.weight
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.scale).sum() + self.outer(x).sum()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_from_anywhere_trains_inside_and_counts(device: str) -> None:
+    with torch.device(device):
+        model = Tied()
+    with rehearsal(4, rank=3):
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 4)
+        wrapped = FullyShardedDataParallel(model, auto_wrap_policy={nn.Linear}, use_orig_params=True)
+        optimizer = torch.optim.Adam(wrapped.parameters())
+        wrapped(torch.ones(2, 16)).backward()
+        optimizer.step()
+        figures = stats(wrapped)
+        assert figures.bytes_params == figures.bytes_grads == 4 * (16 + 128) // 4
+        assert figures.comm["reduce_scatter"] == (2, 4 * (16 + 128))
+        held = plan(wrapped, optimizer)
+        assert (held.params, held.buffers, held.optimizer["exp_avg"]) == (144, 12, 144)
+        assert held.between_steps == 144 + 12 + 2 * 144 + 2 * 4
+        assert wrapped(torch.ones(2, 16)).shape == ()  # its own forward again
+    assert not dist.is_initialized()
+    assert torch.ones(2).sum().item() == 2
+
+
+def test_memory_of_an_accelerator_is_given_back_late() -> None:
+    """With the limit, the unit before the one in use may hold its memory still; without, all of them may."""
+
+    def peak(*, accelerator: bool, limit: bool) -> int:
+        with rehearsal(2, accelerator=accelerator):
+            blocks = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+            model = FullyShardedDataParallel(
+                blocks, auto_wrap_policy={nn.Linear}, join_units_below=0, limit_all_gathers=limit
+            )
+            return plan(model).unsharded_peak // (4 * 64 * 64)
+
+    assert peak(accelerator=False, limit=False) == 2
+    assert peak(accelerator=True, limit=True) == 2
+    assert peak(accelerator=True, limit=False) == 6
+
+
+def test_it_refuses_in_words() -> None:
+    with pytest.raises(ConfigValueError, match="0 <= rank < ranks, found rank 4 of 4"), rehearsal(4, rank=4):
+        pass
+    with fake_world(2):
+        with pytest.raises(UsageError, match="is a rank of a job already"), rehearsal(4):
+            pass
+        model = FullyShardedDataParallel(nn.Linear(2, 2))
+        with pytest.raises(UsageError, match="in rehearsal"):
+            plan(model)
+    with rehearsal(2):
+        model = FullyShardedDataParallel(nn.Linear(2, 2))
+        with pytest.raises(ConfigValueError, match="microbatches of at least 1, found 0"):
+            plan(model, microbatches=0)
