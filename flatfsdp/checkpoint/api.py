@@ -20,7 +20,7 @@ from .background import Saving
 from .folders import Place
 from .foreign import Foreign
 from .keeping import Keeping
-from .loading import Wanted, compare, empty_tensors, find, is_foreign, part_of, read_tensors
+from .loading import Wanted, compare, empty_tensors, find, is_foreign, part_of, read_all
 from .nested import flatten
 from .parts import Described, Part, parts_of
 from .ranks import Ranks
@@ -181,7 +181,7 @@ def load(
         process_group: the ranks that load; None for all.
 
     Returns:
-        What was saved as ``extra``; after a save with ``per_node`` without tensors that only other nodes' ranks held.
+        What was saved as ``extra``; after a save with ``per_node`` without tensors of which no rank sees the file.
         Of what torch.distributed.checkpoint saved all that is neither under "model" nor "optimizer".
 
     Raises:
@@ -233,7 +233,7 @@ def _read_ours(
     targets: dict[str, torch.Tensor] = {}
     ranks.exchange(doing, lambda: targets.update(_targets(parts, there, strict=strict)))
     extra = empty_tensors(found, "extra", wanted)
-    ranks.exchange(doing, lambda: read_tensors(found, {**targets, **extra}))
+    read_all(ranks, doing, found, targets, extra)
     names = [part.name for part in parts]
     inside = {
         name: {key: each for key, each in targets.items() if key in there and key.startswith(f"{name}.")}

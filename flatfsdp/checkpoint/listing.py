@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, few, ranks_in_words
 from .folders import Place, candidates
+from .loading import is_foreign
 from .ranks import Ranks
 from .reading import verify
 
@@ -53,7 +54,8 @@ def listing(
         process_group: the ranks that ask; None for all. Each rank looks for itself; nodes need not share the folder.
 
     Returns:
-        The same on all ranks, in the order of saving; what has no readable time comes first, by name.
+        The same on all ranks, but for the folder where they give different ones; in the order of saving, before them
+        what has no readable time, by name.
 
     Raises:
         CheckpointError: on every rank: a rank cannot look.
@@ -86,6 +88,10 @@ def _look(place: Place) -> tuple[Listed, list[str]]:
     if not there:
         if place.complete():
             return Listed(place.path, problem=f"its {place.marker} is damaged"), []
+        if is_foreign(place.path):
+            return Listed(
+                place.path, problem=f"it has lost its {place.marker}, or torch.distributed.checkpoint saved it"
+            ), []
         return Listed(place.path, problem=f"it has no {place.marker}: its save did not end", unfinished=True), []
     folder, manifest = there[0]
     here = [file for file in manifest.files if (folder / file.name).is_file()]
@@ -106,9 +112,9 @@ def _united(path: Path, seen: Sequence[tuple[Listed, list[str]] | None]) -> List
     listed = [each[0] for each in seen if each is not None]
     for each in listed:
         if each.problem:
-            return each
+            return replace(each, path=path)
     if len({each.id for each in listed}) > 1:
         return Listed(path, problem="ranks see different saves there")
     nowhere = set.intersection(*(set(each[1]) for each in seen if each is not None))
     problem = f"{few(sorted(nowhere))} {'are' if len(nowhere) > 1 else 'is'} missing" if nowhere else ""
-    return replace(listed[0], problem=problem)
+    return replace(listed[0], path=path, problem=problem)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -14,21 +14,28 @@ from ..errors import CheckpointError
 from . import manifest as manifest_file
 from . import metadata
 from .folders import Place, candidates, choose
-from .manifest import NAME, Manifest
+from .manifest import NAME, Manifest, Saved
 from .nested import Path, decode, plain, unflatten
 from .ranks import Ranks
 from .raw import dtype_named
 from .reading import Reader, verify
 
-__all__ = ["Found", "Wanted", "compare", "empty_tensors", "find", "is_foreign", "part_of", "read_tensors"]
+__all__ = ["Found", "Wanted", "compare", "empty_tensors", "find", "is_foreign", "part_of", "read_all", "read_tensors"]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A complete checkpoint: the folder that it is in, which is not always the path asked for ([Note: siblings])."""
+    """A complete checkpoint.
+
+    Attributes:
+        folder: the one that it is in, which is not always the path asked for ([Note: siblings]).
+        manifest: what it says of itself.
+        here: of each rank the names of the files that it sees.
+    """
 
     folder: FilePath
     manifest: Manifest
+    here: Sequence[frozenset[str]] = ()
 
 
 def is_foreign(path: str | os.PathLike[str]) -> bool:
@@ -61,7 +68,8 @@ def find(ranks: Ranks, path: str | os.PathLike[str], *, check: bool) -> Found:
 
     found = mine[choose(ranks.exchange(doing, look), place.path)]
     files = found.manifest.files
-    here = ranks.exchange(doing, lambda: {file.name for file in files if (found.folder / file.name).is_file()})
+    names = frozenset(file.name for file in files)
+    here = ranks.exchange(doing, lambda: frozenset(name for name in names if (found.folder / name).is_file()))
 
     def check_mine() -> None:
         # Nodes without a shared file system have some of the files each; what nobody has is found when it is wanted.
@@ -74,7 +82,7 @@ def find(ranks: Ranks, path: str | os.PathLike[str], *, check: bool) -> Found:
             verify(found.folder, share)
 
     ranks.exchange(doing, check_mine)
-    return found
+    return replace(found, here=here)
 
 
 def read_tensors(found: Found, targets: Mapping[str, torch.Tensor]) -> None:
@@ -132,12 +140,44 @@ def part_of(
 
 
 def empty_tensors(found: Found, name: str, wanted: Wanted = lambda path: True) -> dict[str, torch.Tensor]:
-    """Memory on the CPU for the tensors under the first name `name` whose files are here and that are `wanted`, by
-    their keys."""
-    files = found.manifest.files
-    here = [(found.folder / file.name).is_file() for file in files]
+    """Memory on the CPU for the tensors under the first name `name` that are `wanted` and whose files some rank sees,
+    by their keys."""
     return {
-        key: torch.empty(saved.shape, dtype=dtype_named(saved.dtype))
+        key: _empty(saved)
         for key, saved in found.manifest.tensors.items()
-        if saved.path[0] == name and wanted(plain(saved.path[1:])) and any(here[row[0]] for row in saved.rows)
+        if saved.path[0] == name and wanted(plain(saved.path[1:])) and _seers(found, key)
     }
+
+
+def read_all(
+    ranks: Ranks, doing: str, found: Found, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
+) -> None:
+    """Read tensors by key, in place: `own` from files that this rank sees, and `shared`, whole ones, from any rank's.
+
+    Collective.
+    """
+    mine = {key: each for key, each in shared.items() if ranks.rank in _seers(found, key)}
+    ranks.exchange(doing, lambda: read_tensors(found, {**own, **mine}))
+    if all(here == found.here[0] for here in found.here):
+        return
+    asked = ranks.exchange(doing, lambda: shared.keys() - mine.keys())
+
+    def lend() -> dict[str, torch.Tensor]:
+        keys = {key for each in asked for key in each if _seers(found, key)[0] == ranks.rank}
+        lent = {key: _empty(found.manifest.tensors[key]) for key in keys}
+        read_tensors(found, lent)
+        return lent
+
+    for lent in ranks.exchange(doing, lend):
+        for key in lent.keys() & asked[ranks.rank]:
+            shared[key].copy_(lent[key])
+
+
+def _empty(saved: Saved) -> torch.Tensor:
+    return torch.empty(saved.shape, dtype=dtype_named(saved.dtype))
+
+
+def _seers(found: Found, key: str) -> list[int]:
+    """The ranks that see files which the tensor `key` is in."""
+    names = {found.manifest.files[row[0]].name for row in found.manifest.tensors[key].rows}
+    return [rank for rank, here in enumerate(found.here) if names & here]

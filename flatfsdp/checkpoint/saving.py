@@ -313,7 +313,10 @@ class _Save:
         saved = [file for file, _ in files]
         tensors = tensors_of_files(plan.tensors, plan.files)
         if plan.weights is not None:
-            tensors = plan.weights.saved(self.contents.ties, len(saved)) | tensors
+            tensors = plan.weights.saved(len(saved)) | tensors
+        for key, first in self.contents.ties.items():
+            if key not in tensors:
+                tensors[key] = replace(tensors[first], path=self.contents.paths[key])
         digests = _hash(repr([digest for _, digest in files]))
         if plan.metadata[0] != digests:
             rows = [(file.name, *rows) for (file, _), rows in zip(files, plan.files, strict=True)]

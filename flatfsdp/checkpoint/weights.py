@@ -9,7 +9,7 @@ with several names (a tied one) is there once, and the manifest has it under eac
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -109,11 +109,8 @@ class Weights:
             saved.append(SavedFile.of(name, data))
         return saved
 
-    def saved(self, ties: Mapping[str, str], first: int) -> dict[str, Saved]:
-        """Where each tensor lies, for the manifest, in whose list the files begin at number `first`.
-
-        `ties` are the keys of further names of a parameter, with the key that it is saved under.
-        """
+    def saved(self, first: int) -> dict[str, Saved]:
+        """Where each tensor lies, for the manifest, in whose list the files begin at number `first`."""
         numbers = {name: first + place for place, name in enumerate(self.headers)}
         found = {}
         for key, entry in self.entries.items():
@@ -124,9 +121,6 @@ class Weights:
             for span in pieces:
                 row += (span.numel, entry.offset + span.start * entry.dtype.itemsize)
             found[key] = Saved(("model", entry.name), name_of(entry.dtype), entry.shape, None, [row])
-        for key, tied in ties.items():
-            if tied in found:
-                found[key] = replace(found[tied], path=("model", key.removeprefix("model.")))
         return found
 
     def _size(self, name: str) -> int:

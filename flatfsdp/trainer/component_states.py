@@ -249,7 +249,8 @@ def _hashes(value: Any, where: str) -> Iterator[tuple[str, str]]:
         data = bytes((ctypes.c_char * size).from_address(held.data_ptr())) if size else b""
         yield where, _hash(f"{held.dtype} {tuple(held.shape)} ".encode() + data)
     else:
-        yield where, _hash(repr(value).encode())
+        text = repr(value)
+        yield where, _hash((type(value).__name__ if " at 0x" in text else text).encode())
 
 
 def _hash(data: bytes) -> str:

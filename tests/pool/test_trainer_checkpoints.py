@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from flatfsdp import FullyShardedDataParallel as FSDP
+from flatfsdp import checkpoint
+from flatfsdp.checkpoint import folders
+from flatfsdp.checkpoint.disk import Disk, through
+from flatfsdp.errors import CheckpointError, ConfigValueError, FlatFSDPWarning
 from flatfsdp.trainer.checkpoints import CheckpointManager
 from flatfsdp.trainer.components import Component, Sharing, rng_component, stateful_component
+from tests.harness.disks import Full
 from tests.harness.models import Feedforward, Low, Motley
 from tests.pool.corners import Setting, data, loss_of, seeded
 from tests.pool.test_optim_state import Corners
@@ -142,3 +149,217 @@ def test_a_folder_holds_the_model_once_and_says_who_wrote_what(run: Any, tmp_pat
         "0": {"written_by": 0, "ranks": [0]},
         "1": {"written_by": 1, "ranks": [1]},
     }
+
+
+# --- in the background ------------------------------------------------------------------------------------------------
+
+
+def failing_in_the_background(rank: int, world: int, path: str) -> tuple[list[str], list[str]]:
+    run = Run()
+    manager = CheckpointManager(path, keep_last=1)
+    manager.save(1, **run.parts())
+    manager.finish()
+    said = []
+    for step in (2, 3):
+        disk = Full(3000 if rank == 1 and step == 2 else 2**40)
+        with through(disk):
+            manager.save(step, **run.parts())
+            _settle(manager)  # the thread is through with this disk
+        for tell in (manager.finish, lambda: manager.save(4, **run.parts()), manager.finish):
+            try:
+                tell()
+            except CheckpointError as error:
+                said.append(str(error))
+        if step == 2:
+            dist.barrier()
+            there = [each.path.name for each in checkpoint.listing(path)]
+    return said, there
+
+
+def _settle(manager: CheckpointManager) -> None:
+    assert manager._saving is not None
+    manager._saving._thread.join(60)
+
+
+def test_a_save_that_failed_in_the_background_is_told_to_all_once_and_costs_nothing(pool2: Any, tmp_path: Path) -> None:
+    for said, there in pool2(failing_in_the_background, str(tmp_path)):
+        assert len(said) == 1 and "rank 1: OSError: [Errno 28] No space left on device" in said[0], said
+        assert there == ["step-00000004"]  # and until that was complete, the first one
+    assert {each.name for each in tmp_path.iterdir()} == {"step-00000004"}
+
+
+class Slow(Disk):
+    """Waits before the first write until it may go on."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self.gate = gate
+
+    def before(self, operation: str, path: Path, size: int) -> None:
+        if operation == "write" and path.suffix == ".safetensors":
+            assert self.gate.wait(60)
+
+
+def overlapping(rank: int, world: int, path: str) -> tuple[int, int, int]:
+    """Bytes copied while the training stands still, bytes written meanwhile, and after."""
+    run = Run().train(1)
+    gate = threading.Event()
+    manager = CheckpointManager(path)
+    disk = Slow(gate)
+    with through(disk):
+        manager.save(1, **run.parts())
+        run.train(2)  # while nothing of the model has been written yet
+        meanwhile = len(list(Path(path).glob("*/flatfsdp.json")))
+        gate.set()
+        manager.finish()
+    owned = sum(p.numel() * p.element_size() for p in run.model.parameters())
+    return owned, meanwhile, len(list(Path(path).glob("*/flatfsdp.json")))
+
+
+def test_training_goes_on_while_a_thread_writes(pool2: Any, tmp_path: Path) -> None:
+    for _, meanwhile, after in pool2(overlapping, str(tmp_path)):
+        assert (meanwhile, after) == (0, 1)
+    pool2(load_step, str(tmp_path), 1)
+
+
+def load_step(rank: int, world: int, path: str, step: int) -> None:
+    run = Run()
+    found = CheckpointManager(path).find("latest")
+    assert found is not None and CheckpointManager(path).load(found, **run.parts()).step == step
+    assert run.progress["step"] == step
+
+
+# --- which ones -------------------------------------------------------------------------------------------------------
+
+
+def several(rank: int, world: int, path: str, losses: list[float], **settings: Any) -> None:
+    run = Run()
+    manager = CheckpointManager(path, **settings)
+    for step, loss in enumerate(losses, start=1):
+        run.progress["step"] = step
+        manager.save(step, **run.parts(), metrics={"loss": loss})
+    manager.finish()
+
+
+def found(rank: int, world: int, path: str, *whiches: str, **settings: Any) -> list[str]:
+    manager = CheckpointManager(path, **settings)
+    answers = []
+    for which in whiches:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", FlatFSDPWarning)
+            try:
+                answers.append(str(manager.find(which)))
+            except CheckpointError as error:
+                answers.append(str(error))
+        answers += [str(each.message) for each in caught if rank == 0]
+    return answers
+
+
+def test_the_last_and_the_best_stay_and_are_found(pool2: Any, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    settings = {"keep_last": 2, "keep_best": 1, "best_by": "loss", "best_mode": "max"}
+    pool2(several, path, [1.0, 3.0, 2.0, 3.0, 1.0, 2.0], **settings)
+    steps = [f"{path}/step-0000000{step}" for step in (4, 5, 6)]
+    assert {str(each) for each in tmp_path.iterdir()} == set(steps)
+    for answers in pool2(found, path, "latest", "best", steps[1], **settings):
+        assert answers == [steps[2], steps[0], steps[1]]
+    for (said,) in pool2(found, path, "best"):
+        assert said.startswith(
+            f"no checkpoint of {path} has the metric 'eval_loss', by which the best is to be found: "
+        )
+        assert said.endswith("step-00000006, step-00000005, step-00000004")
+    for (said,) in pool2(found, path, f"{path}/step-00000007"):
+        assert said == (
+            f"{path}/step-00000007 is neither a checkpoint nor a folder with *.safetensors or pytorch_model.bin, on "
+            "all ranks; beside it are step-00000006, step-00000005, step-00000004"
+        )
+    for (said,) in pool2(found, path, path):
+        assert said.endswith("in it are step-00000006, step-00000005, step-00000004")
+
+
+def test_what_is_not_whole_is_passed_over(pool2: Any, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    for answers in pool2(found, path, "latest", "best", f"{path}/nowhere"):
+        assert answers[:2] == ["None", "None"] and answers[2].startswith(f"{path}/nowhere is neither a checkpoint nor")
+    pool2(several, path, [1.0, 1.0, 1.0], keep_last=None)
+    one, two, three = (tmp_path / f"step-0000000{step}" for step in (1, 2, 3))
+    weights = (three / "model.safetensors").read_bytes()
+    (three / "model.safetensors").write_bytes(weights[:-1])
+    (tmp_path / ".step-00000004.new").mkdir()
+    first, other = pool2(found, path, "latest")
+    assert first[0] == other[0] == str(two)
+    assert f"{three} is passed over: {three}/model.safetensors has {len(weights) - 1} bytes, " in "\n".join(first)
+    assert f"{tmp_path}/step-00000004 is passed over: it has no flatfsdp.json: its save did not end" in first
+    for name in (one, two):
+        (name / "__1_0.distcp").unlink()
+    for (said,) in pool2(found, path, "latest"):
+        assert said.startswith(f"no checkpoint of {path} is whole: step-00000003 (")
+    for (said,) in pool2(found, path, str(one)):
+        assert said == f"{one} cannot be loaded: __1_0.distcp is missing"
+
+
+def test_what_is_asked_for_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigValueError, match=r"^format: got 'pickle'. Accepted: 'safetensors' or 'torch'"):
+        CheckpointManager(tmp_path, format="pickle")
+    with pytest.raises(ConfigValueError, match=r"^last: got 0"):
+        CheckpointManager(tmp_path, keep_last=0)
+
+
+# --- weights that others wrote ----------------------------------------------------------------------------------------
+
+
+def weights_only(rank: int, world: int, path: str) -> list[str]:
+    run = Run(FLAT)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.zero_()
+    manager = CheckpointManager(f"{path}/new")
+    found = manager.find(path)
+    assert found == Path(path)
+    loaded = manager.load(found, **run.parts())
+    weights = torch.load(f"{path}/../expected.pt", weights_only=False)[0]
+    assert all(torch.equal(value, weights[key]) for key, value in run.weights().items())
+    assert (loaded.step, loaded.world, run.progress["step"]) == (None, None, 0)
+    return list(loaded.notes)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+def test_a_folder_of_weights_gives_the_weights_only(pool2: Any, tmp_path: Path, format: str) -> None:
+    pool2(save, str(tmp_path), {"format": format, "asynchronous": False})
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for file in (tmp_path / "step-00000003").glob("model.safetensors" if format == "safetensors" else "*.bin"):
+        file.rename(plain / file.name)
+    for notes in pool2(weights_only, str(plain)):
+        assert notes == [f"{plain} holds weights only: optimizer, schedule, data and random numbers begin anew"]
+
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+
+
+def on_own_disks(rank: int, world: int, path: str) -> None:
+    folders.PATIENCE = 0.2
+    where = f"{path}/node{rank}"
+    run = Run(Setting("NO_SHARD")).train(2)
+    manager = CheckpointManager(where, per_node=True, keep_last=1)
+    for step in (1, 2):
+        run.progress["step"] = step
+        manager.save(step, **run.parts(), files=lambda folder: void((folder / "config.json").write_text("{}")))
+    manager.finish()
+    assert {each.name for each in Path(where).iterdir()} == {"step-00000002"}
+    again = Run(Setting("NO_SHARD"))
+    found = manager.find("latest")
+    assert found == Path(where) / "step-00000002"
+    manager.load(found, **again.parts())
+    assert again.progress["step"] == 2 and torch.equal(again.progress["loss"], run.progress["loss"])
+    expected = run.weights()
+    assert all(torch.equal(value, expected[key]) for key, value in again.weights().items())
+
+
+def void(_: object) -> None: ...
+
+
+def test_each_node_may_have_its_own_folder(pool2: Any, tmp_path: Path) -> None:
+    pool2(on_own_disks, str(tmp_path))
+    for node in range(2):
+        names = {each.name for each in (tmp_path / f"node{node}" / "step-00000002").iterdir()}
+        assert {"model.safetensors", "config.json", "components.json", f"__{node}_0.distcp"} <= names
