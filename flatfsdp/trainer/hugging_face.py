@@ -143,6 +143,13 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if uses_it and "use_cache" in inspect.signature(inside.forward).parameters else {}
 
 
+def is_causal(model: nn.Module) -> bool:
+    """Whether `model` is one of transformers that predicts the next token."""
+    inside = plain(model)
+    named = type(inside).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return _can_be_saved(inside) and (named or getattr(inside, "loss_type", None) == "ForCausalLM")
+
+
 def takes_input_ids(model: nn.Module) -> bool:
     """Whether the tokens of `model` have the name that transformers gives them."""
     return "input_ids" in inspect.signature(plain(model).forward).parameters

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from flatfsdp.errors import UsageError, warn
 from flatfsdp.trainer.chunked_loss import linear_cross_entropy
 from flatfsdp.trainer.heads import NoHead, find_head, in_place_of_head
-from flatfsdp.trainer.hugging_face import takes_input_ids, without_cache
+from flatfsdp.trainer.hugging_face import is_causal, takes_input_ids, without_cache
 
 IGNORED = -100
 
@@ -101,8 +101,13 @@ class Classification:
         return labels
 
 
-def samples_in(batch: Any) -> int:
-    """The size of the first dimension of the first tensor in `batch`."""
+def counted_in(batch: Any) -> int:
+    """What models average over: labels, where a mapping has whole numbers under "labels", that are not -100; else
+    samples, the size of the first dimension of the first tensor."""
+    if isinstance(batch, Mapping):
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and not labels.is_floating_point():
+            return int((labels != IGNORED).sum())
     tensors = batch.values() if isinstance(batch, Mapping) else [batch] if isinstance(batch, Tensor) else batch
     return next(int(each.shape[0]) for each in tensors if isinstance(each, Tensor) and each.dim())
 
@@ -115,10 +120,10 @@ class FromOutput:
     the first of a tuple, or `.loss` or ["loss"] of what it returns.
 
     Attributes:
-        count: what the model averages over: samples, or `CausalLM().weight` for tokens.
+        count: what the model averages over.
     """
 
-    count: Callable[[Any], int] = samples_in
+    count: Callable[[Any], int] = counted_in
 
     def weight(self, batch: Any) -> int:
         """What `count` says."""
@@ -220,6 +225,11 @@ def check_fit(logits: Tensor, targets: Tensor, model: nn.Module) -> None:
             f"{tuple(logits.shape)} of {type(model).__name__}. Give targets as the model gives logits: a mapping's "
             '"labels" are shifted by one, those of a pair (tokens, targets) are not'
         )
+
+
+def objective_for(model: nn.Module) -> Objective:
+    """What `model` is trained for where nobody says: its own loss; `CausalLM` for such a model of transformers."""
+    return CausalLM() if is_causal(model) else FromOutput()
 
 
 def call(model: nn.Module, batch: Any, *, labels: bool = False) -> Any:

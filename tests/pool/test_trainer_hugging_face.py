@@ -20,7 +20,7 @@ from flatfsdp import FullyShardedDataParallel, checkpoint
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
 from flatfsdp.trainer.arguments import FSDPArguments
 from flatfsdp.trainer.hugging_face import build_pretrained, files_of, initialiser_of, is_pretrained_folder
-from flatfsdp.trainer.objectives import CausalLM, FromOutput, Objective, fused
+from flatfsdp.trainer.objectives import CausalLM, FromOutput, Objective, fused, objective_for
 from flatfsdp.trainer.sharding import shard
 from tests.conftest import Run
 from tests.harness.fake import fake_world
@@ -71,7 +71,9 @@ def _trained_and_exported(rank: int, folder: Path, tied: bool) -> Iterator[str]:
         model = shard(build_pretrained(config(tied), device="meta"), given, device=CPU)
         if len(FullyShardedDataParallel.fsdp_modules(model)) != 3:
             yield f"units: {model}"
-        objective: Objective = fused(CausalLM(), model, rows=4) if fuse else CausalLM()
+        objective: Objective = objective_for(model)
+        if fuse:
+            objective = fused(objective, model, rows=4)
         losses.append(objective.loss(model, batch))
         (losses[-1] / objective.weight(batch)).backward()
         found.append(gradients(model))

@@ -18,7 +18,7 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import FlatFSDPWarning, UsageError
 from flatfsdp.trainer.arguments import FSDPArguments
 from flatfsdp.trainer.chunked_loss import linear_cross_entropy
-from flatfsdp.trainer.objectives import CausalLM, Classification, FromOutput, Objective, fused
+from flatfsdp.trainer.objectives import CausalLM, Classification, FromOutput, Objective, fused, objective_for
 from flatfsdp.trainer.sharding import shard
 from tests.conftest import Run
 from tests.harness import memory
@@ -111,9 +111,24 @@ def test_classes_are_summed_over_what_has_a_label() -> None:
 def test_a_models_own_loss_counts_for_all_that_it_averages(form: str) -> None:
     model, batch = Answering(form), {"input_ids": TOKENS, "labels": TOKENS}
     mean = F.cross_entropy(model.inside(TOKENS).flatten(0, 1), TOKENS.flatten())
-    torch.testing.assert_close(FromOutput().loss(model, batch), 2 * mean)
-    torch.testing.assert_close(FromOutput(lambda batch: batch["labels"].numel()).loss(model, batch), 12 * mean)
-    assert FromOutput().weight((torch.ones(3, 1), torch.ones(3))) == FromOutput().weight(torch.ones(3)) == 3
+    torch.testing.assert_close(FromOutput().loss(model, batch), 12 * mean)
+    torch.testing.assert_close(FromOutput(lambda batch: 2).loss(model, batch), 2 * mean)
+
+
+def test_what_models_average_over_is_counted() -> None:
+    weight = FromOutput().weight
+    assert weight({"input_ids": TOKENS, "labels": TOKENS.masked_fill(MASK == 0, -100)}) == 10
+    assert weight({"input_ids": TOKENS, "labels": torch.tensor([1, -100])}) == 1
+    assert weight({"features": torch.ones(2, 3), "labels": torch.ones(2, 5)}) == 2
+    assert weight((torch.ones(3, 1), torch.ones(3))) == weight(torch.ones(3)) == 3
+
+
+def test_an_objective_is_chosen_for_a_model() -> None:
+    class TinyForCausalLM(Answering):
+        def save_pretrained(self) -> None: ...
+
+    assert objective_for(TinyForCausalLM()) == CausalLM()
+    assert objective_for(Answering()) == objective_for(nn.Linear(2, 2)) == FromOutput()
 
 
 @pytest.mark.parametrize(

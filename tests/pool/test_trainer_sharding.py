@@ -251,6 +251,7 @@ def counted(rank: int, world: int) -> tuple[list[int], bool]:
     return [layer.calls for layer in model.layers], gathers[0] == gathers[1]
 
 
+@pytest.mark.filterwarnings("ignore:mixed_precision. modules of BatchNorm1d")
 def test_buffers_are_read_in_the_dtype_of_the_first_run() -> None:
     with fake_world(1):
         gradients = [
@@ -262,7 +263,9 @@ def test_buffers_are_read_in_the_dtype_of_the_first_run() -> None:
 
 def test_batch_norms_that_are_units_are_not_computed_again() -> None:
     with fake_world(2), pytest.warns(FlatFSDPWarning, match="become units of their own in full precision"):
-        model = shard(stack(), arguments(activation_checkpointing=True, param_dtype="bf16"), device=CPU)
+        model = shard(
+            stack(), arguments(activation_checkpointing=True, param_dtype="bf16", reduce_dtype="fp32"), device=CPU
+        )
     layer = model.layers[0].module
     assert isinstance(layer, Noisy) and is_recomputed(layer)
     assert isinstance(layer.norm, FullyShardedDataParallel) and not is_recomputed(layer.norm.module)
