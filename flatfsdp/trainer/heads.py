@@ -47,9 +47,10 @@ def find_head(model: nn.Module, logits: Callable[[], Tensor]) -> nn.Linear:
         finally:
             for hook in hooks:
                 hook.remove()
-        if not calls or calls[-1][1] != shape:
-            raise NoHead(f"the last nn.Linear that {type(model).__name__} calls does not return its logits")
-        head = calls[-1][0]
+        fitting = [module for module, found in calls if found == shape]
+        if not fitting:
+            raise NoHead(f"no nn.Linear of {type(model).__name__} returns anything of the shape of its logits")
+        head = fitting[-1]
         if sum(module is head for module, _ in calls) > 1:
             raise NoHead(f"{names[head]!r} is called more than once")
         with in_place_of_head(head, lambda hidden: torch.tensor(_NUMBER, device=hidden.device)):

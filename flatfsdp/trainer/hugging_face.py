@@ -24,14 +24,14 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 
-def build_pretrained(source: str | os.PathLike[str] | Any, *, device: str = "cpu") -> nn.Module:
+def build_pretrained(pretrained: str | os.PathLike[str] | Any, *, device: str = "cpu") -> nn.Module:
     """The model that a folder's `config.json` describes, without its weights, in fp32 and in training mode.
 
     Shard it, then `flatfsdp.checkpoint.load_safetensors(model, folder)`: no rank holds more than its own at any time if
     it was built on the meta device.
 
     Args:
-        source: the folder, or a config of transformers.
+        pretrained: the folder, or a config of transformers.
         device: "cpu", where weights are random; or "meta", where they have no memory until the model is sharded.
 
     Raises:
@@ -47,10 +47,12 @@ def build_pretrained(source: str | os.PathLike[str] | Any, *, device: str = "cpu
     if device == "meta" and int(transformers.__version__.partition(".")[0]) < 5:
         # Before, initialisation left buffers to the constructor.
         refuse_value("build_pretrained: device", device, f"'cpu', with transformers {transformers.__version__}")
-    folder = Path(source) if isinstance(source, (str, os.PathLike)) else None
+    folder = Path(pretrained) if isinstance(pretrained, (str, os.PathLike)) else None
     if folder is not None and not is_pretrained_folder(folder):
-        refuse_value("build_pretrained: source", str(folder), f"a folder with {CONFIG}, or a config of transformers")
-    config = source if folder is None else transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        refuse_value(
+            "build_pretrained: pretrained", str(folder), f"a folder with {CONFIG}, or a config of transformers"
+        )
+    config = pretrained if folder is None else transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     kind = getattr(transformers, next(iter(getattr(config, "architectures", None) or ()), ""), None)
     with torch.device(device):
         model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)

@@ -64,12 +64,12 @@ class CausalLM:
     def targets(self, batch: Any) -> Tensor:
         """For each position of the logits its target, or `ignore_index`; int64 of the shape of the tokens."""
         if not isinstance(batch, Mapping):
-            return _pair(batch, "CausalLM")[1]
+            return _pair(batch, "CausalLM")[1].long()
         if (labels := batch.get("labels")) is None:
             labels, mask = batch["input_ids"], batch.get("attention_mask")
             if mask is not None:
-                labels = labels.where(mask.bool(), self.ignore_index)
-        shifted: Tensor = F.pad(labels[..., 1:], (0, 1), value=self.ignore_index)
+                labels = labels.long().where(mask.bool(), self.ignore_index)
+        shifted: Tensor = F.pad(labels[..., 1:].long(), (0, 1), value=self.ignore_index)
         return shifted
 
 

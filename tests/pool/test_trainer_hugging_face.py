@@ -138,7 +138,7 @@ def test_files_beside_the_weights(tmp_path: Path) -> None:
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(
-        ConfigValueError, match=r"build_pretrained: source: got .* Accepted: a folder with config\.json"
+        ConfigValueError, match=r"build_pretrained: pretrained: got .* Accepted: a folder with config\.json"
     ):
         build_pretrained(tmp_path)
     with pytest.raises(ConfigValueError, match="Accepted: 'cpu' or 'meta'"):

@@ -97,6 +97,35 @@ def test_pairs_have_their_targets_in_place() -> None:
     assert CausalLM(ignore_index=0).weight(batch) == 11
 
 
+def test_tokens_of_bytes_are_targets() -> None:
+    model, narrow = Answering(), TOKENS.to(torch.uint8)
+    batch = {"input_ids": TOKENS, "attention_mask": MASK}
+    assert CausalLM().weight({**batch, "labels": narrow}) == 10
+    assert CausalLM().weight({"input_ids": narrow, "attention_mask": MASK}) == 8
+    expected = CausalLM().loss(model, {"input_ids": TOKENS})
+    torch.testing.assert_close(CausalLM().loss(model, {**batch, "labels": narrow}), expected)
+
+
+class Speaking(Transformer):
+    """Computes something for itself after its logits."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.value = nn.Linear(self.vocabulary, 1)
+
+    def forward(self, tokens: Tensor) -> Any:
+        logits = super().forward(tokens)
+        return logits, self.value(torch.ones(self.vocabulary))
+
+
+def test_a_head_need_not_come_last() -> None:
+    with fake_world(1), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = FullyShardedDataParallel(Speaking())
+        expected = CausalLM().loss(model, (TOKENS, TOKENS))
+        torch.testing.assert_close(fused(CausalLM(), model, example=EXAMPLE).loss(model, (TOKENS, TOKENS)), expected)
+
+
 def test_classes_are_summed_over_what_has_a_label() -> None:
     model, inputs = nn.Linear(3, 4), torch.randn(5, 3)
     labels = torch.tensor([0, 3, -100, 1, 2])
@@ -352,7 +381,7 @@ UNFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Ending(lambda logits: logits.view(*logits.shape[:2], 19)),
         "a forward to try failed .* RuntimeError: ",
     ),
-    "no linear layer": (lambda: nn.Sequential(nn.Embedding(19, 19)), "the last nn.Linear that .* does not return"),
+    "no linear layer": (lambda: nn.Sequential(nn.Embedding(19, 19)), "no nn.Linear of .* the shape of its logits"),
     "called twice": (twice, "'inside.head' is called more than once"),
     "not for two tokens": (transformer, r"a forward to try failed \(another example= may help\): RuntimeError"),
 }
