@@ -116,29 +116,31 @@ def _options(kind: str) -> tuple[Any, Any]:
 _GATHER, _REDUCE_SCATTER, _ALL_REDUCE = map(_options, ("AllgatherOptions", "ReduceScatterOptions", "AllreduceOptions"))
 
 
-def _awaited(work: Any, beside: bool) -> Any:
-    if not beside and work is not None:
+def _wait_on_stream(work: Any) -> None:
+    if work is not None:
         with blocked():
             work.wait()  # where backends have work that orders a stream, it does so only here
-    return work if beside else None
 
 
 def gather_base(process_group: Any, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> Any:
     """Fill `output` with every rank's `shard`, `beside` the caller's stream or on it; the work to wait for, or None."""
-    return _awaited(process_group._allgather_base(output, shard, _GATHER[beside]), beside)
+    work = process_group._allgather_base(output, shard, _GATHER[beside])
+    return work if beside else _wait_on_stream(work)
 
 
 def reduce_scatter_base(process_group: Any, output: torch.Tensor, full: torch.Tensor, *, beside: bool) -> Any:
     """Sum `full` over ranks and leave this rank's piece in `output`; otherwise as `gather_base`."""
     if full.is_complex():  # backends know no complex numbers, whose sum is that of their parts
         output, full = torch.view_as_real(output), torch.view_as_real(full)
-    return _awaited(process_group._reduce_scatter_base(output, full, _REDUCE_SCATTER[beside]), beside)
+    work = process_group._reduce_scatter_base(output, full, _REDUCE_SCATTER[beside])
+    return work if beside else _wait_on_stream(work)
 
 
 def all_reduce(process_group: Any, tensor: torch.Tensor, *, beside: bool) -> Any:
     """Sum `tensor` over ranks in place; otherwise as `gather_base`."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return _awaited(process_group.allreduce([real], _ALL_REDUCE[beside]), beside)
+    work = process_group.allreduce([real], _ALL_REDUCE[beside])
+    return work if beside else _wait_on_stream(work)
 
 
 def _newest(*names: str) -> Any:
@@ -159,14 +161,16 @@ def _reduce_scatter_grouped() -> Any:
 
 def gather_grouped(process_group: Any, outputs: list[torch.Tensor], shards: list[torch.Tensor], *, beside: bool) -> Any:
     """Fill each of `outputs` with every rank's shard, as one operation; otherwise as `gather_base`."""
-    return _awaited(_gather_grouped()(process_group, outputs, shards, _GATHER[beside]), beside)
+    work = _gather_grouped()(process_group, outputs, shards, _GATHER[beside])
+    return work if beside else _wait_on_stream(work)
 
 
 def reduce_scatter_grouped(
     process_group: Any, outputs: list[torch.Tensor], fulls: list[torch.Tensor], *, beside: bool
 ) -> Any:
     """Sum each of `fulls` over ranks into `outputs`, as one operation; otherwise as `gather_base`."""
-    return _awaited(_reduce_scatter_grouped()(process_group, outputs, fulls, _REDUCE_SCATTER[beside]), beside)
+    work = _reduce_scatter_grouped()(process_group, outputs, fulls, _REDUCE_SCATTER[beside])
+    return work if beside else _wait_on_stream(work)
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:

@@ -14,11 +14,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
+_AS_THEY_ARE: AbstractContextManager[None] = nullcontext()
+
 
 def cast_buffers(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> AbstractContextManager[None]:
     """The floating-point buffers registered in `modules` themselves (not in their children) in `dtype` inside the
     context; as they are where it is None."""
-    return nullcontext() if dtype is None else _cast(modules, dtype)
+    return _AS_THEY_ARE if dtype is None else _cast(modules, dtype)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ backend's, but memory is taken and given back in order with compute, and needs n
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .waits import blocked
+from .waits import blocking
 
 
 class Work(Protocol):
@@ -191,8 +192,11 @@ class Pending:
         if self.done:
             return
         if self._work is not None:
-            with blocked():
+            blocking[self] = time.monotonic()
+            try:
                 self._work.wait()
+            finally:
+                del blocking[self]
         if self._device is not None:
             self._device.await_mark(self._event)
         if self._finish is not None:

@@ -24,7 +24,7 @@ from .comm import Transport
 from .device import Lane, Pending, pin
 from .errors import InternalError, UsageError
 from .layout import FlatLayout, ParamSpec
-from .lifecycle import SHARD_STEPS, ShardState, step
+from .lifecycle import SHARD_STEPS, ShardState, refuse_step
 from .policy.precision import resolve
 from .portion import Portion
 from .resident import HostCopy, Residence
@@ -109,6 +109,7 @@ class FlatParamHandle:
         name: the unit's name, for messages.
         leaves: the user's parameters, in layout order.
         layout: where each of them lies.
+        whole: whether the shard is the whole (an axis of one rank).
         rank: this rank on the shard axis.
         precision: the dtypes ([Note: dtypes]).
         shard: shape (layout.shard_numel,), master dtype, on `home`.
@@ -140,6 +141,7 @@ class FlatParamHandle:
         self.name = ""
         self.leaves = list(leaves)
         self.layout = layout
+        self.whole = layout.world == 1
         self.rank = rank
         self.mixed_precision = mixed_precision
         self.precision = resolve(mixed_precision, shard.dtype)
@@ -281,11 +283,6 @@ class FlatParamHandle:
         """The parameters that an optimizer sees."""
         return self.leaves if self.use_orig_params else [self.flat_param]
 
-    @property
-    def whole(self) -> bool:
-        """Whether the shard is the whole (an axis of one rank)."""
-        return self.layout.world == 1
-
     def move_to_ledger(self, ledger: Ledger) -> None:
         """Count this handle's bytes in `ledger` from now on (the unit joined another root)."""
         count = self.shard.numel() * self.shard.element_size()
@@ -314,9 +311,9 @@ class FlatParamHandle:
         if flat is None:
             return
         source = self.shard
-        with lane.running():
-            if self.offload or source.dtype != flat.dtype or source.device != flat.device:
-                own = flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
+        if self.offload or source.dtype != flat.dtype or source.device != flat.device:
+            own = flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
+            with lane.running():
                 source = own.copy_(source, non_blocking=True)
         self._pending = transport.all_gather_base(flat, source, lane)
 
@@ -326,7 +323,9 @@ class FlatParamHandle:
         Precondition: sharded, with a portion. Postcondition: gathering; `wait_unshard` ends it and drops the portion.
         """
         assert self.portion is not None
-        self.state = step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
+        if ShardState.GATHERING not in SHARD_STEPS[self.state]:
+            refuse_step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
+        self.state = ShardState.GATHERING
         target = self._active = self._unsharded.get(self.portion.dtype) or self._new_target(self.portion.dtype)
         assert target.buffer is not None
         with lane.running():
@@ -374,7 +373,9 @@ class FlatParamHandle:
         """
         if self.portion is not None:
             self.drop_portion()
-        self.state = step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
+        if ShardState.GATHERING not in SHARD_STEPS[self.state]:
+            refuse_step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
+        self.state = ShardState.GATHERING
         target = self._active = self._unsharded.get(dtype) or self._new_target(dtype)
         self._pending = None
         if target.buffer is None:
@@ -392,7 +393,9 @@ class FlatParamHandle:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        self.state = step(self.state, ShardState.UNSHARDED, SHARD_STEPS, self.name, None)
+        if ShardState.UNSHARDED not in SHARD_STEPS[self.state]:
+            refuse_step(self.state, ShardState.UNSHARDED, SHARD_STEPS, self.name, None)
+        self.state = ShardState.UNSHARDED
         active = self._active or self._refuse_sharded()
         if not active.views:
             active.views = full_views(self.shard if active.buffer is None else active.buffer.tensor, self.layout)
@@ -414,7 +417,9 @@ class FlatParamHandle:
 
         Precondition: unsharded. Postcondition: sharded; the caller lets the leaves show something else at once.
         """
-        self.state = step(self.state, ShardState.SHARDED, SHARD_STEPS, self.name, None)
+        if ShardState.SHARDED not in SHARD_STEPS[self.state]:
+            refuse_step(self.state, ShardState.SHARDED, SHARD_STEPS, self.name, None)
+        self.state = ShardState.SHARDED
         buffer = (self._active or self._refuse_sharded()).buffer
         if buffer is not None:
             self._versions.on_free()

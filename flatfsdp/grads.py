@@ -356,7 +356,7 @@ class Gradients:
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         for i, leaf in enumerate(handle.leaves):
             old = taken.get(i)
-            if i not in trained or (leaf.numel() == 0 and handle.layout.params[i].numel != 0):
+            if i not in trained or (leaf.numel() == 0 and 0 not in handle.layout.params[i].shape):
                 if old is not None:
                     assign_grad(leaf, old)
                 continue

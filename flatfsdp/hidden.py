@@ -44,20 +44,6 @@ def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
                 leaf.__class__ = HiddenParameter
 
 
-def refuse_uses(leaves: Iterable[nn.Parameter]) -> None:
-    """Refuse operations on `leaves`, whatever they show, except on those of users' own classes."""
-    for leaf in leaves:
-        if type(leaf) is nn.Parameter:
-            leaf.__class__ = HiddenParameter
-
-
-def unhide(leaves: Iterable[nn.Parameter]) -> None:
-    """End of `hide` or `refuse_uses`; the leaves show what they showed."""
-    for leaf in leaves:
-        if type(leaf) is HiddenParameter:
-            leaf.__class__ = nn.Parameter  # type: ignore[assignment]
-
-
 def _hidden_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if type(value) is HiddenParameter:

@@ -65,24 +65,34 @@ def defer_user_hooks(leaves: Iterable[nn.Parameter]) -> None:
                 hooks[key] = Deferred(hook)
 
 
-def run_user_hooks(parameter: torch.Tensor) -> None:
-    """Run what `defer_user_hooks` kept, now that `parameter.grad` is the sharded gradient."""
-    for hooks in _torch.accumulate_hooks([parameter]):
-        for hook in tuple(hooks.values()):
-            if isinstance(hook, Deferred):
-                hook.hook(parameter)
+def run_user_hooks(leaves: Sequence[torch.Tensor]) -> None:
+    """Run what `defer_user_hooks` kept, on those of `leaves` whose `.grad`, the sharded gradient now, is there."""
+    if not _torch.accumulate_hooks(leaves):
+        return
+    for leaf in leaves:
+        for hooks in _torch.accumulate_hooks([leaf]) if leaf.grad is not None else ():
+            for hook in tuple(hooks.values()):
+                if isinstance(hook, Deferred):
+                    hook.hook(leaf)
 
 
 def run_hooks(parameter: torch.Tensor) -> None:
     """Run users' post-accumulate hooks of a flat parameter, into which autograd accumulates nothing."""
-    for hooks in _torch.accumulate_hooks([parameter], least=1):
+    for hooks in _torch.accumulate_hooks([parameter], least=1) if parameter.grad is not None else ():
         for hook in tuple(hooks.values()):
             hook(parameter)
 
 
-def has_user_hooks(leaf: torch.Tensor) -> bool:
-    """Whether `leaf` has a post-accumulate hook of a user's."""
-    return any(not isinstance(hook, LeafHook) for hooks in _torch.accumulate_hooks([leaf]) for hook in hooks.values())
+def user_hooked(leaves: Sequence[torch.Tensor]) -> list[int]:
+    """The indices of those of `leaves` that have a post-accumulate hook of a user's."""
+    if not _torch.accumulate_hooks(leaves):
+        return []
+    return [
+        index
+        for index, leaf in enumerate(leaves)
+        for hooks in _torch.accumulate_hooks([leaf])
+        if not all(isinstance(hook, LeafHook) for hook in hooks.values())
+    ]
 
 
 def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:

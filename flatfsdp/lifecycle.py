@@ -58,13 +58,6 @@ PHASE_STEPS: Mapping[Phase, frozenset[Phase]] = {
 S = TypeVar("S", ShardState, Phase)
 
 
-def step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str, trace: Trace | None) -> S:
-    """`target`, if the table allows it from `current`; else an `InternalError` with the end of the trace."""
-    if target not in table[current]:
-        refuse_step(current, target, table, who, trace)
-    return target
-
-
 def refuse_step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str, trace: Trace | None) -> NoReturn:
     """Raise an `InternalError` with the end of the trace: the table does not lead from `current` to `target`."""
     story = "; ".join(map(str, trace.tail())) if trace is not None else "no trace yet"

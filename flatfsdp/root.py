@@ -523,8 +523,9 @@ class Root:
             for grads in unit.grads:
                 grads.take()
         for unit in self.units:
-            if any(grads.pending for grads in unit.grads):
-                backward.expect(unit)
+            for grads in unit.grads:
+                if grads.pending:
+                    backward.expect(unit)
         for unit, kinds in trained.items():
             if kinds:
                 backward.expect(unit)

@@ -183,7 +183,7 @@ class Versions:
     def on_free(self) -> None:
         """The buffer is about to be unreadable: saved views of it must be refused."""
         if not self._overwritten:
-            self._filled = versions_of(self._leaves)
+            self._filled = list(map(_version, self._leaves))
             self._at_rest = [version + 1 for version in self._filled]
         else:  # those are hidden, and slow to ask
             known = self._overwritten
@@ -198,7 +198,7 @@ class Versions:
 
         The versions of the leaves from now on.
         """
-        found = versions_of(self._leaves)
+        found = list(map(_version, self._leaves))
         if changed or not self._at_rest:
             return found
         if found == self._at_rest:

@@ -70,6 +70,7 @@ class Stream(Peers):
         self._sharded = False
         self._traffic = Traffic()
         self._entries: dict[int, Symbol] = {}  # by id of the unit
+        self._forwards: dict[int, str] = {}  # what runs, in words
         self._places: dict[int, int] = {}
         # What is expected, what came, and how far it has come.
         self._habit = Habit()
@@ -99,6 +100,7 @@ class Stream(Peers):
         self._traffic, self._trace = root.traffic, root.trace
         for index, unit in enumerate(root.units):
             self._entries[id(unit)] = Symbol(number(f"unit {index}"), f"entered unit {unit.label}")
+            self._forwards[id(unit)] = f"the forward of unit {unit.label}"
             self._places[id(unit)] = index
 
     def begin_forward(self, *, training: bool) -> None:
@@ -136,10 +138,10 @@ class Stream(Peers):
             words = f"began {self._opening} forward at unit {unit.label}{_with(schedule)}"
             opening = Symbol(number(f"{self._opening} {symbol.code} {schedule}"), words)
             self._opening = None
-            self._start(f"the forward of unit {unit.label}")
+            self._start(self._forwards[id(unit)])
             self._next(opening, unit=symbol.code, opens=True)
         else:
-            self._doing = f"the forward of unit {unit.label}"
+            self._doing = self._forwards[id(unit)]
             self._next(symbol, unit=symbol.code)
 
     def check_request(self, unit: Unit, method: str) -> None:

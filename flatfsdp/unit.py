@@ -97,7 +97,9 @@ class Unit(UnitData):
         phase, recomputing = self.phase, _torch.in_backward()
         try:
             call, args, kwargs = self._before_forward(root, outermost, recomputing, args, kwargs)
-            dtype = None if root.in_full_precision(self) else self.mixed_precision.buffer_dtype
+            dtype = self.mixed_precision.buffer_dtype
+            if dtype is not None and root.in_full_precision(self):
+                dtype = None
             with cast_buffers(self.modules, dtype):
                 called = self.module if method is None else getattr(self.module, method)
                 output = called(*args, **kwargs)
@@ -441,9 +443,10 @@ class Unit(UnitData):
 
     def leaf_ready(self, kind: int, index: int) -> None:
         """Autograd accumulated the gradient of a leaf: move it to its slot; all in: reduce and reshard."""
-        backward = self.root.backward
+        root = self.root
+        backward = root.backward
         if backward is None or not (self.phase is Phase.PRE_BACKWARD or self.completed):
-            backward = self.root.begin_backward()
+            backward = root.begin_backward()
             self.arm(backward)
             self.enter_phase(Phase.PRE_BACKWARD)
         handle, grads = self.handles[kind], self.grads[kind]
@@ -458,8 +461,8 @@ class Unit(UnitData):
             self.reads_once = False
         if not backward.fired:
             backward.gradient_arrived()
-        if self.root.detector is not None:
-            self.root.detector.gradient(self, kind, index, grad)
+        if root.detector is not None:
+            root.detector.gradient(self, kind, index, grad)
         grads.arrive(index, grad.detach() if grad.requires_grad else grad)
         del grad  # moved, or collected: what follows may take memory
         if self.completed:

@@ -11,6 +11,7 @@ import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from .extensions import Extended
     from .root import Root
     from .unit import Unit
+
+
+_state_of = attrgetter("state")
 
 
 class UnitData:
@@ -211,7 +215,7 @@ class UnitData:
     @property
     def is_whole(self) -> bool:
         """Whether all data is unsharded, or on its way."""
-        return not [handle for handle in self.handles if handle.state is ShardState.SHARDED]
+        return ShardState.SHARDED not in map(_state_of, self.handles)
 
     def launch_unshard(self, *, ahead: bool = False) -> None:
         """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis, or
@@ -289,7 +293,6 @@ class UnitData:
         """Free the unsharded parameters; the leaves show `exposure` (the whole again where the shard is the whole, and
         residents of the device between forward and backward)."""
         freed = False
-        root = self.root
         for handle, shown, grads in zip(self.handles, self.shown, self.grads, strict=True):
             if handle.state is ShardState.GATHERING:
                 handle.wait_unshard()
@@ -298,6 +301,7 @@ class UnitData:
                     if exposure is Exposure.SHARD:
                         shown.show(exposure)
                 elif handle.owns_unsharded or exposure is Exposure.SHARD:
+                    root = self.root
                     if grads.sharing and grads.take_place(functools.partial(root.limiter.give_back, handle.name)):
                         handle.reshard()
                     else:
@@ -400,10 +404,10 @@ class UnitData:
     def run_user_hooks(self) -> None:
         """Run users' post-accumulate hooks on the sharded gradients."""
         for handle in self.handles:
-            run = hooks.run_user_hooks if handle.use_orig_params else hooks.run_hooks
-            for parameter in handle.steppable:
-                if parameter.grad is not None:
-                    run(parameter)
+            if handle.use_orig_params:
+                hooks.run_user_hooks(handle.leaves)
+            else:
+                hooks.run_hooks(handle.flat_param)
 
     def undo(self) -> bool:
         """After a failed backward, at once: leaves show the shard, `.grad` is what it was. True if a window was lost.
@@ -513,15 +517,13 @@ class UnitData:
 def check_hooks(handle: FlatParamHandle) -> None:
     """Refuse hooks that would never run, where a flat parameter has the gradients and original ones see them pass."""
     where = f"of unit {handle.name or '<root>'!r}"
-    hooked = [
-        spec.name for spec, leaf in zip(handle.layout.params, handle.leaves, strict=True) if hooks.has_user_hooks(leaf)
-    ]
+    hooked = hooks.user_hooked(handle.leaves)
     if hooked:
         fail(
             UsageError(
-                f"parameter {hooked[0]!r} {where} has a post-accumulate hook, but with use_orig_params=False no "
-                "gradient is accumulated into it: the hook would never run. Register it on the flat parameter, which "
-                "model.parameters() lists, or wrap with use_orig_params=True"
+                f"parameter {handle.layout.params[hooked[0]].name!r} {where} has a post-accumulate hook, but with "
+                "use_orig_params=False no gradient is accumulated into it: the hook would never run. Register it on "
+                "the flat parameter, which model.parameters() lists, or wrap with use_orig_params=True"
             )
         )
     if _torch.has_hooks(handle.flat_param):

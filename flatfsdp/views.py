@@ -24,7 +24,7 @@ from torch import nn
 from . import _torch, hooks
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle, dense
-from .hidden import hide, may_hide, refuse_uses, unhide
+from .hidden import HiddenParameter, hide, may_hide
 from .lifecycle import ShardState
 
 if TYPE_CHECKING:
@@ -119,14 +119,18 @@ class Shown:
     def guard(self) -> None:
         """Let the leaves refuse to be used for as long as they show a shard that is not the whole."""
         if self.exposure is Exposure.SHARD and not self.handle.whole:
-            refuse_uses(self.handle.leaves)
+            for leaf in self.handle.leaves:
+                if type(leaf) is nn.Parameter:
+                    leaf.__class__ = HiddenParameter
             self._some_hidden = True
 
     def unhide(self) -> None:
         """The leaves are about to show something: nobody but the engine asks them until then."""
         if self._some_hidden:
             self._some_hidden = False
-            unhide(self.handle.leaves)
+            for leaf in self.handle.leaves:
+                if type(leaf) is HiddenParameter:
+                    leaf.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def used_at_rest(self) -> list[str]:
         """The names of parameters that a graph read while they showed the shard: autograd refuses gradients of the

@@ -1,8 +1,9 @@
 """Where this process waits for other ranks, and for how long it may.
 
 [Note: waits] Whatever blocks the host until other ranks have done their part is entered here for as long as it lasts:
-`blocked()` around an operation of the backend, which costs a microsecond. The watch ([Note: watch]) reads it from its
-thread, and tells a rank that waits from one that computes, or whose program is somewhere else.
+`blocked()` around an operation of the backend, or an entry in `blocking` by hand where units pass many times a step.
+The watch ([Note: watch]) reads it from its thread, and tells a rank that waits from one that computes, or whose program
+is somewhere else.
 
 On an accelerator the host does not wait for operations: it is held up by the limiter some units later, which counts, or
 by the program's own reading of a value, which does not.
@@ -11,8 +12,9 @@ by the program's own reading of a value, which does not.
 from __future__ import annotations
 
 import math
-import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from .errors import ConfigValueError, refuse_type, refuse_value
@@ -73,29 +75,20 @@ def set_wait(*, report_after: float = 30.0, raise_after: float | None = None) ->
     limits = WaitLimits(float(report_after), None if raise_after is None else float(raise_after))
 
 
-_since: dict[int, float] = {}  # by thread: when it began to wait
+blocking: dict[object, float] = {}  # by what blocks a thread: since when it does, by `time.monotonic()`
 
 
-class _Blocked:
-    """The context of `blocked()`; where contexts are nested, the inner one counts."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        _since[threading.get_ident()] = time.monotonic()
-
-    def __exit__(self, *unused: object) -> None:
-        _since.pop(threading.get_ident(), None)
-
-
-_BLOCKED = _Blocked()
-
-
-def blocked() -> _Blocked:
+@contextmanager
+def blocked() -> Iterator[None]:
     """The enclosed code blocks this thread until other ranks have done their part."""
-    return _BLOCKED
+    this = object()
+    blocking[this] = time.monotonic()
+    try:
+        yield
+    finally:
+        del blocking[this]
 
 
 def blocked_since() -> float:
     """Since when a thread of this process has been blocked, by `time.monotonic()`; infinity where none is."""
-    return min(list(_since.values()), default=math.inf)
+    return min(list(blocking.values()), default=math.inf)
