@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import random
 import re
-import signal
+import subprocess
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -383,12 +383,25 @@ def test_a_signal_to_all_processes_does_not_take_the_samples_from_a_rank(pool2: 
 def signalled(rank: int, world: int) -> Ids:
     with may_have_workers(), Loader(Numbers(6), batch=1, shuffle=False, epochs=1, workers=1) as loader:
         steps = [loader.next_step()]
-        for child in multiprocessing.active_children():
-            os.kill(child.pid, signal.SIGTERM)
-            os.kill(child.pid, signal.SIGINT)
+        (worker,) = multiprocessing.active_children()
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # by another process than its parent
+        subprocess.run(["kill", "-INT", str(worker.pid)], check=True)
         while (step := loader.next_step()) is not None:
             steps.append(step)
     return [step.microbatches[0].ids for step in steps]
+
+
+def test_a_rank_that_ends_ends_its_workers(pool2: Run) -> None:
+    assert pool2(end_worker) == [0, 0]
+
+
+def end_worker(rank: int, world: int) -> int | None:
+    with may_have_workers(), Loader(Numbers(6), batch=1, shuffle=False, epochs=1, workers=1) as loader:
+        loader.next_step()
+        (worker,) = multiprocessing.active_children()
+        worker.terminate()  # as multiprocessing does at the end of a process
+        worker.join(40)
+        return worker.exitcode
 
 
 # one process

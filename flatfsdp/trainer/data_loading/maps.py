@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def in_processes(source: Any, workers: int, *, sampler: Iterator[Cell] | None = 
         sampler=sampler,
         num_workers=workers,
         collate_fn=_as_it_is,
-        worker_init_fn=_outlive_the_first_signal,
+        worker_init_fn=_obey_the_rank_only,
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         generator=torch.Generator(),  # else it draws from the global one, once per iterator
     )
@@ -101,11 +102,16 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _outlive_the_first_signal(worker: int) -> None:
-    """A signal to all processes of a job ends its ranks in good order, which may still need what is being read."""
-
-    def obey_the_next(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
+def _obey_the_rank_only(worker: int) -> None:
+    """A signal to all processes of a job stops its ranks in good order; a worker that it ended would break that off,
+    since torch raises an error in a rank whose worker dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, obey_the_next)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_told_by_the_rank, daemon=True).start()
+
+
+def _end_when_told_by_the_rank() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
