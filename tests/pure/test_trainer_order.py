@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
-from flatfsdp.trainer.data_loading import PadCollate, TokenWindows
+from flatfsdp.trainer.data_loading import JsonLines, PadCollate, TokenWindows
 from flatfsdp.trainer.data_loading.order import Order, Steps, seed_of
 from flatfsdp.trainer.data_loading.packing import pack, unpack
 
@@ -131,6 +132,20 @@ def test_windows_cut_a_text_into_samples() -> None:
         TokenWindows(torch.arange(11), context=12)
     with pytest.raises(ConfigValueError, match=r"tokens: got torch.float32 of shape \(11,\)"):
         TokenWindows(torch.arange(11.0), context=4)
+
+
+def test_lines_of_a_file_are_samples(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "ä"}\n\n  \n{"text": "b"}\n[1, 2]', encoding="utf-8")
+    lines = JsonLines(path)
+    assert [lines[number] for number in (2, 0, 1)] == [[1, 2], {"text": "ä"}, {"text": "b"}] and len(lines) == 3
+    with pytest.raises(IndexError, match="line 3 of 3"):
+        lines[3]
+    path.write_text("\n")
+    with pytest.raises(ConfigValueError, match=r"the file '.*text.jsonl' has no lines"):
+        JsonLines(path)
+    with pytest.raises(ConfigValueError, match=r"cannot read '.*none': No such file"):
+        JsonLines(tmp_path / "none")
 
 
 def test_samples_of_different_lengths_are_padded_to_the_longest() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .collate import PadCollate
-from .datasets import TokenWindows
+from .datasets import JsonLines, TokenWindows
 from .evaluation import evaluation
 from .loader import Loader, Step
 from .reading import DataError, Microbatch
 
-__all__ = ["DataError", "Loader", "Microbatch", "PadCollate", "Step", "TokenWindows", "evaluation"]
+__all__ = ["DataError", "JsonLines", "Loader", "Microbatch", "PadCollate", "Step", "TokenWindows", "evaluation"]

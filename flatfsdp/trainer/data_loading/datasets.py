@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
 from torch import Tensor
 
 from flatfsdp.errors import ConfigValueError
@@ -43,3 +48,38 @@ class TokenWindows:
             raise IndexError(f"window {number} of {len(self)}")
         window = self.tokens[number * self.context :][: self.context].long()
         return {"input_ids": window, "labels": window.clone()}
+
+
+class JsonLines:
+    """A file of lines, each of which is a JSON value; sample i is the i-th line that is not blank.
+
+    Lines are read when they are asked for; where they begin is held in memory, 8 bytes a line.
+
+    Raises:
+        ConfigValueError: there is no such file, or it has no lines.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._starts = array("q")
+        start = 0
+        try:
+            with self.path.open("rb") as file:
+                for line in file:
+                    if not line.isspace():
+                        self._starts.append(start)
+                    start += len(line)
+        except OSError as error:
+            raise ConfigValueError(f"path: cannot read {str(self.path)!r}: {error.strerror}") from None
+        if not self._starts:
+            raise ConfigValueError(f"path: the file {str(self.path)!r} has no lines")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: int) -> Any:
+        if not 0 <= number < len(self):
+            raise IndexError(f"line {number} of {len(self)}")
+        with self.path.open("rb") as file:  # each time: workers would share an open one's position
+            file.seek(self._starts[number])
+            return json.loads(file.readline())

@@ -36,7 +36,8 @@ class Delivery(Protocol):
 
         Raises:
             DataError: on all ranks: some rank could not read.
-            AgreementError: on all ranks: they read different data; or on this rank: it does not reach the others.
+            AgreementError: on all ranks: they read different data.
+            LostRankError: it does not reach the others.
         """
         ...
 

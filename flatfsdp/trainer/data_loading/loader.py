@@ -11,7 +11,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, default_collate
 
-from flatfsdp.errors import AgreementError, CheckpointError, ConfigTypeError, ConfigValueError, ranks_in_words, shown
+from flatfsdp.errors import (
+    AgreementError,
+    CheckpointError,
+    ConfigTypeError,
+    ConfigValueError,
+    LostRankError,
+    ranks_in_words,
+    shown,
+)
 
 from .deliveries import Delivery, Dispatch, Sharded
 from .maps import MapParts
@@ -149,7 +157,8 @@ class Loader:
 
         Raises:
             DataError: on all ranks: a sample could not be read, put together, or sent. The position stays where it was.
-            AgreementError: on all ranks: an iterable dataset gives them different samples; or another rank has ended.
+            AgreementError: on all ranks: an iterable dataset gives them different samples.
+            LostRankError: another rank has ended, or cannot be reached.
         """
         if self._is_over:
             return None
@@ -159,7 +168,7 @@ class Loader:
         try:
             part = self._delivery.next()
         except Exception:
-            with suppress(AgreementError):  # the error that is there says more
+            with suppress(LostRankError):  # the error that is there says more
                 self.close()
             raise
         if part is None:
@@ -170,7 +179,10 @@ class Loader:
         return Step(part.shares[0], part.weight)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what the order that it stands in follows from; the same on all ranks."""
+        """The position, and what the order that it stands in follows from; the same on all ranks.
+
+        A step counts as consumed from when `next_step` returned it: to be saved between the steps of a training.
+        """
         return {
             **asdict(self._place),
             "global_batch": self.global_batch,

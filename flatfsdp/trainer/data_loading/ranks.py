@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from flatfsdp.errors import AgreementError, ConfigValueError, FlatFSDPError, ranks_in_words, warn
+from flatfsdp.errors import ConfigValueError, FlatFSDPError, LostRankError, ranks_in_words, warn
 
 from .reading import DataError, Failure
 
@@ -97,12 +97,12 @@ class Ranks:
         """What `communicate` returns, which others take part in.
 
         Raises:
-            AgreementError: it failed, as it does when another rank has ended.
+            LostRankError: it failed, as it does when another rank has ended.
         """
         try:
             return communicate()
         except RuntimeError as error:
-            raise AgreementError(
+            raise LostRankError(
                 f"rank {self.rank} cannot reach the others for its next samples; one of them ended, or does something "
                 f"else: {error}"
             ) from error

@@ -41,9 +41,6 @@ def stream_parts(source: StreamSource, *, workers: int) -> Iterator[Part]:
 class StreamSource(IterableDataset[Any]):
     """The parts of step after step that some `ranks` have of `dataset`, from `place` on; it goes to the process that
     reads.
-
-    Attributes:
-        epochs: how often the stream is gone through; None: for ever.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class StreamSource(IterableDataset[Any]):
         self._dataset = dataset
         self._steps = steps
         self._ranks = ranks
-        self.epochs = epochs
+        self._epochs = epochs
         self._collate = collate
         self._seed = seed
         self._place = place
@@ -86,7 +83,7 @@ class StreamSource(IterableDataset[Any]):
     def _samples(self) -> Iterator[tuple[int, int, Any]]:
         """The samples from the place on: epoch, number within the epoch, sample."""
         start, begun = self._place, self._place.position - self._place.offset
-        for epoch in count(start.epoch) if self.epochs is None else range(start.epoch, self.epochs):
+        for epoch in count(start.epoch) if self._epochs is None else range(start.epoch, self._epochs):
             resuming = epoch == start.epoch
             passed = start.offset if resuming else 0
             if hasattr(self._dataset, "set_epoch"):
