@@ -25,7 +25,7 @@ def end_at_the_second_step(rank: int, world: int) -> str:
 
 
 def test_ranks_do_not_wait_for_samples_of_one_that_ended() -> None:
-    outcomes = fresh.run(2, end_at_the_second_step)
+    outcomes = fresh.run(2, end_at_the_second_step, timeout=150)
     assert outcomes[0].exit_code == 3
     words = "rank 1 cannot reach the others for its next samples; one of them ended, or does something else: "
     assert outcomes[1].result is not None and outcomes[1].result.startswith(words), outcomes[1]
