@@ -43,6 +43,8 @@ def linear_cross_entropy(
     flat = hidden.reshape(-1, hidden.shape[-1])
     if rows is None:
         rows = max(LEAST_ROWS, -(-flat.numel() // weight.shape[0]))
+    if not torch.is_grad_enabled():  # which a Function's forward does not see
+        flat, weight, bias = flat.detach(), weight.detach(), None if bias is None else bias.detach()
     total: Tensor = _LinearCrossEntropy.apply(flat, weight, bias, targets.reshape(-1), ignore_index, rows)
     return total
 

@@ -223,6 +223,13 @@ def test_gradients_of_low_precision_add_up_in_full() -> None:
     assert (weight.grad - exact.grad).norm() < 0.01 * exact.grad.norm()
 
 
+@torch.no_grad()
+def test_an_evaluation_makes_no_gradients() -> None:
+    hidden, weight = torch.ones(64, 32, requires_grad=True), torch.ones(512, 32, requires_grad=True)
+    peak, _ = memory.peak_bytes(lambda: linear_cross_entropy(hidden, weight, None, torch.arange(64), rows=1))
+    assert 0 < peak < 512 * 32 * 4
+
+
 def test_a_second_backward_fails_instead_of_being_wrong() -> None:
     weight = torch.randn(5, 4, requires_grad=True)
     loss = linear_cross_entropy(torch.randn(3, 4), weight, None, torch.arange(3))

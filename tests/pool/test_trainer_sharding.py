@@ -251,6 +251,16 @@ def counted(rank: int, world: int) -> tuple[list[int], bool]:
     return [layer.calls for layer in model.layers], gathers[0] == gathers[1]
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_sharded_models_compute_again_themselves(copied: Callable[[Any], Any]) -> None:
+    with fake_world(1):
+        model = shard(stack(), arguments(activation_checkpointing=True), device=CPU)
+        other = copied(model)
+        expected, found = run(model)[0], run(other)[0]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)) and found
+    assert [[layer.calls for layer in each.layers] for each in (model, other)] == [[2, 2, 2]] * 2
+
+
 @pytest.mark.filterwarnings("ignore:mixed_precision. modules of BatchNorm1d")
 def test_buffers_are_read_in_the_dtype_of_the_first_run() -> None:
     with fake_world(1):
