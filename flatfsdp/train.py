@@ -1,20 +1,93 @@
-"""`python -m flatfsdp.train`: train a byte-level transformer under FSDP on this machine, or in torchrun's world.
+"""`python -m flatfsdp.train`: train under FSDP on this machine, or in torchrun's world.
 
-Exit codes: 0 when trained, 1 when a rank failed, 2 for a wrong option, 130 when interrupted.
+With `--model` and `--train-data` a model of your own, without them a transformer over bytes.
+
+Exit codes: 0 when trained, 1 when a rank failed, 2 for a wrong option, 128 + its number when a signal ended the run.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch.multiprocessing as mp
 
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer.data import check_corpus
-from flatfsdp.trainer.launch import Plan, run
-from flatfsdp.trainer.loop import job
-from flatfsdp.trainer.options import Options, make_parser, parse
+from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
+from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, ProgressBar, Summary
+from flatfsdp.trainer.command_line import make_parser, parse
+from flatfsdp.trainer.demo import DEFAULTS, DemoOptions
+from flatfsdp.trainer.kinds import PathOr, Reference
+from flatfsdp.trainer.launch import Placement, World, run
+from flatfsdp.trainer.settings import Settings, setting, settings_of
+from flatfsdp.trainer.stopping import in_words
+from flatfsdp.trainer.tasks import check_options
+from flatfsdp.trainer.trainer import Trainer
+
+PROGRAM = "python -m flatfsdp.train"
+DESCRIPTION = (
+    "Train under FullyShardedDataParallel: a model of your own, or a byte-level transformer that shows what it "
+    "learned. Started plainly it spawns its own ranks on this machine; under torchrun it joins that world."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Settings):
+    """What to do, where it is not to train."""
+
+    export: Path | None = setting(
+        None, "train nothing: write the model of the checkpoint that --resume names as a Hugging Face folder", PathOr()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTask(Task):
+    """A model and data of your own, each as "module:name" of the thing itself or of a function that makes it.
+
+    Without a model the demonstration's is trained.
+    """
+
+    model: Any = setting(None, "the module, or a function that makes it", Reference("the module or a function"))
+    train_data: Any = setting(None, "the dataset to train on, or a function that makes it", Reference("a dataset"))
+
+    def check_together(self) -> None:
+        if (self.model is None) != (self.train_data is None):
+            given, missing = ("model", "train_data") if self.train_data is None else ("train_data", "model")
+            self.refuse(given, f"{self.called(missing)} is not given")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank does; it goes to spawned processes as a pickle.
+
+    Attributes:
+        export: a folder to write the model to, in place of training.
+    """
+
+    task: Task
+    training: TrainingArguments
+    fsdp: FSDPArguments
+    callbacks: tuple[Callback, ...]
+    export: Path | None
+
+    def __call__(self, world: World) -> int:
+        """Run; returns the exit code."""
+        trainer = Trainer(self.task, self.training, self.fsdp, callbacks=self.callbacks)
+        if self.export is not None:
+            trainer.resume()
+            trainer.export(self.export)
+            return 0
+        result = trainer.train()
+        if result.stopped_by and world.leads:
+            print(
+                f"flatfsdp.train: stopped by {in_words(result.stopped_by)} after step {result.steps}; "
+                f"--resume latest --output {self.training.output} goes on",
+                file=sys.stderr,
+            )
+        return result.exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,14 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A wrong option raises `SystemExit(2)` after one line on stderr, before any process is started.
     """
-    parser = make_parser()
-    options = parse(parser, sys.argv[1:] if arguments is None else arguments)
+    found = read(arguments)
+    job = Job(found.task, found.training, found.fsdp, found.callbacks(), found.command.export)
     try:
-        plan = prepare(options)
-    except ConfigValueError as error:
-        parser.error(str(error))
-    try:
-        run(job, plan, options)
+        return run(job, found.placement)
     except mp.ProcessRaisedException as error:
         print(f"flatfsdp.train: rank {error.error_index} failed{error}", file=sys.stderr)
         return 1
@@ -39,25 +108,79 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("flatfsdp.train: interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
-def prepare(options: Options) -> Plan:
-    """Look at devices, text and output folder before anything is started, and plan the ranks.
+@dataclass(frozen=True)
+class Found:
+    """What the command line came to."""
+
+    command: Command
+    task: Task
+    training: TrainingArguments
+    fsdp: FSDPArguments
+    demo: DemoOptions | None
+    placement: Placement
+
+    def callbacks(self) -> tuple[Callback, ...]:
+        """What a run from the command line has besides."""
+        training = self.training
+        chosen: list[Callback] = [MetricsLog(training.log_every), Summary()]
+        if training.progress:
+            chosen.append(ProgressBar())
+        if training.plot:
+            chosen.append(LossPlot())
+        return (*chosen, *(self.demo.callbacks() if self.demo is not None else ()))
+
+
+def read(arguments: Sequence[str] | None) -> Found:
+    """Read the command line, and look at devices, data and the output folder before anything is started.
 
     Raises:
-        ConfigValueError: an option asks for what this machine does not have.
+        SystemExit: an option is wrong, or asks for what this machine does not have.
     """
-    plan = Plan.of(options)
-    check_corpus(options.data, valid_part=options.valid_part, context=options.context)
-    if options.plot:
-        try:
-            options.out.mkdir(parents=True, exist_ok=True)  # now, not when the time to train has been spent
-        except OSError as error:
-            raise ConfigValueError(
-                f"argument --out: cannot make the folder {str(options.out)!r}: {error.strerror}"
-            ) from None
-    return plan
+    groups = {
+        "command": Command,
+        "task": OwnTask,
+        "training": TrainingArguments,
+        "fsdp": FSDPArguments,
+        "demo": DemoOptions,
+    }
+    parser = make_parser(PROGRAM, description=DESCRIPTION, groups=groups)
+    given = parse(parser, arguments)
+    shows = given["task"].model is None
+    if shows:  # the demonstration, which has other defaults
+        parser = make_parser(PROGRAM, description=DESCRIPTION, groups={**groups, "training": DEFAULTS})
+        given = parse(parser, arguments)
+    command, task, training, fsdp, demo = (given[name] for name in groups)
+    try:
+        if not shows and demo != DemoOptions():
+            changed = next(each for each in settings_of(DemoOptions) if getattr(demo, each.name) != each.default)
+            raise ConfigValueError(f"{changed.flag} belongs to the demonstration, and --model is given")
+        if shows and task != OwnTask():
+            changed = next(each for each in settings_of(OwnTask) if getattr(task, each.name) != each.default)
+            raise ConfigValueError(f"{changed.flag} belongs to a model of your own: --model is not given")
+        placement = Placement.of(training.ranks, training.device)
+        if fsdp.replicas is not None and placement.ranks % fsdp.replicas:
+            raise ConfigValueError(f"--replicas: {placement.ranks} ranks cannot form {fsdp.replicas} equal replicas")
+        if shows:
+            demo.split()
+        check_options(demo.task() if shows else task)
+        make_folder(training.output)  # now, not when the time to train has been spent
+    except ConfigValueError as error:
+        parser.error(str(error))
+    return Found(command, demo.task() if shows else task, training, fsdp, demo if shows else None, placement)
+
+
+def make_folder(path: Path) -> None:
+    """Make the output folder.
+
+    Raises:
+        ConfigValueError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigValueError(f"--output: cannot make the folder {str(path)!r}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

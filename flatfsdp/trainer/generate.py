@@ -1,25 +1,52 @@
-"""Text from the model, a byte at a time, while its parameters stay sharded."""
+"""Tokens from the model, one at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from flatfsdp import inference
+from flatfsdp.trainer.objectives import logits_of
+
 TEMPERATURE = 0.7
 
 
-@torch.no_grad()
-def generate(model: nn.Module, prompt: str, *, length: int, context: int, device: torch.device, seed: int) -> str:
-    """`prompt` and `length` bytes that `model` continues it with.
+def generate(
+    model: nn.Module,
+    tokens: Sequence[int],
+    *,
+    length: int,
+    context: int | None = None,
+    device: torch.device,
+    seed: int,
+    temperature: float = TEMPERATURE,
+) -> list[int]:
+    """`tokens`, and `length` ones that `model` continues them with.
 
-    Collective: each forward gathers parameters from all ranks, so all ranks have to ask for the same `length`. They
-    draw from equally seeded generators and get the same text.
+    Collective: parameters are gathered once, at the beginning (`flatfsdp.inference`). All ranks draw from equally
+    seeded generators and get the same tokens. The model is left in the mode, training or not, that it was in.
+
+    Args:
+        model: a wrapper; takes tokens, int64 (1, time), and gives logits (1, time, vocabulary), plainly or as an output
+            of transformers.
+        tokens: at least one.
+        context: how many of the last tokens it sees; None for all.
+        temperature: divides the logits; 0 always takes the likeliest token.
     """
-    model.eval()
     generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt.encode())
-    for _ in range(length):
-        window = torch.tensor([tokens[-context:]], device=device)
-        odds = torch.softmax(model(window)[0, -1].float().cpu() / TEMPERATURE, dim=-1)
-        tokens.append(int(torch.multinomial(odds, 1, generator=generator)))
-    return bytes(tokens).decode(errors="replace")
+    made = list(tokens)
+    training = model.training
+    model.eval()
+    with inference(model):
+        for _ in range(length):
+            window = torch.tensor([made[-context:] if context else made], device=device)
+            last = logits_of(model(window))[0, -1].float().cpu()
+            if temperature == 0:
+                made.append(int(last.argmax()))
+            else:
+                odds = torch.softmax(last / temperature, dim=-1)
+                made.append(int(torch.multinomial(odds, 1, generator=generator)))
+    model.train(training)
+    return made

@@ -1,13 +1,19 @@
-"""Ranks: spawn them on this machine, or join the world that torchrun made.
+"""Ranks: spawn them on this machine, or join the world that a launcher made.
 
-Both end in the same call, `job(world, options)`, once on every rank, inside an initialised process group.
+`run` ends in the same call of a job, `job(world, *arguments)`, once on every rank, inside a process group. `World.join`
+is for programs that a launcher starts, or nobody: one process is a world of one rank, on the same path.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +21,9 @@ import torch.multiprocessing as mp
 
 from flatfsdp import keep_host_memory
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer.options import Options
 
 RANKS_ON_CPU = 2
+STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,68 @@ class World:
     size: int
     device: torch.device
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that speaks and writes for all."""
+        return self.rank == 0
 
-Job = Callable[[World, Options], None]
+    @classmethod
+    def join(cls, device: str = "auto") -> World:
+        """This process in the default process group, which is made where there is none: of the ranks that the launcher
+        started (collective over them), or of this one alone.
+
+        Args:
+            device: a type of device, or "auto" for cuda where there is one. Where the group exists, ranks are spread
+                over the devices of a machine by their local rank.
+
+        Raises:
+            ConfigValueError: this machine has no such device.
+        """
+        if not dist.is_initialized():
+            _init(_place(), Placement.of(None if under_launcher() else 1, device).device_type)
+            atexit.register(_leave)
+        return cls(dist.get_rank(), dist.get_world_size(), _device(_place(), device_type_of(device)))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How many ranks there will be in total, on which type of device."""
+
+    ranks: int
+    device_type: str
+
+    @classmethod
+    def of(cls, ranks: int | None = None, device: str = "auto") -> Placement:
+        """What was asked for, or else what the environment offers: the launcher's ranks, or one per device, or
+        `RANKS_ON_CPU`.
+
+        Raises:
+            ConfigValueError: this machine, or the world that was given, cannot provide it.
+        """
+        device_type = device_type_of(device)
+        devices = _device_count(device_type)
+        if under_launcher():
+            given = int(os.environ["WORLD_SIZE"])
+            if ranks not in (None, given):
+                raise ConfigValueError(f"ranks: the launcher started {given} ranks, not {ranks}")
+            ranks, here = given, int(os.environ.get("LOCAL_WORLD_SIZE", given))
+        else:
+            ranks = here = ranks or (RANKS_ON_CPU if device_type == "cpu" else devices)
+        if device_type != "cpu" and here > devices:
+            raise ConfigValueError(f"ranks: {here} ranks on this machine, but {devices} {device_type} devices")
+        return cls(ranks, device_type)
+
+
+def device_type_of(device: str) -> str:
+    """`device` itself, or for "auto" cuda where there is one, and the CPU elsewhere.
+
+    Raises:
+        ConfigValueError: torch cannot use such a device here.
+    """
+    device_type = ("cuda" if _device_count("cuda") else "cpu") if device == "auto" else device
+    if not _device_count(device_type):
+        raise ConfigValueError(f"device: this machine has no {device_type!r} device that torch can use")
+    return device_type
 
 
 def under_launcher() -> bool:
@@ -43,85 +109,117 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How many ranks there will be in total, on which type of device."""
+def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
+    """Run `job` on every rank of `placement`; returns when those that this process is responsible for are done.
 
-    ranks: int
-    device_type: str
+    SIGINT and SIGTERM go on to the ranks that were spawned, which may end in their own time ([Note: stopping]); the
+    second one ends them at once.
 
-    @classmethod
-    def of(cls, options: Options) -> Plan:
-        """What `options` and the environment ask for.
+    Args:
+        job: what a rank does, `job(world, *arguments)`; it returns an exit code. All of it can be pickled.
 
-        Raises:
-            ConfigValueError: this machine, or the world that was given, cannot provide it.
-        """
-        device_type = options.device
-        if device_type == "auto":
-            device_type = "cuda" if _device_count("cuda") else "cpu"
-        devices = _device_count(device_type)
-        if not devices:
-            raise ConfigValueError(f"argument --device: this machine has no {device_type!r} device that torch can use")
-        if under_launcher():
-            ranks = int(os.environ["WORLD_SIZE"])
-            if options.ranks not in (None, ranks):
-                raise ConfigValueError(f"argument --ranks: the launcher started {ranks} ranks, not {options.ranks}")
-            here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        else:
-            ranks = here = options.ranks or (RANKS_ON_CPU if device_type == "cpu" else devices)
-        if device_type != "cpu" and here > devices:
-            raise ConfigValueError(
-                f"argument --ranks: {here} ranks on this machine, but {devices} {device_type} devices"
-            )
-        if options.replicas is not None and ranks % options.replicas:
-            raise ConfigValueError(f"argument --replicas: {ranks} ranks cannot form {options.replicas} equal replicas")
-        return cls(ranks=ranks, device_type=device_type)
+    Returns:
+        The highest exit code of the ranks in this process' care; 128 and its number if a signal stopped them.
 
-
-def run(job: Job, plan: Plan, options: Options) -> None:
-    """Run `job` on every rank of `plan`; returns when those that this process is responsible for are done."""
+    Raises:
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a spawned rank failed, or was killed.
+    """
     if under_launcher():
-        rank = int(os.environ["RANK"])
-        _run_rank(rank, int(os.environ.get("LOCAL_RANK", rank)), None, job, plan, options)
-        return
+        _init(_place(), placement.device_type)
+        return _run_rank(job, placement, arguments)
     # The parent keeps the store: its port is taken before any rank starts, so none can be lost to another program.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = mp.spawn(_spawned, args=(store.port, job, plan, options), nprocs=plan.ranks, join=False)
+    code = mp.get_context("spawn").Value("i", 0)
+    ranks = mp.spawn(_spawned, args=(store.port, code, job, placement, arguments), nprocs=placement.ranks, join=False)
+    with _signals_forwarded(ranks.processes) as stopped_by:
+        try:
+            while not ranks.join():
+                pass
+        finally:
+            for process in ranks.processes:  # after an exception that reached only this process they would train on
+                process.terminate()
+    return 128 + stopped_by[0] if stopped_by else int(code.value)
+
+
+@contextmanager
+def _signals_forwarded(processes: Sequence[Any]) -> Iterator[list[int]]:
+    """Signals that came to this process are told to `processes`, once; the list of those that came."""
+    came: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise KeyboardInterrupt
+        for process in processes:
+            process.terminate()  # SIGTERM: SIGINT they leave to this process, see `_spawned`
+
+    before = {number: signal.signal(number, forward) for number in STOPS}
     try:
-        while not ranks.join():
-            pass
+        yield came
     finally:
-        for process in ranks.processes:  # after an interrupt that reached only this process they would train on
-            process.terminate()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _spawned(rank: int, port: int, job: Job, plan: Plan, options: Options) -> None:
-    ranks = str(plan.ranks)
+def _spawned(
+    rank: int, port: int, code: Any, job: Callable[..., int], placement: Placement, arguments: tuple[Any, ...]
+) -> None:
+    # A terminal's ^C reaches the whole process group: that of the parent is told to the ranks by the parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ranks = str(placement.ranks)
     # What torchrun would have set: hybrid strategies read which ranks share a node, logs read the rank.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-    if plan.device_type == "cpu":
-        torch.set_num_threads(max(1, _cores() // plan.ranks))
-    _run_rank(rank, rank, dist.TCPStore("127.0.0.1", port, is_master=False), job, plan, options)
+    if placement.device_type == "cpu":
+        torch.set_num_threads(max(1, _cores() // placement.ranks))
+    _init(_place(), placement.device_type, dist.TCPStore("127.0.0.1", port, is_master=False))
+    mine = _run_rank(job, placement, arguments)
+    with code.get_lock():
+        code.value = max(code.value, mine)
 
 
-def _run_rank(rank: int, local_rank: int, store: dist.Store | None, job: Job, plan: Plan, options: Options) -> None:
-    device = torch.device(plan.device_type)
+def _run_rank(job: Callable[..., int], placement: Placement, arguments: tuple[Any, ...]) -> int:
+    place = _place()
+    try:
+        return job(World(place.rank, place.size, _device(place, placement.device_type)), *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What the environment says about this process."""
+
+    rank: int
+    local_rank: int
+    size: int
+
+
+def _place() -> _Place:
+    rank = int(os.environ.get("RANK", 0))
+    return _Place(rank, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("WORLD_SIZE", 1)))
+
+
+def _device(place: _Place, device_type: str) -> torch.device:
+    return torch.device("cpu") if device_type == "cpu" else torch.device(device_type, place.local_rank)
+
+
+def _init(place: _Place, device_type: str, store: dist.Store | None = None) -> None:
+    device = _device(place, device_type)
     if device.type == "cpu":
         keep_host_memory()
     else:
-        device = torch.device(device.type, local_rank)
         torch.get_device_module(device).set_device(device)
     dist.init_process_group(
         dist.get_default_backend_for_device(device.type),
-        store=store,
-        rank=rank,
-        world_size=plan.ranks,
+        store=store if under_launcher() else dist.HashStore(),
+        rank=place.rank,
+        world_size=place.size,
         device_id=None if device.type == "cpu" else device,
     )
-    try:
-        job(World(rank=rank, size=plan.ranks, device=device), options)
-    finally:
+
+
+def _leave() -> None:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

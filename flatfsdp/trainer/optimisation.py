@@ -178,6 +178,7 @@ class CourseLR(LRScheduler):
 
     Attributes:
         done: share of the run that is over, 0 to 1, besides what steps say.
+        steps: as given.
     """
 
     def __init__(
@@ -186,15 +187,15 @@ class CourseLR(LRScheduler):
         self.done = 0.0
         self._course = course
         self._warmup = warmup
-        self._steps = steps
+        self.steps = steps
         super().__init__(optimizer)
 
     def factor(self) -> float:
         """The share of the highest learning rates at present."""
-        done = min(1.0, max(self.done, self.last_epoch / self._steps if self._steps else 0.0))
+        done = min(1.0, max(self.done, self.last_epoch / self.steps if self.steps else 0.0))
         if done < self._warmup:
             # From the first step on something: a learning rate of 0 would be a step for nothing.
-            first = 1.0 / self._steps if self._steps else 1e-3
+            first = 1.0 / self.steps if self.steps else 1e-3
             return (done + first) / (self._warmup + first)
         return self._course((done - self._warmup) / (1.0 - self._warmup))
 

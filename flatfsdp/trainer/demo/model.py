@@ -81,11 +81,11 @@ class ByteTransformer(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (batch, time, 256) for the byte after each of `tokens` (batch, time), int64 in 0..255."""
-        time = tokens.shape[1]
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits (batch, time, 256) for the byte after each of `input_ids` (batch, time), int64 in 0..255."""
+        time = input_ids.shape[1]
         cos, sin = self.cos[:time], self.sin[:time]
-        x = self.embedding(tokens)
+        x = self.embedding(input_ids)
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.head(self.norm(x))

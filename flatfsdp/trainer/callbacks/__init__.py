@@ -1,0 +1,13 @@
+"""What happens beside the training: progress, logs, pictures, an early end. Each is a `Callback`."""
+
+from __future__ import annotations
+
+from .base import Callback
+from .early_stop import EarlyStop
+from .loss_plot import LossPlot
+from .metrics_log import MetricsLog, read_metrics
+from .progress import ProgressBar
+from .sample_text import SampleText
+from .summary import Summary
+
+__all__ = ["Callback", "EarlyStop", "LossPlot", "MetricsLog", "ProgressBar", "SampleText", "Summary", "read_metrics"]

@@ -1,0 +1,112 @@
+"""The options of the demonstration, and the task that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from flatfsdp.trainer.arguments import Task, TrainingArguments
+from flatfsdp.trainer.callbacks import Callback, SampleText
+from flatfsdp.trainer.data_loading import TokenWindows
+from flatfsdp.trainer.demo.corpus import Corpus, Split, split_of
+from flatfsdp.trainer.demo.model import ByteTransformer
+from flatfsdp.trainer.kinds import COUNT, WHOLE, Number, PathOr, Text
+from flatfsdp.trainer.objectives import CausalLM
+from flatfsdp.trainer.settings import Settings, setting
+
+# Steps, so that two runs do the same; minutes, for a machine slower than expected.
+DEFAULTS = TrainingArguments(
+    steps=700, minutes=1.4, batch=4, lr=3e-3, warmup=0.05, weight_decay=0.1, clip=1.0, eval_batches=64,
+    save_at_end=False, plot=True,
+)  # fmt: skip
+"""Settings of a run that is given no others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(Settings):
+    """The text and the model over its bytes.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: at construction, for a field or a combination that is not accepted.
+    """
+
+    text: Path | None = setting(
+        None,
+        "a file, or a folder whose files are read in sorted order; none for the Python library's sources",
+        PathOr(),
+    )
+    valid_part: float = setting(
+        0.05, "share of the bytes, at the end, held out for evaluation", Number(float, above=0, below=1)
+    )
+    layers: int = setting(4, "transformer blocks", COUNT)
+    width: int = setting(128, "features per position", COUNT)
+    heads: int = setting(4, "attention heads, among which the width is divided", COUNT)
+    context: int = setting(128, "bytes per sequence", Number(int, least=2))
+    sample: int = setting(300, "bytes of text to generate at the end", WHOLE)
+    prompt: str = setting("def ", "beginning of that text", Text())
+
+    def check_together(self) -> None:
+        if self.width % (2 * self.heads):
+            # Rotary positions turn pairs of features, so every head needs an even number of them.
+            self.refuse("heads", f"{self.called('width')} {self.width} must be a multiple of twice {self.heads}")
+
+    def split(self) -> Split:
+        """How the text is split; reads the sizes of its files only.
+
+        Raises:
+            ConfigValueError: there is no such text, or it is too short.
+        """
+        return split_of(self.text, valid_part=self.valid_part, context=self.context)
+
+    def task(self) -> Task:
+        """The task; the text is read when a rank asks for it."""
+        data = _Data(self)
+        return Task(model=self.model, train_data=data.train, eval_data=data.valid, objective=CausalLM())
+
+    def model(self) -> ByteTransformer:
+        """The model, untrained."""
+        return ByteTransformer(width=self.width, layers=self.layers, heads=self.heads, context=self.context)
+
+    def callbacks(self) -> list[Callback]:
+        """The text at the end, if any."""
+        if not self.sample:
+            return []
+        sample = SampleText(
+            self.prompt,
+            length=self.sample,
+            context=self.context,
+            encode=encode,
+            decode=decode,
+            only_at_end=True,
+        )
+        return [sample]
+
+
+def encode(text: str) -> list[int]:
+    """The bytes of `text`."""
+    return list(text.encode())
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """The text that bytes make, as far as they do."""
+    return bytes(tokens).decode(errors="replace")
+
+
+class _Data:
+    """The text's two parts as datasets, read once."""
+
+    def __init__(self, options: DemoOptions) -> None:
+        self._options = options
+
+    @cached_property
+    def _corpus(self) -> Corpus:
+        options = self._options
+        return Corpus.read(options.text, valid_part=options.valid_part, context=options.context)
+
+    def train(self) -> TokenWindows:
+        return TokenWindows(self._corpus.train, context=self._options.context)
+
+    def valid(self) -> TokenWindows:
+        return TokenWindows(self._corpus.valid, context=self._options.context)

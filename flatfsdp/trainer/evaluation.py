@@ -1,0 +1,60 @@
+"""The loss on data that is not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.trainer.data_loading import Microbatch
+from flatfsdp.trainer.gradients import loss_of, weight_of
+from flatfsdp.trainer.launch import World
+from flatfsdp.trainer.objectives import Objective
+from flatfsdp.trainer.stopping import StopRequest
+
+
+def evaluate(
+    model: FullyShardedDataParallel,
+    batches: Iterable[Microbatch],
+    objective: Objective,
+    *,
+    world: World,
+    stop: StopRequest,
+) -> dict[str, float]:
+    """Mean loss over the tokens of all ranks' `batches`, equally many on each, and the number of these tokens.
+
+    Collective; the same on all ranks. Empty when any rank was asked to stop meanwhile. The model is left in the mode,
+    training or not, that it was in.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+    was_training = model.training
+    model.eval()
+    asked: _Asked | None = None
+    try:
+        with torch.no_grad():
+            for microbatch in batches:
+                if asked is not None and asked.by_anyone():
+                    return {}
+                asked = _Asked(stop, world)
+                sums[0] += loss_of(microbatch, objective, model, world)
+                sums[1] += weight_of(microbatch, objective)
+    finally:
+        model.train(was_training)
+    dist.all_reduce(sums)
+    loss, weight = sums.tolist()
+    return {"eval_loss": loss / max(weight, 1.0), "eval_tokens": weight}
+
+
+class _Asked:
+    """Whether some rank was asked to stop, on its way to all while the next forward runs."""
+
+    def __init__(self, stop: StopRequest, world: World) -> None:
+        self._most = torch.tensor(float(stop.number), device=world.device)
+        self._work = dist.all_reduce(self._most, dist.ReduceOp.MAX, async_op=True)
+
+    def by_anyone(self) -> bool:
+        if self._work is not None:
+            self._work.wait()
+        return bool(self._most)

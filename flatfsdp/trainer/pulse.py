@@ -1,0 +1,61 @@
+"""What all ranks know of a step: its loss, its weight, who wants to stop, what time it is, who holds most memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatfsdp.trainer.launch import World
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One step, the same on all ranks.
+
+    Attributes:
+        loss: mean over all ranks' tokens (or samples, ...) of the step; 0 where there were none.
+        weight: their number.
+        stop: 0, or the highest number of a request to stop ([Note: stopping]).
+        seconds: rank 0's clock.
+        peak_bytes: of the rank that has held most.
+    """
+
+    loss: float
+    weight: int
+    stop: int
+    seconds: float
+    peak_bytes: int
+
+
+class Pulse:
+    """A beat on its way to every rank.
+
+    Read one step later than sent, so that an accelerator never idles while the host waits for a number. All ranks read
+    the same values, hence take the same decisions.
+
+    Args:
+        loss: the sum of this rank's, a scalar on the device.
+        weight: of all ranks.
+        stop, seconds, peak_bytes: this rank's.
+    """
+
+    def __init__(self, loss: Tensor, weight: int, *, stop: int, seconds: float, peak_bytes: int, world: World) -> None:
+        own = (float(stop), seconds if world.leads else 0.0, float(peak_bytes))
+        self._weight = weight
+        self._sum = loss.clone()
+        self._most = torch.tensor(own, dtype=loss.dtype).to(loss.device, non_blocking=True)
+        works = (
+            dist.all_reduce(self._sum, async_op=True),
+            dist.all_reduce(self._most, dist.ReduceOp.MAX, async_op=True),
+        )
+        self._works = [work for work in works if work is not None]
+
+    def read(self) -> Beat:
+        """What arrived, after waiting for it."""
+        for work in self._works:
+            work.wait()
+        loss, stop, seconds, peak = torch.cat((self._sum[None], self._most)).tolist()
+        return Beat(loss / max(self._weight, 1), self._weight, int(stop), seconds, int(peak))

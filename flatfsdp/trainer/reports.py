@@ -1,0 +1,153 @@
+"""What is known of a step, and of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatfsdp import Stats
+from flatfsdp.trainer.stopping import ASKED
+
+
+def human(*sizes: float) -> str:
+    """Bytes with the binary unit that suits the largest: "1.6 MiB" or, of several, "0.8, 1.6 MiB"."""
+    power = min(max(int(max(sizes)).bit_length() - 1, 0) // 10, 3)
+    numbers = (f"{size / 1024**power:.{1 if power else 0}f}" for size in sizes)
+    return f"{', '.join(numbers)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one rank: what it holds between steps, and the most that was unsharded at one time."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    in_flight: int = 0
+
+    @classmethod
+    def measure(cls, stats: Stats, optimizer: torch.optim.Optimizer) -> Footprint:
+        """Read `flatfsdp.stats` and the optimizer's tensors; call it while the gradients of a step are there."""
+        tensors = (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
+        return cls(
+            parameters=stats.bytes_params,
+            gradients=stats.bytes_grads,
+            optimizer=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            in_flight=stats.bytes_unsharded_peak,
+        )
+
+    def __str__(self) -> str:
+        sizes = human(self.parameters, self.gradients, self.optimizer, self.in_flight).split(", ")
+        names = ("params", "grads", "optim", "unsharded")
+        return ", ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step.
+
+    Attributes:
+        step: its number, from 1.
+        loss: mean over the tokens of all ranks.
+        tokens: their number: what the objective weighs, tokens, samples or whatever it counts.
+        total_tokens: of all steps until this one, those before the run was resumed included.
+        lr: learning rate of the optimizer's first group in this step.
+        grad_norm: over all ranks, before clipping; None without clipping.
+        seconds: of training until this step, by rank 0's clock, those before the run was resumed included.
+        tokens_per_second: since the run was started or resumed.
+        peak_bytes: of the rank that has held most: what the device's allocator says, or of a CPU the process' largest
+            resident set.
+        done: the share of the run that is over, 0 to 1.
+        footprint: this rank's bytes.
+        ids: the samples that this rank has trained on in the step.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    total_tokens: int
+    lr: float
+    grad_norm: float | None
+    seconds: float
+    tokens_per_second: float
+    peak_bytes: int
+    done: float
+    footprint: Footprint
+    ids: tuple[int, ...]
+
+    def row(self) -> dict[str, Any]:
+        """What a log has of it."""
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "tokens": self.tokens,
+            "total_tokens": self.total_tokens,
+            "lr": self.lr,
+            **({} if self.grad_norm is None else {"grad_norm": self.grad_norm}),
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+@dataclass
+class Progress:
+    """How far a run is; the same on all ranks.
+
+    Attributes:
+        step: steps taken.
+        tokens: trained on, as the objective counts, up to the last step whose numbers have arrived.
+        seconds: of training, by rank 0's clock, up to the same.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def copy(self) -> Progress:
+        return Progress(**vars(self))
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self).copy()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that ended.
+
+    Attributes:
+        steps: taken in all, those before the run was resumed included.
+        tokens, seconds: the same.
+        taken: steps that this run took.
+        tokens_per_second: of them.
+        losses: of the first and the last of them; empty where there was none.
+        evaluation: the last one's metrics.
+        stopped_by: 0 for the end that was planned, `stopping.ASKED`, or a signal's number.
+        checkpoint: the one saved last, by this run or the one that it goes on from.
+        footprint: this rank's bytes.
+        communication: kind of collective to (calls, bytes) of this rank in one of the steps that it took.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    taken: int
+    tokens_per_second: float
+    losses: tuple[float, ...]
+    stopped_by: int
+    checkpoint: Path | None
+    footprint: Footprint
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    communication: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """What a program says at its end: 0, or 128 and the number of the signal that ended the run before its time."""
+        return 128 + self.stopped_by if self.stopped_by > ASKED else 0

@@ -1,0 +1,260 @@
+"""The trainer: from a task and its settings to a trained model, once or in several runs.
+
+[Note: resuming] All that a run has become by a step is in that step's checkpoint: model, optimizer, learning rates,
+position in the data, progress, random numbers of each rank, callbacks. A run that goes on takes the samples that come
+next in the order of the whole run, whatever number of ranks there are now. On as many ranks as before it does exactly
+what it would have done; on another number sums are made in another order, and random numbers start anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import flatfsdp
+from flatfsdp import ShardedGradScaler, checkpoint
+from flatfsdp.errors import ConfigValueError
+from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
+from flatfsdp.trainer.callbacks import Callback
+from flatfsdp.trainer.checkpoints import CheckpointManager
+from flatfsdp.trainer.components import Component, rng_component, stateful_component
+from flatfsdp.trainer.data_loading import Loader, evaluation
+from flatfsdp.trainer.evaluation import evaluate
+from flatfsdp.trainer.factories import resolve
+from flatfsdp.trainer.hugging_face import files_of
+from flatfsdp.trainer.launch import World
+from flatfsdp.trainer.loop import Loop
+from flatfsdp.trainer.objectives import FromOutput, Objective, fused
+from flatfsdp.trainer.optimisation import CourseLR, make_optimizer, make_scheduler, options_kept
+from flatfsdp.trainer.reports import Progress, Result
+from flatfsdp.trainer.sharding import shard
+from flatfsdp.trainer.stopping import StopRequest
+from flatfsdp.trainer.tasks import check_options, make
+
+log = logging.getLogger("flatfsdp")
+
+
+class Trainer:
+    """Trains a task under FSDP.
+
+    Sharding happens here, before the optimizer is built on what is left of the parameters. Collective, as are all
+    methods: every rank makes a trainer of the same task and settings. Where there is no process group yet it is made:
+    of the launcher's ranks, or of this process alone.
+
+    Args:
+        task: model, data and what belongs to them.
+        training, fsdp: how to train and how to shard.
+        callbacks: called in this order.
+
+    Attributes:
+        world: where this rank stands.
+        parameters: elements of the model's parameters, as it was before it was sharded.
+        model: the wrapper; optimizer: on its parameters; scheduler: of its learning rates.
+        scaler: of losses, where gradients are fp16; objective: whose loss is trained on; loader: of the samples.
+        progress: how far the run is.
+        metrics: of the last evaluation; checkpoint: saved last, or the one that the run goes on from.
+        stop: whether this rank was asked to stop.
+        output: the run's folder: checkpoints `step-...`, and what callbacks write.
+
+    Raises:
+        ConfigValueError, ConfigTypeError: settings that contradict one another, or this machine.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        training: TrainingArguments | None = None,
+        fsdp: FSDPArguments | None = None,
+        *,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.task = task
+        self.training = training = TrainingArguments() if training is None else training
+        self.fsdp = FSDPArguments() if fsdp is None else fsdp
+        self.callbacks = tuple(callbacks)
+        self.world = World.join(training.device)
+        self.output = Path(training.output)
+        self.progress = Progress()
+
+        check_run(training, task)
+        check_options(task)
+        torch.manual_seed(training.seed)  # the same weights on all ranks
+        plain = make(task, "model")
+        self.parameters = sum(parameter.numel() for parameter in plain.parameters())
+        self._files = files_of(plain, make(task, "tokenizer"))
+        # A model that was made elsewhere has whatever values each rank drew for it.
+        fsdp = dataclasses.replace(self.fsdp, sync_module_states=self.fsdp.sync_module_states or plain is task.model)
+        self.model = shard(plain, fsdp, device=self.world.device)
+        self.objective: Objective = make(task, "objective") or FromOutput()
+        if training.fused_loss:
+            self.objective = fused(self.objective, self.model)
+        self.optimizer = make_optimizer(self.model, training)
+        self.scaler = ShardedGradScaler(
+            self.world.device.type, enabled=torch.float16 in (self.fsdp.param_dtype, self.fsdp.reduce_dtype)
+        )
+        self._collate = resolve(task.collate, argument="collate")
+        self._eval_data = make(task, "eval_data")
+        self.loader = Loader(
+            make(task, "train_data"),
+            batch=training.batch,
+            accumulate=training.accumulate,
+            global_batch=training.global_batch,
+            collate=self._collate,
+            weigh=self.objective.weight,
+            shuffle=training.shuffle,
+            seed=training.seed,
+            epochs=training.epochs,
+            drop_last=training.drop_last,
+            mode=training.data_mode,
+            workers=training.workers,
+        )
+        self.scheduler = make_scheduler(self.optimizer, training, self.planned_steps())
+        self.manager = CheckpointManager(
+            self.output,
+            keep_last=training.keep_last,
+            keep_best=training.keep_best,
+            best_by=training.best_by,
+            best_mode=training.best_mode,
+            asynchronous=training.save_async,
+            format=training.save_format,
+            per_node=training.save_on_each_node,
+        )
+        self.stop = StopRequest()
+        self.metrics: dict[str, float] = {}
+        self.checkpoint: Path | None = None
+        self._evaluated_at = self._saved_at = -1  # steps
+        torch.manual_seed(training.seed + 1 + self.world.rank)  # dropout differs between ranks
+
+    def train(self) -> Result:
+        """Train to the end that the settings give, from the checkpoint that they name, if they do.
+
+        SIGTERM, SIGINT and SIGUSR1 end it after a step or two, with a checkpoint ([Note: stopping]).
+
+        Raises:
+            CheckpointError: on every rank: the checkpoint is not there or does not fit, or one could not be saved.
+            ConfigValueError: the run's folder has checkpoints, and this run goes on from none of them.
+        """
+        looking = flatfsdp.detect_nonfinite(self.model) if self.training.detect_nonfinite else nullcontext()
+        with self.stop.listening(), looking:
+            self.resume()
+            self.call("on_begin")
+            loop = Loop(self)
+            loop.run()
+            if self.training.eval_at_end and not loop.stopped_by and self._evaluated_at < self.progress.step:
+                self.evaluate()
+            if (self.training.save_at_end or loop.stopped_by) and self._saved_at < self.progress.step:
+                self.save()
+            self.manager.finish()
+        self.loader.close()
+        result = loop.result()
+        self.call("on_end", result)
+        return result
+
+    def resume(self) -> None:
+        """Go on from the checkpoint that `training.resume` names; `train` begins with it.
+
+        With "latest" a run that has no checkpoint yet starts anew.
+
+        Raises: as `train`.
+        """
+        asked = self.training.resume
+        if asked is None:
+            there = self.manager.find("latest")
+            if there is not None:
+                raise ConfigValueError(
+                    f"output: {self.output} has checkpoints of a run, {there.name} the last of them, and this one is "
+                    "to start anew. To go on: resume='latest'. Otherwise choose another folder, or remove them"
+                )
+            return
+        path = self.manager.find(asked)
+        if path is None and asked == "latest":
+            log.info("no checkpoint in %s yet: the run starts anew", self.output)
+            return
+        if path is None:
+            raise ConfigValueError(f"resume: got 'best', but {self.output} has no checkpoint yet")
+        with options_kept(self.optimizer, self.training):
+            self.manager.load(path, model=self.model, optimizer=self.optimizer, components=self._components())
+        if isinstance(self.scheduler, CourseLR):
+            self.scheduler.steps = self.planned_steps()  # the loader's global batch is the checkpoint's
+        self.checkpoint, self._saved_at = path, self.progress.step
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss over the data to evaluate on, and the tokens in it; empty where there is none, or when the run was
+        asked to stop meanwhile. Callbacks learn of it, and the next checkpoint has it."""
+        if self._eval_data is None:
+            return {}
+        training = self.training
+        batches = evaluation(
+            self._eval_data,
+            batch=training.batch,
+            collate=self._collate,
+            limit=training.eval_batches,
+            mode=training.data_mode,
+            workers=training.workers,
+        )
+        metrics = evaluate(self.model, batches, self.objective, world=self.world, stop=self.stop)
+        if metrics:
+            self.metrics, self._evaluated_at = metrics, self.progress.step
+            self.call("on_evaluation", metrics)
+        return metrics
+
+    def save(self) -> Path:
+        """Save a checkpoint of this step into the run's folder, and remove those that need not stay."""
+        saved = self.manager.save(
+            self.progress.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            components=self._components(),
+            metrics=self.metrics if self._evaluated_at == self.progress.step else {},
+            files=self._files,
+        )
+        self.checkpoint, self._saved_at = saved.path, self.progress.step
+        self.call("on_save", saved.path, saved.stall_seconds)
+        return saved.path
+
+    def export(self, folder: str | Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> None:
+        """Write the model, with its configuration and tokenizer where it has them, as a folder that `from_pretrained`
+        of transformers loads; floating-point values as `dtype`."""
+        checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite)
+        if self._files is not None and self.world.leads:
+            self._files(Path(folder))
+        dist.barrier()
+
+    def ask_to_stop(self) -> None:
+        """End the run after this step or the next one, on all ranks, as a signal would; any rank may ask."""
+        self.stop.ask()
+
+    def call(self, event: str, *values: Any) -> None:
+        """Call the method `event` of all callbacks."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *values)
+
+    def planned_steps(self) -> int | None:
+        """How many steps the run has in all; None where only time or the data ends it."""
+        limits = [] if self.training.steps is None else [self.training.steps]
+        if self.loader.steps_left is not None:
+            limits.append(self.progress.step + self.loader.steps_left)
+        return min(limits, default=None)
+
+    def _components(self) -> list[Component]:
+        """What a run is beside its model and optimizer. Random numbers come last: loading the others may draw some."""
+        components = [
+            stateful_component("progress", self.progress),
+            stateful_component("scheduler", self.scheduler),
+            stateful_component("data", self.loader),
+            stateful_component("scaler", self.scaler, required=False),
+        ]
+        for number, callback in enumerate(self.callbacks):
+            if callback.state_dict():
+                components.append(
+                    stateful_component(f"callback.{number}.{type(callback).__name__}", callback, required=False)
+                )
+        components.append(rng_component(self.training.seed))
+        return components

@@ -1,0 +1,219 @@
+"""The parts of the trainer that need no ranks: where they start, requests to stop, callbacks, reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flatfsdp.errors import ConfigValueError
+from flatfsdp.trainer import launch, reports, stopping
+from flatfsdp.trainer.callbacks import EarlyStop, LossPlot, MetricsLog, ProgressBar, read_metrics
+from flatfsdp.trainer.callbacks.loss_plot import plot_loss, smoothed
+from flatfsdp.trainer.callbacks.progress import PLAIN_LINES
+from flatfsdp.trainer.launch import Placement
+from flatfsdp.trainer.reports import Footprint, Progress, StepReport
+from flatfsdp.trainer.stopping import ASKED, StopRequest
+
+
+def a_trainer(tmp_path: Path, *, step: int = 0, rank: int = 0) -> Any:
+    """As much of a trainer as callbacks see."""
+    asked: list[bool] = []
+    return SimpleNamespace(
+        world=SimpleNamespace(rank=rank, leads=rank == 0),
+        output=tmp_path,
+        progress=Progress(step=step),
+        asked=asked,
+        ask_to_stop=lambda: asked.append(True),
+    )
+
+
+def a_report(step: int, *, done: float = 0.0) -> StepReport:
+    return StepReport(
+        step=step, loss=2.0, tokens=10, total_tokens=10 * step, lr=0.1, grad_norm=None, seconds=0.5 * step,
+        tokens_per_second=12345.6, peak_bytes=1000, done=done,
+        footprint=Footprint(parameters=1024, gradients=2048, optimizer=4096, in_flight=512), ids=(1, 2),
+    )  # fmt: skip
+
+
+# ranks
+
+
+def test_plain_start_takes_two_ranks_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert Placement.of(None, "cpu") == Placement(ranks=2, device_type="cpu")
+    assert Placement.of(3, "cpu").ranks == 3
+
+
+def test_auto_takes_one_rank_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "_device_count", lambda type_: {"cpu": 1, "cuda": 4}[type_])
+    assert Placement.of() == Placement(ranks=4, device_type="cuda")
+    with pytest.raises(ConfigValueError, match="5 ranks on this machine, but 4 cuda devices"):
+        Placement.of(5)
+
+
+def test_a_launchers_world_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert Placement.of(None, "cpu").ranks == 8
+    with pytest.raises(ConfigValueError, match="the launcher started 8 ranks, not 2"):
+        Placement.of(2, "cpu")
+
+
+# stopping
+
+
+def test_a_signal_is_a_request_and_the_second_one_is_obeyed() -> None:
+    stop = StopRequest()
+    before = signal.getsignal(signal.SIGINT)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (stop.number, stopping.in_words(stop.number)) == (signal.SIGINT, "SIGINT")
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(10)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    stop = StopRequest()
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert stop.number == 0
+
+
+def test_a_program_asks_and_a_signal_goes_first() -> None:
+    stop = StopRequest()
+    stop.ask()
+    assert (stop.number, stopping.in_words(stop.number)) == (ASKED, "the program")
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.ask()
+        assert stop.number == signal.SIGTERM
+
+
+def test_in_other_threads_signals_stay_what_they_are() -> None:
+    def listen() -> None:
+        with StopRequest().listening():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    handlers: list[Any] = []
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGTERM)]
+
+
+# callbacks
+
+
+def test_no_improvement_for_long_enough_ends_the_run(tmp_path: Path) -> None:
+    trainer, callback = a_trainer(tmp_path), EarlyStop(patience=2, least=0.1)
+    for loss, asked in ((3.0, 0), (2.95, 0), (2.0, 0), (2.5, 0)):
+        callback.on_evaluation(trainer, {"eval_loss": loss})
+        assert len(trainer.asked) == asked
+    again = EarlyStop(patience=2, least=0.1)
+    again.load_state_dict(callback.state_dict())
+    again.on_evaluation(trainer, {"eval_loss": 1.95})
+    assert len(trainer.asked) == 1
+    with pytest.raises(ConfigValueError, match="no metric 'eval_loss' in an evaluation; there are"):
+        again.on_evaluation(trainer, {"accuracy": 1.0})
+    with pytest.raises(ConfigValueError, match="patience=0"):
+        EarlyStop(0)
+
+
+def test_a_run_that_goes_on_has_each_step_once_in_its_log(tmp_path: Path) -> None:
+    first, trainer = MetricsLog(), a_trainer(tmp_path)
+    first.on_begin(trainer)
+    for step in (1, 2, 3):
+        first.on_step(trainer, a_report(step))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # killed
+    second = MetricsLog()
+    resumed = a_trainer(tmp_path, step=2)
+    second.on_begin(resumed)
+    for step in (3, 4):
+        second.on_step(resumed, a_report(step))
+    second.on_end(resumed, None)  # type: ignore[arg-type]
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[3] == {
+        "step": 4, "loss": 2.0, "tokens": 10, "total_tokens": 40, "lr": 0.1, "seconds": 2.0,
+        "tokens_per_second": 12345.6, "peak_bytes": 1000,
+    }  # fmt: skip
+
+
+def test_other_ranks_log_nothing(tmp_path: Path) -> None:
+    log, trainer = MetricsLog(), a_trainer(tmp_path, rank=1)
+    log.on_begin(trainer)
+    log.on_step(trainer, a_report(1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_without_a_terminal_is_some_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bar, trainer = ProgressBar(), a_trainer(tmp_path)
+    bar.on_begin(trainer)
+    for step in range(1, 1001):
+        bar.on_step(trainer, a_report(step, done=step / 1000))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == PLAIN_LINES + 1
+    assert lines[-1] == (
+        "100% step 1000: loss 2.000, 12,346 tokens/s; per rank params 1.0, grads 2.0, optim 4.0, unsharded 0.5 KiB"
+    )
+    other = a_trainer(tmp_path, rank=1)
+    bar.on_begin(other)
+    bar.on_step(other, a_report(1))
+    assert capsys.readouterr().err == ""
+
+
+def test_the_losses_as_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [{"step": step, "loss": 3.0 / step} for step in range(1, 30)] + [{"step": 29, "eval_loss": 0.2}]
+    plot_loss(rows, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_log_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0}) + "\n")
+    LossPlot().on_end(a_trainer(tmp_path), None)  # type: ignore[arg-type]
+    assert "pip install 'flatfsdp[train]'" in caplog.text
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_smoothing_starts_at_the_first_loss() -> None:
+    assert smoothed([4.0, 4.0, 4.0]) == pytest.approx([4.0, 4.0, 4.0])
+    assert smoothed([4.0] + [1.0] * 200)[-1] == pytest.approx(1.0, abs=1e-3)
+
+
+# reports
+
+
+def test_bytes_for_people() -> None:
+    shown = [reports.human(size) for size in (0, 1023, 1024, 1.5 * 2**20, 2.0**31, 2.0**40)]
+    assert shown == ["0 B", "1023 B", "1.0 KiB", "1.5 MiB", "2.0 GiB", "1024.0 GiB"]
+    assert reports.human(0.5 * 2**20, 0, 2 * 2**20) == "0.5, 0.0, 2.0 MiB"
+
+
+def test_a_signal_is_the_exit_code() -> None:
+    def code(stopped_by: int) -> int:
+        return reports.Result(
+            steps=1, tokens=1, seconds=1.0, taken=1, tokens_per_second=1.0, losses=(1.0,), stopped_by=stopped_by,
+            checkpoint=None, footprint=Footprint(),
+        ).exit_code  # fmt: skip
+
+    assert [code(0), code(ASKED), code(signal.SIGTERM)] == [0, 0, 143]
