@@ -82,6 +82,7 @@ class Backward:
         sync: whether there is a unit that reduces.
         double: `create_graph`: the parameters are needed again.
         fired: a gradient of a leaf arrived (`torch.autograd.grad` brings none).
+        task: autograd's graph task, which others may run inside of.
         stepping: what optimizers do in it.
     """
 
@@ -115,7 +116,7 @@ class Backward:
         self._begins = {unit: min(map(self._places.__getitem__, units)) for unit, units in together.items()}
         self._passed = 0  # how many of them were reached or are known not to be
         self._joins = joins
-        self._task = _torch.graph_task()
+        self.task = _torch.graph_task()
         self.double = False
         self.fired = False
         # Of the units before the last and of the last: their all-reduces and their inputs are in flight.
@@ -148,7 +149,7 @@ class Backward:
 
     def in_inner_task(self) -> bool:
         """Whether a graph task inside this one's runs (a recomputation's, say)."""
-        return _torch.graph_task() != self._task
+        return _torch.graph_task() != self.task
 
     # -- gathers -----------------------------------------------------------------------------------------------------
 

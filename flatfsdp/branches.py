@@ -15,13 +15,16 @@ class Branches:
     """The branches of one model, and how far its running forward has come past them.
 
     Attributes:
+        exist: whether the model has any.
+        walks: the forwards that run, one in the other, where there are any.
         training: whether the running forward has a backward; on a rank that runs a unit without gradients, too.
     """
 
     def __init__(self) -> None:
+        self.exist = False
+        self.walks: list[Walk[Unit]] = []
         self.training = False
         self._course: Course[Unit] | None = None
-        self._walks: list[Walk[Unit]] = []  # the forwards that run, one in the other
         self._ran: set[Unit] = set()  # of a branch that is there
         # Of the forwards that the next backward may cover: what this rank ran, with a graph and without.
         self._with_graph: set[Unit] = set()
@@ -30,11 +33,12 @@ class Branches:
     def forget(self) -> None:
         """What users chose was changed."""
         self._course = None
+        self.exist = False
 
     def begin(self, outermost: Unit, *, training: bool) -> None:
         """An outermost forward begins."""
         self.training = training
-        self._walks.clear()
+        self.walks.clear()
         if self._course is None:
             units = outermost.root.units
             self._course = Course(
@@ -42,10 +46,7 @@ class Branches:
                 {unit: branch for unit in units if (branch := _branch_of(unit)) is not None},
                 {unit: later for unit in units for later in unit.choices.branch_before},
             )
-
-    @property
-    def _exist(self) -> bool:
-        return self._course is not None and bool(self._course.turn)
+            self.exist = bool(self._course.turn)
 
     def enter(self, unit: Unit) -> bool:
         """`unit` is about to run: take the turns that come before it. Collective, unless nothing does.
@@ -55,7 +56,7 @@ class Branches:
         Raises:
             UsageError: its turn was over, or is in the forward of another unit.
         """
-        if not self._exist:
+        if not self.exist:
             return False
         held = self._come_to(unit)
         if held:
@@ -63,12 +64,12 @@ class Branches:
                 unit.root.record.repeat(unit)
             self._ran.add(unit)
         assert self._course is not None
-        self._walks.append(self._course.walk(unit))
+        self.walks.append(self._course.walk(unit))
         return held
 
     def _come_to(self, unit: Unit) -> bool:
         assert self._course is not None
-        walk = self._walks[-1] if self._walks else None
+        walk = self.walks[-1] if self.walks else None
         turn = self._course.turn.get(unit)
         if walk is None:
             return False
@@ -113,17 +114,17 @@ class Branches:
 
     def finish(self, unit: Unit) -> None:
         """The module of `unit` has run: take the turns that are left in its forward. Collective, unless none is."""
-        if self._walks and self._walks[-1].unit is unit:
-            self._complete(self._walks[-1], None)
+        if self.walks and self.walks[-1].unit is unit:
+            self._complete(self.walks[-1], None)
 
     def leave(self, depth: int) -> None:
         """Only so many forwards run."""
-        del self._walks[depth:]
+        del self.walks[depth:]
 
     @property
     def depth(self) -> int:
         """How many forwards run, those of units that only take part among them."""
-        return len(self._walks)
+        return len(self.walks)
 
     def holds(self, unit: Unit) -> bool:
         """Whether `unit` stays, with all of its branch."""
@@ -131,14 +132,14 @@ class Branches:
         return turn is not None and self._holds(turn)
 
     def _holds(self, turn: Turn[Unit]) -> bool:
-        return any(walk.open is turn for walk in self._walks)
+        return any(walk.open is turn for walk in self.walks)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def together(self, units: Iterable[Unit]) -> dict[Unit, tuple[Unit, ...]]:
         """Those of `units` that a backward gathers with others: they may be reached in any order, on every rank in
         another."""
-        if not self._exist:
+        if not self.exist:
             return {}
         assert self._course is not None
         turns = {unit: self._course.turn.get(unit) for unit in units}
@@ -187,7 +188,7 @@ class Branches:
         Raises:
             UsageError: there are branches, whose gathers such a backward does not bring into order with this one's.
         """
-        if self._exist:
+        if self.exist:
             raise UsageError(
                 f"unit {unit.label} runs again inside a backward without reduction, for a reentrant checkpoint, in a "
                 "model of which a part was given to ensure_unit_participation(): ranks that run other units of that "

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter, methodcaller
 from typing import NoReturn
 
 import torch
@@ -552,9 +553,12 @@ class FlatParamHandle:
         raise InternalError(f"{self.name}: the unsharded parameter was asked for while {self.state.value}")
 
 
+_POINTER, _SHAPE, _DTYPE = methodcaller("data_ptr"), attrgetter("shape"), attrgetter("dtype")
+
+
 def _facts(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Size], list[torch.dtype]]:
     # What tells that a tensor's memory was replaced; lists, because whole lists are compared at every forward.
-    return [t.data_ptr() for t in tensors], [t.shape for t in tensors], [t.dtype for t in tensors]
+    return list(map(_POINTER, tensors)), list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors))
 
 
 def _is_dense(leaf: torch.Tensor) -> bool:

@@ -205,7 +205,8 @@ class Reduction:
         """Wait for both stages, and run the hooks. Collective over the replicate axis, and over what hooks use."""
         if not self._parts:
             return
-        self.release_input()
+        if not self._halfway:
+            self.release_input()
         second, self._second = self._second, DONE
         second.wait()
         self._scale()

@@ -322,7 +322,8 @@ class Root:
     def leave(self, unit: Unit, *, failed: bool = False) -> None:
         """A forward of `unit` has ended."""
         self.depth -= 1
-        self.branches.leave(self.depth)
+        if self.branches.walks:
+            self.branches.leave(self.depth)
         if self.depth or _torch.in_backward():
             return
         self.record.end()
@@ -349,7 +350,7 @@ class Root:
                 self.backward.gather_again(unit)
             else:
                 self._gather(unit)
-        elif not self.branches.enter(unit):
+        elif not (self.branches.exist and self.branches.enter(unit)):
             self.gather_in_turn(unit)
         for each in (*unit.owners, unit):
             each.wait_unshard()
@@ -379,8 +380,7 @@ class Root:
     def _gather(self, unit: Unit) -> None:
         for owner in unit.owners:
             owner.launch_unshard()
-        if not unit.is_whole:
-            self._launch(unit, self._order.upcoming())
+        self._launch(unit, self._order.upcoming())
 
     def _verify_replicas(self) -> None:
         """Once, when all ranks are known to train. [Note: replicas] Collective over all axes."""
@@ -482,7 +482,8 @@ class Root:
 
     def begin_backward(self) -> Backward:
         """The backward that runs; the first sign of it plans it."""
-        self.steppers.check_backward()
+        if self.steppers.every:
+            self.steppers.check_backward()
         if self.backward is not None:
             self.backward.double = self.backward.double or torch.is_grad_enabled()
             return self.backward

@@ -115,7 +115,7 @@ class Steppers:
 
     def check_backward(self) -> None:
         """Refuse a backward, which runs now, that nobody can step in."""
-        if not self.every or not self.active:
+        if not self.active:
             return
         if torch.is_grad_enabled():
             problem = (

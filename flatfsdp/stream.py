@@ -336,7 +336,8 @@ class Stream(Peers):
         return self._traffic.issued - self._issued_before
 
     def _next(self, symbol: Symbol, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
-        self._raise_verdict()
+        if self._verdict is not None:
+            self._raise_verdict()
         expected = self._habit.expected()
         if expected != symbol.code:
             if expected is None:

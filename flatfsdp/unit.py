@@ -103,7 +103,7 @@ class Unit(UnitData):
             with cast_buffers(self.modules, dtype):
                 called = self.module if method is None else getattr(self.module, method)
                 output = called(*args, **kwargs)
-            if not recomputing:
+            if root.branches.walks and not recomputing:
                 root.branches.finish(self)
             output = self._after_forward(root, recomputing, call, output, stays=method is None)
             if root.detector is not None and not recomputing:
@@ -457,7 +457,7 @@ class Unit(UnitData):
             return
         if grad.shape != handle.layout.params[index].shape or grad.layout is not torch.strided:
             refuse_gradient(handle, index, grad)
-        if self.reads_once is not False and (index in grads.arrived or backward.in_inner_task()):
+        if self.reads_once is not False and (index in grads.arrived or _torch.graph_task() != backward.task):
             self.reads_once = False
         if not backward.fired:
             backward.gradient_arrived()

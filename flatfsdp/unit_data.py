@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
-_state_of = attrgetter("state")
+_state_of, _requires_grad = attrgetter("state"), attrgetter("requires_grad")  # faster than a generator each time
 
 
 class UnitData:
@@ -179,7 +179,7 @@ class UnitData:
 
     def trained_kinds(self) -> list[int]:
         """Which of the handles have a leaf that requires a gradient."""
-        return [k for k, handle in enumerate(self.handles) if any(leaf.requires_grad for leaf in handle.leaves)]
+        return [k for k, handle in enumerate(self.handles) if True in map(_requires_grad, handle.leaves)]
 
     @property
     def largest_gradient(self) -> int:
@@ -245,7 +245,7 @@ class UnitData:
                 grads.return_inputs()
                 if root.limiter.holds_memory:
                     root.limiter.make_room(handle.buffer(self._dtype_gathered(handle)), ahead=ahead)
-                if self._has_host_copy(handle):
+                if handle.host_copy is not None and handle.host_copy.dtype == self.dtype_of(handle):
                     handle.launch_upload(root.lanes.unshard)
                     root.limiter.note_upload()
                     self.note("upload")
@@ -258,7 +258,8 @@ class UnitData:
         arrived = False
         for handle, shown in zip(self.handles, self.shown, strict=True):
             if handle.state is ShardState.GATHERING:
-                shown.unhide()
+                if shown.some_hidden:
+                    shown.unhide()
                 handle.wait_unshard()
                 arrived = True
         if arrived:
@@ -437,7 +438,8 @@ class UnitData:
             check_homes(changed, self.aliases, self.root.names_of_leaves(), self.label)
         for kind, (handle, shown) in enumerate(zip(self.handles, self.shown, strict=True)):
             if shown.exposure is Exposure.SHARD:
-                shown.unhide()
+                if shown.some_hidden:
+                    shown.unhide()
                 before = handle.precision
                 if handle.state is ShardState.UNSHARDED and handle.flat_param.dtype != handle.shard.dtype:
                     self.root.free(handle)  # before its shard becomes another one
@@ -464,7 +466,7 @@ class UnitData:
         dtype = self.dtype_of(handle)
         if root.limiter.holds_memory:
             root.limiter.make_room(handle.buffer(dtype), ahead=False)
-        if self._has_host_copy(handle):
+        if handle.host_copy is not None and handle.host_copy.dtype == dtype:
             handle.launch_upload(root.lanes.unshard)
             root.limiter.note_upload()
         else:
@@ -491,11 +493,6 @@ class UnitData:
         """Free what stays of all residents; the next forward gathers it."""
         for kind in range(len(self.handles)):
             self.evict(kind)
-
-    def _has_host_copy(self, handle: FlatParamHandle) -> bool:
-        """Whether the host has what a gather would bring."""
-        copy = handle.host_copy
-        return copy is not None and copy.dtype == self.dtype_of(handle)
 
     def _dtype_gathered(self, handle: FlatParamHandle) -> torch.dtype:
         if handle.portion is not None and _torch.in_backward():

@@ -71,28 +71,34 @@ class Home:
 
 
 class Shown:
-    """What one handle's leaves show, and what the user did to them meanwhile."""
+    """What one handle's leaves show, and what the user did to them meanwhile.
+
+    Attributes:
+        extended: those of the leaves that modules see transformed.
+        some_hidden: some leaves refuse to be used. [Note: hidden]
+        exposure: [Note: exposure].
+    """
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
-        self.extended: list[Extended] = []  # those of the leaves that modules see transformed
-        self._some_hidden = False
+        self.extended: list[Extended] = []
+        self.some_hidden = False
         self.exposure = Exposure.WHOLE
         self.show(Exposure.SHARD)
         may_hide(handle)
 
     def show(self, exposure: Exposure) -> None:
         """Let every leaf show `exposure`."""
-        if self._some_hidden and self.exposure is Exposure.SHARD:
+        if self.some_hidden and self.exposure is Exposure.SHARD:
             self.unhide()  # end of `guard`
         if exposure is self.exposure:
             return
         handle = self.handle
         if exposure is Exposure.NOTHING:
             hide(handle.leaves, handle.nothing)
-            self._some_hidden = True
+            self.some_hidden = True
         else:
-            if self._some_hidden:
+            if self.some_hidden:
                 self.unhide()
             if exposure is Exposure.SHAPE:
                 views = self._shapes()
@@ -114,7 +120,7 @@ class Shown:
         """Let some leaves show nothing."""
         leaves = self.handle.leaves
         hide([leaves[i] for i in indices], self.handle.nothing)
-        self._some_hidden = True
+        self.some_hidden = True
 
     def guard(self) -> None:
         """Let the leaves refuse to be used for as long as they show a shard that is not the whole."""
@@ -122,12 +128,12 @@ class Shown:
             for leaf in self.handle.leaves:
                 if type(leaf) is nn.Parameter:
                     leaf.__class__ = HiddenParameter
-            self._some_hidden = True
+            self.some_hidden = True
 
     def unhide(self) -> None:
         """The leaves are about to show something: nobody but the engine asks them until then."""
-        if self._some_hidden:
-            self._some_hidden = False
+        if self.some_hidden:
+            self.some_hidden = False
             for leaf in self.handle.leaves:
                 if type(leaf) is HiddenParameter:
                     leaf.__class__ = nn.Parameter  # type: ignore[assignment]

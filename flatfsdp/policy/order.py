@@ -157,7 +157,9 @@ class GatherPlan(Generic[U]):
 
     def is_past(self, unit: U) -> bool:
         """Whether the group of `unit` was handed out, and of all that are gathered with it."""
-        return all(self._position.get(each, self._next) < self._next for each in self._together.get(unit, (unit,)))
+        if unit not in self._together:
+            return self._position.get(unit, self._next) < self._next
+        return all(self._position.get(each, self._next) < self._next for each in self._together[unit])
 
     @property
     def is_over(self) -> bool:
