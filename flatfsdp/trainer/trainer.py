@@ -31,7 +31,7 @@ from flatfsdp.trainer.factories import resolve
 from flatfsdp.trainer.hugging_face import files_of
 from flatfsdp.trainer.launch import World
 from flatfsdp.trainer.loop import Loop
-from flatfsdp.trainer.objectives import FromOutput, Objective, fused
+from flatfsdp.trainer.objectives import Objective, fused, objective_for
 from flatfsdp.trainer.optimisation import CourseLR, make_optimizer, make_scheduler, options_kept
 from flatfsdp.trainer.reports import Progress, Result
 from flatfsdp.trainer.sharding import shard
@@ -92,7 +92,7 @@ class Trainer:
         # A model that was made elsewhere has whatever values each rank drew for it.
         fsdp = dataclasses.replace(self.fsdp, sync_module_states=self.fsdp.sync_module_states or plain is task.model)
         self.model = shard(plain, fsdp, device=self.world.device)
-        self.objective: Objective = make(task, "objective") or FromOutput()
+        self.objective: Objective = make(task, "objective") or objective_for(plain)
         if training.fused_loss:
             self.objective = fused(self.objective, self.model)
         self.optimizer = make_optimizer(self.model, training)
