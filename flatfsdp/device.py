@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .memoryless import is_memoryless
 from .waits import blocking
 
 
@@ -233,11 +234,12 @@ def concrete(device: torch.device) -> torch.device:
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` in page-locked host memory where an accelerator is present, else itself: copies from it overlap."""
-    if torch.accelerator.is_available():
+    if torch.accelerator.is_available() and not is_memoryless():
         return tensor.pin_memory()
     return tensor
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     """Host memory for a copy of `tensor`, page-locked where an accelerator is present; undefined values."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=torch.accelerator.is_available())
+    locked = torch.accelerator.is_available() and not is_memoryless()
+    return torch.empty_like(tensor, device="cpu", pin_memory=locked)

@@ -16,6 +16,12 @@ import torch
 
 from . import _torch
 
+# They write values into their first argument, and there are none.
+_WRITING = frozenset(
+    f"aten::{name}_"
+    for name in "copy _foreach_copy _foreach_add zero fill add sub mul div lerp addcmul addcdiv sqrt sign".split()
+)
+
 _mode: Any = None
 
 
@@ -64,9 +70,14 @@ def _kind_of_mode() -> Any:
             self.stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of what they stand for
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            if _is_of_integers(func.name(), _tensors_in(args), args, kwargs.get("dtype"), fake.FakeTensor):
+            name, _, _ = func.name().partition(".")
+            if name == "prim::device" and isinstance(args[0], fake.FakeTensor):
+                return args[0].fake_device  # most of all calls
+            kwargs, tensors = kwargs or {}, _tensors_in(args)
+            if _is_of_integers(name, tensors, args, kwargs.get("dtype"), fake.FakeTensor):
                 return func(*args, **kwargs)
+            if name in _WRITING and isinstance(tensors[0], fake.FakeTensor):
+                return None if name.startswith("aten::_foreach") else args[0]
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     return Memoryless
@@ -82,5 +93,5 @@ def _is_of_integers(name: str, tensors: list[torch.Tensor], args: Any, dtype: to
     if tensors:
         return not any(isinstance(tensor, fake) or tensor.is_meta for tensor in tensors)
     if dtype is None:
-        return name.startswith("aten::arange") and all(isinstance(arg, int) for arg in args)
+        return name == "aten::arange" and all(isinstance(arg, int) for arg in args)
     return dtype in (torch.int32, torch.int64)  # smaller ones are packed weights

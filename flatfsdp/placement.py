@@ -13,6 +13,7 @@ from .api import Config
 from .device import accelerator, concrete
 from .errors import ConfigValueError, UsageError
 from .groups import serves
+from .memoryless import is_memoryless
 from .traversal import strays
 from .unit import Unit
 
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
 
 
 def compute_device(module: nn.Module, config: Config) -> torch.device:
-    """Where the unit computes: `device_id`; else where parameters on an accelerator are; else what the group serves."""
+    """Where the unit computes: `device_id`; else where parameters on an accelerator are; else what the group serves.
+
+    In a rehearsal it is always the CPU, which every machine has.
+    """
+    if is_memoryless():
+        return torch.device("cpu")
     if isinstance(config.device_id, torch.device):
         return concrete(config.device_id)
     if isinstance(config.device_id, int):

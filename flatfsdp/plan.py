@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -82,7 +84,7 @@ def plan(
 
     Raises:
         ConfigValueError: `microbatches` below 1.
-        UsageError: outside of a rehearsal; `model` is a nested wrapper.
+        UsageError: outside of a rehearsal; `model` is a nested wrapper; a step of the optimizer looks at values.
 
     Example:
         >>> import torch, flatfsdp
@@ -116,7 +118,7 @@ def plan(
                 figures.bytes_grads,
             )
             if stepper is not None:
-                stepper.step()
+                _step(stepper)
             model.zero_grad()
         return Plan(
             units=tuple(units_in_order(model)),
@@ -150,7 +152,7 @@ def _stand_in_forwards(units: list[Unit]) -> Iterator[None]:
                 module.forward = forward
 
 
-def _used(module: nn.Module, leaves: dict[nn.Module, list[nn.Parameter]]) -> Iterator[nn.Module | Tensor]:
+def _used(module: nn.Module, leaves: dict[nn.Module, list[nn.Parameter]]) -> Iterator[nn.Module | nn.Parameter]:
     """The parameters of `module`'s unit, and the units inside, in the order of declaration."""
     yield from leaves.get(module, ())
     for child in module._modules.values():
@@ -158,20 +160,51 @@ def _used(module: nn.Module, leaves: dict[nn.Module, list[nn.Parameter]]) -> Ite
             yield from [child] if isinstance(child, FullyShardedDataParallel) else _used(child, leaves)
 
 
-def _stand_in_forward(used: list[nn.Module | Tensor]) -> Callable[[Tensor], Tensor]:
+def _stand_in_forward(used: list[nn.Module | nn.Parameter]) -> Callable[[Tensor], Tensor]:
+    calls: list[Callable[[Tensor], Tensor]] = []
+    for _, run in groupby(used, lambda each: isinstance(each, nn.Module)):
+        members = list(run)
+        inner = [each for each in members if isinstance(each, nn.Module)]
+        calls += inner or [partial(_use, members)]
+
     def forward(x: Tensor) -> Tensor:
-        for each in used:
-            x = each(x) if isinstance(each, nn.Module) else _touch(x, each)
+        for call in calls:
+            x = call(x)
         return x
 
     return forward
 
 
-def _touch(x: Tensor, parameter: Tensor) -> Tensor:
-    """`x` and something of `parameter`, to which the backward brings a gradient if it is trainable."""
-    if parameter.is_complex():
-        parameter = torch.view_as_real(parameter)
-    return x + parameter.sum().to(x.dtype)
+def _use(parameters: list[Any], x: Tensor) -> Tensor:
+    used: Tensor = _Use.apply(x, *parameters)
+    return used
+
+
+class _Use(torch.autograd.Function):
+    """An operation that takes parameters: the backward brings gradients to those that are trainable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [
+            torch.empty(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
+        ]
+        return (grad, *grads)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise UsageError(
+            f"plan(): a step of {type(optimizer).__name__} fails on tensors without values "
+            f"({type(error).__name__}: {error}). What it keeps cannot be foretold; call plan() without it"
+        ) from error
 
 
 def _state_of(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, plan, rehearsal, stats
+from flatfsdp import FullyShardedDataParallel, Plan, plan, rehearsal, stats
 from flatfsdp.errors import ConfigValueError, UsageError
+from tests.fake import test_construction_at_scale as at_scale
+from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
+from tests.harness.memory import peak_bytes
 
 
 class Tied(nn.Module):
@@ -48,6 +53,42 @@ def test_a_model_from_anywhere_trains_inside_and_counts(device: str) -> None:
     assert torch.ones(2).sum().item() == 2
 
 
+def planned_at_scale(blocks: int, ranks: int) -> Plan:
+    """Of a decoder, 0.9 billion parameters a block, in bfloat16."""
+    with torch.device("meta"), patch.object(at_scale, "BLOCKS", blocks):
+        model = at_scale.Decoder().bfloat16()
+    with rehearsal(ranks, rank=ranks - 1):
+        wrapped = FullyShardedDataParallel(model, auto_wrap_policy={at_scale.Block}, use_orig_params=True)
+        return plan(wrapped, torch.optim.AdamW(wrapped.parameters()))
+
+
+def test_billions_of_parameters_on_a_thousand_ranks_need_no_memory() -> None:
+    found: list[Plan] = []
+    peak, _ = peak_bytes(lambda: found.append(planned_at_scale(4, 1024)))
+    assert peak < 2**20
+    (made,) = found
+    sizes = {unit.module: unit.parameters for unit in made.units}
+    block, root = sizes["Block"], sizes["Decoder"]
+    whole = 4 * block + root
+    assert whole > 5e9
+    assert made.params == made.grads == made.optimizer["exp_avg"] == made.optimizer["exp_avg_sq"] == 2 * whole // 1024
+    assert made.unsharded_peak == 2 * (root + 2 * block)
+    assert made.comm == {"all_gather": (5 + 3 + 1, 2 * (2 * whole - root)), "reduce_scatter": (5, 2 * whole)}
+
+
+def test_what_a_plan_costs_depends_on_units_and_not_on_ranks() -> None:
+    """In calls, of which a slow machine makes two million in a second."""
+
+    def cost(blocks: int, ranks: int) -> int:
+        return calls_of(lambda: planned_at_scale(blocks, ranks))
+
+    cost(1, 16)  # what is done once
+    few, more, most = (cost(blocks, 16) for blocks in (1, 2, 3))
+    assert most - more < 1.1 * (more - few)
+    assert most - more < 150_000
+    assert cost(1, 1024) < 1.1 * few
+
+
 def test_memory_of_an_accelerator_is_given_back_late() -> None:
     """With the limit, the unit before the one in use may hold its memory still; without, all of them may."""
 
@@ -77,3 +118,5 @@ def test_it_refuses_in_words() -> None:
         model = FullyShardedDataParallel(nn.Linear(2, 2))
         with pytest.raises(ConfigValueError, match="microbatches of at least 1, found 0"):
             plan(model, microbatches=0)
+        with pytest.raises(UsageError, match="a step of LBFGS fails on tensors without values"):
+            plan(model, torch.optim.LBFGS(model.parameters()))

@@ -1,0 +1,103 @@
+"""What the forecast says in a process that builds no model is what the ranks of a run hold and send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatfsdp
+from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
+from flatfsdp.trainer.forecast import forecast
+from flatfsdp.trainer.optimisation import make_optimizer
+from flatfsdp.trainer.sharding import shard
+from tests.conftest import Run
+from tests.harness.models import Feedforward, Transformer
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(*(Feedforward(96, 1500) for _ in range(4)), nn.Linear(96, 5))
+
+
+def tied() -> nn.Module:
+    return Transformer(tied=True, depth=3)
+
+
+def many() -> nn.Module:
+    return nn.Sequential(*(Feedforward(16, 19) for _ in range(12)), nn.LayerNorm(16))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, a batch, and the arguments of a run."""
+
+    model: Callable[[], nn.Module]
+    world: int
+    fsdp: dict[str, Any]
+    training: dict[str, Any]
+
+    def batch(self) -> Tensor:
+        if self.model is tied:
+            return torch.randint(Transformer.vocabulary, (2, Transformer.length))
+        return torch.randn(2, 96 if self.model is mlp else 16)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"fsdp": FSDPArguments(**self.fsdp), "training": TrainingArguments(device="cpu", **self.training)}
+
+
+def lived(rank: int, world: int, job: Job) -> dict[str, Any]:
+    """Three steps of a run; figures of the last, in the words of a forecast."""
+    fsdp, training = job.arguments["fsdp"], job.arguments["training"]
+    torch.manual_seed(0)
+    model = shard(job.model(), fsdp, device=torch.device("cpu"))
+    optimizer = make_optimizer(model, training)
+    figures = flatfsdp.stats(model)
+    for _ in range(3):
+        figures.reset()
+        for place in reversed(range(training.accumulate)):
+            with model.no_sync() if place else nullcontext():
+                model(job.batch()).float().square().mean().backward()
+        if training.clip is not None:
+            model.clip_grad_norm_(training.clip)
+        found = {
+            "gradients": figures.bytes_grads,
+            "unsharded_peak": figures.bytes_unsharded_peak,
+            "at_peak": figures.bytes_at_peak,
+            "traffic": figures.comm,
+        }
+        optimizer.step()
+        optimizer.zero_grad()
+    state: dict[str, int] = {}
+    for values in optimizer.state.values():
+        for name, value in values.items():
+            state[name] = state.get(name, 0) + value.nbytes
+    return found | {"parameters": figures.bytes_params, "optimizer_state": state, "units": figures.units}
+
+
+BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+JOBS = [
+    Job(mlp, 1, {}, {"accumulate": 2}),
+    Job(tied, 1, BF16, {}),
+    Job(many, 1, {"use_orig_params": False}, {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}),
+    Job(mlp, 2, BF16, {"accumulate": 2, "clip": 1.0}),
+    Job(tied, 2, {"strategy": "shard_grad_op", "activation_checkpointing": True}, {}),
+    Job(many, 2, {"forward_prefetch": True}, {"accumulate": 2}),
+    Job(mlp, 4, {"strategy": "hybrid_shard", "replicas": 2, "activation_checkpointing": True}, {"accumulate": 2}),
+    Job(tied, 4, {"use_orig_params": False}, {"optimizer": "sgd", "clip": 0.1}),
+    Job(many, 4, {"strategy": "hybrid_shard_zero2", "replicas": 2} | BF16, {"optimizer_in_backward": True}),
+]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.model.__name__}-{job.world}")
+def test_a_forecast_comes_true(run: Run, job: Job) -> None:
+    foretold = forecast(job.model, ranks=job.world, **job.arguments).to_dict()
+    found = run(job.world, lived, job)[0]
+    units = found.pop("units")
+    assert {name: foretold[name] for name in found} == found
+    assert len(foretold["units"]) == units
