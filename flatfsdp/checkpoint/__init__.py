@@ -1,7 +1,8 @@
 """Checkpoints that any number of ranks can read.
 
 `save`, `load` and `async_save` are collective; a folder is a complete checkpoint or what it was before, whatever moment
-a process ends at. Folders are read without executing anything, and by torch.distributed.checkpoint (DCP) as its own.
+a process ends at. Folders are read without executing anything, and by torch.distributed.checkpoint (DCP) as its own
+(all but the model, where that is safetensors).
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """`.metadata`: what torch.distributed.checkpoint (DCP) wants to know of a folder, for others to read. We never do.
 
+It has what is in files of ranks ([Note: archives]); a model that is safetensors ([Note: weights]) is not among it.
+
 It is a pickle, of three objects for every chunk: of 748,173 chunks for a 70B model with Adam at 1024 ranks. Object by
 object that is slow and large; this pickle calls their classes along lists of numbers (see tools/checkpoint_scale.py).
 """

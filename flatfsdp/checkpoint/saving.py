@@ -262,10 +262,15 @@ class _Save:
         return _Plan(name, mine_own, weighty, others, weights), values
 
     def weights(self, tensors: Mapping[str, Held], writes: Sequence[Sequence[Held]]) -> Weights | None:
-        """How the model lies in safetensors; None where no node has all of it."""
+        """How the model lies in safetensors; None where there is none, or no node has all of it."""
         held = [each for each in tensors.values() if is_weight(each)]
+        if not held:
+            return None
         if is_whole_everywhere(held, writes, self.leaders):
-            return Weights.of(held)
+            try:
+                return Weights.of(held)
+            except ConfigTypeError as error:  # on all ranks, who see the same
+                raise CheckpointError(f"{self.doing}: {error} Others are saved with model_format='flatfsdp'") from error
         warn_once(
             "weights per node",
             f"{self.doing}: the ranks of a node do not hold the whole model between them, and no node sees another's "

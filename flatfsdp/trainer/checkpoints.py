@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from flatfsdp import FullStateDictConfig, FullyShardedDataParallel, checkpoint
 from flatfsdp.checkpoint import Keeping, Listed, Saving
 from flatfsdp.errors import CheckpointError, few, refuse_value, warn
-from flatfsdp.trainer.component_states import Taken, as_json, choose, give, take
+from flatfsdp.trainer.component_states import Taken, as_json, choose, give, take, verify
 from flatfsdp.trainer.components import Component, void
 from flatfsdp.trainer.ranks import Ranks
 
@@ -148,7 +148,8 @@ class CheckpointManager:
         start = time.monotonic()
         self.finish()
         taken = take(components, self._ranks)
-        trainer = {"step": step, "world": self._ranks.world, "components": taken.table}
+        # The table in a tuple: one value, not one for each of its leaves.
+        trainer = {"step": step, "world": self._ranks.world, "components": (taken.table,)}
         extra = {"trainer": trainer} | ({"components": taken.states} if taken.states else {})
         save = checkpoint.async_save if self._asynchronous else checkpoint.save
         path = self.folder / f"step-{step:08}"
@@ -176,6 +177,14 @@ class CheckpointManager:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
+
+    def verify(self, components: Sequence[Component]) -> None:
+        """Compare replicated components over ranks, as each `save` does.
+
+        Raises:
+            AgreementError: on every rank, with every component that differs, where, and on which ranks.
+        """
+        verify(components, self._ranks)
 
     def _beside(
         self, step: int, model: nn.Module, taken: Taken, files: Callable[[Path], None] | None
@@ -275,12 +284,13 @@ class CheckpointManager:
         head = checkpoint.load(
             where, verify=False, extra=lambda keys: keys[0] == "trainer", process_group=self._ranks.group
         )
-        trainer: dict[str, Any] = (head or {}).get("trainer", {"step": 0, "world": 0, "components": {}})
-        choice = choose(trainer["components"], trainer["world"], components, self._ranks)
+        trainer: dict[str, Any] = (head or {}).get("trainer", {"step": 0, "world": 0, "components": ({},)})
+        (table,) = trainer["components"]
+        choice = choose(table, trainer["world"], components, self._ranks)
         if choice.missing:
             raise CheckpointError(
                 f"{where}: required components are missing: {'; '.join(choice.missing)}. It has "
-                f"{', '.join(trainer['components']) or 'none'}. Nothing has been loaded"
+                f"{', '.join(table) or 'none'}. Nothing has been loaded"
             )
         if self._ranks.rank == 0:
             for problem in choice.warnings:

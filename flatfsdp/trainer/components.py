@@ -12,7 +12,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ class Sharing(Enum):
     PER_NODE = "per_node"  # those of a node have one; its first rank writes it
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Component:
     """A part of a run's state ([Note: components]).
 
@@ -57,6 +57,7 @@ class Component:
     """
 
     name: str
+    _: KW_ONLY
     sharing: Sharing
     save: Callable[[], State]
     load: Callable[[State], None]
@@ -98,7 +99,7 @@ def stateful_component(
 ) -> Component:
     """The component of a `thing` that has ``state_dict()`` and ``load_state_dict(state)``."""
     return Component(
-        name=name,
+        name,
         sharing=sharing,
         save=thing.state_dict,
         load=lambda state: void(thing.load_state_dict(dict(state))),
@@ -133,9 +134,7 @@ def rng_component(seed: int, *, name: str = "rng", rank: int | None = None) -> C
         seed_all(derived_seed(seed, step, rank))
         return f"random numbers: seeded anew from (seed {seed}, step {step}, rank {rank})"
 
-    return Component(
-        name=name, sharing=Sharing.PER_RANK, save=_rng_state, load=_load_rng, required=False, restart=restart
-    )
+    return Component(name, sharing=Sharing.PER_RANK, save=_rng_state, load=_load_rng, required=False, restart=restart)
 
 
 def derived_seed(*numbers: int) -> int:
@@ -154,28 +153,28 @@ def seed_all(seed: int) -> None:
 
 def _rng_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
-    # As tensors: 625 numbers of each rank would fill the table of contents.
+    # Numbers as tensors and the rest as one value each: there is one of these for each rank.
     state: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "python": (version, gauss),
+        "python words": torch.tensor(words),
         "torch": torch.get_rng_state(),
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        kind, key, position, has_gauss, gauss = numpy.random.get_state()
-        key = torch.tensor(key.tolist())
-        state["numpy"] = {"kind": kind, "key": key, "place": position, "has_gauss": has_gauss, "gauss": gauss}
+        kind, words, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, *rest)
+        state["numpy words"] = torch.tensor(words.tolist())
     if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
         state["accelerator"] = torch.get_device_module(device).get_rng_state()
     return state
 
 
 def _load_rng(state: State) -> None:
-    held = state["python"]
-    random.setstate((held["version"], tuple(held["words"].tolist()), held["gauss"]))
+    version, gauss = state["python"]
+    random.setstate((version, tuple(state["python words"].tolist()), gauss))
     torch.set_rng_state(state["torch"])
     if (numpy := sys.modules.get("numpy")) is not None and "numpy" in state:
-        held = state["numpy"]
-        key = numpy.array(held["key"].tolist(), dtype=numpy.uint32)
-        numpy.random.set_state((held["kind"], key, held["place"], held["has_gauss"], held["gauss"]))
+        kind, *rest = state["numpy"]
+        numpy.random.set_state((kind, numpy.array(state["numpy words"].tolist(), dtype=numpy.uint32), *rest))
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None and "accelerator" in state:
         torch.get_device_module(device).set_rng_state(state["accelerator"])

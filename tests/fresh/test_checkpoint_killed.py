@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint.disk import Disk, through
-from flatfsdp.errors import CheckpointError
+from flatfsdp.errors import CheckpointError, FlatFSDPWarning
+from flatfsdp.trainer.checkpoints import CheckpointManager
+from flatfsdp.trainer.components import Component, Sharing
 from tests.harness import fresh
 
 
@@ -51,3 +55,52 @@ def test_a_killed_rank_ends_the_save_of_all_and_costs_no_checkpoint(tmp_path: Pa
     assert all(torch.equal(value, torch.ones_like(value)) for value in parts.values())
     checkpoint.save(tmp_path / "x", model=parts, overwrite=True)  # what the killed one left is cleared up
     assert {each.name for each in tmp_path.iterdir()} == {"x"}
+
+
+class FatalForWeights(Disk):
+    """Ends the process at the first elements that it writes of a model, in whatever thread."""
+
+    def before(self, operation: str, path: Path, size: int) -> None:
+        if operation == "write" and path.suffix == ".safetensors":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def progress(step: int) -> list[Component]:
+    return [Component("progress", sharing=Sharing.GLOBAL, save=lambda: {"step": step}, load=print)]
+
+
+def train_and_die(rank: int, world: int, path: str) -> float:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = FSDP(torch.nn.Linear(40, 40), use_orig_params=True)
+    model(torch.zeros(2, 40)).sum().backward()
+    manager = CheckpointManager(path)
+    manager.save(1, model=model, components=progress(1))
+    manager.finish()
+    start = time.monotonic()
+    with through(FatalForWeights() if rank == 1 else Disk()):
+        manager.save(2, model=model, components=progress(2))
+        try:
+            manager.finish()
+        except CheckpointError as error:
+            assert f"saving {path}/step-00000002: rank 1 was killed, or crashed: process " in str(error)
+            return time.monotonic() - start
+    raise AssertionError("the save came to an end without one of its ranks")
+
+
+def test_a_rank_killed_while_a_thread_saves_costs_no_checkpoint(tmp_path: Path) -> None:
+    survivor, killed = fresh.run(2, train_and_die, str(tmp_path), timeout=150.0)
+    assert killed.exit_code == -signal.SIGKILL
+    assert survivor.error is None and survivor.result < 120.0, survivor.error
+    manager = CheckpointManager(tmp_path, keep_last=1, asynchronous=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlatFSDPWarning)
+        found = manager.find("latest")
+    assert found == tmp_path / "step-00000001"
+    model, expected = torch.nn.Linear(40, 40), torch.nn.Linear(40, 40)
+    torch.manual_seed(0)
+    expected.reset_parameters()
+    assert manager.load(found, model=model, components=progress(0)).step == 1
+    assert torch.equal(model.weight, expected.weight) and torch.equal(model.bias, expected.bias)
+    manager.save(3, model=model)  # and what the killed one left is cleared up
+    assert {each.name for each in tmp_path.iterdir()} == {"step-00000003"}

@@ -21,6 +21,7 @@ from flatfsdp.checkpoint.disk import Disk, through
 from flatfsdp.errors import CheckpointError, ConfigValueError, FlatFSDPWarning
 from flatfsdp.trainer.checkpoints import CheckpointManager
 from flatfsdp.trainer.components import Component, Sharing, rng_component, stateful_component
+from flatfsdp.trainer.hugging_face import files_of
 from tests.harness.disks import Full
 from tests.harness.models import Feedforward, Low, Motley
 from tests.pool.corners import Setting, data, loss_of, seeded
@@ -55,9 +56,7 @@ class Run:
     def components(self) -> list[Component]:
         return [
             stateful_component("schedule", self.schedule),
-            Component(
-                name="progress", sharing=Sharing.GLOBAL, save=lambda: self.progress, load=lambda s: self._take(s)
-            ),
+            Component("progress", sharing=Sharing.GLOBAL, save=lambda: self.progress, load=lambda s: self._take(s)),
             rng_component(7),
         ]
 
@@ -188,36 +187,40 @@ def test_a_save_that_failed_in_the_background_is_told_to_all_once_and_costs_noth
     assert {each.name for each in tmp_path.iterdir()} == {"step-00000004"}
 
 
-class Slow(Disk):
-    """Waits before the first write until it may go on."""
+class Gated(Disk):
+    """Lets no elements of a model through before `gate` is set; notes what the main thread does."""
 
     def __init__(self, gate: threading.Event) -> None:
         self.gate = gate
+        self.by_main: list[tuple[str, str]] = []
 
     def before(self, operation: str, path: Path, size: int) -> None:
-        if operation == "write" and path.suffix == ".safetensors":
+        if threading.current_thread() is threading.main_thread():
+            self.by_main.append((operation, path.name))
+        elif operation == "write" and path.suffix == ".safetensors":
             assert self.gate.wait(60)
 
 
-def overlapping(rank: int, world: int, path: str) -> tuple[int, int, int]:
-    """Bytes copied while the training stands still, bytes written meanwhile, and after."""
+def overlapping(rank: int, world: int, path: str) -> tuple[list[tuple[str, str]], list[bool]]:
+    """What the main thread does to the disk for an asynchronous save, and whether a checkpoint is there, meanwhile and
+    after."""
     run = Run().train(1)
-    gate = threading.Event()
+    gated = Gated(threading.Event())
     manager = CheckpointManager(path)
-    disk = Slow(gate)
-    with through(disk):
-        manager.save(1, **run.parts())
+    there = []
+    with through(gated):
+        folder = manager.save(1, **run.parts()).path
         run.train(2)  # while nothing of the model has been written yet
-        meanwhile = len(list(Path(path).glob("*/flatfsdp.json")))
-        gate.set()
+        there.append(folder.exists())
+        gated.gate.set()
         manager.finish()
-    owned = sum(p.numel() * p.element_size() for p in run.model.parameters())
-    return owned, meanwhile, len(list(Path(path).glob("*/flatfsdp.json")))
+    there.append(folder.exists())
+    return gated.by_main, there
 
 
 def test_training_goes_on_while_a_thread_writes(pool2: Any, tmp_path: Path) -> None:
-    for _, meanwhile, after in pool2(overlapping, str(tmp_path)):
-        assert (meanwhile, after) == (0, 1)
+    for by_main, there in pool2(overlapping, str(tmp_path)):
+        assert by_main == [] and there == [False, True]
     pool2(load_step, str(tmp_path), 1)
 
 
@@ -363,3 +366,49 @@ def test_each_node_may_have_its_own_folder(pool2: Any, tmp_path: Path) -> None:
     for node in range(2):
         names = {each.name for each in (tmp_path / f"node{node}" / "step-00000002").iterdir()}
         assert {"model.safetensors", "config.json", "components.json", f"__{node}_0.distcp"} <= names
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+
+def through_transformers(rank: int, world: int, path: str, tied: bool) -> float:
+    """How far logits of `from_pretrained` are from the run's, of our checkpoints; and of a run begun from a folder of
+    theirs."""
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
+    tokens = torch.arange(12).view(2, 6)
+
+    def sharded(seed: int) -> FSDP:
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(config).eval()
+        return FSDP(model, auto_wrap_policy={LlamaDecoderLayer}, use_orig_params=True)
+
+    model = sharded(0)
+    expected = model(tokens).logits.detach()
+    worst = 0.0
+    for format in ("safetensors", "torch"):
+        manager = CheckpointManager(f"{path}/{format}", format=format)
+        folder = manager.save(1, model=model, files=files_of(model)).path
+        manager.finish()
+        alone = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        worst = max(worst, (alone(tokens).logits - expected).abs().max().item())
+        if rank == 0:
+            alone.save_pretrained(f"{path}/theirs-{format}")
+        dist.barrier()
+        again = sharded(1)
+        found = manager.find(f"{path}/theirs-{format}")
+        assert found is not None and manager.load(found, model=again).step is None
+        worst = max(worst, (again(tokens).logits - expected).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_transformers_loads_a_checkpoint_and_a_run_begins_from_its_folders(
+    pool2: Any, tmp_path: Path, tied: bool
+) -> None:
+    pytest.importorskip("transformers")
+    assert max(pool2(through_transformers, str(tmp_path), tied, timeout=180.0)) < 1e-5

@@ -24,7 +24,7 @@ class Held:
     def __init__(self, name: str, sharing: Sharing, value: Any, **kwargs: Any) -> None:
         self.value = value
         self.saves = 0
-        self.component = Component(name=name, sharing=sharing, save=self.save, load=self.load, **kwargs)
+        self.component = Component(name, sharing=sharing, save=self.save, load=self.load, **kwargs)
 
     def save(self) -> dict[str, Any]:
         self.saves += 1
@@ -180,11 +180,11 @@ def differing(rank: int, world: int) -> list[str]:
         [Held("a" if other else "b", Sharing.GLOBAL, 1).component],
         [Held("a", Sharing.PER_RANK if other else Sharing.GLOBAL, 1).component],
         [Held("a", Sharing.GLOBAL, 1).component] * 2,
-        [Component(name="broken", sharing=Sharing.PER_RANK, save=refuse, load=print)],
+        [Component("broken", sharing=Sharing.PER_RANK, save=refuse, load=print)],
         [Held("same", Sharing.REPLICATED, 4).component, Held("odd", Sharing.REPLICATED, rank // 2).component],
     ]
     if rank == 2:
-        cases[3] = [Component(name="broken", sharing=Sharing.PER_RANK, save=empty, load=print)]
+        cases[3] = [Component("broken", sharing=Sharing.PER_RANK, save=empty, load=print)]
     messages = []
     for components in cases:
         with pytest.raises((AgreementError, CheckpointError)) as caught:
