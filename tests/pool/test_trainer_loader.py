@@ -69,20 +69,20 @@ class Stateful(Stream):
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
-        self.at = 0
+        self.at = self.start = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
+        self.start = state["at"]
 
     def __iter__(self) -> Iterator[Any]:
-        while self.at < self.numbers.length + self.epoch:
+        start, self.start = self.start, 0
+        for number in range(start, self.numbers.length + self.epoch):
             self.opened += 1
-            self.at += 1
-            yield self.numbers[self.at - 1]
-        self.at = 0
+            self.at = number + 1
+            yield self.numbers[number]
 
 
 @contextlib.contextmanager

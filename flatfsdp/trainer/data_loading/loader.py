@@ -53,8 +53,9 @@ class Loader:
         dataset: with `__len__` and `__getitem__`: samples are asked for by number, in any order. Or iterable: read in
             its own order, which has to be the same each time and on every rank; every epoch goes through it once more,
             and is announced by `set_epoch(epoch)` where it has that. One with `state_dict()` and
-            `load_state_dict(state)` resumes by them, others by reading once more what was consumed. In dispatch mode
-            the dataset of rank 0 counts; the others may give None.
+            `load_state_dict(state)`, from which the next iterator goes on and any later one begins anew, resumes by
+            them; others by reading once more what was consumed. In dispatch mode the dataset of rank 0 counts; the
+            others may give None.
         batch: the most samples of a microbatch.
         accumulate: microbatches of each rank in a step.
         global_batch: samples of a step, over all ranks; then there are as many microbatches as that takes.
