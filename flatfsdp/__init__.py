@@ -31,6 +31,7 @@ from .state_dict_configs import (
 from .summary import Stats, UnitSummary, stats, summary, whole_shapes
 from .uneven import join
 from .waits import set_wait
+from .watch import waiting_for_ranks
 
 __version__ = "0.1.0"
 
@@ -70,5 +71,6 @@ __all__ = [
     "set_wait",
     "stats",
     "summary",
+    "waiting_for_ranks",
     "whole_shapes",
 ]

@@ -431,3 +431,29 @@ def expecting(ranks: Sequence[int], what: str) -> contextlib.AbstractContextMana
     if len(ranks) == 1 or "fake" in str(dist.get_backend_config()):
         return contextlib.nullcontext()
     return current_watch().waiting(ranks, what)
+
+
+@contextlib.contextmanager
+def waiting_for_ranks() -> Iterator[None]:
+    """The enclosed code waits for other ranks, in a collective of the program's own.
+
+    Reports tell such a rank from one that computes (see `set_wait`), and a connection that breaks is explained. Not
+    collective, and quick enough for every step.
+
+    Raises:
+        LostRankError: in place of the backend's error, where a connection broke: which rank ended, and with what, as
+            far as that is known.
+
+    Example:
+        >>> import flatfsdp, torch
+        >>> tokens = torch.tensor(512)
+        >>> with flatfsdp.waiting_for_ranks():
+        ...     torch.distributed.all_reduce(tokens)
+    """
+    try:
+        with waits.blocked():
+            yield
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        raise current_watch().explain(error) from error

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatfsdp import waiting_for_ranks
 from flatfsdp.errors import AgreementError, ranks_in_words
 
 from .packing import pack, unpack
@@ -37,7 +38,7 @@ class Delivery(Protocol):
         Raises:
             DataError: on all ranks: some rank could not read.
             AgreementError: on all ranks: they read different data.
-            LostRankError: it does not reach the others.
+            LostRankError: another rank has ended.
         """
         ...
 
@@ -102,14 +103,16 @@ class Dispatch:
             return None
         if coming.size == FAILED:
             _tell(self._ranks, coming.failure)
-        self._ranks.reach(coming.work.wait)
+        with waiting_for_ranks():
+            coming.work.wait()
         arrived, problem = (coming.part, None) if coming.message is None else _attempt(map(unpack, [coming.message]))
         self._coming = self._send_ahead(problem)
         return arrived
 
     def close(self) -> None:
         if self._coming is not None and self._coming.work is not None:
-            self._ranks.reach(self._coming.work.wait)
+            with waiting_for_ranks():
+                self._coming.work.wait()
         self._coming, self._parts = None, iter(())
 
     def _send_ahead(self, problem: Failure | None) -> _Coming:
@@ -125,9 +128,7 @@ class Dispatch:
         own = torch.empty(size, dtype=torch.uint8)
         sent = [torch.nn.functional.pad(message, (0, size - message.numel())) for message in messages]
         group = self._ranks.group
-        work = self._ranks.reach(
-            lambda: dist.scatter(own, sent or None, src=dist.get_global_rank(group, 0), group=group, async_op=True)
-        )
+        work = dist.scatter(own, sent or None, src=dist.get_global_rank(group, 0), group=group, async_op=True)
         return _Coming(size, part=part, message=own if part is None else None, work=work, buffers=[own, *sent])
 
     def _read_ahead(self) -> tuple[Part | None, Failure | None, list[Tensor]]:

@@ -159,7 +159,7 @@ class Loader:
         Raises:
             DataError: on all ranks: a sample could not be read, put together, or sent. The position stays where it was.
             AgreementError: on all ranks: an iterable dataset gives them different samples.
-            LostRankError: another rank has ended, or cannot be reached.
+            LostRankError: another rank has ended.
         """
         if self._is_over:
             return None

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from flatfsdp.errors import ConfigValueError, FlatFSDPError, LostRankError, ranks_in_words, warn
+from flatfsdp import waiting_for_ranks
+from flatfsdp.errors import ConfigValueError, FlatFSDPError, ranks_in_words, warn
 
 from .reading import DataError, Failure
 
@@ -45,7 +46,8 @@ class Ranks:
             return [list(numbers)]
         own = torch.tensor(numbers)
         rows = [torch.empty_like(own) for _ in range(self.world)]
-        self.reach(lambda: dist.all_gather(rows, own, group=self.group))
+        with waiting_for_ranks():
+            dist.all_gather(rows, own, group=self.group)
         return [row.tolist() for row in rows]
 
     def values(self, value: T) -> list[T]:
@@ -53,7 +55,8 @@ class Ranks:
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.world
-        self.reach(lambda: dist.all_gather_object(values, value, group=self.group))
+        with waiting_for_ranks():
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def together(self, work: Callable[[], T]) -> list[T]:
@@ -92,20 +95,6 @@ class Ranks:
         """Warn once for all ranks."""
         if self.rank == 0:
             warn(message)
-
-    def reach(self, communicate: Callable[[], T]) -> T:
-        """What `communicate` returns, which others take part in.
-
-        Raises:
-            LostRankError: it failed, as it does when another rank has ended.
-        """
-        try:
-            return communicate()
-        except RuntimeError as error:
-            raise LostRankError(
-                f"rank {self.rank} cannot reach the others for its next samples; one of them ended, or does something "
-                f"else: {error}"
-            ) from error
 
 
 def _for_host(group: Any) -> Any:
