@@ -71,7 +71,7 @@ def test_hybrids_get_their_replicas(pool4: Run) -> None:
         {"strategy": "hybrid_shard", "replicas": 2},
         {"strategy": "hybrid_shard_zero2", "replicas": 2, "reshard_after_forward": 2},
     ):
-        assert not joined(pool4(values, given))
+        assert not joined(pool4(values, given, timeout=180))
 
 
 def values(rank: int, world: int, given: dict[str, Any]) -> list[str]:
