@@ -1,4 +1,4 @@
-"""A model and data of one's own for the trainer: sequences of numbers, each the sum of the two before it, mod 97.
+"""A model and data of one's own for the trainer: sequences of numbers, each the sum of the two before it, mod 10.
 
     python -m flatfsdp.train --model flatfsdp.examples.own_model:make_model \
         --train-data flatfsdp.examples.own_model:make_data --eval-data flatfsdp.examples.own_model:make_eval_data \
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-MODULUS, LENGTH = 97, 12
+MODULUS, LENGTH = 10, 12
 
 
 class SumPredictor(nn.Module):
