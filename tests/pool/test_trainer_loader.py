@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import multiprocessing
 import os
 import random
@@ -12,6 +13,7 @@ import subprocess
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -83,6 +85,12 @@ class Stateful(Stream):
             self.opened += 1
             self.at = number + 1
             yield self.numbers[number]
+
+
+@pytest.fixture
+def run(run: Run) -> Run:
+    """With time for the first job on a busy machine, which imports all of the trainer."""
+    return partial(run, timeout=200)
 
 
 @contextlib.contextmanager
@@ -239,14 +247,15 @@ def test_the_last_smaller_step_can_be_left_out(run: Run) -> None:
 
 def test_evaluation_sees_every_sample_once_and_gives_ranks_equally_many(run: Run) -> None:
     for mode in ("sharded", "dispatch"):
-        for limit, samples in ((None, 11), (2, 4)):
-            answers = run(3, evaluate, Numbers(11), limit, mode)
+        for limit, samples, workers in ((None, 11, 0), (2, 4, 1)):
+            answers = run(3, evaluate, Numbers(11), limit, mode, workers)
             assert len({len(each) for each in answers}) == 1
             assert sorted(number for each in answers for ids in each for number in ids) == list(range(samples))
 
 
-def evaluate(rank: int, world: int, dataset: Any, limit: int | None, mode: str) -> Ids:
-    return [each.ids for each in evaluation(dataset, batch=2, limit=limit, mode=mode)]
+def evaluate(rank: int, world: int, dataset: Any, limit: int | None, mode: str, workers: int) -> Ids:
+    with may_have_workers():
+        return [each.ids for each in evaluation(dataset, batch=2, limit=limit, mode=mode, workers=workers)]
 
 
 def said(rank: int, world: int, dataset: Any, at_rank: int | None = None, **settings: Any) -> tuple[str, str, int]:
@@ -405,6 +414,18 @@ def end_worker(rank: int, world: int) -> int | None:
 
 
 # one process
+
+
+@pytest.mark.parametrize("kind", list(DATASETS))
+def test_a_run_can_be_resumed_after_any_of_its_steps(kind: str) -> None:
+    settings = {"global_batch": 4, "epochs": 3, "shuffle": kind == "map", "seed": 2}
+    straight, _ = train(0, 1, DATASETS[kind], batch=2, **settings)
+    for stop in range(len(straight) + 1):
+        _, state = train(0, 1, DATASETS[kind], None, stop, batch=4, **settings)
+        state = json.loads(json.dumps(state))  # as a checkpoint may keep it
+        rest, end = train(0, 1, DATASETS[kind], state, batch=2, **settings)
+        assert rest == straight[stop:]
+        assert end["position"] == sum(len(ids) for step in straight for ids, _ in step)
 
 
 def test_a_loader_says_where_it_stands() -> None:
