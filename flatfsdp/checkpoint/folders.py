@@ -73,11 +73,12 @@ class Place:
         Raises:
             CheckpointError: there is something complete and `overwrite` is False, or there are other files.
         """
-        self._settle(keep)
+        self.settle(keep)
         self._check_free(overwrite=overwrite)
         disk().make_folder(self.new)
 
-    def _settle(self, keep: Path | None) -> None:
+    def settle(self, keep: Path | None) -> None:
+        """Clear up what a killed save left, so that `keep`, one of the three, is at `path`, and the others are gone."""
         if keep == self.old:
             if self.path.exists():  # incomplete, or of a save that did not get everywhere
                 self.discard(self.new)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, ConfigValueError, refuse_value
 from .disk import disk
-from .folders import Place, candidates
+from .folders import TOKEN, Place, candidates
 from .manifest import Manifest
 from .ranks import Ranks
 
@@ -57,23 +57,30 @@ class Keeping:
     def remove(self, folder: Path) -> list[Path]:
         """Remove the others in `folder`, in the order in which they were saved; those that have been removed. Not
         collective."""
+        if self.unfinished:
+            self._clear_up(folder)
         there = [(path, each) for path, each in _saved_in(folder) if fnmatchcase(path.name, self.named)]
         staying = {path for path, _ in there[-self.last :]}
         if self.by is not None:
-            staying |= set(
-                _best_of([(path, each.metrics) for path, each in there], by=self.by, mode=self.mode)[: self.best]
-            )
+            measured = [(path, each.metrics) for path, each in there]
+            staying |= set(_best_of(measured, by=self.by, mode=self.mode)[: self.best])
         going = [path for path, _ in there if path not in staying]
         for path in going:
             place = Place(path)
             disk().rename(path, place.old)  # at once: half a checkpoint never has a checkpoint's name
             place.drop_old()
-        if self.unfinished:
-            for left in sorted(folder.glob(".*.new")):
-                place = Place(folder / left.name[1:-4])
-                if fnmatchcase(place.path.name, self.named) and not place.is_complete(place.new):
-                    place.discard(place.new)
         return going
+
+    def _clear_up(self, folder: Path) -> None:
+        for left in sorted(folder.glob(".*")):
+            if left.suffix == TOKEN and fnmatchcase(left.name, f".{self.named}.*{TOKEN}"):
+                disk().remove(left)
+            elif left.suffix == ".new" and fnmatchcase(left.stem[1:], self.named):
+                place = Place(folder / left.stem[1:])
+                if place.is_complete(place.new):
+                    place.settle(place.new)  # all but in its place: one of those to choose from
+                else:
+                    place.discard(place.new)
 
 
 def _best_of(there: Sequence[tuple[Path, Mapping[str, float]]], *, by: str, mode: str) -> list[Path]:

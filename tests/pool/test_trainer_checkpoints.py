@@ -22,7 +22,7 @@ from flatfsdp.errors import CheckpointError, ConfigValueError, FlatFSDPWarning
 from flatfsdp.trainer.checkpoints import CheckpointManager
 from flatfsdp.trainer.components import Component, Sharing, rng_component, stateful_component
 from flatfsdp.trainer.hugging_face import files_of
-from tests.harness.disks import Full
+from tests.harness.disks import Counting, Full, Killed, Mortal
 from tests.harness.models import Feedforward, Low, Motley
 from tests.pool.corners import Setting, data, loss_of, seeded
 from tests.pool.test_optim_state import Corners
@@ -298,6 +298,44 @@ def test_what_is_not_whole_is_passed_over(pool2: Any, tmp_path: Path) -> None:
         assert said.startswith(f"no checkpoint of {path} is whole: step-00000003 (")
     for (said,) in pool2(found, path, str(one)):
         assert said == f"{one} cannot be loaded: __1_0.distcp is missing"
+
+
+@pytest.mark.filterwarnings("ignore::flatfsdp.errors.FlatFSDPWarning")
+def test_killed_at_any_moment_a_run_finds_its_last_checkpoint(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    manager = CheckpointManager(tmp_path, keep_last=1, asynchronous=False)
+
+    def save(step: int) -> None:
+        with torch.no_grad():
+            model.weight.fill_(step)
+        progress = Component("progress", sharing=Sharing.GLOBAL, save=lambda: {"step": step}, load=print)
+        manager.save(step, model=model, components=[progress])
+
+    def last() -> int:
+        path, again = manager.find("latest"), torch.nn.Linear(3, 3)
+        assert path is not None
+        loaded = manager.load(path, model=again)
+        assert loaded.step is not None and again.weight.eq(loaded.step).all()
+        return loaded.step
+
+    save(1)
+    counting = Counting()
+    with through(counting):
+        save(2)
+    moments = sum(operation not in ("read", "open") for operation, _, _ in counting.operations)
+    assert "step-00000001" not in {each.name for each in tmp_path.iterdir()}
+    step, known = 2, 2
+    for moment in range(moments):
+        step += 1
+        with through(Mortal(moment)), pytest.raises(Killed):
+            save(step)
+        found = last()
+        assert found in (known, step), moment
+        known = found
+        if moment % 8 == 7:
+            known = step = step + 1
+            save(step)  # clears up what all of them left
+            assert last() == step and {each.name for each in tmp_path.iterdir()} == {f"step-{step:08}"}, moment
 
 
 def test_what_is_asked_for_is_checked(tmp_path: Path) -> None:
