@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, checkpoint
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
-from flatfsdp.trainer.arguments import FSDPArguments
+from flatfsdp.trainer import Trainer
+from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
 from flatfsdp.trainer.hugging_face import build_pretrained, files_of, initialiser_of, is_pretrained_folder
 from flatfsdp.trainer.objectives import CausalLM, FromOutput, Objective, fused, objective_for
 from flatfsdp.trainer.sharding import shard
@@ -112,6 +113,53 @@ def _trained_and_exported(rank: int, folder: Path, tied: bool) -> Iterator[str]:
 def test_what_was_trained_is_what_from_pretrained_loads(tied: bool, pool2: Run, tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5")
     results = pool2(trained_and_exported, str(tmp_path / "export"), tied, timeout=300)  # imports take long
+    assert not [line for lines in results for line in lines]
+
+
+def trained_by_the_trainer(rank: int, world: int, folder: str, tied: bool) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", FlatFSDPWarning)
+        return list(_trained_by_the_trainer(Path(folder), tied))
+
+
+def _trained_by_the_trainer(folder: Path, tied: bool) -> Iterator[str]:
+    """A run, its checkpoint and its export; then one that begins from the export, as from anybody's folder."""
+    from transformers import AutoModelForCausalLM
+
+    task = Task(
+        model=lambda: build_pretrained(config(tied), device="meta"),
+        train_data=[{"input_ids": line} for number in range(6) for line in tokens(number)],
+        eval_data=[{"input_ids": line} for line in tokens(6)],
+    )
+    fsdp = FSDPArguments(activation_checkpointing=True)
+    given = {"batch": 2, "lr": 0.02, "fused_loss": True, "progress": False, "scheduler": "constant"}
+    trainer = Trainer(task, TrainingArguments(output=folder / "run", steps=6, **given), fsdp)
+    trainer.train()
+    trainer.export(folder / "export")
+    if not isinstance(trainer.objective, type(fused(CausalLM(), trainer.model))):
+        yield f"the objective is {trainer.objective}"
+    batch = {"input_ids": tokens(6)}
+    with torch.no_grad():
+        logits = trainer.model.eval()(**batch).logits
+        for path in (trainer.checkpoint, folder / "export"):
+            alone, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+            if any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+                yield f"from_pretrained: {report}"
+            if not torch.equal(alone(**batch).logits, logits):
+                yield f"{path}: other logits, off by {(alone(**batch).logits - logits).abs().max()}"
+    first = Trainer(task, TrainingArguments(output=folder / "other", steps=1, **given), fsdp)
+    begun = Trainer(task, TrainingArguments(output=folder / "more", steps=1, resume=folder / "export", **given), fsdp)
+    begun.resume()
+    losses = [each.evaluate()["eval_loss"] for each in (first, trainer, begun)]
+    if losses[1] != losses[2] or losses[0] == losses[1]:
+        yield f"losses of a new, a trained and a resumed model: {losses}"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_trainer_trains_a_llama(tied: bool, pool2: Run, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    results = pool2(trained_by_the_trainer, str(tmp_path), tied, timeout=300)
     assert not [line for lines in results for line in lines]
 
 
