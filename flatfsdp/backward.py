@@ -80,6 +80,7 @@ class Backward:
     Attributes:
         record: the forwards that it covers.
         sync: whether there is a unit that reduces.
+        kept: units that stay unsharded after their part, and when it is over.
         double: `create_graph`: the parameters are needed again.
         fired: a gradient of a leaf arrived (`torch.autograd.grad` brings none).
         task: autograd's graph task, which others may run inside of.
@@ -91,13 +92,14 @@ class Backward:
         record: ForwardRecord[Unit],
         *,
         unreduced: frozenset[Unit],
+        kept: frozenset[Unit],
         sync: bool,
         agreement: Agreement,
         joins: Joining,
         steppers: Sequence[Stepper],
         branches: Branches,
     ) -> None:
-        """Plan it. `unreduced`: units that add their gradients up unsharded."""
+        """Plan it. `unreduced`: units that add their gradients up unsharded; `kept`: those that stay whole after it."""
         targets = {unit: tuple(chosen) for unit in record.anchored if (chosen := unit.choices.backward_targets)}
         self.record = record
         self.sync = sync
@@ -109,6 +111,7 @@ class Backward:
         self._called_again = tuple(record.entered_again) if record.calls_again else ()
         self._branching: tuple[Unit, ...] = ()  # units that reduce, and that maybe no rank has run
         self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
+        self.kept = kept
         self._unreduced = unreduced
         self._sequence = record.anchored[::-1]  # in which units are reached, if they are
         self._places = {unit: place for place, unit in enumerate(self._sequence)}
@@ -129,7 +132,7 @@ class Backward:
 
     def keeps_whole(self, unit: Unit) -> bool:
         """Whether `unit` stays unsharded after its part."""
-        return self.double or not unit.reshards_after_backward(reduced=unit not in self._unreduced)
+        return self.double or unit in self.kept
 
     def reaches_again(self, unit: Unit) -> bool:
         """Whether this backward may come to `unit` again, which other ranks' do not: it cannot be gathered for that."""

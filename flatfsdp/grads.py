@@ -66,6 +66,7 @@ class Gradients:
         arrived: those that came.
         missing: those that are awaited still.
         sharing: gradients go to the parameters' places. [Note: slot sharing]
+        reducing: what this backward has handed over to reductions.
         brought: a gradient came to what is being reduced, on this rank or in what earlier reductions brought.
         left_out: none did, on any rank: `.grad` stays as it is.
     """
@@ -84,7 +85,7 @@ class Gradients:
         self._collected_bytes = 0
         self._before = self._after = 1.0
         self._hooked = False  # [Note: communication hooks]
-        self._reducing: list[Part] = []
+        self.reducing: list[Part] = []
         self._taken: dict[int, torch.Tensor] | None = None
         self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
         self._accumulating = False
@@ -146,7 +147,8 @@ class Gradients:
         gradients have come may be overwritten. `hooked`: a communication hook gets the gradients, unscaled, and their
         memory.
         """
-        self.take()
+        if self._taken is None or self._stand_ins:
+            self.take()
         self.expected = expected
         self.arrived = set()
         self.missing = set(expected)
@@ -219,7 +221,7 @@ class Gradients:
         buffer, views = self._buffers.get(dtype, (None, []))
         if buffer is not None and buffer.allocated:
             # A late gradient while the buffer's reduction is in flight: that one first.
-            for part in self._reducing:
+            for part in self.reducing:
                 part.release_input()
         if buffer is None or (handle.whole and buffer.tensor.numel() == 0):
             buffer = FlatBuffer(handle.layout.padded_numel, dtype, handle.device, ledger=handle.ledger, kind="slots")
@@ -256,7 +258,7 @@ class Gradients:
 
     def return_inputs(self) -> None:
         """The unsharded buffer is needed again: wait for the reductions that read it."""
-        for part in self._reducing:
+        for part in self.reducing:
             part.release_input()
 
     # -- reduction ---------------------------------------------------------------------------------------------------
@@ -308,17 +310,17 @@ class Gradients:
             buffer,
             give_back,
             scale=self._after if completes else 1.0,
-            earlier=None if self._reducing else self._partial,
+            earlier=None if self.reducing else self._partial,
             hook=hook if completes else None,
             download=completes and self.handle.offload and self.handle.pin_memory,
         )
-        self._reducing.append(part)
+        self.reducing.append(part)
         return part
 
     @property
     def reduced(self) -> list[torch.Tensor]:
         """What reductions that are over have brought, not scaled and not settled: each of shape (shard_numel,)."""
-        return [part.result for part in self._reducing]
+        return [part.result for part in self.reducing]
 
     # -- a backward ends ---------------------------------------------------------------------------------------------
 
@@ -330,11 +332,11 @@ class Gradients:
         if self._stand_ins:
             self._end_pause()
         total: torch.Tensor | None = None
-        for part in self._reducing:
+        for part in self.reducing:
             result = part.wait()
             total = result if total is None else total.add_(result)
-        downloaded = self._reducing[0].downloaded if len(self._reducing) == 1 else None
-        self._reducing = []
+        downloaded = self.reducing[0].downloaded if len(self.reducing) == 1 else None
+        self.reducing = []
         trained = self.expected
         left_out = self.left_out
         self._forget_expectations()
@@ -411,9 +413,9 @@ class Gradients:
         lost = self.window_open
         self._collected = {}
         self._collected_bytes = 0
-        for part in self._reducing:
+        for part in self.reducing:
             part.discard()
-        self._reducing = []
+        self.reducing = []
         self._close_window()
         self._forget_expectations()
         return lost

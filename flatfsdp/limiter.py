@@ -25,39 +25,38 @@ class Held:
 
 
 class Limiter:
-    """The memory that gathers on one lane take and that is given back to it."""
+    """The memory that gathers on one lane take and that is given back to it.
+
+    Attributes:
+        held: what was resharded and has its memory still, oldest first.
+    """
 
     def __init__(self, device: Device, lane: Lane, *, limit: bool) -> None:
         self._device = device
         self._lane = lane
         self._limit = limit
-        self._held: list[Held] = []  # oldest first
+        self.held: list[Held] = []
         self._uploaded: object = None  # an event behind the last upload of an offloaded shard
-
-    @property
-    def holds_memory(self) -> bool:
-        """Whether anything was resharded that has its memory still."""
-        return bool(self._held)
 
     def give_back(self, unit: str, buffer: FlatBuffer) -> None:
         """Free `buffer`, memory of the lane, once the caller's stream is done with it."""
         if self._lane.is_callers:
             buffer.free()
         else:
-            self._held.append(Held(unit, self._device.mark(), buffer))
+            self.held.append(Held(unit, self._device.mark(), buffer))
 
     def make_room(self, needed: FlatBuffer | None, *, ahead: bool) -> None:
         """Memory is about to be taken on the lane, for `needed` if that exists; `ahead` of its use."""
-        for held in self._held:
+        for held in self.held:
             if held.buffer is needed:
                 self._lane.await_mark(held.mark)
-        self._held = [held for held in self._held if held.buffer is not needed]
+        self.held = [held for held in self.held if held.buffer is not needed]
         if not self._limit:
-            due = [held for held in self._held if self._device.is_past(held.mark)]
-        elif ahead or not self._held:  # all but `needed`, which is in use again
-            due = self._held
+            due = [held for held in self.held if self._device.is_past(held.mark)]
+        elif ahead or not self.held:  # all but `needed`, which is in use again
+            due = self.held
         else:
-            due = [held for held in self._held if held.unit != self._held[-1].unit]
+            due = [held for held in self.held if held.unit != self.held[-1].unit]
         self._free(due)
 
     def note_upload(self) -> None:
@@ -66,12 +65,12 @@ class Limiter:
 
     def settle(self) -> None:
         """An iteration ends: only shards hold memory, and offloaded ones are the host's to write to."""
-        self._free(self._held)
+        self._free(self.held)
         self._device.block_host(self._uploaded)  # an upload under way would read what the host writes next
         self._uploaded = None
 
     def _free(self, due: list[Held]) -> None:
-        self._held = [held for held in self._held if held not in due]
+        self.held = [held for held in self.held if held not in due]
         for held in due:
             self._lane.await_mark(held.mark)
             with self._lane.running():

@@ -508,6 +508,9 @@ class Root:
         backward = self.backward = Backward(
             self.record,
             unreduced=unreduced,
+            kept=frozenset(
+                [unit for unit in self.units if not unit.reshards_after_backward(reduced=unit not in unreduced)]
+            ),
             sync=len(unreduced) < len(self.units),
             agreement=self.agreement,
             joins=self._joins,
@@ -570,12 +573,12 @@ class Root:
         self._at_rest = True
         self._failed = True  # until the gradients have settled
         for unit in self.units:
-            keep = backward is not None and not unit.reshards_after_backward(reduced=backward.reduces(unit))
-            unit.rest(keep_whole=keep)
+            unit.rest(keep_whole=backward is not None and unit in backward.kept)
         self.lanes.await_downloads()
         stepping = backward.stepping if backward is not None else NO_STEPPING
+        steps = bool(stepping)
         for unit in self.units:
-            if stepping:
+            if steps:
                 stepping.step(unit)
             else:
                 unit.settle()

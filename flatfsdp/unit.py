@@ -214,7 +214,10 @@ class Unit(UnitData):
         the module, reads a parameter after its gradient has arrived. The gradient of an input that an earlier call of
         another unit read too is there only after that one's backward; it is awaited only where nothing else tells.
         """
-        inputs = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        args, kwargs = inputs
+        inputs = [tensor for tensor in tensors_in(args) if tensor.requires_grad]
+        if kwargs:
+            inputs += [tensor for tensor in tensors_in(kwargs) if tensor.requires_grad]
         awaited = [tensor for tensor in inputs if root.links.first_reader(tensor, self)]
         if not awaited and not all(leaf.requires_grad for handle in self.handles for leaf in handle.leaves):
             awaited = inputs

@@ -242,8 +242,9 @@ class UnitData:
             if grads.sharing and grads.arrived:
                 self._refuse_to_regain()
             if handle.state is ShardState.SHARDED:
-                grads.return_inputs()
-                if root.limiter.holds_memory:
+                if grads.reducing:
+                    grads.return_inputs()
+                if root.limiter.held:
                     root.limiter.make_room(handle.buffer(self._dtype_gathered(handle)), ahead=ahead)
                 if handle.host_copy is not None and handle.host_copy.dtype == self.dtype_of(handle):
                     handle.launch_upload(root.lanes.unshard)
@@ -464,7 +465,7 @@ class UnitData:
         """
         handle, root = self.handles[kind], self.root
         dtype = self.dtype_of(handle)
-        if root.limiter.holds_memory:
+        if root.limiter.held:
             root.limiter.make_room(handle.buffer(dtype), ahead=False)
         if handle.host_copy is not None and handle.host_copy.dtype == dtype:
             handle.launch_upload(root.lanes.unshard)

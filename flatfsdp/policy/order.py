@@ -206,7 +206,8 @@ class ReducePlan(Generic[U]):
 
     def ready(self, unit: U) -> None:
         """All gradients that `unit` expects have arrived."""
-        self.expect(unit)
+        if unit not in self._outstanding:
+            self.expect(unit)
         self._ready.add(unit)
 
     def join(self, cut: Cut[U]) -> None:
@@ -251,8 +252,8 @@ class ReducePlan(Generic[U]):
         return self._in_order
 
     def _hand_out(self, group: tuple[U, ...]) -> tuple[U, ...]:
-        if len(group) == 1:
-            self._sorted().pop()
+        if self._in_order is not None and len(group) == 1:
+            self._in_order.pop()
         else:
             self._in_order = None
         for unit in group:
