@@ -7,6 +7,7 @@ Exit codes: 0 when trained, 1 when a rank failed, 2 for a wrong option, 128 + it
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
+from torch import nn
 
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
 from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, ProgressBar, Summary
 from flatfsdp.trainer.command_line import make_parser, parse
 from flatfsdp.trainer.demo import DEFAULTS, DemoOptions
-from flatfsdp.trainer.kinds import PathOr, Reference
+from flatfsdp.trainer.forecast import forecast
+from flatfsdp.trainer.kinds import COUNT, PathOr, Reference
 from flatfsdp.trainer.launch import Placement, World, run
+from flatfsdp.trainer.reports import human
 from flatfsdp.trainer.settings import Settings, setting, settings_of
 from flatfsdp.trainer.stopping import in_words
-from flatfsdp.trainer.tasks import check_options
+from flatfsdp.trainer.tasks import check_options, make
 from flatfsdp.trainer.trainer import Trainer
 
 PROGRAM = "python -m flatfsdp.train"
@@ -41,6 +45,16 @@ class Command(Settings):
     export: Path | None = setting(
         None, "train nothing: write the model of the checkpoint that --resume names as a Hugging Face folder", PathOr()
     )
+    dry_run: bool = setting(False, "train nothing: print units, bytes per rank and traffic, without any device")
+    world_size: int | None = setting(None, "of so many ranks, for --dry-run; none for those that would start", COUNT)
+    measure: bool = setting(False, "with --dry-run: run one real step, too, and say what it held at its peak")
+
+    def check_together(self) -> None:
+        for name in ("world_size", "measure"):
+            if getattr(self, name) and not self.dry_run:
+                self.refuse(name, f"it belongs to {self.called('dry_run')}")
+        if self.export is not None and self.dry_run:
+            self.refuse("export", f"{self.called('dry_run')} writes nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,24 +75,25 @@ class OwnTask(Task):
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank does; it goes to spawned processes as a pickle.
-
-    Attributes:
-        export: a folder to write the model to, in place of training.
-    """
+    """What one rank does; it goes to spawned processes as a pickle."""
 
     task: Task
     training: TrainingArguments
     fsdp: FSDPArguments
     callbacks: tuple[Callback, ...]
-    export: Path | None
+    command: Command
 
     def __call__(self, world: World) -> int:
         """Run; returns the exit code."""
         trainer = Trainer(self.task, self.training, self.fsdp, callbacks=self.callbacks)
-        if self.export is not None:
+        if self.command.measure:
+            kept = trainer.measure()
+            if world.leads:
+                print(f"\nactivations kept for the backward, measured on {world.size} ranks: {human(kept)}", flush=True)
+            return 0
+        if self.command.export is not None:
             trainer.resume()
-            trainer.export(self.export)
+            trainer.export(self.command.export)
             return 0
         result = trainer.train()
         if result.stopped_by and world.leads:
@@ -89,6 +104,11 @@ class Job:
             )
         return result.exit_code
 
+    def meta_model(self) -> nn.Module:
+        """The model without memory; called on the meta device."""
+        model = make(self.task, "model")
+        return copy.deepcopy(model).to("meta") if model is self.task.model else model
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the trainer with `arguments` (default: the command line's); returns the exit code.
@@ -96,7 +116,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A wrong option raises `SystemExit(2)` after one line on stderr, before any process is started.
     """
     found = read(arguments)
-    job = Job(found.task, found.training, found.fsdp, found.callbacks(), found.command.export)
+    job = Job(found.task, found.training, found.fsdp, found.callbacks(), found.command)
+    if found.command.dry_run:
+        ranks = found.command.world_size or found.placement.ranks
+        print(forecast(job.meta_model, fsdp=found.fsdp, training=found.training, ranks=ranks).render(), flush=True)
+        if not found.command.measure:
+            return 0
     try:
         return run(job, found.placement)
     except mp.ProcessRaisedException as error:
@@ -165,7 +190,8 @@ def read(arguments: Sequence[str] | None) -> Found:
         if shows:
             demo.split()
         check_options(demo.task() if shows else task)
-        make_folder(training.output)  # now, not when the time to train has been spent
+        if not command.dry_run:
+            make_folder(training.output)  # now, not when the time to train has been spent
     except ConfigValueError as error:
         parser.error(str(error))
     return Found(command, demo.task() if shows else task, training, fsdp, demo if shows else None, placement)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, waiting_for_ranks
 from flatfsdp.trainer.data_loading import Microbatch
 from flatfsdp.trainer.gradients import loss_of, weight_of
 from flatfsdp.trainer.launch import World
@@ -42,7 +42,8 @@ def evaluate(
                 sums[1] += weight_of(microbatch, objective)
     finally:
         model.train(was_training)
-    dist.all_reduce(sums)
+    with waiting_for_ranks():
+        dist.all_reduce(sums)
     loss, weight = sums.tolist()
     return {"eval_loss": loss / max(weight, 1.0), "eval_tokens": weight}
 
@@ -56,5 +57,6 @@ class _Asked:
 
     def by_anyone(self) -> bool:
         if self._work is not None:
-            self._work.wait()
+            with waiting_for_ranks():
+                self._work.wait()
         return bool(self._most)

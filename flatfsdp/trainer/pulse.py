@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatfsdp import waiting_for_ranks
 from flatfsdp.trainer.launch import World
 
 
@@ -55,7 +56,8 @@ class Pulse:
 
     def read(self) -> Beat:
         """What arrived, after waiting for it."""
-        for work in self._works:
-            work.wait()
+        with waiting_for_ranks():
+            for work in self._works:
+                work.wait()
         loss, stop, seconds, peak = torch.cat((self._sum[None], self._most)).tolist()
         return Beat(loss / max(self._weight, 1), self._weight, int(stop), seconds, int(peak))

@@ -28,9 +28,11 @@ from flatfsdp.trainer.components import Component, rng_component, stateful_compo
 from flatfsdp.trainer.data_loading import Loader, evaluation
 from flatfsdp.trainer.evaluation import evaluate
 from flatfsdp.trainer.factories import resolve
+from flatfsdp.trainer.gradients import add_gradients
 from flatfsdp.trainer.hugging_face import files_of
 from flatfsdp.trainer.launch import World
 from flatfsdp.trainer.loop import Loop
+from flatfsdp.trainer.measuring import activations_counted
 from flatfsdp.trainer.objectives import Objective, fused, objective_for
 from flatfsdp.trainer.optimisation import CourseLR, make_optimizer, make_scheduler, options_kept
 from flatfsdp.trainer.reports import Progress, Result
@@ -205,6 +207,23 @@ class Trainer:
             self.call("on_evaluation", metrics)
         return metrics
 
+    def measure(self) -> int:
+        """Take one step of the first samples, and forget its gradients.
+
+        Returns:
+            The bytes of activations that were kept for its backward at most: of the rank that kept most.
+        """
+        step = self.loader.next_step()
+        if step is None:
+            raise ConfigValueError("train_data: there is no sample to measure a step of")
+        with activations_counted() as activations:
+            add_gradients(self.model, step, self.objective, world=self.world, scale=self.scaler.scale)
+        self.optimizer.zero_grad(set_to_none=True)
+        most = torch.tensor(activations.peak_bytes, device=self.world.device)
+        with flatfsdp.waiting_for_ranks():
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
     def save(self) -> Path:
         """Save a checkpoint of this step into the run's folder, and remove those that need not stay."""
         saved = self.manager.save(
@@ -225,7 +244,8 @@ class Trainer:
         checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite)
         if self._files is not None and self.world.leads:
             self._files(Path(folder))
-        dist.barrier()
+        with flatfsdp.waiting_for_ranks():
+            dist.barrier()
 
     def ask_to_stop(self) -> None:
         """End the run after this step or the next one, on all ranks, as a signal would; any rank may ask."""

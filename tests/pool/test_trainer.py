@@ -45,8 +45,8 @@ def sentences(count: int = SAMPLES) -> list[dict[str, Tensor]]:
 
 def training(**given: Any) -> TrainingArguments:
     chosen = {
-        "epochs": 1, "batch": 1, "global_batch": BATCH, "lr": 0.1, "optimizer": "sgd", "device": "cpu", "shuffle": False,
-        "save_at_end": False, "eval_at_end": False,
+        "epochs": 1, "batch": 1, "global_batch": BATCH, "lr": 0.1, "optimizer": "sgd", "device": "cpu",
+        "shuffle": False, "save_at_end": False, "eval_at_end": False,
     }  # fmt: skip
     return TrainingArguments(**{**chosen, **given})
 
@@ -143,7 +143,12 @@ def test_any_number_of_ranks_clips_the_same_norm(run: Run, world: int) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_low_precision_learns(run: Run, dtype: str) -> None:
     """With fp16 losses are scaled, and a step whose gradients overflow is left out."""
-    found = run(2, train, {"epochs": 8, "clip": 1.0, "optimizer": "adamw", "lr": 0.01}, {"param_dtype": dtype, "reduce_dtype": "fp32"})
+    found = run(
+        2,
+        train,
+        {"epochs": 8, "clip": 1.0, "optimizer": "adamw", "lr": 0.01},
+        {"param_dtype": dtype, "reduce_dtype": "fp32"},
+    )
     assert found[0][0] == found[1][0]
     assert found[0][0][0] == pytest.approx(5.545, abs=0.02)
     assert found[0][0][-1] < 4.0

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer import launch, reports, stopping
@@ -19,6 +21,7 @@ from flatfsdp.trainer.callbacks import EarlyStop, LossPlot, MetricsLog, Progress
 from flatfsdp.trainer.callbacks.loss_plot import plot_loss, smoothed
 from flatfsdp.trainer.callbacks.progress import PLAIN_LINES
 from flatfsdp.trainer.launch import Placement
+from flatfsdp.trainer.measuring import activations_counted
 from flatfsdp.trainer.reports import Footprint, Progress, StepReport
 from flatfsdp.trainer.stopping import ASKED, StopRequest
 
@@ -217,3 +220,18 @@ def test_a_signal_is_the_exit_code() -> None:
         ).exit_code  # fmt: skip
 
     assert [code(0), code(ASKED), code(signal.SIGTERM)] == [0, 0, 143]
+
+
+# what a step keeps
+
+
+def test_activations_are_storages_that_operations_keep_and_no_parameters() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.randn(5, 8)
+    with activations_counted() as found:
+        loss = model(x).sum()
+        kept = 4 * (5 * 8 + 5 * 16)  # the input, and what ReLU returned: it and the layer behind it keep the same
+        assert found.peak_bytes == kept
+        loss.backward()
+        model(x).sum().backward()
+        assert found.peak_bytes == kept, "the first ones are gone"

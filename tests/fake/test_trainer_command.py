@@ -1,0 +1,80 @@
+"""`python -m flatfsdp.train` where it starts no ranks: plans, and options that contradict one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flatfsdp import train
+
+OWN = "--model flatfsdp.examples.own_model:make_model --train-data flatfsdp.examples.own_model:make_data".split()
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, "run", lambda *_: pytest.fail("ranks were started"))
+
+
+def test_a_dry_run_plans_for_any_number_of_ranks(
+    no_ranks: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ["--dry-run", "--world-size", "64", "--device", "cpu", "--units", "blocks", "--optimizer", "sgd"]
+    assert train.main([*OWN, *options]) == 0
+    shown = capsys.readouterr().out
+    assert "64 ranks (CPUs, gloo), SGD" in shown
+    assert "blocks.0 .. blocks.1 (2)  TransformerEncoderLayer" in shown
+    block = 4 * (64 * 192 + 192 + 64 * 64 + 64 + 2 * 4 * 64 * 64 + 4 * 64 + 64 + 4 * 64) * 2 // 64
+    assert f"{block / 1024:.2f} KiB" in shown
+    assert not list(tmp_path.iterdir()), "no folder is made"
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("--strategi full_shard", "unknown argument '--strategi'. Did you mean '--strategy'?"),
+        ("--layers 0", "argument --layers: got 0. Accepted: a whole number from 1 up."),
+        ("--heads 3", "argument --heads: got 3, but --width 128 must be a multiple of twice 3"),
+        ("--ranks 3 --strategy hybrid_shard --replicas 2", "--replicas: 3 ranks cannot form 2 equal replicas"),
+        ("--device nosuch", "device: this machine has no 'nosuch' device that torch can use"),
+        ("--text /no/such/file", "text: there is no file or folder '/no/such/file'"),
+        ("--output /dev/null", "--output: cannot make the folder '/dev/null': File exists"),
+        ("--measure", "argument --measure: got True, but it belongs to --dry-run"),
+        ("--model a:b", "argument --model: got 'a:b', but --train-data is not given"),
+        ("--tokenizer a:b", "--tokenizer belongs to a model of your own: --model is not given"),
+        (f"{' '.join(OWN)} --layers 3", "--layers belongs to the demonstration, and --model is given"),
+        (f"{' '.join(OWN)} --options depth=3", "options: model and train_data takes no 'depth'. "),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_code_2(
+    no_ranks: None, line: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        train.main(["--device", "cpu", *line.split()])
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"flatfsdp.train: {complaint}")
+    assert said.endswith(" (--help lists the options)\n")
+    assert said.count("\n") == 1
+
+
+def test_help_has_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        train.main(["--help"])
+    assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n{group}:\n" in shown for group in ("command", "task", "training", "fsdp", "demo"))
+
+
+def test_a_config_file_says_what_flags_do_not(
+    no_ranks: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"training": {"optimizer": "sgd", "accumulate": 3}, "fsdp": {"strategy": "no_shard"}}')
+    line = ["--config", str(path), "--dry-run", "--device", "cpu", "--accumulate", "2", "--text", __file__]
+    assert train.main(line) == 0
+    shown = capsys.readouterr().out
+    assert "2 ranks (CPUs, gloo), SGD, 2 microbatches a step" in shown
+    assert "NO_SHARD" in shown
