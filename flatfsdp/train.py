@@ -94,6 +94,8 @@ class Job:
         if self.command.export is not None:
             trainer.resume()
             trainer.export(self.command.export)
+            if world.leads:
+                print(f"wrote the model of {trainer.checkpoint} to {self.command.export}", flush=True)
             return 0
         result = trainer.train()
         if result.stopped_by and world.leads:

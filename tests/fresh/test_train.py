@@ -78,3 +78,33 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("flatfsdp.train: argument --strategy: got 'FSDP'. Accepted: one of full_shard, ")
+
+
+def test_the_commands_of_the_readme_run_as_written(tmp_path: Path) -> None:
+    pytest.importorskip("tomllib")
+    section = (ROOT / "README.md").read_text().partition("\n## Train your own model\n")[2].partition("\n## ")[0]
+    (config,) = re.findall(r"^```toml\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    (commands,) = re.findall(r"^```sh\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    (promised,) = re.findall(r"^```console\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    (program,) = re.findall(r"^```py\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "sums.toml").write_text(config)
+    printed = []
+    for command in commands.splitlines():
+        python, *arguments = command.split()
+        assert python == "python"
+        done = start(*arguments, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert printed[0].startswith(promised)
+    steps = [facts(each)["steps"] for each in printed[1:3]]
+    assert [each.partition(" ")[0] for each in steps] == ["100", "150"]
+    assert [facts(each)["ranks"].partition(" ")[0] for each in printed[1:3]] == ["2", "3"]
+    assert "step-00000150 to sums/export" in printed[3]
+    assert {path.name for path in (tmp_path / "sums").iterdir()} >= {"loss.png", "metrics.jsonl", "step-00000150"}
+    assert (tmp_path / "sums" / "export" / "model.safetensors").is_file()
+
+    (tmp_path / "program.py").write_text(f"{program}print(result.steps)\n")
+    done = start("program.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "125"
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000125"]
