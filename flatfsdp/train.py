@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
+from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, ProgressBar, Summary
 from flatfsdp.trainer.command_line import make_parser, parse
 from flatfsdp.trainer.demo import DEFAULTS, DemoOptions
@@ -191,12 +191,14 @@ def read(arguments: Sequence[str] | None) -> Found:
             raise ConfigValueError(f"--replicas: {placement.ranks} ranks cannot form {fsdp.replicas} equal replicas")
         if shows:
             demo.split()
-        check_options(demo.task() if shows else task)
+        own = demo.task() if shows else task
+        check_run(training, own, fsdp)
+        check_options(own)
         if not command.dry_run:
             make_folder(training.output)  # now, not when the time to train has been spent
     except ConfigValueError as error:
         parser.error(str(error))
-    return Found(command, demo.task() if shows else task, training, fsdp, demo if shows else None, placement)
+    return Found(command, own, training, fsdp, demo if shows else None, placement)
 
 
 def make_folder(path: Path) -> None:

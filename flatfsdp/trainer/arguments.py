@@ -80,6 +80,11 @@ class FSDPArguments(Settings):
     limit_all_gathers: bool = setting(True, "gathers wait until the memory of earlier units is free")
     sync_module_states: bool = setting(False, "all ranks start from the parameters and buffers of rank 0")
 
+    @property
+    def scales_losses(self) -> bool:
+        """Whether gradients are fp16 somewhere, and small ones would be lost."""
+        return torch.float16 in (self.param_dtype, self.reduce_dtype)
+
     def check_together(self) -> None:
         if self.replicas is not None and self.strategy not in _HYBRIDS:
             self.refuse(
@@ -101,7 +106,7 @@ class FSDPArguments(Settings):
 class TrainingArguments(Settings):
     """How the model is trained, evaluated and saved.
 
-    A run ends at the first of its limits `steps`, `epochs` and `minutes`.
+    A run ends at the first of its limits `steps`, `epochs` and `minutes`; without any after one epoch.
 
     Raises:
         ConfigTypeError, ConfigValueError: at construction, for a field or a combination that is not accepted.
@@ -177,6 +182,11 @@ class TrainingArguments(Settings):
     ranks: int | None = setting(None, "processes to start; none for one per accelerator, 2 on CPU", COUNT)
     detect_nonfinite: bool = setting(False, "stop at the first NaN or inf and say where; costs a look at every value")
 
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether no limit is given."""
+        return self.steps is None and self.epochs is None and self.minutes is None
+
     def check_together(self) -> None:
         if self.global_batch is not None and self.accumulate != 1:
             self.refuse("accumulate", f"{self.called('global_batch')} {self.global_batch} decides how many are needed")
@@ -229,12 +239,14 @@ class Task(Settings):
     options: dict[str, Any] = setting({}, "arguments of these functions, by name", Table())
 
 
-def check_run(training: TrainingArguments, task: Task) -> None:
-    """Refuse what `training` asks for and `task` cannot give.
+def check_run(training: TrainingArguments, task: Task, fsdp: FSDPArguments) -> None:
+    """Refuse what `training` asks for and the others cannot give.
 
     Raises:
-        ConfigValueError: evaluations without data for them.
+        ConfigValueError: evaluations without data for them; steps in the backward of losses that are scaled.
     """
+    if training.optimizer_in_backward and fsdp.scales_losses:
+        training.refuse("optimizer_in_backward", "fp16 needs its losses scaled, and gradients looked at before a step")
     if task.eval_data is None:
         for name in ("eval_every", "eval_batches"):
             if getattr(training, name) is not None:

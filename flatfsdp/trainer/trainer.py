@@ -85,7 +85,7 @@ class Trainer:
         self.output = Path(training.output)
         self.progress = Progress()
 
-        check_run(training, task)
+        check_run(training, task, self.fsdp)
         check_options(task)
         torch.manual_seed(training.seed)  # the same weights on all ranks
         plain = make(task, "model")
@@ -98,9 +98,7 @@ class Trainer:
         if training.fused_loss:
             self.objective = fused(self.objective, self.model)
         self.optimizer = make_optimizer(self.model, training)
-        self.scaler = ShardedGradScaler(
-            self.world.device.type, enabled=torch.float16 in (self.fsdp.param_dtype, self.fsdp.reduce_dtype)
-        )
+        self.scaler = ShardedGradScaler(self.world.device.type, enabled=self.fsdp.scales_losses)
         self._collate = resolve(task.collate, argument="collate")
         self._eval_data = make(task, "eval_data")
         self.loader = Loader(
@@ -112,7 +110,7 @@ class Trainer:
             weigh=self.objective.weight,
             shuffle=training.shuffle,
             seed=training.seed,
-            epochs=training.epochs,
+            epochs=1 if training.is_unlimited else training.epochs,
             drop_last=training.drop_last,
             mode=training.data_mode,
             workers=training.workers,

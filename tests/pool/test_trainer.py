@@ -304,3 +304,20 @@ def test_a_model_that_ranks_made_differently_begins_as_rank_0_has_it(run: Run) -
     expected = make_model().embedding.weight
     for found in run(2, made_elsewhere):
         assert torch.equal(found, expected)
+
+
+def test_without_a_limit_a_run_goes_through_the_data_once(run: Run) -> None:
+    for losses, _, _ in run(2, train, {"epochs": None}, {}):
+        assert len(losses) == -(-SAMPLES // BATCH)
+
+
+def refused(rank: int, world: int) -> str:
+    try:
+        train(rank, world, {"optimizer_in_backward": True}, {"param_dtype": "fp16"})
+    except ConfigValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_fp16_and_steps_in_the_backward_are_refused(run: Run) -> None:
+    assert all("fp16 needs its losses scaled" in said for said in run(1, refused))

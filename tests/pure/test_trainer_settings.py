@@ -217,10 +217,10 @@ def test_classes_as_units_are_written_by_their_names() -> None:
 
 
 def test_a_run_is_not_asked_for_evaluations_that_its_task_cannot_give() -> None:
-    told = sentence(lambda: check_run(TrainingArguments(eval_every=5), Task("a:b", "c:d")))
+    told = sentence(lambda: check_run(TrainingArguments(eval_every=5), Task("a:b", "c:d"), FSDPArguments()))
     assert told == "TrainingArguments.eval_every: got 5, but there is nothing to evaluate on: the task has no eval_data"
-    check_run(TrainingArguments(eval_every=5), Task("a:b", "c:d", "e:f"))
-    check_run(TrainingArguments(), Task("a:b", "c:d"))
+    check_run(TrainingArguments(eval_every=5), Task("a:b", "c:d", "e:f"), FSDPArguments())
+    check_run(TrainingArguments(), Task("a:b", "c:d"), FSDPArguments())
 
 
 @pytest.mark.parametrize(
