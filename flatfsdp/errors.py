@@ -12,7 +12,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 __all__ = [
@@ -88,6 +89,17 @@ def set_rank(rank: int) -> None:
     """Fix the rank that messages carry; called once the process group is known."""
     global _rank
     _rank = rank
+
+
+@contextmanager
+def rank_kept() -> Iterator[None]:
+    """A context after which messages carry the rank that they carried before."""
+    global _rank
+    before = _rank
+    try:
+        yield
+    finally:
+        _rank = before
 
 
 def current_rank() -> int:

@@ -1,7 +1,7 @@
 """Tensors that have shapes, dtypes and devices, but neither memory nor values: what a rehearsal computes with.
 
-[Note: memoryless] They are torch's fake tensors. But those of whole numbers that are made from nothing else stay what
-they are: meshes and lists of ranks are read, and are small.
+[Note: memoryless] They are torch's fake tensors. But single numbers, and lists of whole ones, that are made from
+nothing else stay what they are: meshes, counts of steps and the like are read, and are small.
 """
 
 from __future__ import annotations
@@ -49,14 +49,21 @@ def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor
     known: dict[int, tuple[torch.Tensor, torch.Tensor]] = _mode.stand_ins
     if id(tensor) not in known:
-        # Not empty_like: of a tensor that has memory it has memory, too.
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32, device=device).to(tensor.dtype)
+        # Neither empty_like nor its shape and dtype at once: what is to have no memory could get some.
+        memory = torch.empty(_extent(tensor), dtype=torch.float32, device=device)
+        made = memory.to(tensor.dtype).as_strided(tensor.shape, tensor.stride())
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
         for name, value in vars(tensor).items():
             vars(made).setdefault(name, value)
         known[id(tensor)] = tensor, made
     return known[id(tensor)][1]
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements of memory from the first of `tensor` to its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
 
 
 @cache
@@ -74,7 +81,7 @@ def _kind_of_mode() -> Any:
             if name == "prim::device" and isinstance(args[0], fake.FakeTensor):
                 return args[0].fake_device  # most of all calls
             kwargs, tensors = kwargs or {}, _tensors_in(args)
-            if _is_of_integers(name, tensors, args, kwargs.get("dtype"), fake.FakeTensor):
+            if _has_values(name, tensors, args, kwargs.get("dtype"), fake.FakeTensor):
                 return func(*args, **kwargs)
             if name in _WRITING and isinstance(tensors[0], fake.FakeTensor):
                 return None if name.startswith("aten::_foreach") else args[0]
@@ -88,10 +95,12 @@ def _tensors_in(args: Any) -> list[torch.Tensor]:
     return [each for group in (args, *lists) for each in group if isinstance(each, torch.Tensor)]
 
 
-def _is_of_integers(name: str, tensors: list[torch.Tensor], args: Any, dtype: torch.dtype | None, fake: Any) -> bool:
-    """Whether an operation has values to compute with, or makes integers of nothing."""
+def _has_values(name: str, tensors: list[torch.Tensor], args: Any, dtype: torch.dtype | None, fake: Any) -> bool:
+    """Whether an operation has values to compute with, or makes some that are read."""
     if tensors:
         return not any(isinstance(tensor, fake) or tensor.is_meta for tensor in tensors)
+    if args and isinstance(args[0], (list, tuple)) and not args[0]:  # the shape of a single number
+        return True
     if dtype is None:
         return name == "aten::arange" and all(isinstance(arg, int) for arg in args)
     return dtype in (torch.int32, torch.int64)  # smaller ones are packed weights

@@ -73,8 +73,9 @@ def plan(
 ) -> Plan:
     """What a rank of the job that is being rehearsed holds and sends in a step of training, once it has settled.
 
-    Steps of `model` run, in which its modules compute nothing: every unit once, in the order of declaration. A model
-    that runs its units in another order, several times or not at all differs from the plan by that.
+    Steps of `model` run, in which its modules compute nothing: every unit once, and its parameters, in the order of
+    declaration. A model that uses them in another order, several times or not at all differs from the plan by that.
+    Not in it is what `detect_nonfinite()` and a gradient scaler send.
 
     Args:
         model: the outermost wrapper, made inside `rehearsal()`.

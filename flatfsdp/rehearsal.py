@@ -12,7 +12,7 @@ from typing import Any
 
 from . import _torch, comm
 from .device import standing_in
-from .errors import ConfigValueError, UsageError
+from .errors import ConfigValueError, UsageError, rank_kept
 from .memoryless import without_memory
 
 
@@ -20,9 +20,10 @@ from .memoryless import without_memory
 def rehearsal(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterator[None]:
     """A context in which this process is one rank of a job of `ranks`, on any machine, and models need no memory.
 
-    Models that are made inside are wrapped, trained and asked for `stats()` as ever, and give the figures of the real
-    job: its bytes, its collectives. Tensors that are made inside have no values, so whatever decides by them (`item()`,
-    an `if` on a tensor) raises; they are of no use outside. Nothing is communicated.
+    Models that are wrapped inside (and made before, best on the meta device) are trained and asked for `stats()` as
+    ever, and give the figures of the real job: its bytes, its collectives. Tensors that are made inside have no values,
+    so whatever decides by them (`item()`, an `if` on a tensor) raises; they are of no use outside, nor are the models.
+    Nothing is communicated.
 
     Args:
         ranks: how many ranks the job has; those of a small one (up to 8) are taken to be on one host.
@@ -37,8 +38,9 @@ def rehearsal(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterat
 
     Example:
         >>> import torch, flatfsdp
+        >>> layer = torch.nn.Linear(65536, 65536, bias=False, device="meta")
         >>> with flatfsdp.rehearsal(1024):
-        ...     model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(65536, 65536, bias=False))
+        ...     model = flatfsdp.FullyShardedDataParallel(layer)
         ...     model(torch.ones(1, 65536)).sum().backward()
         ...     flatfsdp.stats(model).bytes_params
         16777216
@@ -51,6 +53,7 @@ def rehearsal(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterat
             "init_process_group()"
         )
     with ExitStack() as stack:
+        stack.enter_context(rank_kept())
         stack.enter_context(_torch.fake_world(ranks, rank=rank))
         stack.enter_context(comm.served_as("nccl" if accelerator else "gloo"))
         if accelerator:

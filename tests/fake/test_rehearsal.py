@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -10,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, Plan, plan, rehearsal, stats
-from flatfsdp.errors import ConfigValueError, UsageError
+from flatfsdp.errors import ConfigValueError, UsageError, current_rank
+from flatfsdp.trainer.optimisation import OPTIMIZERS
 from tests.fake import test_construction_at_scale as at_scale
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
 from tests.harness.memory import peak_bytes
+from tests.harness.models import CASES
 
 
 class Tied(nn.Module):
@@ -36,6 +41,7 @@ class Tied(nn.Module):
 def test_a_model_from_anywhere_trains_inside_and_counts(device: str) -> None:
     with torch.device(device):
         model = Tied()
+    before = current_rank()
     with rehearsal(4, rank=3):
         assert (dist.get_rank(), dist.get_world_size()) == (3, 4)
         wrapped = FullyShardedDataParallel(model, auto_wrap_policy={nn.Linear}, use_orig_params=True)
@@ -50,7 +56,61 @@ def test_a_model_from_anywhere_trains_inside_and_counts(device: str) -> None:
         assert held.between_steps == 144 + 12 + 2 * 144 + 2 * 4
         assert wrapped(torch.ones(2, 16)).shape == ()  # its own forward again
     assert not dist.is_initialized()
+    assert current_rank() == before
     assert torch.ones(2).sum().item() == 2
+
+
+def lived(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of the third step of a model, on real tensors and rehearsed."""
+    case = CASES[name]
+    options: dict[str, Any] = {"auto_wrap_policy": set(case.units), "join_units_below": 0, "use_orig_params": True}
+    with fake_world(4):
+        model = FullyShardedDataParallel(case.build(), **options)
+        figures = stats(model)
+        for step in range(3):
+            figures.reset()
+            case.loss(model, case.batch(0, step)).backward()
+            grads = figures.bytes_grads
+            model.zero_grad()
+        found = {"comm": figures.comm, "params": figures.bytes_params, "grads": grads}
+        found["unsharded_peak"] = figures.bytes_unsharded_peak
+    plain = case.build()
+    with rehearsal(4):
+        made = asdict(plan(FullyShardedDataParallel(plain, **options)))
+    return {key: made[key] for key in found}, found
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "nested"])
+def test_a_plan_is_what_a_step_holds_and_sends(name: str) -> None:
+    planned, found = lived(name)
+    assert planned == found
+
+
+def test_parameters_that_are_used_between_units_may_change_the_peak() -> None:
+    planned, found = lived("nested")
+    assert planned.pop("unsharded_peak") < found.pop("unsharded_peak")
+    assert planned == found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_the_trainer_is_foretold(name: str) -> None:
+    case = CASES["mlp"]
+
+    def wrapped() -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
+        model = FullyShardedDataParallel(plain, auto_wrap_policy=set(case.units))
+        return model, OPTIMIZERS[name](model.parameters())  # type: ignore[call-arg]
+
+    plain = case.build()
+    with fake_world(4):
+        model, optimizer = wrapped()
+        case.loss(model, case.batch(0, 0)).backward()
+        optimizer.step()
+        real: Counter[str] = Counter()
+        for state in optimizer.state.values():
+            real.update({key: value.nbytes for key, value in state.items() if isinstance(value, Tensor)})
+    plain = case.build()
+    with rehearsal(4):
+        assert plan(*wrapped()).optimizer == real
 
 
 def planned_at_scale(blocks: int, ranks: int) -> Plan:
@@ -82,7 +142,8 @@ def test_what_a_plan_costs_depends_on_units_and_not_on_ranks() -> None:
     def cost(blocks: int, ranks: int) -> int:
         return calls_of(lambda: planned_at_scale(blocks, ranks))
 
-    cost(1, 16)  # what is done once
+    for ranks in (16, 1024):
+        cost(1, ranks)  # what is done once
     few, more, most = (cost(blocks, 16) for blocks in (1, 2, 3))
     assert most - more < 1.1 * (more - few)
     assert most - more < 150_000
