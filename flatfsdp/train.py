@@ -7,7 +7,6 @@ Exit codes: 0 when trained, 1 when a rank failed, 2 for a wrong option, 128 + it
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, c
 from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, ProgressBar, Summary
 from flatfsdp.trainer.command_line import make_parser, parse
 from flatfsdp.trainer.demo import DEFAULTS, DemoOptions
-from flatfsdp.trainer.forecast import forecast
+from flatfsdp.trainer.forecast import forecast, on_meta
 from flatfsdp.trainer.kinds import COUNT, PathOr, Reference
 from flatfsdp.trainer.launch import Placement, World, run
 from flatfsdp.trainer.reports import human
@@ -109,7 +108,7 @@ class Job:
     def meta_model(self) -> nn.Module:
         """The model without memory; called on the meta device."""
         model = make(self.task, "model")
-        return copy.deepcopy(model).to("meta") if model is self.task.model else model
+        return on_meta(model) if model is self.task.model else model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ and no memory is needed. Activations are not foretold, as nothing is computed.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -21,7 +22,7 @@ from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
 from flatfsdp.trainer.optimisation import make_optimizer
 from flatfsdp.trainer.sharding import shard
 
-__all__ = ["Forecast", "forecast"]
+__all__ = ["Forecast", "forecast", "on_meta"]
 
 # What the engine holds, in the words of the table and in its order.
 _WORDS = {
@@ -191,6 +192,14 @@ def forecast(
         peak=plan.peak,
         traffic=plan.comm,
     )
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of `model` on the meta device, for `forecast`: `model.to("meta")` would untie its tied parameters."""
+    memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
-from flatfsdp.trainer.forecast import forecast
+from flatfsdp.trainer.forecast import forecast, on_meta
 from flatfsdp.trainer.optimisation import make_optimizer
 from flatfsdp.trainer.sharding import shard
 from tests.conftest import Run
@@ -101,3 +101,10 @@ def test_a_forecast_comes_true(run: Run, job: Job) -> None:
     units = found.pop("units")
     assert {name: foretold[name] for name in found} == found
     assert len(foretold["units"]) == units
+
+
+def test_a_model_that_is_there_is_foretold_without_a_change() -> None:
+    model = tied()
+    arguments: dict[str, Any] = {"fsdp": FSDPArguments(), "training": TrainingArguments(device="cpu"), "ranks": 8}
+    assert forecast(lambda: on_meta(model), **arguments) == forecast(tied, **arguments)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
