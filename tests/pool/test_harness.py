@@ -170,7 +170,7 @@ def test_fresh_processes_may_crash() -> None:
 
 
 def test_fresh_processes_may_raise_and_hang() -> None:
-    first, second = fresh.run(2, fail_or_hang, timeout=2)
+    first, second = fresh.run(2, fail_or_hang, timeout=6)
     assert first.exit_code == 1
     assert first.error is not None and "ValueError: no from rank 0" in first.error
     assert second.exit_code is None
