@@ -48,7 +48,8 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one rank of a run holds and sends, in bytes; ranks differ by padding only.
+    """What rank 0 of a run holds and sends, in bytes. The others differ by padding, and on gloo those between the first
+    and the last by as much scratch again, while a reduction runs.
 
     Attributes:
         ranks, microbatches: of the run, and of each of its steps.
@@ -140,7 +141,7 @@ class Forecast:
 def forecast(
     make_model: Callable[[], nn.Module], *, fsdp: FSDPArguments, training: TrainingArguments, ranks: int
 ) -> Forecast:
-    """What rank 0 of a run on `ranks` ranks will hold and send in each step. Other ranks hold no more.
+    """What rank 0 of a run on `ranks` ranks will hold and send in each step of training.
 
     Nothing is communicated, and neither memory nor an accelerator is needed. It belongs before `init_process_group()`,
     or into another process.
