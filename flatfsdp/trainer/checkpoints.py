@@ -61,7 +61,7 @@ class Loaded:
 
     Attributes:
         path: from where.
-        step: the step after which it was saved; None where only weights were there.
+        step: the step after which it was saved; None where no manager saved it.
         world: how many ranks saved it; None as above.
         notes: sentences for the log: what begins anew, and how.
     """
@@ -282,11 +282,14 @@ class CheckpointManager:
         if not checkpoint.listing(where.parent, named=named, process_group=self._ranks.group):
             return self._load_weights(where, model)
         head = checkpoint.load(
-            where, verify=False, extra=lambda keys: keys[0] == "trainer", process_group=self._ranks.group
+            where, verify=False, extra=lambda keys: keys[:1] == ("trainer",), process_group=self._ranks.group
         )
-        trainer: dict[str, Any] = (head or {}).get("trainer", {"step": 0, "world": 0, "components": ({},)})
-        (table,) = trainer["components"]
-        choice = choose(table, trainer["world"], components, self._ranks)
+        trainer: dict[str, Any] = (head or {}).get(
+            "trainer", {}
+        )  # empty: `checkpoint.save` wrote it, without a trainer
+        step, world = trainer.get("step"), trainer.get("world")
+        (table,) = trainer.get("components", ({},))
+        choice = choose(table, world, components, self._ranks)
         if choice.missing:
             raise CheckpointError(
                 f"{where}: required components are missing: {'; '.join(choice.missing)}. It has "
@@ -297,19 +300,19 @@ class CheckpointManager:
                 warn(f"{where}: {problem}")
 
         def wanted(keys: tuple[str | int, ...]) -> bool:
-            return keys[0] == "components" and choice.parts.get(str(keys[1])) == keys[2]
+            name, part = keys[1:3] if len(keys) > 2 else ("", "")
+            return keys[:1] == ("components",) and choice.parts.get(str(name)) == part
 
         extra = checkpoint.load(where, model=model, optimizer=optimizer, extra=wanted, process_group=self._ranks.group)
         states = (extra or {}).get("components", {})
-        step, world = trainer["step"], trainer["world"]
-        said = self._ranks.tell(f"loading {where}", lambda: give(components, choice, states, step=step))
+        said = self._ranks.tell(f"loading {where}", lambda: give(components, choice, states, step=step or 0))
         return self._loaded(where, step, world, [*choice.warnings, *said[self._ranks.rank]])
 
     def _load_weights(self, path: Path, model: nn.Module) -> Loaded:
         found = self._ranks.tell(f"loading {path}", lambda: _weights_in(path))
         if not all(found):
             self._at(path)  # says what is there
-        if WHOLE in "".join(found):
+        if found[0].startswith(WHOLE):
             _load_whole(model, path, self._ranks)
         else:
             checkpoint.load_safetensors(model, path, process_group=self._ranks.group)

@@ -138,7 +138,7 @@ class Choice:
     warnings: Sequence[str]
 
 
-def choose(table: Mapping[str, Any], world: int, components: Sequence[Component], ranks: Ranks) -> Choice:
+def choose(table: Mapping[str, Any], world: int | None, components: Sequence[Component], ranks: Ranks) -> Choice:
     """What this rank loads of a checkpoint with this `table`, saved by `world` ranks. Collective.
 
     Raises:

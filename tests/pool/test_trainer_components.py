@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flatfsdp import checkpoint
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigTypeError, ConfigValueError, FlatFSDPWarning
 from flatfsdp.trainer.checkpoints import CheckpointManager
 from flatfsdp.trainer.component_states import take, verify
@@ -159,6 +160,25 @@ def test_all_that_is_missing_is_listed(tmp_path: Any) -> None:
         CheckpointError, match=r"missing: one \(not in the checkpoint\); two \(not in the .*It has there"
     ):
         manager.load(tmp_path / "step-00000001", model=model, components=wanted)
+
+
+def test_what_no_trainer_saved_has_no_components(tmp_path: Any) -> None:
+    model = torch.nn.Linear(2, 2)
+    extras: list[Any] = [None, {}, {"components": {"a": 1}, "step": 4}]
+    for place, extra in enumerate(extras):
+        path = tmp_path / str(place)
+        checkpoint.save(path, model=model, extra=extra)
+        again = torch.nn.Linear(2, 2)
+        optional = Held("a", Sharing.GLOBAL, 5, required=False)
+        with pytest.warns(FlatFSDPWarning, match="component 'a' is not in the checkpoint and stays as it was made"):
+            loaded = CheckpointManager(tmp_path).load(path, model=again, components=[optional.component])
+        assert (loaded.step, loaded.world, optional.value) == (None, None, 5) and torch.equal(
+            again.weight, model.weight
+        )
+        with pytest.raises(
+            CheckpointError, match=r"required components are missing: b \(not in the checkpoint\). It has"
+        ):
+            CheckpointManager(tmp_path).load(path, model=again, components=[Held("b", Sharing.GLOBAL, 5).component])
 
 
 # --- ranks that differ ------------------------------------------------------------------------------------------------
