@@ -84,6 +84,7 @@ class Unit(UnitData):
         self._late = 0  # gradients that a segment recomputed in a task of its own brings after all have come
         self.reads_once: bool | None = None
         self.needed_whole = False
+        self._encloses: bool | None = None  # whether the module has modules of others inside; found when it matters
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -407,11 +408,20 @@ class Unit(UnitData):
             return
         for handle in self.handles:
             check_exposed(handle, self.name)
+        if call is None and self._passes_through_frozen():
+            self.needed_whole = True
         backward.gather(self)
         if not self.completed:
             self.arm(backward, share=backward.is_over_with_gradients(self))
         self.enter_phase(Phase.PRE_BACKWARD)
         self.note("backward")
+
+    def _passes_through_frozen(self) -> bool:
+        """Whether gradients may pass through frozen parameters of this unit to others inside its module, when all of
+        its own have come."""
+        if self._encloses is None:
+            self._encloses = not set(self.module.modules()).issubset(self.modules)
+        return self._encloses and not all(leaf.requires_grad for handle in self.handles for leaf in handle.leaves)
 
     def arm(self, backward: Backward, *, share: bool = False) -> None:
         """Await the gradients of all leaves that require one. `share`: in the parameters' own places."""

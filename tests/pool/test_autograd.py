@@ -491,7 +491,22 @@ def frozen(*blocks: int, head: bool = False) -> nn.Module:
     return net
 
 
+def _through(net: Net, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+    return net.head(torch.tanh(net.between(x)))
+
+
+def frozen_between() -> nn.Module:
+    """A net whose head is trained, in the root, behind a frozen layer of the root, behind trained blocks: the root's
+    gradients come before the backward has read all of its parameters."""
+    net = Net(_through)
+    net.between = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    return net
+
+
 for _name, _build in {
+    "between": frozen_between,
     "first": partial(frozen, 0),
     "middle": partial(frozen, 1),
     "last": partial(frozen, 2),
