@@ -1,8 +1,8 @@
 """A run of the trainer that can be interrupted: `resumable.py OUTPUT RANKS DROPOUT [SIGNAL MICROBATCH]`.
 
-It goes on from the latest checkpoint in OUTPUT. With a signal the last rank sends it to itself as it computes its
-MICROBATCH-th loss, between the backwards of one step. Which samples each rank trained on, by step, is in
-OUTPUT/ids-RANK.jsonl; losses are in its metrics.jsonl.
+It goes on from the latest checkpoint in OUTPUT. With SIGKILL the last rank ends itself as it computes its MICROBATCH-th
+loss, between the backwards of one step; SIGTERM it sends to the process that started the ranks. Which samples each rank
+trained on, by step, is in OUTPUT/ids-RANK.jsonl; losses are in its metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Squares:
         if self._at:
             self._at -= 1
             if not self._at:
-                os.kill(os.getpid(), self._signal)
+                os.kill(os.getpid() if self._signal == signal.SIGKILL else os.getppid(), self._signal)
         given = torch.arange(4) < batch["places"][:, None]
         return ((model(batch["x"]) - batch["y"]).square() * given).sum()
 
