@@ -92,6 +92,8 @@ class Job:
             return 0
         if self.command.export is not None:
             trainer.resume()
+            if trainer.checkpoint is None:
+                raise ConfigValueError(f"--export: {self.training.output} has no checkpoint whose model to write")
             trainer.export(self.command.export)
             if world.leads:
                 print(f"wrote the model of {trainer.checkpoint} to {self.command.export}", flush=True)
@@ -185,6 +187,8 @@ def read(arguments: Sequence[str] | None) -> Found:
         if shows and task != OwnTask():
             changed = next(each for each in settings_of(OwnTask) if getattr(task, each.name) != each.default)
             raise ConfigValueError(f"{changed.flag} belongs to a model of your own: --model is not given")
+        if command.export is not None and training.resume is None:
+            raise ConfigValueError("--export: --resume latest, best or a path says of which checkpoint")
         placement = Placement.of(training.ranks, training.device)
         if fsdp.replicas is not None and placement.ranks % fsdp.replicas:
             raise ConfigValueError(f"--replicas: {placement.ranks} ranks cannot form {fsdp.replicas} equal replicas")

@@ -100,11 +100,9 @@ class Loop:
     def _done(self, step: int) -> float:
         """The share of the run that is over after `step`: 1 or more is the end. Of time, as of the last step that has
         arrived."""
-        progress, minutes = self._trainer.progress, self._trainer.training.minutes
-        shares = [0.0] if self._planned is None else [step / max(self._planned, 1)]
-        if minutes is not None:
-            shares.append(progress.seconds / 60 / minutes)
-        return 1.0 if self._planned == 0 else max(shares)
+        if self._planned == 0:
+            return 1.0
+        return max(self._trainer.time_over, 0.0 if self._planned is None else step / self._planned)
 
     def _take(self, step: Step) -> _Taken:
         """One step of the optimizer."""

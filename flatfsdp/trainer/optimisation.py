@@ -215,6 +215,14 @@ class CourseLR(LRScheduler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from there, with the learning rates of this run; to be called after the optimizer's."""
         self.last_epoch, self.done = state_dict["last_epoch"], state_dict["done"]
+        self._set_rates()
+
+    def follow(self, *, steps: int | None, done: float) -> None:
+        """Go on as in a run of so many `steps`, a share `done` of which is over besides; rates are of that at once."""
+        self.steps, self.done = steps, done
+        self._set_rates()
+
+    def _set_rates(self) -> None:
         for group, base, rate in zip(self.optimizer.param_groups, self.base_lrs, self.get_lr(), strict=True):
             group["initial_lr"], group["lr"] = base, rate
 

@@ -24,7 +24,7 @@ from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import Callback
 from flatfsdp.trainer.checkpoints import CheckpointManager
-from flatfsdp.trainer.components import Component, rng_component, stateful_component
+from flatfsdp.trainer.components import Component, rng_component, seed_all, stateful_component
 from flatfsdp.trainer.data_loading import Loader, evaluation
 from flatfsdp.trainer.evaluation import evaluate
 from flatfsdp.trainer.factories import resolve
@@ -35,12 +35,15 @@ from flatfsdp.trainer.loop import Loop
 from flatfsdp.trainer.measuring import activations_counted
 from flatfsdp.trainer.objectives import Objective, fused, objective_for
 from flatfsdp.trainer.optimisation import CourseLR, make_optimizer, make_scheduler, options_kept
+from flatfsdp.trainer.ranks import Ranks
 from flatfsdp.trainer.reports import Progress, Result
 from flatfsdp.trainer.sharding import shard
 from flatfsdp.trainer.stopping import StopRequest
 from flatfsdp.trainer.tasks import check_options, make
 
 log = logging.getLogger("flatfsdp")
+
+_NO_END = "a dataset that does not say its length does not tell how much of the run is over: set steps or minutes"
 
 
 class Trainer:
@@ -87,7 +90,7 @@ class Trainer:
 
         check_run(training, task, self.fsdp)
         check_options(task)
-        torch.manual_seed(training.seed)  # the same weights on all ranks
+        seed_all(training.seed)  # the same weights on all ranks, whatever draws them
         plain = make(task, "model")
         self.parameters = sum(parameter.numel() for parameter in plain.parameters())
         self._files = files_of(plain, make(task, "tokenizer"))
@@ -130,7 +133,7 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.checkpoint: Path | None = None
         self._evaluated_at = self._saved_at = -1  # steps
-        torch.manual_seed(training.seed + 1 + self.world.rank)  # dropout differs between ranks
+        seed_all(training.seed + 1 + self.world.rank)  # dropout differs between ranks
 
     def train(self) -> Result:
         """Train to the end that the settings give, from the checkpoint that they name, if they do.
@@ -139,11 +142,14 @@ class Trainer:
 
         Raises:
             CheckpointError: on every rank: the checkpoint is not there or does not fit, or one could not be saved.
-            ConfigValueError: the run's folder has checkpoints, and this run goes on from none of them.
+            ConfigValueError: the run's folder has checkpoints, and this run goes on from none of them; there is nothing
+                to train on, or no end that the course of the learning rate could know of.
         """
         looking = flatfsdp.detect_nonfinite(self.model) if self.training.detect_nonfinite else nullcontext()
         with self.stop.listening(), looking:
+            self._check_folder()
             self.resume()
+            self._check_course()
             self.call("on_begin")
             loop = Loop(self)
             loop.run()
@@ -162,16 +168,12 @@ class Trainer:
 
         With "latest" a run that has no checkpoint yet starts anew.
 
-        Raises: as `train`.
+        Raises:
+            CheckpointError: on every rank: the checkpoint is not there or does not fit.
+            ConfigValueError: "best" is to be gone on from, and there is no checkpoint yet.
         """
         asked = self.training.resume
         if asked is None:
-            there = self.manager.find("latest")
-            if there is not None:
-                raise ConfigValueError(
-                    f"output: {self.output} has checkpoints of a run, {there.name} the last of them, and this one is "
-                    "to start anew. To go on: resume='latest'. Otherwise choose another folder, or remove them"
-                )
             return
         path = self.manager.find(asked)
         if path is None and asked == "latest":
@@ -182,7 +184,8 @@ class Trainer:
         with options_kept(self.optimizer, self.training):
             self.manager.load(path, model=self.model, optimizer=self.optimizer, components=self._components())
         if isinstance(self.scheduler, CourseLR):
-            self.scheduler.steps = self.planned_steps()  # the loader's global batch is the checkpoint's
+            # The loader's global batch is the checkpoint's now, and this run may be longer than the one that saved it.
+            self.scheduler.follow(steps=self.planned_steps(), done=self.time_over)
         self.checkpoint, self._saved_at = path, self.progress.step
 
     def evaluate(self) -> dict[str, float]:
@@ -240,10 +243,8 @@ class Trainer:
         """Write the model, with its configuration and tokenizer where it has them, as a folder that `from_pretrained`
         of transformers loads; floating-point values as `dtype`."""
         checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite)
-        if self._files is not None and self.world.leads:
-            self._files(Path(folder))
-        with flatfsdp.waiting_for_ranks():
-            dist.barrier()
+        files = self._files if self.world.leads else None
+        Ranks().tell(f"exporting to {folder}", lambda: None if files is None else files(Path(folder)))
 
     def ask_to_stop(self) -> None:
         """End the run after this step or the next one, on all ranks, as a signal would; any rank may ask."""
@@ -261,16 +262,49 @@ class Trainer:
             limits.append(self.progress.step + self.loader.steps_left)
         return min(limits, default=None)
 
+    @property
+    def time_over(self) -> float:
+        """The share of `training.minutes` that is over, as of the last step that has arrived; 0 without that limit."""
+        return self.progress.seconds / 60 / self.training.minutes if self.training.minutes is not None else 0.0
+
+    def _check_folder(self) -> None:
+        """Refuse to begin a run among the checkpoints of another: a path that leads elsewhere begins one, too, and a
+        job that its scheduler starts again would come back to it each time."""
+        asked = self.training.resume
+        if asked in ("latest", "best") or (asked is not None and Path(asked).absolute().parent == self.manager.folder):
+            return
+        there = self.manager.find("latest")
+        if there is not None:
+            begin = "start anew" if asked is None else f"begin with {asked}"
+            raise ConfigValueError(
+                f"output: {self.output} has checkpoints of a run, {there.name} the last of them, and this one is to "
+                f"{begin}. To go on: resume='latest'. Otherwise choose another folder, or remove them"
+            )
+
+    def _check_course(self) -> None:
+        training, planned = self.training, self.planned_steps()
+        if planned == 0 and self.progress.step == 0:
+            raise ConfigValueError(
+                f"drop_last: the data do not fill one step of {self.loader.global_batch} samples, so that there is "
+                "nothing to train on"
+            )
+        if planned is None and training.minutes is None and isinstance(self.scheduler, CourseLR):
+            if training.warmup:
+                training.refuse("warmup", f"{_NO_END}; else the learning rate would stay at its first value")
+            if training.scheduler != "constant":
+                training.refuse("scheduler", f"{_NO_END}, or scheduler='constant'")
+
     def _components(self) -> list[Component]:
         """What a run is beside its model and optimizer. Random numbers come last: loading the others may draw some."""
         components = [
             stateful_component("progress", self.progress),
             stateful_component("scheduler", self.scheduler),
             stateful_component("data", self.loader),
-            stateful_component("scaler", self.scaler, required=False),
         ]
+        if self.scaler.is_enabled():  # another one has no state, and takes none
+            components.append(stateful_component("scaler", self.scaler, required=False))
         for number, callback in enumerate(self.callbacks):
-            if callback.state_dict():
+            if type(callback).state_dict is not Callback.state_dict:  # empty as yet or not: it may be full when saved
                 components.append(
                     stateful_component(f"callback.{number}.{type(callback).__name__}", callback, required=False)
                 )

@@ -1,0 +1,167 @@
+"""What a run becomes that goes on otherwise than it began: longer, in another precision, on other ranks, elsewhere."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from flatfsdp.errors import CheckpointError, ConfigValueError
+from flatfsdp.trainer import CausalLM, FSDPArguments, Task, Trainer, TrainingArguments
+from flatfsdp.trainer.callbacks import Callback
+from flatfsdp.trainer.demo.model import ByteTransformer
+from flatfsdp.trainer.reports import StepReport
+from tests.conftest import Run
+
+SAMPLES = 12
+
+
+def make_model() -> nn.Module:
+    return ByteTransformer(width=16, layers=2, heads=2, context=8)
+
+
+def sentences() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(256, (SAMPLES, 8), generator=generator)
+    return [{"input_ids": each, "labels": each} for each in tokens]
+
+
+class Notes(Callback):
+    """Learning rates by step; a state that begins empty."""
+
+    def __init__(self) -> None:
+        self.rates: dict[int, float] = {}
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        self.rates[report.step] = report.lr
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(step): rate for step, rate in self.rates.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rates = {int(step): rate for step, rate in state.items()}
+
+
+def train(
+    rank: int, world: int, output: Path, given: dict[str, Any], fsdp: dict[str, Any] | None = None, **task: Any
+) -> dict[int, float] | str:
+    """The learning rates, or why it was refused."""
+    chosen = {"model": make_model, "train_data": sentences, "objective": CausalLM(), **task}
+    arguments = TrainingArguments(
+        **{"output": output, "epochs": 1, "batch": 1, "lr": 0.1, "optimizer": "sgd", "device": "cpu", **given}
+    )
+    notes = Notes()
+    try:
+        Trainer(Task(**chosen), arguments, FSDPArguments(**fsdp or {}), callbacks=[notes]).train()
+    except (CheckpointError, ConfigValueError) as error:
+        return str(error)
+    return notes.rates
+
+
+def cosine(step: int, steps: int) -> float:
+    return 0.05 * (1 + math.cos(math.pi * (step - 1) / steps))
+
+
+def test_a_longer_run_goes_on_with_the_rates_of_its_length_from_its_first_step(run: Run, tmp_path: Path) -> None:
+    first, _ = run(2, train, tmp_path, {})
+    assert first == pytest.approx({step: cosine(step, 6) for step in range(1, 7)})
+    for found in run(2, train, tmp_path, {"epochs": 2, "resume": "latest"}):
+        assert found == pytest.approx(first | {step: cosine(step, 12) for step in range(7, 13)})
+
+
+def test_on_more_ranks_rates_are_of_the_steps_that_the_run_has(run: Run, tmp_path: Path) -> None:
+    """The run keeps its two samples a step; three ranks would have begun with three."""
+    given = {"epochs": 2, "save_every": 2, "keep_last": 9}
+    whole, _ = run(2, train, tmp_path / "run", given)
+    given = {**given, "resume": tmp_path / "run" / "step-00000002"}
+    for found in run(3, train, tmp_path / "more", given):
+        assert found == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_a_run_goes_on_in_another_precision(run: Run, tmp_path: Path, before: str, after: str) -> None:
+    run(2, train, tmp_path, {"save_every": 3}, {"param_dtype": before})
+    found, _ = run(2, train, tmp_path, {"epochs": 2, "resume": "latest"}, {"param_dtype": after})
+    assert len(found) == 12
+
+
+def test_a_folder_of_checkpoints_takes_no_run_from_elsewhere(run: Run, tmp_path: Path) -> None:
+    """A job that is started again by its scheduler would begin anew each time, and remove what it had come to."""
+    run(2, train, tmp_path / "before", {"epochs": 2})
+    elsewhere = {"resume": tmp_path / "before" / "step-00000012", "epochs": 3}
+    found, _ = run(2, train, tmp_path / "after", elsewhere)
+    assert len(found) == 18
+    for said in run(2, train, tmp_path / "after", elsewhere):
+        assert "step-00000018 the last of them" in said
+        assert "resume='latest'" in said
+    found, _ = run(2, train, tmp_path / "after", {"resume": tmp_path / "after" / "step-00000018", "epochs": 4})
+    assert len(found) == 24
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sentences())
+
+
+def test_a_course_needs_an_end(run: Run, tmp_path: Path) -> None:
+    (said,) = run(1, train, tmp_path, {"shuffle": False}, train_data=Stream())
+    assert "scheduler: got 'cosine', but a dataset that does not say its length" in said
+    constant = {"shuffle": False, "scheduler": "constant"}
+    (said,) = run(1, train, tmp_path, {**constant, "warmup": 0.1}, train_data=Stream())
+    assert "warmup: got 0.1, but a dataset that does not say its length" in said
+    (found,) = run(1, train, tmp_path, constant, train_data=Stream())
+    assert found == dict.fromkeys(range(1, 13), 0.1)
+
+
+def test_data_that_fill_no_step_are_refused(run: Run, tmp_path: Path) -> None:
+    for said in run(2, train, tmp_path, {"batch": 7, "drop_last": True}):
+        assert said.startswith("drop_last: the data do not fill one step of 14 samples")
+
+
+class Drawn(nn.Module):
+    """Its weights are Python's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([random.random() for _ in range(6)]))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+def weights(rank: int, world: int) -> Tensor:
+    random.seed(rank)
+    trainer = Trainer(Task(model=Drawn, train_data=sentences, objective=CausalLM()), TrainingArguments(device="cpu"))
+    return trainer.model.state_dict()["weight"].clone()
+
+
+def test_ranks_make_the_same_model_whatever_draws_its_weights(run: Run) -> None:
+    first, second = run(2, weights)
+    random.seed(0)
+    assert first.tolist() == second.tolist() == pytest.approx([random.random() for _ in range(6)])
+
+
+class Unwritable:
+    """A tokenizer that cannot be saved."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        raise OSError("no space left")
+
+
+def export(rank: int, world: int, folder: Path) -> str:
+    task = Task(model=make_model, train_data=sentences, objective=CausalLM(), tokenizer=Unwritable())
+    with pytest.raises(CheckpointError) as error:
+        Trainer(task, TrainingArguments(device="cpu")).export(folder)
+    return str(error.value)
+
+
+def test_all_ranks_know_of_an_export_that_failed(run: Run, tmp_path: Path) -> None:
+    for said in run(2, export, tmp_path / "export"):
+        assert said == f"exporting to {tmp_path / 'export'}: rank 0: OSError: no space left"
