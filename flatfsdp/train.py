@@ -19,13 +19,13 @@ from torch import nn
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, ProgressBar, Summary
-from flatfsdp.trainer.command_line import make_parser, parse
 from flatfsdp.trainer.demo import DEFAULTS, DemoOptions
 from flatfsdp.trainer.forecast import forecast, on_meta
-from flatfsdp.trainer.kinds import COUNT, PathOr, Reference
 from flatfsdp.trainer.launch import Placement, World, run
 from flatfsdp.trainer.reports import human
-from flatfsdp.trainer.settings import Settings, setting, settings_of
+from flatfsdp.trainer.settings.command_line import make_parser, parse
+from flatfsdp.trainer.settings.kinds import COUNT, PathOr, Reference
+from flatfsdp.trainer.settings.tables import Settings, setting, settings_of
 from flatfsdp.trainer.stopping import in_words
 from flatfsdp.trainer.tasks import check_options, make
 from flatfsdp.trainer.trainer import Trainer

@@ -27,8 +27,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from flatfsdp.storage import Ledger
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
 from flatfsdp.trainer.forecast import Forecast, forecast
+from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.optimisation import make_optimizer
-from flatfsdp.trainer.sharding import shard
 
 RANKS, STEPS = 2, 3
 VOCABULARY, WIDTH, DEPTH, HEADS, LENGTH, BATCH = 2048, 384, 6, 6, 64, 8

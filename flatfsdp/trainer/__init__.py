@@ -6,7 +6,7 @@ It is a program like any user's: of flatfsdp it imports public names only, so wh
 from __future__ import annotations
 
 from .arguments import FSDPArguments, Task, TrainingArguments
-from .objectives import CausalLM, Classification, FromOutput, Objective
+from .objectives.objectives import CausalLM, Classification, FromOutput, Objective
 from .trainer import Trainer
 
 __all__ = [

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from flatfsdp import BackwardPrefetch, ShardingStrategy
-from flatfsdp.trainer.kinds import (
+from flatfsdp.trainer.optimisation import NOT_BY_NAME, OPTIMIZERS, SCHEDULERS
+from flatfsdp.trainer.settings.kinds import (
     COUNT,
     NOT_NEGATIVE,
     POSITIVE,
@@ -29,8 +30,7 @@ from flatfsdp.trainer.kinds import (
     Text,
     Units,
 )
-from flatfsdp.trainer.optimisation import NOT_BY_NAME, OPTIMIZERS, SCHEDULERS
-from flatfsdp.trainer.settings import Settings, setting
+from flatfsdp.trainer.settings.tables import Settings, setting
 
 __all__ = ["STRATEGIES", "FSDPArguments", "Task", "TrainingArguments", "check_run"]
 

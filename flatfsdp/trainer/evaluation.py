@@ -11,7 +11,7 @@ from flatfsdp import FullyShardedDataParallel, waiting_for_ranks
 from flatfsdp.trainer.data_loading import Microbatch
 from flatfsdp.trainer.gradients import loss_of, weight_of
 from flatfsdp.trainer.launch import World
-from flatfsdp.trainer.objectives import Objective
+from flatfsdp.trainer.objectives.objectives import Objective
 from flatfsdp.trainer.stopping import StopRequest
 
 

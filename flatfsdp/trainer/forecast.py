@@ -19,8 +19,8 @@ import flatfsdp
 from flatfsdp import UnitSummary
 from flatfsdp.errors import ConfigValueError, UsageError
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
+from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.optimisation import make_optimizer
-from flatfsdp.trainer.sharding import shard
 
 __all__ = ["Forecast", "forecast", "on_meta"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flatfsdp import inference
-from flatfsdp.trainer.objectives import logits_of
+from flatfsdp.trainer.objectives.objectives import logits_of
 
 TEMPERATURE = 0.7
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.trainer.data_loading import Microbatch, Step
 from flatfsdp.trainer.launch import World
-from flatfsdp.trainer.objectives import Objective
+from flatfsdp.trainer.objectives.objectives import Objective
 
 
 def weight_of(microbatch: Microbatch, objective: Objective) -> int:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import flatfsdp
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, shown
-from flatfsdp.trainer.factories import check_all_taken, resolve, takes
+from flatfsdp.trainer.settings.factories import check_all_taken, resolve, takes
 
 if TYPE_CHECKING:
     from flatfsdp.trainer.arguments import TrainingArguments

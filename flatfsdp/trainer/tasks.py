@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flatfsdp.trainer.arguments import Task
-from flatfsdp.trainer.factories import check_all_taken, is_function, made, resolve
+from flatfsdp.trainer.settings.factories import check_all_taken, is_function, made, resolve
 
 __all__ = ["check_options", "make"]
 

@@ -23,21 +23,21 @@ from flatfsdp import ShardedGradScaler, checkpoint
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import Callback
-from flatfsdp.trainer.checkpoints import CheckpointManager
-from flatfsdp.trainer.components import Component, rng_component, seed_all, stateful_component
 from flatfsdp.trainer.data_loading import Loader, evaluation
 from flatfsdp.trainer.evaluation import evaluate
-from flatfsdp.trainer.factories import resolve
 from flatfsdp.trainer.gradients import add_gradients
-from flatfsdp.trainer.hugging_face import files_of
 from flatfsdp.trainer.launch import World
 from flatfsdp.trainer.loop import Loop
 from flatfsdp.trainer.measuring import activations_counted
-from flatfsdp.trainer.objectives import Objective, fused, objective_for
+from flatfsdp.trainer.model.hugging_face import files_of
+from flatfsdp.trainer.model.sharding import shard
+from flatfsdp.trainer.objectives.objectives import Objective, fused, objective_for
 from flatfsdp.trainer.optimisation import CourseLR, make_optimizer, make_scheduler, options_kept
 from flatfsdp.trainer.ranks import Ranks
 from flatfsdp.trainer.reports import Progress, Result
-from flatfsdp.trainer.sharding import shard
+from flatfsdp.trainer.settings.factories import resolve
+from flatfsdp.trainer.state.checkpoints import CheckpointManager
+from flatfsdp.trainer.state.components import Component, rng_component, seed_all, stateful_component
 from flatfsdp.trainer.stopping import StopRequest
 from flatfsdp.trainer.tasks import check_options, make
 

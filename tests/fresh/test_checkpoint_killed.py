@@ -16,8 +16,8 @@ from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint.disk import Disk, through
 from flatfsdp.errors import CheckpointError, FlatFSDPWarning
-from flatfsdp.trainer.checkpoints import CheckpointManager
-from flatfsdp.trainer.components import Component, Sharing
+from flatfsdp.trainer.state.checkpoints import CheckpointManager
+from flatfsdp.trainer.state.components import Component, Sharing
 from tests.harness import fresh
 
 

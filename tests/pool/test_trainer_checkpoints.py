@@ -19,9 +19,9 @@ from flatfsdp import checkpoint
 from flatfsdp.checkpoint import folders
 from flatfsdp.checkpoint.disk import Disk, through
 from flatfsdp.errors import CheckpointError, ConfigValueError, FlatFSDPWarning
-from flatfsdp.trainer.checkpoints import CheckpointManager
-from flatfsdp.trainer.components import Component, Sharing, rng_component, stateful_component
-from flatfsdp.trainer.hugging_face import files_of
+from flatfsdp.trainer.model.hugging_face import files_of
+from flatfsdp.trainer.state.checkpoints import CheckpointManager
+from flatfsdp.trainer.state.components import Component, Sharing, rng_component, stateful_component
 from tests.harness.disks import Counting, Full, Killed, Mortal
 from tests.harness.models import Feedforward, Low, Motley
 from tests.pool.corners import Setting, data, loss_of, seeded

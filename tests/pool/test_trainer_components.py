@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from flatfsdp import checkpoint
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigTypeError, ConfigValueError, FlatFSDPWarning
-from flatfsdp.trainer.checkpoints import CheckpointManager
-from flatfsdp.trainer.component_states import take, verify
-from flatfsdp.trainer.components import Component, Sharing, rng_component, stateful_component
 from flatfsdp.trainer.ranks import Ranks
+from flatfsdp.trainer.state.checkpoints import CheckpointManager
+from flatfsdp.trainer.state.component_states import take, verify
+from flatfsdp.trainer.state.components import Component, Sharing, rng_component, stateful_component
 
 
 class Held:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import flatfsdp
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
 from flatfsdp.trainer.forecast import forecast, on_meta
+from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.optimisation import make_optimizer
-from flatfsdp.trainer.sharding import shard
 from tests.conftest import Run
 from tests.harness.models import Feedforward, Transformer
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel, ShardingStrategy, stats, summary
 from flatfsdp.errors import ConfigValueError, FlatFSDPWarning, UsageError
 from flatfsdp.trainer.arguments import FSDPArguments
-from flatfsdp.trainer.recomputation import is_recomputed, recompute
-from flatfsdp.trainer.sharding import shard
+from flatfsdp.trainer.model.recomputation import is_recomputed, recompute
+from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.wrap import size_based_auto_wrap_policy
 from tests.conftest import Run
 from tests.harness.fake import fake_world

@@ -18,11 +18,11 @@ import torch
 from flatfsdp import ShardingStrategy
 from flatfsdp.errors import FlatFSDPError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
-from flatfsdp.trainer.command_line import make_parser, parse
-from flatfsdp.trainer.dtypes import DTYPE_NAMES, as_dtype, dtype_name
-from flatfsdp.trainer.factories import call_with, check_all_taken, made, resolve
-from flatfsdp.trainer.kinds import COUNT
-from flatfsdp.trainer.settings import Settings, from_dict, from_tables, read_file, setting, settings_of, to_dict
+from flatfsdp.trainer.settings.command_line import make_parser, parse
+from flatfsdp.trainer.settings.dtypes import DTYPE_NAMES, as_dtype, dtype_name
+from flatfsdp.trainer.settings.factories import call_with, check_all_taken, made, resolve
+from flatfsdp.trainer.settings.kinds import COUNT
+from flatfsdp.trainer.settings.tables import Settings, from_dict, from_tables, read_file, setting, settings_of, to_dict
 
 GROUPS = {"training": TrainingArguments, "fsdp": FSDPArguments}
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning
-from flatfsdp.trainer.units import policy_for, repeated_blocks, unit_modules
+from flatfsdp.trainer.model.units import policy_for, repeated_blocks, unit_modules
 from flatfsdp.wrap import ModuleWrapPolicy, plan_wrapping, size_based_auto_wrap_policy
 from tests.harness.models import Transformer
 

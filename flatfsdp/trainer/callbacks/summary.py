@@ -8,8 +8,8 @@ import torch
 
 import flatfsdp
 from flatfsdp.trainer.callbacks.base import Callback
-from flatfsdp.trainer.dtypes import dtype_name
 from flatfsdp.trainer.reports import Result, human
+from flatfsdp.trainer.settings.dtypes import dtype_name
 from flatfsdp.trainer.stopping import in_words
 
 if TYPE_CHECKING:

@@ -102,5 +102,7 @@ def _for_host(group: Any) -> Any:
         return group
     if group not in _on_host:
         members = dist.get_process_group_ranks(group)
-        _on_host[group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        # Groups that their members alone make have names by their ranks, which an earlier group may have had.
+        some = len(members) < dist.get_world_size()
+        _on_host[group] = dist.new_group(members, backend="gloo", use_local_synchronization=some)
     return _on_host[group]

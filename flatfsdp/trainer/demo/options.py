@@ -12,9 +12,9 @@ from flatfsdp.trainer.callbacks import Callback, SampleText
 from flatfsdp.trainer.data_loading import TokenWindows
 from flatfsdp.trainer.demo.corpus import Corpus, Split, split_of
 from flatfsdp.trainer.demo.model import ByteTransformer
-from flatfsdp.trainer.kinds import COUNT, WHOLE, Number, PathOr, Text
-from flatfsdp.trainer.objectives import CausalLM
-from flatfsdp.trainer.settings import Settings, setting
+from flatfsdp.trainer.objectives.objectives import CausalLM
+from flatfsdp.trainer.settings.kinds import COUNT, WHOLE, Number, PathOr, Text
+from flatfsdp.trainer.settings.tables import Settings, setting
 
 # Steps, so that two runs do the same; minutes, for a machine slower than expected.
 DEFAULTS = TrainingArguments(

@@ -10,8 +10,8 @@ from dataclasses import MISSING
 from typing import Any, NoReturn
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, did_you_mean
-from flatfsdp.trainer.kinds import Flag, FlagOrCount, Name, Table
-from flatfsdp.trainer.settings import (
+from flatfsdp.trainer.settings.kinds import Flag, FlagOrCount, Name, Table
+from flatfsdp.trainer.settings.tables import (
     Called,
     Setting,
     build,

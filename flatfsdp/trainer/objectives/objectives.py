@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp.errors import UsageError, warn
-from flatfsdp.trainer.chunked_loss import linear_cross_entropy
-from flatfsdp.trainer.heads import NoHead, find_head, in_place_of_head
-from flatfsdp.trainer.hugging_face import is_causal, takes_input_ids, without_cache
+from flatfsdp.trainer.model.hugging_face import is_causal, takes_input_ids, without_cache
+from flatfsdp.trainer.objectives.chunked_loss import linear_cross_entropy
+from flatfsdp.trainer.objectives.heads import NoHead, find_head, in_place_of_head
 
 IGNORED = -100
 

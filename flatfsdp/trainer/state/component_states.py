@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError
-from flatfsdp.trainer.components import Component, Sharing
 from flatfsdp.trainer.ranks import Ranks, node
+from flatfsdp.trainer.state.components import Component, Sharing
 
 __all__ = ["Choice", "Taken", "as_json", "choose", "give", "take", "verify"]
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import refuse_value, warn
 from flatfsdp.trainer.arguments import STRATEGIES, FSDPArguments
-from flatfsdp.trainer.hugging_face import initialiser_of
-from flatfsdp.trainer.recomputation import recompute_units
-from flatfsdp.trainer.units import policy_for
+from flatfsdp.trainer.model.hugging_face import initialiser_of
+from flatfsdp.trainer.model.recomputation import recompute_units
+from flatfsdp.trainer.model.units import policy_for
 
 
 def shard(

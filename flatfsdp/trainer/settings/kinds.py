@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flatfsdp.errors import did_you_mean, refuse_type, refuse_value
-from flatfsdp.trainer.dtypes import DTYPE_NAMES, as_dtype, dtype_name
+from flatfsdp.trainer.settings.dtypes import DTYPE_NAMES, as_dtype, dtype_name
 
 # "package.module:name", with attributes of the name, or "package.module.name".
 REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")

@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 from flatfsdp import FullStateDictConfig, FullyShardedDataParallel, checkpoint
 from flatfsdp.checkpoint import Keeping, Listed, Saving
 from flatfsdp.errors import CheckpointError, few, refuse_value, warn
-from flatfsdp.trainer.component_states import Taken, as_json, choose, give, take, verify
-from flatfsdp.trainer.components import Component, void
 from flatfsdp.trainer.ranks import Ranks
+from flatfsdp.trainer.state.component_states import Taken, as_json, choose, give, take, verify
+from flatfsdp.trainer.state.components import Component, void
 
 __all__ = ["CheckpointManager", "Loaded", "Saved"]
 

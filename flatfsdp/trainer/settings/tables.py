@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, did_you_mean, shown
-from flatfsdp.trainer.kinds import Flag, Kind, Number, PathOr, Text
+from flatfsdp.trainer.settings.kinds import Flag, Kind, Number, PathOr, Text
 
 __all__ = [
     "Called",

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from flatfsdp.errors import ConfigValueError, did_you_mean, refuse_value
-from flatfsdp.trainer.kinds import REFERENCE
+from flatfsdp.trainer.settings.kinds import REFERENCE
 
 __all__ = ["call_with", "check_all_taken", "is_function", "made", "resolve", "takes"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.errors import FlatFSDPError
-from flatfsdp.trainer.recomputation import is_recomputed
+from flatfsdp.trainer.model.recomputation import is_recomputed
 
 _NUMBER = 12345.678  # no cap and no scale leaves it alone, nor a dtype with less precision than a loss needs
 

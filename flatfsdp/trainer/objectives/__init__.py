@@ -1,0 +1,1 @@
+"""What is minimised, and how it is computed without whole logits."""

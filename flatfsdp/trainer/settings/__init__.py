@@ -1,0 +1,1 @@
+"""Settings as frozen dataclasses: what they accept, and where they come from: Python, tables, files, command lines."""
