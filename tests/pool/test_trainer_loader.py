@@ -333,6 +333,18 @@ def test_a_process_that_dies_as_it_reads_is_an_error_on_all_ranks(pool2: Run) ->
         assert kind == "DataError" and re.match(r"rank 1: RuntimeError: DataLoader worker .* exited unexpectedly", text)
 
 
+@pytest.mark.parametrize("mode", ["sharded", "dispatch"])
+def test_a_process_that_cannot_be_started_is_an_error_on_all_ranks(pool2: Run, mode: str) -> None:
+    for kind, text, position in pool2(without_memory, mode):
+        assert (kind, position) == ("DataError", 0) and text.startswith("rank 0: OSError: cannot allocate memory"), text
+
+
+def without_memory(rank: int, world: int, mode: str) -> tuple[str, str, int]:
+    failing = mock.patch.object(os, "fork", side_effect=OSError("cannot allocate memory"))
+    with failing if rank == 0 else contextlib.nullcontext():
+        return said(rank, world, Numbers(12), mode=mode, workers=1)
+
+
 def test_a_failed_step_can_be_asked_for_again(pool2: Run) -> None:
     assert pool2(again) == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
 

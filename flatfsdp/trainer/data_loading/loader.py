@@ -256,8 +256,9 @@ class Loader:
         )
 
     def _open(self, ranks: range) -> Iterator[Part]:
-        """The parts of `ranks` in step after step from the position on."""
-        return weighed(self._parts(ranks), self._weigh)
+        """The parts of `ranks` in step after step from the position on. Processes that read start with the first: where
+        that fails, all ranks hear of it."""
+        yield from weighed(self._parts(ranks), self._weigh)
 
     def _parts(self, ranks: range) -> Iterator[Part]:
         if self._extent.is_stream:
