@@ -7,8 +7,10 @@ is for programs that a launcher starts, or nobody: one process is a world of one
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from flatfsdp import keep_host_memory
 from flatfsdp.errors import ConfigValueError
 
 RANKS_ON_CPU = 2
-STOPS = (signal.SIGINT, signal.SIGTERM)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ def under_launcher() -> bool:
 def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
     """Run `job` on every rank of `placement`; returns when those that this process is responsible for are done.
 
-    SIGINT and SIGTERM go on to the ranks that were spawned, which may end in their own time ([Note: stopping]); the
-    second one ends them at once.
+    SIGINT, SIGTERM and SIGUSR1 go on to the ranks that were spawned, which may end in their own time
+    ([Note: stopping]); the second one ends them at once. They do not outlive this process.
 
     Args:
         job: what a rank does, `job(world, *arguments)`; it returns an exit code. All of it can be pickled.
@@ -166,6 +168,7 @@ def _spawned(
 ) -> None:
     # A terminal's ^C reaches the whole process group: that of the parent is told to the ranks by the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     ranks = str(placement.ranks)
     # What torchrun would have set: hybrid strategies read which ranks share a node, logs read the rank.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
@@ -175,6 +178,14 @@ def _spawned(
     mine = _run_rank(job, placement, arguments)
     with code.get_lock():
         code.value = max(code.value, mine)
+
+
+def _end_with_the_parent() -> None:
+    """Else ranks whose parent was killed would train on unseen, into the folder of the run that goes on from there."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run_rank(job: Callable[..., int], placement: Placement, arguments: tuple[Any, ...]) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,13 @@ TINY = "--layers 2 --width 32 --heads 2 --context 32 --batch 4 --lr 0.01 --sampl
 
 def start(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run this python with `arguments` in `folder`, outside of any world of the test's own."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def environment() -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])}
 
 
 def facts(output: str) -> dict[str, str]:
@@ -108,3 +113,33 @@ def test_the_commands_of_the_readme_run_as_written(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "125"
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000125"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGUSR1, 128 + signal.SIGUSR1)]
+)
+def test_ranks_end_with_the_process_that_started_them(text: Path, tmp_path: Path, number: int, code: int) -> None:
+    """At once where it was killed; with a checkpoint where it was asked to stop."""
+    options = ["--steps", "100000", "--no-plot", "--no-progress", "--text", str(text), "--output", "run"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flatfsdp.train", *TINY, *options],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=120)  # until nobody holds the other end of the pipe: ranks neither
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code, said
+    assert ("stopped by" in said) == (number == signal.SIGUSR1)
+    assert bool([*(tmp_path / "run").glob("step-*")]) == (number == signal.SIGUSR1)
