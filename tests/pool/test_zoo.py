@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -266,3 +267,81 @@ def hooked(rank: int, world: int) -> list[str]:
 @pytest.mark.filterwarnings("ignore::flatfsdp.errors.FlatFSDPWarning")
 def test_users_hooks(pool2: Run) -> None:
     assert not joined(pool2(hooked, timeout=40))
+
+
+# --- statistics over ranks --------------------------------------------------------------------------------------------
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum over ranks, of values and of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    backward = forward
+
+
+class NormOverRanks(nn.Module):
+    """What SyncBatchNorm does, which torch has for accelerators only: statistics of all ranks' rows, in collectives of
+    the module's own in forward and backward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.register_buffer("running_mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        world = dist.get_world_size()
+        mean = SumOverRanks.apply(x.mean(0)) / world
+        variance = SumOverRanks.apply((x - mean).square().mean(0)) / world
+        self.running_mean.lerp_(mean.detach(), 0.1)
+        return (x - mean) / (variance + 1e-5).sqrt() * self.weight + self.bias
+
+
+def over_ranks(rank: int, world: int, strategy: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Sequential(nn.Linear(6, 8), NormOverRanks(8)), nn.Sequential(nn.Linear(8, 8), NormOverRanks(8), nn.Tanh())
+    )
+    model = FullyShardedDataParallel(
+        plain, auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, nn.Sequential),
+        sharding_strategy=strategy, use_orig_params=True,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    losses = []
+    for step in range(3):
+        x = torch.randn(4 * world, 6, generator=torch.Generator().manual_seed(step))[4 * rank :][:4]
+        loss = (model(x) - 0.1 * torch.arange(8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_statistics_over_ranks_are_those_of_the_whole_batch(run: Run, strategy: str) -> None:
+    world = 3
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
+    expected = []
+    for step in range(3):
+        x = torch.randn(4 * world, 6, generator=torch.Generator().manual_seed(step))
+        loss = (plain(x) - 0.1 * torch.arange(8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    answers = run(world, over_ranks, strategy)
+    losses = torch.tensor([losses for losses, _ in answers]).mean(0).tolist()
+    assert losses == pytest.approx(expected, rel=1e-4)
+    whole = plain.state_dict()
+    for name, value in answers[0][1].items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-3, atol=1e-5, msg=name)
