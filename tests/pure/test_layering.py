@@ -292,3 +292,41 @@ def test_the_reader_sees_through_aliases() -> None:
     found = {name for name, _ in Source(PACKAGE / "root.py", ast.parse(text)).mentions()}
     assert {"torch.distributed._x", "torch.nn.a._b", "torch.cuda.c", "torch._C"} <= found
     assert not any("local" in name for name in found)
+
+
+# --- the trainer, inside ----------------------------------------------------------------------------------------------
+
+# Its parts (a folder is one), each importing from earlier rows and its own.
+TRAINER_ROWS = (
+    "ranks settings stopping",
+    "optimisation launch",
+    "arguments",
+    "tasks model",
+    "objectives data_loading state forecast",
+    "gradients measuring generate reports",
+    "pulse evaluation",
+    "callbacks",
+    "loop",
+    "trainer",
+    "demo __init__",
+)
+TRAINER_ROW_OF = {name: row for row, names in enumerate(TRAINER_ROWS) for name in names.split()}
+
+
+def test_the_parts_of_the_trainer_import_downwards() -> None:
+    upwards = []
+    for source in sources():
+        if source.unit != "trainer":
+            continue
+        part = source.path.relative_to(PACKAGE / "trainer").parts[0].removesuffix(".py")
+        for each in source.imports():
+            inside = each.module.split(".")[2:3] if each.module.startswith("flatfsdp.trainer") else []
+            other = inside[0] if inside else each.name if each.module == "flatfsdp.trainer" else part
+            if not each.typing_only and TRAINER_ROW_OF.get(other, -1) > TRAINER_ROW_OF.get(part, -1):
+                upwards.append(f"{source.at(each.line)} ({part}) imports {other}")
+    assert not upwards, "\n".join(upwards)
+
+
+def test_every_part_of_the_trainer_has_a_row() -> None:
+    parts = {path.stem for path in (PACKAGE / "trainer").iterdir() if path.suffix in ("", ".py")} - {"__pycache__"}
+    assert parts == TRAINER_ROW_OF.keys()
