@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 
 from flatfsdp import keep_host_memory
 from flatfsdp.errors import ConfigValueError
+from flatfsdp.trainer.stopping import is_first
 
 RANKS_ON_CPU = 2
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -145,15 +146,17 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
 
 @contextmanager
 def _signals_forwarded(processes: Sequence[Any]) -> Iterator[list[int]]:
-    """Signals that came to this process are told to `processes`, once; the list of those that came."""
+    """Signals that came to this process are told to `processes`, once; the list of the first."""
     came: list[int] = []
+    times: dict[int, float] = {}
 
     def forward(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) > 1:
+        if not is_first(signal.SIGTERM, times):  # of whatever kind: they are told of one
             raise KeyboardInterrupt
-        for process in processes:
-            process.terminate()  # SIGTERM: SIGINT they leave to this process, see `_spawned`
+        if not came:
+            came.append(number)
+            for process in processes:
+                process.terminate()  # SIGTERM: SIGINT they leave to this process, see `_spawned`
 
     before = {number: signal.signal(number, forward) for number in STOPS}
     try:
