@@ -156,7 +156,9 @@ class TrainingArguments(Settings):
 
     eval_every: int | None = setting(None, "evaluate after every so many steps", COUNT)
     eval_at_end: bool = setting(True, "evaluate at the end, where there is data to evaluate on")
-    eval_batches: int | None = setting(None, "microbatches per rank of an evaluation; none for all", COUNT)
+    eval_batches: int | None = setting(
+        None, "evaluate on the first so many microbatches, over all ranks together; none for all", COUNT
+    )
 
     save_every: int | None = setting(None, "save a checkpoint after every so many steps", COUNT)
     save_at_end: bool = setting(True, "save a checkpoint at the end")

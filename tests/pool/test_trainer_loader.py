@@ -522,3 +522,19 @@ def test_settings_without_effect_are_told_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Loader(Stream(3), batch=1, workers=1)
+
+
+def given_up(rank: int, world: int, accumulate: int) -> tuple[int, list[str]]:
+    state = Loader(Numbers(24), batch=2, shuffle=False).state_dict()
+    loader = Loader(Numbers(24), batch=2, accumulate=accumulate, shuffle=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader.load_state_dict(state)
+    return loader.global_batch, [str(each.message) for each in caught]
+
+
+def test_a_batch_that_a_resumed_run_does_not_take_is_told(pool2: Run) -> None:
+    (size, told), (_, by_another) = pool2(given_up, 3)
+    assert (size, by_another) == (4, [])
+    assert len(told) == 1 and "has 4 samples, and keeps them" in told[0] and "say global_batch=12" in told[0]
+    assert pool2(given_up, 1) == [(4, []), (4, [])]

@@ -195,8 +195,9 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state`, from `state_dict` of any number of ranks, was taken; on all ranks alike.
 
-        The global batch and the order are those of `state`. A global batch that the loader was made with goes before,
-        with a warning; so does the end: epochs, limit, drop_last.
+        The global batch and the order are those of `state`, with a warning where batch, accumulate and ranks would make
+        another. A global batch that the loader was made with goes before, with a warning; so does the end: epochs,
+        limit, drop_last.
 
         Raises:
             CheckpointError: it was taken of another dataset, or is no state of a loader.
@@ -220,6 +221,12 @@ class Loader:
         self.close()
         self._shuffle, self._seed = state["shuffle"], state["seed"]
         if self._plan.global_batch is None:
+            if self.global_batch != state["global_batch"]:
+                self._ranks.warn(
+                    f"data position: a step of the run that is resumed has {state['global_batch']} samples, and keeps "
+                    f"them; batch, accumulate and ranks as they are now would make {self.global_batch}: say "
+                    f"global_batch={self.global_batch} to go on with as many"
+                )
             self.global_batch = state["global_batch"]
         elif self._plan.global_batch != state["global_batch"]:
             self._ranks.warn(
