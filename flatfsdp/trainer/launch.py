@@ -54,8 +54,8 @@ class World:
         started (collective over them), or of this one alone.
 
         Args:
-            device: a type of device, or "auto" for cuda where there is one. Where the group exists, ranks are spread
-                over the devices of a machine by their local rank.
+            device: a type of device, or "auto" for cuda where there is one. Where the group exists, the program has
+                chosen among those of the machine: this rank has torch's current one.
 
         Raises:
             ConfigValueError: this machine has no such device.
@@ -63,7 +63,11 @@ class World:
         if not dist.is_initialized():
             _init(_place(), Placement.of(None if under_launcher() else 1, device).device_type)
             atexit.register(_leave)
-        return cls(dist.get_rank(), dist.get_world_size(), _device(_place(), device_type_of(device)))
+        kind = device_type_of(device)
+        own = torch.device("cpu")
+        if kind != "cpu":
+            own = torch.device(kind, torch.get_device_module(kind).current_device())
+        return cls(dist.get_rank(), dist.get_world_size(), own)
 
 
 @dataclass(frozen=True)

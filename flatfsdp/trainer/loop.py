@@ -40,6 +40,7 @@ class Loop:
     """The steps of one run of `trainer`, which may be the continuation of another.
 
     Attributes:
+        taken: steps.
         stopped_by: 0, or who asked all ranks to stop ([Note: stopping]).
     """
 
@@ -48,7 +49,7 @@ class Loop:
         self._planned = trainer.planned_steps()
         self._before = trainer.progress.copy()  # what runs before this one did
         self._started = time.monotonic()
-        self._taken = 0
+        self.taken = 0
         self._stats = flatfsdp.stats(trainer.model)
         self._footprint = Footprint()
         self._communication: dict[str, tuple[int, int]] = {}
@@ -87,7 +88,7 @@ class Loop:
             steps=progress.step,
             tokens=progress.tokens,
             seconds=progress.seconds,
-            taken=self._taken,
+            taken=self.taken,
             tokens_per_second=self._speed(),
             losses=tuple(self._losses),
             stopped_by=self.stopped_by,
@@ -107,7 +108,7 @@ class Loop:
     def _take(self, step: Step) -> _Taken:
         """One step of the optimizer."""
         trainer, world = self._trainer, self._trainer.world
-        if self._taken <= SETTLING_STEPS:
+        if self.taken <= SETTLING_STEPS:
             self._stats.reset()
         loss = add_gradients(trainer.model, step, trainer.objective, world=world, scale=trainer.scaler.scale)
         grad_norm = None
@@ -118,11 +119,11 @@ class Loop:
         trainer.scaler.step(trainer.optimizer)
         trainer.scaler.update()
         self._footprint = Footprint.measure(self._stats, trainer.optimizer)
-        if self._taken <= SETTLING_STEPS:
+        if self.taken <= SETTLING_STEPS:
             self._communication = self._stats.comm
         trainer.optimizer.zero_grad(set_to_none=True)
         trainer.progress.step += 1
-        self._taken += 1
+        self.taken += 1
         if isinstance(trainer.scheduler, CourseLR):
             trainer.scheduler.done = self._done(trainer.progress.step)  # of a run that is limited by the clock
         trainer.scheduler.step()

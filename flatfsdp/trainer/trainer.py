@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -153,8 +154,8 @@ class Trainer:
             self.call("on_begin")
             loop = Loop(self)
             loop.run()
-            if self.training.eval_at_end and not loop.stopped_by and self._evaluated_at < self.progress.step:
-                self.evaluate()
+            if self.training.eval_at_end and loop.taken and not loop.stopped_by:
+                self._evaluate_at_end(loop)
             if (self.training.save_at_end or loop.stopped_by) and self._saved_at < self.progress.step:
                 self.save()
             self.manager.finish()
@@ -162,6 +163,10 @@ class Trainer:
         result = loop.result()
         self.call("on_end", result)
         return result
+
+    def _evaluate_at_end(self, loop: Loop) -> None:
+        if self._eval_data is not None and self._evaluated_at < self.progress.step and not self.evaluate():
+            loop.stopped_by = max(row[0] for row in Ranks().tell("ending", lambda: (self.stop.number,)))
 
     def resume(self) -> None:
         """Go on from the checkpoint that `training.resume` names; `train` begins with it.
@@ -303,10 +308,11 @@ class Trainer:
         ]
         if self.scaler.is_enabled():  # another one has no state, and takes none
             components.append(stateful_component("scaler", self.scaler, required=False))
-        for number, callback in enumerate(self.callbacks):
+        names: Counter[str] = Counter()  # of its kind the first, the second, ...: other kinds may come and go
+        for callback in self.callbacks:
             if type(callback).state_dict is not Callback.state_dict:  # empty as yet or not: it may be full when saved
-                components.append(
-                    stateful_component(f"callback.{number}.{type(callback).__name__}", callback, required=False)
-                )
+                kind = type(callback).__name__
+                components.append(stateful_component(f"callback.{kind}.{names[kind]}", callback, required=False))
+                names[kind] += 1
         components.append(rng_component(self.training.seed))
         return components

@@ -321,3 +321,27 @@ def refused(rank: int, world: int) -> str:
 
 def test_fp16_and_steps_in_the_backward_are_refused(run: Run) -> None:
     assert all("fp16 needs its losses scaled" in said for said in run(1, refused))
+
+
+def stop_while_evaluating() -> list[Callback]:
+    class Stop(Callback):
+        def on_step(self, trainer: Trainer, report: StepReport) -> None:
+            if report.step == 6 and trainer.world.rank == 1:  # the last one: what follows is an evaluation
+                trainer.ask_to_stop()
+
+    return [Stop()]
+
+
+def test_a_stop_in_the_last_evaluation_is_told(run: Run, tmp_path: Path) -> None:
+    for found in run(2, run_with, tmp_path, {"eval_at_end": True}, stop_while_evaluating):
+        assert found["evaluations"] == []
+        assert found["result"].stopped_by == ASKED
+        assert found["left"] == ["step-00000006"]
+
+
+def test_a_run_that_is_over_has_nothing_to_evaluate_once_more(run: Run, tmp_path: Path) -> None:
+    given = {"eval_at_end": True, "save_at_end": True, "resume": "latest"}
+    (first, _), (second, _) = (run(2, run_with, tmp_path, given) for _ in range(2))
+    assert (len(first["losses"]), len(first["evaluations"])) == (6, 1)
+    assert (len(second["losses"]), len(second["evaluations"])) == (0, 0)
+    assert len([row for row in read_metrics(tmp_path / "metrics.jsonl") if "eval_loss" in row]) == 1
