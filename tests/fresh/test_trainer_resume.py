@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -72,20 +73,31 @@ def test_the_whole_run_sees_each_sample_once_an_epoch(whole: tuple[list[list[int
     assert found[STEPS] < found[1]
 
 
-def test_a_sigterm_in_a_step_changes_nothing_on_as_many_ranks(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], dict[int, float]]:
+    """The same with dropout."""
+    output = tmp_path_factory.mktemp("undisturbed")
+    done = start(output, 2, 0.2)
+    assert done.returncode == 0, done.stderr
+    return kept([seen(output)]), losses(output)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_a_signal_in_any_step_changes_nothing_on_as_many_ranks(
+    undisturbed: tuple[list[list[int]], dict[int, float]], tmp_path: Path, name: str
+) -> None:
     """With dropout: random numbers go on, too."""
-    undisturbed, output = tmp_path / "undisturbed", tmp_path / "interrupted"
-    assert start(undisturbed, 2, 0.2).returncode == 0
-    first = start(output, 2, 0.2, "SIGTERM", 14)  # in the second of the fifth step's three microbatches
-    assert first.returncode == 128 + 15, first.stderr
-    runs = [seen(output)]
-    assert len(runs[0]) < STEPS
-    assert [path.name for path in output.glob("step-*")] == [f"step-{len(runs[0]):08}"]
-    assert start(output, 2, 0.2).returncode == 0
-    runs.append(seen(output))
-    assert runs[1][0][0] == len(runs[0]) + 1, "nothing was trained twice"
-    assert kept(runs) == kept([seen(undisturbed)])
-    assert losses(output) == losses(undisturbed)
+    at = random.randrange(8, 29)  # of 3 microbatches a step: in the third step to the tenth
+    first = start(tmp_path, 2, 0.2, name, at)
+    assert first.returncode == (128 + 15 if name == "SIGTERM" else 1), f"{at}: {first.stderr}"
+    runs = [seen(tmp_path)]
+    steps = [int(path.name.removeprefix("step-")) for path in tmp_path.glob("step-*")]
+    if name == "SIGTERM":
+        assert steps == [len(runs[0])], f"{at}: a checkpoint of the last step"
+    assert start(tmp_path, 2, 0.2).returncode == 0
+    runs.append(seen(tmp_path))
+    assert runs[1][0][0] == max(steps, default=0) + 1, f"{at}: nothing was trained twice, nothing lost"
+    assert (kept(runs), losses(tmp_path)) == undisturbed, at
 
 
 def test_killed_on_two_ranks_stopped_on_three_and_ended_on_one(
