@@ -22,10 +22,10 @@ from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, ProgressB
 from flatfsdp.trainer.demo import DEFAULTS, DemoOptions
 from flatfsdp.trainer.forecast import forecast, on_meta
 from flatfsdp.trainer.launch import Placement, World, run
-from flatfsdp.trainer.reports import human
 from flatfsdp.trainer.settings.command_line import make_parser, parse
 from flatfsdp.trainer.settings.kinds import COUNT, PathOr, Reference
 from flatfsdp.trainer.settings.tables import Settings, setting, settings_of
+from flatfsdp.trainer.sizes import sizes_in_words
 from flatfsdp.trainer.stopping import in_words
 from flatfsdp.trainer.tasks import check_options, make
 from flatfsdp.trainer.trainer import Trainer
@@ -46,7 +46,7 @@ class Command(Settings):
     )
     dry_run: bool = setting(False, "train nothing: print units, bytes per rank and traffic, without any device")
     world_size: int | None = setting(None, "of so many ranks, for --dry-run; none for those that would start", COUNT)
-    measure: bool = setting(False, "with --dry-run: run one real step, too, and say what it held at its peak")
+    measure: bool = setting(False, "with --dry-run: run one real step, too, and say what it keeps of activations")
 
     def check_together(self) -> None:
         for name in ("world_size", "measure"):
@@ -88,7 +88,10 @@ class Job:
         if self.command.measure:
             kept = trainer.measure()
             if world.leads:
-                print(f"\nactivations kept for the backward, measured on {world.size} ranks: {human(kept)}", flush=True)
+                print(
+                    f"\nactivations kept for the backward, measured on {world.size} ranks: {sizes_in_words(kept)}",
+                    flush=True,
+                )
             return 0
         if self.command.export is not None:
             trainer.resume()

@@ -21,6 +21,7 @@ from flatfsdp.errors import ConfigValueError, UsageError
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.optimisation import make_optimizer
+from flatfsdp.trainer.sizes import size_in_words
 
 __all__ = ["Forecast", "forecast", "on_meta"]
 
@@ -43,7 +44,6 @@ _KINDS = {
     "scalar": "norms",
 }
 _ON_HOST = frozenset({"shard", "reduced", "host copy"})  # with offload
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Forecast:
         header = ("unit", "module", "parameters", "a rank holds", "padding", "strategy", "ranks", "kinds")
         rows = [header, *map(_row_of, _runs(self.units))]
         total = sum(unit.parameters for unit in self.units), sum(unit.padding for unit in self.units)
-        numbers = f"{total[0]:,}", _size(self.parameters), f"{total[1]:,}"
+        numbers = f"{total[0]:,}", size_in_words(self.parameters), f"{total[1]:,}"
         return _aligned([*rows, (_counted(len(self.units), "unit"), "", *numbers, "", "", "")], right=(2, 3, 4))
 
     def _memory(self) -> list[str]:
@@ -116,18 +116,18 @@ class Forecast:
         rows = [("each rank holds", "between steps", "at the peak")]
         for kind in [*_WORDS, *(at_peak.keys() - _WORDS.keys())]:
             if count := at_peak.get(kind, 0):
-                between = _size(self.parameters if kind == "shard" else 0)
-                rows.append((_WORDS.get(kind, kind), between, _size(count)))
-        rows += [(name, _size(count), _size(count)) for name, count in always if count]
-        rows.append(("total, besides activations", _size(self.between_steps), _size(self.peak)))
+                between = size_in_words(self.parameters if kind == "shard" else 0)
+                rows.append((_WORDS.get(kind, kind), between, size_in_words(count)))
+        rows += [(name, size_in_words(count), size_in_words(count)) for name, count in always if count]
+        rows.append(("total, besides activations", size_in_words(self.between_steps), size_in_words(self.peak)))
         if self.cpu_offload and self.accelerator:
             host = sum(count for kind, count in at_peak.items() if kind in _ON_HOST)
-            rows.append(("of it on the host", _size(self.parameters + state), _size(host + state)))
+            rows.append(("of it on the host", size_in_words(self.parameters + state), size_in_words(host + state)))
         return _aligned(rows, right=(1, 2))
 
     def _traffic(self) -> list[str]:
         traffic = self.traffic.items()
-        rows = [(_KINDS.get(kind, kind), f"{calls:,}", _size(size)) for kind, (calls, size) in traffic]
+        rows = [(_KINDS.get(kind, kind), f"{calls:,}", size_in_words(size)) for kind, (calls, size) in traffic]
         rows = rows or [("nothing", "", "")]
         return _aligned([("sent in a step", "calls", "of"), *rows], right=(1, 2))
 
@@ -219,7 +219,7 @@ def _row_of(run: Sequence[UnitSummary]) -> tuple[str, ...]:
         name = f"{name} .. {last.name} ({len(run)})"
     numbers = (
         f"{sum(unit.parameters for unit in run):,}",
-        _size(sum(unit.bytes_per_rank for unit in run)),
+        size_in_words(sum(unit.bytes_per_rank for unit in run)),
         f"{sum(unit.padding for unit in run):,}",
     )
     return name, first.module, *numbers, first.strategy, first.ranks, first.kinds
@@ -227,13 +227,6 @@ def _row_of(run: Sequence[UnitSummary]) -> tuple[str, ...]:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _size(count: int) -> str:
-    """E.g. "1.25 GiB"; three digits."""
-    power = min(max(count.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
-    number = count / 1024**power
-    return f"{number:.{0 if power == 0 or number >= 100 else 1 if number >= 10 else 2}f} {_UNITS[power]}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> list[str]:

@@ -21,7 +21,7 @@ from flatfsdp.trainer.reports import Footprint, Result, StepReport
 if TYPE_CHECKING:
     from flatfsdp.trainer.trainer import Trainer
 
-SETTLING_STEPS = 2  # these also agree on layouts and order; what a step communicates shows the one after them
+SETTLING_STEPS = 2  # these also agree on layouts and order; what a step holds and sends shows the one after them
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Loop:
         lr = trainer.optimizer.param_groups[0]["lr"]
         trainer.scaler.step(trainer.optimizer)
         trainer.scaler.update()
-        self._footprint = Footprint.measure(self._stats, trainer.optimizer)
-        if self.taken <= SETTLING_STEPS:
+        if self.taken <= SETTLING_STEPS:  # the same in all that follow: it goes through all modules and states
+            self._footprint = Footprint.measure(self._stats, trainer.optimizer)
             self._communication = self._stats.comm
         trainer.optimizer.zero_grad(set_to_none=True)
         trainer.progress.step += 1

@@ -1,38 +1,74 @@
 """The ranks of a run: what one of them finds or fails at, all of them know.
 
 Whatever may fail on some ranks alone (a disk, a user's function) goes through `Ranks.tell`, so that no rank waits for
-another that has raised.
+another that has raised. All of it is exchanged on the host.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from flatfsdp.errors import CheckpointError, FlatFSDPError
+from flatfsdp import waiting_for_ranks
+from flatfsdp.errors import CheckpointError, ConfigValueError, FlatFSDPError
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "node"]
 
 T = TypeVar("T")
 
+# A group that only accelerators communicate over gets one beside it that the host does: one, whoever asks.
+_on_host: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
 
 class Ranks:
-    """The ranks of a process group, or this process alone where there is none.
+    """The ranks of a process group, or this process alone where there is none. Collective where it makes a group.
 
     Attributes:
-        group: the process group; None where there is none.
+        group: the process group; None for the default one, or where there is none.
+        host: one of the same ranks whose collectives take tensors on the CPU; None for this process alone.
         rank, world: this rank's number in the group, and how many there are.
+
+    Raises:
+        ConfigValueError: this process is not in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
+        self.host: Any = None
         self.rank, self.world = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+            if self.rank < 0:
+                raise ConfigValueError("process_group: this rank is not in the group")
+            if self.world > 1:
+                self.host = _for_host(group if group is not None else dist.group.WORLD)
+        elif group is not None:
+            raise ConfigValueError("process_group: torch.distributed is not initialised (or no more)")
+
+    def rows(self, *numbers: int) -> list[list[int]]:
+        """Every rank's `numbers`, as many on each. Collective."""
+        if self.host is None:
+            return [list(numbers)]
+        own = torch.tensor(numbers)
+        rows = [torch.empty_like(own) for _ in range(self.world)]
+        with waiting_for_ranks():
+            dist.all_gather(rows, own, group=self.host)
+        return [row.tolist() for row in rows]
+
+    def values(self, value: T) -> list[T]:
+        """Every rank's `value`, pickled. Collective."""
+        if self.host is None:
+            return [value]
+        values: list[Any] = [None] * self.world
+        with waiting_for_ranks():
+            dist.all_gather_object(values, value, group=self.host)
+        return values
 
     def tell(self, doing: str, work: Callable[[], T]) -> list[T]:
         """Let every rank do its `work`; what each returned, in the order of ranks. Collective.
@@ -47,10 +83,7 @@ class Ranks:
         except Exception as error:  # the others must hear of it
             failure = error
         words = None if failure is None else _in_words(failure)
-        answers: list[Any] = [(value, words)]
-        if self.world > 1:
-            answers = [None] * self.world
-            dist.all_gather_object(answers, (value, words), group=self.group)
+        answers = self.values((value, words))
         failed = {rank: said for rank, (_, said) in enumerate(answers) if said is not None}
         if failed:
             if len(set(failed.values())) == 1 and len(failed) == self.world:
@@ -73,6 +106,17 @@ class Ranks:
 def node() -> str:
     """What tells this rank's node from others: its number, where torchrun gave one, or the host's name."""
     return os.environ.get("GROUP_RANK") or socket.gethostname()
+
+
+def _for_host(group: Any) -> Any:
+    if "cpu" in str(dist.get_backend_config(group)):  # "cpu:gloo,cuda:nccl", say
+        return group
+    if group not in _on_host:
+        members = dist.get_process_group_ranks(group)
+        # Groups that their members alone make have names by their ranks, which an earlier group may have had.
+        some = len(members) < dist.get_world_size()
+        _on_host[group] = dist.new_group(members, backend="gloo", use_local_synchronization=some)
+    return _on_host[group]
 
 
 def _in_words(error: Exception) -> str:

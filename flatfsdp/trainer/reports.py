@@ -10,14 +10,8 @@ from typing import Any
 import torch
 
 from flatfsdp import Stats
+from flatfsdp.trainer.sizes import sizes_in_words
 from flatfsdp.trainer.stopping import ASKED
-
-
-def human(*sizes: float) -> str:
-    """Bytes with the binary unit that suits the largest: "1.6 MiB" or, of several, "0.8, 1.6 MiB"."""
-    power = min(max(int(max(sizes)).bit_length() - 1, 0) // 10, 3)
-    numbers = (f"{size / 1024**power:.{1 if power else 0}f}" for size in sizes)
-    return f"{', '.join(numbers)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,7 @@ class Footprint:
         )
 
     def __str__(self) -> str:
-        sizes = human(self.parameters, self.gradients, self.optimizer, self.in_flight).split(", ")
+        sizes = sizes_in_words(self.parameters, self.gradients, self.optimizer, self.in_flight).split(", ")
         names = ("params", "grads", "optim", "unsharded")
         return ", ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
 
@@ -62,7 +56,7 @@ class StepReport:
         peak_bytes: of the rank that has held most: what the device's allocator says, or of a CPU the process' largest
             resident set.
         done: the share of the run that is over, 0 to 1.
-        footprint: this rank's bytes.
+        footprint: this rank's bytes, as its third step showed them, or an earlier one until then.
         ids: the samples that this rank has trained on in the step.
     """
 

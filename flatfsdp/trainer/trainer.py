@@ -139,7 +139,7 @@ class Trainer:
     def train(self) -> Result:
         """Train to the end that the settings give, from the checkpoint that they name, if they do.
 
-        SIGTERM, SIGINT and SIGUSR1 end it after a step or two, with a checkpoint ([Note: stopping]).
+        SIGTERM, SIGINT and SIGUSR1 end it within three steps, with a checkpoint ([Note: stopping]).
 
         Raises:
             CheckpointError: on every rank: the checkpoint is not there or does not fit, or one could not be saved.
@@ -214,7 +214,7 @@ class Trainer:
         return metrics
 
     def measure(self) -> int:
-        """Take one step of the first samples, and forget its gradients.
+        """Take forwards and backwards of the next step's samples, which are consumed then, and forget the gradients.
 
         Returns:
             The bytes of activations that were kept for its backward at most: of the rank that kept most.
@@ -252,7 +252,7 @@ class Trainer:
         Ranks().tell(f"exporting to {folder}", lambda: None if files is None else files(Path(folder)))
 
     def ask_to_stop(self) -> None:
-        """End the run after this step or the next one, on all ranks, as a signal would; any rank may ask."""
+        """End the run within three steps, on all ranks, as a signal would; any rank may ask."""
         self.stop.ask()
 
     def call(self, event: str, *values: Any) -> None:

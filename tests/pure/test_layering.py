@@ -298,7 +298,7 @@ def test_the_reader_sees_through_aliases() -> None:
 
 # Its parts (a folder is one), each importing from earlier rows and its own.
 TRAINER_ROWS = (
-    "ranks settings stopping",
+    "ranks settings stopping sizes",
     "optimisation launch",
     "arguments",
     "tasks model",

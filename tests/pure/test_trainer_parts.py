@@ -23,6 +23,7 @@ from flatfsdp.trainer.callbacks.progress import PLAIN_LINES
 from flatfsdp.trainer.launch import Placement
 from flatfsdp.trainer.measuring import activations_counted
 from flatfsdp.trainer.reports import Footprint, Progress, StepReport
+from flatfsdp.trainer.sizes import size_in_words, sizes_in_words
 from flatfsdp.trainer.stopping import ASKED, StopRequest
 
 
@@ -209,9 +210,12 @@ def test_smoothing_starts_at_the_first_loss() -> None:
 
 
 def test_bytes_for_people() -> None:
-    shown = [reports.human(size) for size in (0, 1023, 1024, 1.5 * 2**20, 2.0**31, 2.0**40)]
-    assert shown == ["0 B", "1023 B", "1.0 KiB", "1.5 MiB", "2.0 GiB", "1024.0 GiB"]
-    assert reports.human(0.5 * 2**20, 0, 2 * 2**20) == "0.5, 0.0, 2.0 MiB"
+    shown = [sizes_in_words(size) for size in (0, 1023, 1024, 3 * 2**19, 2**31, 2**40)]
+    assert shown == ["0 B", "1023 B", "1.0 KiB", "1.5 MiB", "2.0 GiB", "1.0 TiB"]
+    assert [size_in_words(size) for size in (0, 1023, 1536, 2**20 * 100, 3 * 2**39)] == [
+        "0 B", "1023 B", "1.50 KiB", "100 MiB", "1.50 TiB",
+    ]  # fmt: skip
+    assert sizes_in_words(2**19, 0, 2**21) == "0.5, 0.0, 2.0 MiB"
 
 
 def test_a_signal_is_the_exit_code() -> None:

@@ -172,9 +172,9 @@ def test_what_names_nothing_is_told_with_what_it_costs() -> None:
     (message,) = [str(each.message) for each in caught]
     assert message == (
         "units: 'block' is no submodule of Transformer with parameters, nor the class of one (nearest: 'blocks', "
-        "'Block'). The model becomes a single unit: all of it, 11.44 KiB, is gathered at once on every "
-        "rank. units='auto' would make 3 units of it ('blocks.0', a Block, and the others like it), 3.393 KiB the "
-        "largest, and leave 1.258 KiB to the whole"
+        "'Block'). The model becomes a single unit: all of it, 11.4 KiB, is gathered at once on every "
+        "rank. units='auto' would make 3 units of it ('blocks.0', a Block, and the others like it), 3.39 KiB the "
+        "largest, and leave 1.26 KiB to the whole"
     )
 
 
@@ -190,7 +190,7 @@ def test_one_of_several_names_that_is_wrong_leaves_the_others() -> None:
 
 
 def test_a_model_without_repetition_is_told_of() -> None:
-    with pytest.warns(FlatFSDPWarning, match=r"units='auto': Linear has no list .* 80 bytes, .* units='none'"):
+    with pytest.warns(FlatFSDPWarning, match=r"units='auto': Linear has no list .* 80 B, .* units='none'"):
         assert policy_for(nn.Linear(4, 4), "auto") is None
 
 

@@ -8,8 +8,9 @@ import torch
 
 import flatfsdp
 from flatfsdp.trainer.callbacks.base import Callback
-from flatfsdp.trainer.reports import Result, human
+from flatfsdp.trainer.reports import Result
 from flatfsdp.trainer.settings.dtypes import dtype_name
+from flatfsdp.trainer.sizes import sizes_in_words
 from flatfsdp.trainer.stopping import in_words
 
 if TYPE_CHECKING:
@@ -33,14 +34,15 @@ class Summary(Callback):
         """The lines, by name."""
         world, dtype = trainer.world, trainer.fsdp.param_dtype
         sent = ", ".join(
-            f"{kind} {human(size)} in {calls} call{'' if calls == 1 else 's'}"
+            f"{kind} {sizes_in_words(size)} in {calls} call{'' if calls == 1 else 's'}"
             for kind, (calls, size) in sorted(result.communication.items())
         )
         stopped = f", stopped by {in_words(result.stopped_by)}" if result.stopped_by else ""
+        held = sizes_in_words(result.footprint.parameters)
         facts = {
             "ranks": f"{world.size} on {world.device.type}, {trainer.fsdp.strategy}"
             + (f", computing in {dtype_name(dtype)}" if isinstance(dtype, torch.dtype) else ""),
-            "parameters": f"{trainer.parameters:,} in total, {human(result.footprint.parameters)} of them per rank",
+            "parameters": f"{trainer.parameters:,} in total, {held} of them per rank",
             "units": f"{flatfsdp.stats(trainer.model).units:,}",
             "per rank": f"{result.footprint}",
             "per step": sent or "no communication",

@@ -18,7 +18,7 @@ from flatfsdp import waiting_for_ranks
 from flatfsdp.errors import AgreementError, ranks_in_words
 
 from .packing import pack, unpack
-from .ranks import Ranks
+from .ranks import LoadingRanks
 from .reading import DataError, Failure, Part
 
 # The parts that a range of ranks has of step after step, read by this process.
@@ -50,7 +50,7 @@ class Delivery(Protocol):
 class Sharded:
     """Each rank reads what is its own."""
 
-    def __init__(self, open_parts: OpenParts, ranks: Ranks) -> None:
+    def __init__(self, open_parts: OpenParts, ranks: LoadingRanks) -> None:
         self._ranks = ranks
         self._parts = open_parts(range(ranks.rank, ranks.rank + 1))
 
@@ -92,7 +92,7 @@ class _Coming:
 class Dispatch:
     """Rank 0 reads for all ranks, one step ahead; its messages travel while the step before is computed."""
 
-    def __init__(self, open_parts: OpenParts, ranks: Ranks) -> None:
+    def __init__(self, open_parts: OpenParts, ranks: LoadingRanks) -> None:
         self._ranks = ranks
         self._parts = open_parts(range(ranks.world)) if ranks.rank == 0 else iter(())
         self._coming: _Coming | None = None
@@ -127,7 +127,7 @@ class Dispatch:
             return _Coming(size, failure=failure)
         own = torch.empty(size, dtype=torch.uint8)
         sent = [torch.nn.functional.pad(message, (0, size - message.numel())) for message in messages]
-        group = self._ranks.group
+        group = self._ranks.host
         work = dist.scatter(own, sent or None, src=dist.get_global_rank(group, 0), group=group, async_op=True)
         return _Coming(size, part=part, message=own if part is None else None, work=work, buffers=[own, *sent])
 
@@ -153,10 +153,10 @@ def _attempt(parts: Iterator[Part]) -> tuple[Part | None, Failure | None]:
         return None, Failure.of(error)
 
 
-def _tell(ranks: Ranks, failure: Failure | None) -> NoReturn:
+def _tell(ranks: LoadingRanks, failure: Failure | None) -> NoReturn:
     """Raise on all ranks what failed on some. Collective."""
     words = ranks.values(None if failure is None else failure.words)
-    ranks.tell(words, None if failure is None else DataError(f"as it was raised\n{failure.trace}"))
+    ranks.tell_failures(words, None if failure is None else DataError(f"as it was raised\n{failure.trace}"))
     raise AssertionError("no rank has failed")
 
 

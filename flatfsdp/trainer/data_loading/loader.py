@@ -24,7 +24,7 @@ from flatfsdp.errors import (
 from .deliveries import Delivery, Dispatch, Sharded
 from .maps import MapParts
 from .order import Order, Place, Steps
-from .ranks import Ranks
+from .ranks import LoadingRanks
 from .reading import Collate, Microbatch, Part, Weigh, weighed
 from .streams import StreamSource, stream_parts
 
@@ -94,7 +94,7 @@ class Loader:
         workers: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._ranks = Ranks(process_group)
+        self._ranks = LoadingRanks(process_group)
         self._dataset = dataset
         self._collate: Collate = collate or default_collate
         self._weigh = weigh
@@ -376,7 +376,7 @@ class _Plan:
         return min([*ends, *([] if self.limit is None else [self.limit])], default=None)
 
 
-def _agreed(ranks: Ranks, make: Any) -> _Plan:
+def _agreed(ranks: LoadingRanks, make: Any) -> _Plan:
     """The plan that every rank made, with the extent of those that read. Collective.
 
     Raises:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from flatfsdp.errors import refuse_type, refuse_value, warn
+from flatfsdp.trainer.sizes import size_in_words
 from flatfsdp.wrap import CustomPolicy
 
 AUTO, NONE = "auto", "none"
@@ -236,7 +237,7 @@ def _complaint(model: nn.Module, units: Any, *, alone: bool, param_dtype: torch.
         told += f" (nearest: {', '.join(map(repr, near))})" if near else ""
     if not alone:
         return f"{told}. It is left out; the other units that were named stay"
-    whole = _shown(_bytes([model], param_dtype))
+    whole = size_in_words(_bytes([model], param_dtype))
     blocks = {} if units == AUTO else repeated_blocks(model)
     instead = "Name them by a path or a class, or pass units='none' if that is meant"
     if blocks:
@@ -245,7 +246,7 @@ def _complaint(model: nn.Module, units: Any, *, alone: bool, param_dtype: torch.
         path, block = next(iter(blocks.items()))
         instead = (
             f"units='auto' would make {len(blocks)} units of it ({path!r}, a {type(block).__name__}, and the others "
-            f"like it), {_shown(largest)} the largest, and leave {_shown(rest)} to the whole"
+            f"like it), {size_in_words(largest)} the largest, and leave {size_in_words(rest)} to the whole"
         )
     return f"{told}. The model becomes a single unit: all of it, {whole}, is gathered at once on every rank. {instead}"
 
@@ -263,8 +264,3 @@ def _bytes(modules: Iterable[nn.Module], dtype: torch.dtype | None) -> int:
         each.numel() * (dtype.itemsize if dtype is not None and each.is_floating_point() else each.itemsize)
         for each in parameters
     )
-
-
-def _shown(size: int) -> str:
-    power = min(max(size.bit_length() - 1, 0) // 10, 3)
-    return f"{size / 1024**power:.4g} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
