@@ -27,7 +27,7 @@ from tools.benchmark.jobs import Setting
 from tools.benchmark.machine import describe
 from tools.benchmark.models import MODELS, Case, MLPBlock, mlp
 from tools.benchmark.ranks import World
-from tools.benchmark.statistics import distance
+from tools.benchmark.statistics import TOLERANCE, distance
 
 MIB = 2**20
 OURS, PEERS = ("flatfsdp", "flatfsdp-orig"), ("fsdp1", "fsdp2")
@@ -54,7 +54,7 @@ def check_parity(checks: Checks) -> None:
     """The losses of a world of one rank on NCCL are those of one process."""
     alone = _losses("floor", World(1, ""), bf16=False)
     # Not 0.0: the backward of attention adds in no fixed order, and libraries choose kernels by alignment.
-    for bf16, tolerance in ((False, 1e-5), (True, 2e-2)):
+    for bf16, tolerance in ((False, TOLERANCE), (True, 2e-2)):
         for engine in OURS:
             far = distance(_losses(engine, World(1, "nccl"), bf16=bf16), alone)
             checks.add(

@@ -1,8 +1,8 @@
 """What only a GPU shows: kernels, copies among them, the allocator's peaks, and which kernels ran side by side.
 
 One GPU is enough. Real collectives have as many ranks as there are GPUs. What a larger world costs one rank is read in
-a fake group, whose collectives move nothing; where overlap is asked for, each of them is a kernel that spins for a
-while on the stream that the engine chose (`Spinning`).
+a fake group, whose collectives move nothing (`StandIns`); where overlap is asked for, each of them is a kernel that
+spins for a while on the stream that the engine chose.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,21 +23,33 @@ from .figures import count
 from .jobs import Setting, Training
 
 FAKE_RANKS = 8
-SPIN_MS = 2.0  # of one stand-in for a collective
+SPIN_MS = 0.5  # of one stand-in for a collective: less than a block of gpu_check's model computes in bf16
 COPIES = ("memcpy dtod", "copy", "catarray", "chunk_cat", "split_with_sizes")
 
 
-class Spinning(TorchDispatchMode):
-    """Every collective is preceded by a kernel of ``milliseconds`` on the stream that it is issued on."""
+class StandIns(TorchDispatchMode):
+    """Every collective is preceded by a kernel of ``milliseconds`` on the stream that it is issued on; 0 for none. A
+    gather of a fake group moves nothing: by itself it fills the places of all ranks, with a kernel for each.
+    """
 
-    def __init__(self, milliseconds: float) -> None:
+    def __init__(self, milliseconds: float = 0.0) -> None:
         super().__init__()
-        self._cycles = int(milliseconds * _cycles_per_ms())
+        self._cycles = int(milliseconds * _cycles_per_ms()) if milliseconds else 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            torch.cuda._sleep(self._cycles)
+            if self._cycles:
+                torch.cuda._sleep(self._cycles)
+            if "allgather" in func._schema.name and dist.get_backend() == "fake":
+                args = _emptied(args)
         return func(*args, **(kwargs or {}))
+
+
+def _emptied(value: Any) -> Any:
+    """`value` with no elements in its tensors, in lists or not."""
+    if isinstance(value, torch.Tensor):
+        return value.new_empty(0)
+    return type(value)(map(_emptied, value)) if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -89,11 +101,10 @@ def _union(ranges: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return joined
 
 
-def record(training: Training, *, spin: bool) -> list[Kernel]:
-    """The device's work in one step, collectives spinning or doing nothing."""
-    around: AbstractContextManager[Any] = Spinning(SPIN_MS) if spin else nullcontext()
+def record(training: Training, stand_ins: StandIns) -> list[Kernel]:
+    """The device's work in one step."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded, around:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded, stand_ins:
         training.step()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
@@ -117,9 +128,9 @@ def inspect(rank: int, setting: Setting) -> dict[str, Any]:
         "reserved": torch.cuda.max_memory_reserved(),
         "left": torch.cuda.memory_allocated(),
     }
-    plain = record(training, spin=False)
+    plain = record(training, StandIns())
     figures |= {"kernels": len(plain), "copy kernels": sum(kernel.copies for kernel in plain)}
-    spun = record(training, spin=True)
+    spun = record(training, StandIns(SPIN_MS))
     lanes = {kernel.stream for kernel in spun if kernel.communicates}
     on_lanes = [kernel for kernel in spun if kernel.stream in lanes and not kernel.communicates]
     figures["overlap"] = overlap(spun)

@@ -59,16 +59,22 @@ def time_rounds(
 
 def inspect_all(cases: Sequence[Case], engines: Sequence[str], device: str = "cpu") -> list[Cell]:
     """Exact figures of every engine on every model, for each strategy that it has, on rank 0."""
-    world, inspect = (world_of("cpu"), figures.inspect) if device == "cpu" else (World(FAKE_RANKS, "fake"), gpu.inspect)
+    inspect = figures.inspect if device == "cpu" else gpu.inspect
     cells = []
     for case in cases:
         for engine in engines:
             for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")[: 2 if ENGINES[engine].sharded else 1]:
-                where = ALONE if ENGINES[engine].alone else world
-                cell = attempt(where, inspect, Setting(case, engine, strategy, device))
+                cell = attempt(_world_inspected(engine, device), inspect, Setting(case, engine, strategy, device))
                 cells.append({"model": case.name, "engine": engine, "strategy": strategy, **cell})
                 note(cells[-1])
     return cells
+
+
+def _world_inspected(engine: str, device: str) -> World:
+    if ENGINES[engine].alone:
+        return ALONE
+    # A replica is of the same size in any world, and DDP takes its gradients out of works, where a fake group has none.
+    return World(FAKE_RANKS, "fake") if device == "cuda" and ENGINES[engine].sharded else world_of(device)
 
 
 def attempt(world: World, job: Any, *args: Any) -> Cell:
