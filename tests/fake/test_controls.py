@@ -200,6 +200,18 @@ def test_a_unit_that_backward_does_not_read_is_not_gathered_for_it() -> None:
         )
 
 
+def test_some_settings_are_for_a_wrapper_and_none_inside() -> None:
+    with tower() as model:
+        reduced: list[torch.Tensor] = []
+        model.set_unshard_in_backward(False)  # it is whole anyway
+        model.set_gradient_divide_factor(2.0)
+        model.set_all_reduce_hook(reduced.append)
+        assert story(model, forward(model).backward, "gather") == "gather:c gather:b gather:a"
+        assert len(reduced) == 1
+        units = {unit.name: unit.choices.schedule.divide_by for unit in root_of(model).units}
+        assert units == {"a": None, "b": None, "c": None, "": 2.0}
+
+
 def test_listed_units_are_gathered_ahead_in_forward() -> None:
     with tower(forward_prefetch=True) as model:
         a, b, c = model.module.a, model.module.b, model.module.c

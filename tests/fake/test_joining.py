@@ -17,6 +17,7 @@ from flatfsdp.grads import Gradients
 from flatfsdp.storage import Ledger
 from tests.fake.test_communication import Collectives
 from tests.harness.fake import fake_world
+from tests.harness.fake_device import FakeDevice
 
 WIDTH = 8
 BLOCK = WIDTH * WIDTH + WIDTH  # elements, a multiple of 8
@@ -156,6 +157,28 @@ def test_units_that_a_forward_leaves_out_are_freed_at_its_end() -> None:
         with Collectives() as found:  # the order is known now: (root 0 5 6)
             model(torch.ones(2, WIDTH))
         assert found.counts["gather"] == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"forward_prefetch": True}], ids=str)
+def test_a_group_counts_as_one_for_the_limiter(options: dict[str, Any]) -> None:
+    """In use, ahead: the memory of two groups besides the root's, on a device that the host runs ahead of."""
+
+    def peaks(*, limit: bool) -> list[int]:
+        with fake_world(8, joined=True), FakeDevice() as device:
+            model = wrapped(Many(), FOUR, limit_all_gathers=limit, **options)
+            step(model)
+            ledger = model._unit.root.ledger
+            ledger.reset_peaks()
+            loss = model(torch.ones(2, WIDTH))
+            forward = ledger.peak("unsharded")
+            ledger.reset_peaks()
+            loss.backward()
+            assert device.races == []
+            return [forward, ledger.peak("unsharded")]
+
+    forward, backward = peaks(limit=True)
+    assert FOUR + ROOT * FLOAT <= forward <= backward == 2 * FOUR + ROOT * FLOAT
+    assert peaks(limit=False) == [BLOCKS * BLOCK * FLOAT + ROOT * FLOAT] * 2
 
 
 def test_one_exchange_for_each_dtype() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, grads, wrap
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, grads, wrap
 from flatfsdp.grads import Gradients
 from flatfsdp.reduction import Part
 from flatfsdp.trace import Event
@@ -127,6 +127,18 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
         },
     ),
     (
+        # Gradients of another dtype than their parameters have buffers of their own, here of twice the bytes.
+        {"sharding_strategy": "FULL_SHARD", "mixed_precision": MixedPrecision(reduce_dtype=torch.float64)},
+        1,
+        {
+            "shard": MODEL // 2,
+            "unsharded": ROOT + 2 * BLOCK,
+            "slots": 2 * 2 * BLOCK,
+            "exchange": 2 * BLOCK // 2,
+            "reduced": 2 * MODEL // 2,
+        },
+    ),
+    (
         {"sharding_strategy": "NO_SHARD"},
         1,
         {
@@ -141,7 +153,9 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
 
 
 def named(value: Any) -> str | None:
-    return ", ".join(map(str, value.values())) if isinstance(value, dict) and "shard" not in value else None
+    if not isinstance(value, dict) or "shard" in value:
+        return None
+    return ", ".join("a wide reduction" if isinstance(each, MixedPrecision) else str(each) for each in value.values())
 
 
 @pytest.mark.parametrize(("options", "micro", "elements"), IN_FLIGHT, ids=named)
