@@ -28,6 +28,7 @@ from .state_dict_configs import (
     StateDictSettings,
     StateDictType,
 )
+from .step_flat import FlatSteps, step_flat
 from .summary import Stats, UnitSummary, stats, summary, whole_shapes
 from .uneven import join
 from .waits import set_wait
@@ -39,6 +40,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "FlatParameter",
+    "FlatSteps",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
@@ -70,6 +72,7 @@ __all__ = [
     "rehearsal",
     "set_wait",
     "stats",
+    "step_flat",
     "summary",
     "waiting_for_ranks",
     "whole_shapes",

@@ -67,7 +67,7 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
 
     A function of the user's is called with parameters, or param groups where it takes `weight_decay`; with `lr` where
     it takes that; and with `optimizer_options`. With `optimizer_in_backward` the optimizer steps in the backward, and
-    its `step()` has nothing left to do: call it all the same.
+    its `step()` has nothing left to do: call it all the same. One of `OPTIMIZERS` steps flat (`flatfsdp.step_flat`).
 
     Every rank calls it at the same point; nothing is communicated.
 
@@ -98,6 +98,8 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
         raise ConfigTypeError(
             f"optimizer: {shown(factory)} made {shown(optimizer)}. Accepted: a torch.optim.Optimizer."
         )
+    if type(optimizer) in OPTIMIZERS.values():
+        flatfsdp.step_flat(optimizer)
     if arguments.optimizer_in_backward:
         flatfsdp.optimizer_in_backward(model, optimizer)
     return optimizer

@@ -27,7 +27,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (0, "trace"),
     (0, "host_memory"),
     (1, "layout"),
-    (1, "boxes"),
+    (1, "boxes runs"),
     (1, "policy"),
     (1, "lifecycle"),
     (2, "device"),
@@ -59,6 +59,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (5, "optim_state"),
     (5, "summary fsdp1_names controls participation uneven forward_methods optimizer_in_backward"),
     (5, "nonfinite clip"),
+    (5, "flat_stepping step_flat"),
     (5, "rehearsal"),
     (5, "check_replicas"),
     (6, "wrapper wrap constructing"),
@@ -255,7 +256,8 @@ def test_only_hooks_registers_with_autograd() -> None:
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Attribute)
         and registering.fullmatch(node.attr)
-        and "state_dict" not in node.attr  # modules' own, with which autograd has nothing to do
+        # modules' and optimizers' own, with which autograd has nothing to do
+        and not re.search("state_dict|_step_", node.attr)
         # hooks.py offers functions of such names to the others
         and not (isinstance(node.value, ast.Name) and node.value.id == "hooks")
     ]

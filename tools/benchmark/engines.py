@@ -36,18 +36,30 @@ class Place:
     bf16: bool = False
 
 
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+
+
+def _adamw_stepping_flat(model: nn.Module) -> torch.optim.Optimizer:
+    made = _adamw(model)
+    flatfsdp.step_flat(made)
+    return made
+
+
 @dataclass(frozen=True)
 class Engine:
     """A way to train.
 
     Attributes:
         wrap: ``wrap(model, place)``, with the model on its device; collective.
+        optimize: makes the optimizer, AdamW with the same settings for all.
         alone: one process without a process group.
         sharded: whether `Place.strategy` means something.
     """
 
     title: str
     wrap: Callable[[nn.Module, Place], nn.Module]
+    optimize: Callable[[nn.Module], torch.optim.Optimizer] = _adamw
     alone: bool = False
     sharded: bool = True
 
@@ -115,6 +127,7 @@ def _floor(model: nn.Module, place: Place) -> nn.Module:
 ENGINES = {
     "flatfsdp": Engine("flatfsdp", _flat(False)),
     "flatfsdp-orig": Engine("flatfsdp, use_orig_params", _flat(True)),
+    "flatfsdp-orig-flat": Engine("flatfsdp, use_orig_params, step_flat()", _flat(True), _adamw_stepping_flat),
     "flatfsdp-kept": Engine("flatfsdp, keep_host_memory()", _flat_keeping_memory),
     "fsdp1": Engine("FSDP1", _fsdp1(False)),
     "fsdp1-orig": Engine("FSDP1, use_orig_params", _fsdp1(True)),
@@ -125,8 +138,3 @@ ENGINES = {
 BASE = "fsdp1"  # what ratios are relative to
 TRUTH = "ddp"  # whose losses are right
 FLOOR = "floor"
-
-
-def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """The same for all."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .clock import timed_step
-from .engines import ENGINES, Place, optimizer
+from .engines import ENGINES, Place
 from .models import Batch, Case
 
 PAGE = resource.getpagesize()
@@ -39,8 +39,9 @@ class Training:
         self.setting = setting
         self.device = torch.device(setting.device, rank if setting.device == "cuda" else None)
         place = Place(self.device, setting.case.unit, setting.strategy, setting.bf16)
-        self.model: nn.Module = ENGINES[setting.engine].wrap(setting.case.build().to(self.device), place)
-        self.optimizer = optimizer(self.model)
+        engine = ENGINES[setting.engine]
+        self.model: nn.Module = engine.wrap(setting.case.build().to(self.device), place)
+        self.optimizer = engine.optimize(self.model)
         self.steps = 0
 
     def batch(self) -> Batch:

@@ -1,0 +1,525 @@
+"""An optimizer that steps flat, beside one that does not: the same numbers whatever happens between two steps.
+
+Values come from the test: the fake group moves none, and gradients are set by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable
+from operator import is_
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.errors import ConfigTypeError, UsageError
+from tests.harness.calls import calls_of
+from tests.harness.fake import fake_world
+from tests.harness.memory import Recording
+
+optim = torch.optim
+
+
+class Block(nn.Module):
+    """Parameters of odd sizes, so that padding lies between them, some of several dimensions."""
+
+    def __init__(self, sizes: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.parts:
+            x = x + each.sum()
+        return x
+
+
+SIZES = ((7,), (5, 9), (1,), (64,), (3, 3), (33,), (8, 2), (2,), (16,), (31,))
+
+
+class Twin:
+    """A model and its optimizer, and the same without `step_flat`, which it is compared with after each step."""
+
+    def __init__(
+        self,
+        make: Callable[..., torch.optim.Optimizer] = optim.AdamW,
+        *,
+        blocks: int = 2,
+        sizes: tuple[tuple[int, ...], ...] = SIZES,
+        elementwise: bool = False,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        self.models: list[Any] = []
+        self.optimizers: list[Any] = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(Block(sizes) for _ in range(blocks))).to(dtype)
+            wrapped = FullyShardedDataParallel(
+                model, auto_wrap_policy={Block}, use_orig_params=True, device_id=torch.device("cpu")
+            )
+            self.models.append(wrapped)
+            self.optimizers.append(make(wrapped.parameters(), **options))
+        self.steps = flatfsdp.step_flat(self.optimizers[0], elementwise=elementwise)
+        self.trained = 0
+
+    @property
+    def planned(self) -> int:
+        """How often runs were found."""
+        return self.steps._stepper.planned
+
+    def parameters(self) -> list[list[nn.Parameter]]:
+        """Of both, those that have elements here."""
+        return [[p for p in model.parameters() if p.numel()] for model in self.models]
+
+    def gradients(self) -> None:
+        """A backward, and the same gradients for both."""
+        self.trained += 1
+        for model in self.models:
+            numbers = torch.Generator().manual_seed(self.trained)
+            model(torch.ones(2, dtype=next(model.parameters()).dtype)).sum().backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.copy_(torch.randn(parameter.shape, generator=numbers))
+
+    def step(self, count: int = 1, *, change: Callable[[Any, list[nn.Parameter]], object] | None = None) -> None:
+        """Train and compare. `change(optimizer, parameters)` is made to both before the step."""
+        for _ in range(count):
+            self.gradients()
+            for optimizer, parameters in zip(self.optimizers, self.parameters(), strict=True):
+                if change is not None:
+                    change(optimizer, parameters)
+                optimizer.step()
+            self.compare()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+
+    def compare(self) -> None:
+        """Parameters, states and groups are equal, bit for bit."""
+        for one, other in zip(*self.parameters(), strict=True):
+            assert torch.equal(one, other)
+            states = [o.state.get(p, {}) for o, p in zip(self.optimizers, (one, other), strict=True)]
+            assert [*states[0]] == [*states[1]]
+            for name, value in states[0].items():
+                expected = states[1][name]
+                assert type(value) is type(expected)
+                if isinstance(value, Tensor):
+                    assert (value.shape, value.stride(), value.dtype) == (
+                        expected.shape,
+                        expected.stride(),
+                        expected.dtype,
+                    )
+                    assert torch.equal(value, expected), name
+                else:
+                    assert value == expected
+        saved, expected = (optimizer.state_dict() for optimizer in self.optimizers)
+        assert saved["param_groups"] == expected["param_groups"] and saved["state"].keys() == expected["state"].keys()
+        for model in self.models:
+            for handle in model._unit.root.unit.handles:
+                assert not any(handle.shard[gap.slice].any() for gap in handle.layout.gaps if handle.whole)
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------
+
+KINDS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (optim.AdamW, {}),
+    (optim.AdamW, {"amsgrad": True, "lr": torch.tensor(0.01)}),
+    (optim.Adam, {"weight_decay": 0.1, "maximize": True}),
+    (optim.Adam, {"eps": 0.0}),
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2}),
+    (optim.Adadelta, {"weight_decay": 0.1}),
+    (optim.Adagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.1}),
+    (optim.Adamax, {}),
+    (optim.ASGD, {"t0": 2}),
+    (optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    (optim.RAdam, {"weight_decay": 0.1}),
+    (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (optim.Rprop, {}),
+)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda value: getattr(value, "__name__", ""))
+def test_numbers_and_states_are_those_of_single_steps(kind: Any, options: dict[str, Any], foreach: bool) -> None:
+    if foreach and isinstance(options.get("lr"), Tensor):
+        options = {**options, "lr": 0.01}  # torch takes no tensor here
+    for world, dtype in ((1, torch.float32), (3, torch.float64)):
+        with fake_world(world, rank=world - 1):
+            twin = Twin(kind, **options, foreach=foreach, dtype=dtype)
+            twin.step(4)
+            assert twin.planned == 1 and 2 <= twin.steps.runs < twin.steps.members
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD, optim.Adagrad])
+def test_a_fused_optimizer_steps_flat(kind: Any) -> None:
+    sizes = ((64,), (4, 64), (128,))  # whole vectors: what torch computes after them is rounded in another way
+    with fake_world(1):
+        twin = Twin(kind, sizes=sizes, lr=0.1, fused=True)
+        twin.step(4)
+        assert (twin.steps.runs, twin.steps.members) == (2, 6)
+
+
+class Vouched(optim.Optimizer):
+    """An elementwise optimizer that nobody knows: a step count in Python, one in the group, and a state made anew."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "seen": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["seen"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, nothing=None, slow=p.detach().clone())
+                state["step"] += 1
+                state["slow"] = state["slow"] * 0.5 + p.grad
+                p.add_(state["slow"], alpha=-group["lr"] / state["step"])
+
+
+def test_an_optimizer_that_the_user_vouches_for_steps_flat() -> None:
+    with fake_world(3, rank=1):
+        with pytest.raises(UsageError, match=r"Vouched is not known.*elementwise=True"):
+            Twin(Vouched)
+        twin = Twin(Vouched, elementwise=True)
+        twin.step(3)
+        assert twin.planned == 1 and 2 <= twin.steps.runs < twin.steps.members
+        assert twin.optimizers[0].param_groups[0]["seen"] == 3
+
+
+class Wrong(Vouched):
+    """It keeps one number per row."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p]["rows"] = torch.zeros(max(1, p.numel() // 2))
+
+
+def test_states_that_cannot_be_divided_are_refused() -> None:
+    with fake_world(1):
+        twin = Twin(Wrong, elementwise=True)
+        twin.gradients()
+        with pytest.raises(UsageError, match=r"keeps 'rows', a tensor of shape \(\d+,\), for \d+ elements"):
+            twin.optimizers[0].step()
+
+
+# --- what changes between two steps -----------------------------------------------------------------------------------
+
+
+def reload(optimizer: Any, parameters: Any) -> None:
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    optimizer.load_state_dict(torch.load(buffer))
+
+
+def count_on(optimizer: Any, parameters: Any) -> None:
+    for number in (1, 2):
+        optimizer.state[parameters[number]]["step"].fill_(7)
+
+
+def replace_state(optimizer: Any, parameters: Any) -> None:
+    optimizer.state[parameters[1]] = {name: 0.5 * value for name, value in optimizer.state[parameters[1]].items()}
+
+
+def replace_moment(optimizer: Any, parameters: Any) -> None:
+    optimizer.state[parameters[2]]["exp_avg"] = torch.ones_like(parameters[2])
+
+
+def edit_moment(optimizer: Any, parameters: Any) -> None:
+    optimizer.state[parameters[2]]["exp_avg"].mul_(3)
+
+
+def drop_state(optimizer: Any, parameters: Any) -> None:
+    del optimizer.state[parameters[0]]
+
+
+def drop_gradient(optimizer: Any, parameters: Any) -> None:
+    parameters[1].grad = None
+
+
+def own_gradients(optimizer: Any, parameters: Any) -> None:
+    for each in parameters[:3]:
+        each.grad = each.grad * 2
+
+
+def turned_gradient(optimizer: Any, parameters: Any) -> None:
+    square = next(p for p in parameters if p.shape == (3, 3))
+    square.grad = square.grad.t()
+
+
+def own_data(optimizer: Any, parameters: Any) -> None:
+    parameters[0].data = parameters[0].data * 2
+
+
+def another_group(optimizer: Any, parameters: Any) -> None:
+    moved = parameters[3]
+    group = optimizer.param_groups[0]
+    if len(optimizer.param_groups) == 1:
+        group["params"] = [p for p in group["params"] if p is not moved]
+        optimizer.add_param_group({"params": [moved], "lr": 0.5})
+
+
+def new_settings(optimizer: Any, parameters: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.3
+
+
+def no_epsilon(optimizer: Any, parameters: Any) -> None:
+    optimizer.param_groups[0]["eps"] = 0.0
+
+
+def foreign_state(optimizer: Any, parameters: Any) -> None:
+    optimizer.state["note"] = {"kept": 1}
+
+
+CHANGES = (
+    reload,
+    count_on,
+    replace_state,
+    replace_moment,
+    edit_moment,
+    drop_state,
+    drop_gradient,
+    own_gradients,
+    turned_gradient,
+    own_data,
+    another_group,
+    new_settings,
+    no_epsilon,
+    foreign_state,
+)
+SEEN_AT_ONCE = (edit_moment, new_settings, foreign_state)  # they change nothing that runs were found by
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
+def test_what_was_changed_is_noticed(change: Any) -> None:
+    with fake_world(1):
+        twin = Twin()
+        if change is not own_data:  # which must lie in the shard again by the next forward
+            twin.step(2)
+        twin.step(change=change)
+        assert twin.planned == 1 + (change not in SEEN_AT_ONCE) - (change is own_data)
+        twin.step(3)
+        twin.step(change=change)
+
+
+def test_parameters_that_were_stepped_less_often_step_by_themselves_until_they_have_caught_up() -> None:
+    with fake_world(1):
+        twin = Twin(blocks=1)
+        twin.step()
+        assert (twin.steps.runs, twin.steps.members) == (1, 10)
+        twin.step(change=drop_gradient)
+        assert (twin.steps.runs, twin.steps.members) == (1, 8)  # the first, of one, and those after the second
+        twin.step()
+        assert (twin.steps.runs, twin.steps.members) == (1, 8)
+
+        def catch_up(optimizer: Any, parameters: Any) -> None:
+            optimizer.state[parameters[1]]["step"].fill_(3)
+            reload(optimizer, parameters)
+
+        twin.step(change=catch_up)
+        assert (twin.steps.runs, twin.steps.members) == (1, 10)
+
+
+def test_states_are_copied_once_and_then_lie_as_their_parameters_do() -> None:
+    with fake_world(1):
+        twin = Twin(blocks=1)
+        twin.step()
+        optimizer, (parameters, _) = twin.optimizers[0], twin.parameters()
+        memory = [optimizer.state[p]["exp_avg"].data_ptr() for p in parameters]
+        twin.step(2, change=drop_gradient)
+        twin.step()  # divided into two runs, which show what the one had
+        assert [optimizer.state[p]["exp_avg"].data_ptr() for p in parameters] == memory
+        distances = [p.data_ptr() - parameters[0].data_ptr() for p in parameters]
+        assert [pointer - memory[0] for pointer in memory] == distances
+
+
+def test_frozen_parameters_and_those_of_other_models_step_as_ever() -> None:
+    with fake_world(3, rank=1):
+        others = [nn.Linear(3, 3), nn.Linear(3, 3)]
+        others[1].load_state_dict(others[0].state_dict())
+        each_with = iter(others)
+        twin = Twin(lambda parameters: optim.AdamW([*parameters, *next(each_with).parameters()]))
+        for step in range(3):
+            for model in twin.models:
+                for number, parameter in enumerate(model.parameters()):
+                    parameter.requires_grad_(step != 1 or number % 3 != 0)
+            for other in others:
+                other.weight.grad = torch.full((3, 3), 1.0 + step)
+            twin.step()
+            assert torch.equal(others[0].weight, others[1].weight) and others[0].bias.grad is None
+            assert (
+                len(twin.optimizers[0].state[others[0].weight]) == 3 and others[0].bias not in twin.optimizers[0].state
+            )
+
+
+# --- what programs see ------------------------------------------------------------------------------------------------
+
+
+def test_hooks_schedulers_and_scalers_see_the_optimizer_itself() -> None:
+    with fake_world(1):
+        twin = Twin(fused=True, sizes=((64,), (128,)), lr=0.1)
+        optimizer = twin.optimizers[0]
+        everything = list(optimizer.param_groups[0]["params"])
+        seen = []
+
+        def look(found: Any, args: Any, kwargs: Any) -> None:
+            seen.append((found, list(found.param_groups[0]["params"])))
+
+        optimizer.register_step_pre_hook(look)
+        optimizer.register_step_post_hook(look)
+        schedule = [optim.lr_scheduler.ExponentialLR(each, 0.5) for each in twin.optimizers]
+        for scale, infinite in ((2.0, 0.0), (4.0, 1.0), (2.0, 0.0)):
+            for each in twin.optimizers:  # as GradScaler does with an optimizer that is fused
+                each.grad_scale, each.found_inf = torch.tensor(scale), torch.tensor(infinite)
+            twin.step()
+            for each in schedule:
+                each.step()
+        assert len(seen) == 6 and all(found is optimizer and params == everything for found, params in seen)
+        assert optimizer.state[everything[0]]["step"].item() == 2
+        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+
+
+def test_a_step_that_fails_leaves_the_optimizer_as_programs_know_it() -> None:
+    with fake_world(1):
+        twin = Twin()
+        twin.step(2)
+        twin.gradients()
+        optimizer = twin.optimizers[0]
+        groups, lr = optimizer.param_groups, optimizer.param_groups[0]["lr"]
+        everything = list(groups[0]["params"])
+        groups[0]["lr"] = "broken"
+        with pytest.raises(TypeError):
+            optimizer.step()
+        assert optimizer.param_groups is groups and all(map(is_, groups[0]["params"], everything))
+        groups[0]["lr"] = lr
+        for each in (0, 1):
+            twin.optimizers[each].zero_grad()
+            count_on(twin.optimizers[each], twin.parameters()[each])
+
+
+def test_a_closure_steps_on_each_parameter_and_the_next_step_on_runs_again() -> None:
+    with fake_world(1):
+        twin = Twin()
+        twin.step(2)
+        for optimizer, parameters in zip(twin.optimizers, twin.parameters(), strict=True):
+
+            def closure(parameters: list[nn.Parameter] = parameters) -> float:
+                for each in parameters:
+                    each.grad = torch.ones_like(each)
+                return 1.0
+
+            optimizer.step(closure)
+            optimizer.zero_grad()
+        twin.compare()
+        twin.step(2)
+        assert twin.planned == 2 and twin.steps.runs == 2  # step counts had been changed
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_is_a_plain_optimizer_with_states_of_its_own(duplicate: Any) -> None:
+    with fake_world(1):
+        twin = Twin()
+        twin.step(2)
+        copied = duplicate(twin.optimizers[0])
+        params = copied.param_groups[0]["params"]
+        for each in params:
+            each.grad = torch.ones_like(each)
+        copied.step()
+        assert [copied.state[each]["step"].item() for each in params] == [3.0] * 20
+        twin.compare()
+
+
+def test_remove_ends_it() -> None:
+    with fake_world(1):
+        twin = Twin()
+        twin.step(2)
+        twin.steps.remove()
+        twin.step(2)
+        assert twin.planned == 1 and twin.steps.runs == 0
+        flatfsdp.step_flat(twin.optimizers[0])
+        twin.step(2)
+
+
+def test_flat_parameters_step_as_they_are() -> None:
+    with fake_world(2):
+        model: Any = FullyShardedDataParallel(Block(SIZES), use_orig_params=False, device_id=torch.device("cpu"))
+        optimizer = optim.AdamW(model.parameters())
+        steps = flatfsdp.step_flat(optimizer)
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        assert steps.runs == 0 and list(optimizer.state) == [model._flat_param]
+
+
+def test_what_cannot_step_flat_is_refused() -> None:
+    wrong: Any = "AdamW"
+    with fake_world(1):
+        with pytest.raises(ConfigTypeError, match="step_flat: optimizer"):
+            flatfsdp.step_flat(wrong)
+        parameters = list(FullyShardedDataParallel(Block(SIZES), use_orig_params=True).parameters())
+        with pytest.raises(ConfigTypeError, match="step_flat: elementwise"):
+            flatfsdp.step_flat(optim.SGD(parameters), elementwise=wrong)
+        with pytest.raises(UsageError, match=r"Adafactor is not known to treat every element by itself"):
+            flatfsdp.step_flat(optim.Adafactor(parameters))
+        with pytest.raises(UsageError, match="differentiable=True"):
+            flatfsdp.step_flat(optim.AdamW(parameters, differentiable=True))
+        optimizer = optim.AdamW(parameters)
+        flatfsdp.step_flat(optimizer)
+        with pytest.raises(UsageError, match="already steps flat"):
+            flatfsdp.step_flat(optimizer)
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_few_calls_for_each_parameter() -> None:
+    calls = {}
+    with fake_world(2):
+        for count in (50, 100):
+            twin = Twin(blocks=2, sizes=((8,),) * count)
+            twin.step(2)
+            twin.gradients()
+            calls[count] = [calls_of(optimizer.step) for optimizer in twin.optimizers]
+            assert twin.planned == 1
+    flat, single = ((calls[100][each] - calls[50][each]) / 100 for each in (0, 1))
+    assert flat <= 1, f"{flat} calls of Python functions for each parameter; {single} without step_flat"
+    assert single > 3
+
+
+def bytes_of_states(flat: bool, make: Callable[[Any], Any]) -> tuple[int, int]:
+    """What an optimizer's first two steps leave behind, and their peak."""
+    with fake_world(1), Recording() as recording:
+        model: Any = FullyShardedDataParallel(
+            Block(((32, 32),) * 20), use_orig_params=True, device_id=torch.device("cpu")
+        )
+        optimizer = make(model.parameters())
+        if flat:
+            flatfsdp.step_flat(optimizer)
+        model(torch.ones(2)).sum().backward()
+        recording.mark("before")
+        optimizer.step()
+        optimizer.step()
+        gc.collect()
+        recording.mark("after")
+    usage = recording.between("before", "after")
+    return usage.end - usage.start, usage.peak - usage.start
+
+
+@pytest.mark.parametrize("make", [optim.AdamW, optim.Adagrad], ids=["AdamW", "states from before"])
+def test_states_take_the_memory_that_they_took(make: Any) -> None:
+    (single, _), (flat, peak) = (bytes_of_states(each, make) for each in (False, True))
+    assert abs(flat - single) <= 4 * (20 + 1) * 2  # step counts: of each parameter, and of the run
+    assert peak - max(flat, 0) <= 20 * 32 * 32 * 4 * 4  # temporaries as long as the run
