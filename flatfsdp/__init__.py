@@ -32,7 +32,7 @@ from .step_flat import FlatSteps, step_flat
 from .summary import Stats, UnitSummary, stats, summary, whole_shapes
 from .uneven import join
 from .waits import set_wait
-from .watch import waiting_for_ranks
+from .watch import failing_together, waiting_for_ranks
 
 __version__ = "0.1.0"
 
@@ -63,6 +63,7 @@ __all__ = [
     "check_replicas",
     "detect_nonfinite",
     "ensure_unit_participation",
+    "failing_together",
     "inference",
     "join",
     "keep_host_memory",

@@ -36,6 +36,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -76,6 +77,15 @@ class Watched(Protocol):
 
 
 @dataclass(frozen=True)
+class Failure:
+    """A rank that failed, by an exception, in a block of code that all ranks run."""
+
+    block: str
+    rank: int
+    words: str
+
+
+@dataclass(frozen=True)
 class Wait:
     """Where this rank waits for `ranks` before a model's first iteration, or in a call between iterations."""
 
@@ -102,6 +112,9 @@ class Watch:
         self._closed = False
         self._store_is_gone = False
         self._waits: dict[int, Wait] = {}  # by thread
+        self._blocks: Counter[str] = Counter()  # how many of a name were entered: ranks count alike
+        self._inside: list[str] = []  # of blocks, those that the main thread is in
+        self._failures: list[Failure] = []  # of other ranks, in blocks that this one may be in
         self._next_roll = 0.0  # seconds into a wait of the kind above, at which to ask again
         self._reported: float | None = None  # since when the wait lasts that was reported
         self._asked: Callable[[], Any] | None = None  # the main thread lost a connection, and waits until this is true
@@ -141,6 +154,34 @@ class Watch:
                 self._waits[thread] = before
             else:
                 self._waits.pop(thread, None)
+            self._wake.set()
+
+    @contextlib.contextmanager
+    def failing_together(self, what: str) -> Iterator[Callable[[BaseException], None]]:
+        """The enclosed block is run by all ranks: where one fails in it, those that wait for it there fail, too."""
+        self._blocks[what] += 1
+        block = f"{what}, number {self._blocks[what]}"
+        told = False
+
+        def tell(error: BaseException) -> None:
+            nonlocal told
+            if told or isinstance(error, AgreementError):  # of that all ranks hear by other ways
+                return
+            told = True
+            with contextlib.suppress(RuntimeError):  # the store is gone; what is under way matters more
+                words = f"failed in {what} with {in_words(error)}"
+                self.board.sound(json.dumps(["failed", block, self._rank, words]))
+
+        with self._lock:
+            self._inside.append(block)
+            self._start()
+        try:
+            yield tell
+        except BaseException as error:
+            tell(error)
+            raise
+        finally:
+            self._inside.remove(block)
             self._wake.set()
 
     def explain(self, error: BaseException, otherwise: Callable[[], Any] = lambda: None) -> AgreementError:
@@ -200,7 +241,7 @@ class Watch:
 
     def _wanted(self) -> bool:
         with self._lock:
-            if (self._watched or self._waits) and not self._closed:
+            if (self._watched or self._waits or self._inside) and not self._closed:
                 return True
             self._thread = None
             return False
@@ -208,6 +249,7 @@ class Watch:
     def look(self) -> None:
         """Hear what is new, and say what is to be said."""
         self._hear()
+        self._judge_failures()
         for number, result in self._calls.results():
             self._follow(number, result)
         purpose = self._suspicion()
@@ -230,6 +272,8 @@ class Watch:
                 self._calls.hear(number, by, purpose, self._answer())
             elif kind == "ended":
                 ended += rest
+            elif kind == "failed":
+                self._failures.append(Failure(*rest))
             else:
                 self._open.append(alarm)
         watched = list(self._watched)
@@ -238,6 +282,15 @@ class Watch:
             obituary = Obituary.read(self.board, number)
             if obituary is not None and obituary.rank != self._rank:
                 self._lose([obituary], leave=functools.partial(self._calls.let_all_read, f"ended/{number}"))
+
+    def _judge_failures(self) -> None:
+        """Does this rank wait, in a block, for one that failed there? All may fail alike, each in its time."""
+        self._failures = [each for each in self._failures if each.block in self._inside and each.rank != self._rank]
+        if self._failures and time.monotonic() - self._waited()[0] > ANSWER * self._calls.period:
+            told = "; ".join(f"rank {each.rank} {each.words}" for each in self._failures)
+            ranks = [each.rank for each in self._failures]
+            self._failures = []
+            self._fail(AgreementError(f"{told}. The others cannot go on without it"), ranks)
 
     def _waited(self) -> tuple[float, Wait | None]:
         """Since when this process waits (infinity if it does not), and the wait that was announced, if one was."""
@@ -431,6 +484,34 @@ def expecting(ranks: Sequence[int], what: str) -> contextlib.AbstractContextMana
     if len(ranks) == 1 or "fake" in str(dist.get_backend_config()):
         return contextlib.nullcontext()
     return current_watch().waiting(ranks, what)
+
+
+def failing_together(what: str) -> contextlib.AbstractContextManager[Callable[[BaseException], None]]:
+    """A context for what all ranks run: an exception on one of them, which leaves it, reaches those that wait for it.
+
+    For programs that catch exceptions and live on, a notebook say; of one that ends a process the others hear anyway.
+    The rank that fails raises what it has. Another one, if it is inside, too, and has been waiting for some seconds in
+    a collective (of a model, or of the program's in `waiting_for_ranks`), prints an `AgreementError` with that rank and
+    its exception, and raises it from the next step of its model. Where nothing wakes it, its process ends. Ranks that
+    all fail, in whatever way, raise each their own.
+
+    Enter it equally often on all ranks. Nothing is communicated unless one fails.
+
+    Args:
+        what: a name for it, the same on all ranks; completes "rank 0 failed in ...".
+
+    Returns:
+        What `with ... as tell` gives: `tell(error)` tells of an exception that is still to be raised.
+
+    Example:
+        >>> import flatfsdp
+        >>> with flatfsdp.failing_together("the evaluation"):
+        ...     pass  # forwards, and what is made of their outputs
+    """
+    alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    if alone or "fake" in str(dist.get_backend_config()):
+        return contextlib.nullcontext(lambda error: None)
+    return current_watch().failing_together(what)
 
 
 @contextlib.contextmanager

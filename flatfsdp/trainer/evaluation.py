@@ -22,11 +22,13 @@ def evaluate(
     *,
     world: World,
     stop: StopRequest,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], int]:
     """Mean loss over the tokens of all ranks' `batches`, equally many on each, and the number of these tokens.
 
-    Collective; the same on all ranks. Empty when any rank was asked to stop meanwhile. The model is left in the mode,
-    training or not, that it was in.
+    Collective; the same on all ranks. The model is left in the mode, training or not, that it was in.
+
+    Returns:
+        The two, and 0; or nothing, and who asked some rank to stop meanwhile ([Note: stopping]).
     """
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)
     was_training = model.training
@@ -35,8 +37,8 @@ def evaluate(
     try:
         with torch.no_grad():
             for microbatch in batches:
-                if asked is not None and asked.by_anyone():
-                    return {}
+                if asked is not None and (stopped_by := asked.by_anyone()):
+                    return {}, stopped_by
                 asked = _Asked(stop, world)
                 sums[0] += loss_of(microbatch, objective, model, world)
                 sums[1] += weight_of(microbatch, objective)
@@ -45,7 +47,7 @@ def evaluate(
     with waiting_for_ranks():
         dist.all_reduce(sums)
     loss, weight = sums.tolist()
-    return {"eval_loss": loss / max(weight, 1.0), "eval_tokens": weight}
+    return {"eval_loss": loss / max(weight, 1.0), "eval_tokens": weight}, 0
 
 
 class _Asked:
@@ -55,8 +57,9 @@ class _Asked:
         self._most = torch.tensor(float(stop.number), device=world.device)
         self._work = dist.all_reduce(self._most, dist.ReduceOp.MAX, async_op=True)
 
-    def by_anyone(self) -> bool:
+    def by_anyone(self) -> int:
+        """0, or the highest number of a request."""
         if self._work is not None:
             with waiting_for_ranks():
                 self._work.wait()
-        return bool(self._most)
+        return int(self._most)

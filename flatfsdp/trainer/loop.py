@@ -16,6 +16,7 @@ from flatfsdp.trainer.data_loading import Step
 from flatfsdp.trainer.gradients import add_gradients
 from flatfsdp.trainer.optimisation import CourseLR
 from flatfsdp.trainer.pulse import Beat, Pulse
+from flatfsdp.trainer.ranks import LocalFailure
 from flatfsdp.trainer.reports import Footprint, Result, StepReport
 
 if TYPE_CHECKING:
@@ -55,31 +56,40 @@ class Loop:
         self._communication: dict[str, tuple[int, int]] = {}
         self._losses: list[float] = []  # of the first step, and of the last
         self.stopped_by = 0
+        self._failure: LocalFailure | None = None  # that the other ranks do not know of yet
 
     def run(self) -> None:
         """Take the steps that the limits allow. Collective."""
         trainer, training, progress = self._trainer, self._trainer.training, self._trainer.progress
         trainer.model.train()
+        if progress.step and self._is_due(training.eval_every) and progress.evaluated < progress.step:
+            self.stopped_by = trainer.evaluate_once()  # the run before was stopped in its place
+            if not self.stopped_by:
+                trainer.save_once()
         on_its_way: _Taken | None = None
         while self._done(progress.step) < 1 and not self.stopped_by:
-            step = trainer.loader.next_step()
+            step = trainer.loader.next_step(self._failure)
             if step is None:
                 break
             taken = self._take(step)
             if on_its_way is not None:
                 self._arrive(on_its_way)
             on_its_way = taken
-            evaluates = training.eval_every is not None and progress.step % training.eval_every == 0
-            saves = training.save_every is not None and progress.step % training.save_every == 0
+            evaluates, saves = self._is_due(training.eval_every), self._is_due(training.save_every)
             if evaluates or saves:
                 self._arrive(on_its_way)
                 on_its_way = None
+                trainer.share(self._failure)
                 if evaluates and not self.stopped_by:
-                    trainer.evaluate()
+                    self.stopped_by = trainer.evaluate_once()
                 if saves:
                     trainer.save()
         if on_its_way is not None:
             self._arrive(on_its_way)
+        trainer.share(self._failure)
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self._trainer.progress.step % every == 0
 
     def result(self) -> Result:
         """What the run came to."""
@@ -116,17 +126,9 @@ class Loop:
             trainer.scaler.unscale_(trainer.optimizer)
             grad_norm = trainer.model.clip_grad_norm_(trainer.training.clip)
         lr = trainer.optimizer.param_groups[0]["lr"]
-        trainer.scaler.step(trainer.optimizer)
-        trainer.scaler.update()
-        if self.taken <= SETTLING_STEPS:  # the same in all that follow: it goes through all modules and states
-            self._footprint = Footprint.measure(self._stats, trainer.optimizer)
-            self._communication = self._stats.comm
-        trainer.optimizer.zero_grad(set_to_none=True)
+        self._failure = trainer.attempt("the step of its optimizer and scheduler", self._update)
         trainer.progress.step += 1
         self.taken += 1
-        if isinstance(trainer.scheduler, CourseLR):
-            trainer.scheduler.done = self._done(trainer.progress.step)  # of a run that is limited by the clock
-        trainer.scheduler.step()
         pulse = Pulse(
             loss,
             step.weight,
@@ -137,6 +139,19 @@ class Loop:
         )
         ids = tuple(each for microbatch in step.microbatches for each in microbatch.ids)
         return _Taken(trainer.progress.step, pulse, lr, grad_norm, self._footprint, ids)
+
+    def _update(self) -> None:
+        """What a step ends with once its gradients are there: the optimizer's own step, and the scheduler's."""
+        trainer = self._trainer
+        trainer.scaler.step(trainer.optimizer)
+        trainer.scaler.update()
+        if self.taken <= SETTLING_STEPS:  # the same in all that follow: it goes through all modules and states
+            self._footprint = Footprint.measure(self._stats, trainer.optimizer)
+            self._communication = self._stats.comm
+        trainer.optimizer.zero_grad(set_to_none=True)
+        if isinstance(trainer.scheduler, CourseLR):
+            trainer.scheduler.done = self._done(trainer.progress.step + 1)  # of a run that is limited by the clock
+        trainer.scheduler.step()
 
     def _arrive(self, taken: _Taken) -> None:
         """The numbers of a step have come from all ranks."""
@@ -161,7 +176,7 @@ class Loop:
                 footprint=taken.footprint,
                 ids=taken.ids,
             )
-            trainer.call("on_step", report)
+            self._failure = self._failure or trainer.attempt_callbacks("on_step", report)
 
     def _speed(self) -> float:
         progress = self._trainer.progress

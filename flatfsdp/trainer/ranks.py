@@ -10,20 +10,39 @@ import os
 import socket
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from flatfsdp import waiting_for_ranks
-from flatfsdp.errors import CheckpointError, ConfigValueError, FlatFSDPError
+from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError, FlatFSDPError
 
-__all__ = ["Ranks", "node"]
+__all__ = ["LocalFailure", "Ranks", "node"]
 
 T = TypeVar("T")
 
 # A group that only accelerators communicate over gets one beside it that the host does: one, whoever asks.
 _on_host: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class LocalFailure:
+    """An exception of this rank's that is raised once the others know of it.
+
+    Attributes:
+        doing: at what it was raised, to follow "failed in".
+    """
+
+    doing: str
+    error: Exception
+
+    @property
+    def words(self) -> str:
+        """What the others are told."""
+        return f"{self.doing} with {type(self.error).__name__}: {self.error}"
 
 
 class Ranks:
@@ -91,6 +110,22 @@ class Ranks:
             told = "; ".join(f"rank {rank}: {said}" for rank, said in failed.items())
             raise CheckpointError(f"{doing}: {told}") from failure
         return [value for value, _ in answers]
+
+    def share(self, failure: LocalFailure | None) -> None:
+        """Go on where no rank has a `failure`. Collective.
+
+        Raises:
+            Exception: this rank's own, as it was raised.
+            AgreementError: on the other ranks, where some have one.
+        """
+        told: list[str | None] = []
+        with nullcontext() if failure is None else suppress(AgreementError):  # the others have ended: that is less
+            told = self.values(None if failure is None else failure.words)
+        if failure is not None:
+            raise failure.error
+        failed = [f"rank {rank} failed in {words}" for rank, words in enumerate(told) if words is not None]
+        if failed:
+            raise AgreementError(f"{'; '.join(failed)}. The others cannot go on without it")
 
     def members(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
         """The numbers of a group's ranks among these, in order. No communication.

@@ -96,11 +96,13 @@ class Progress:
         step: steps taken.
         tokens: trained on, as the objective counts, up to the last step whose numbers have arrived.
         seconds: of training, by rank 0's clock, up to the same.
+        evaluated: after which step the last evaluation was; -1 for none.
     """
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    evaluated: int = -1
 
     def copy(self) -> Progress:
         return Progress(**vars(self))

@@ -4,6 +4,11 @@
 position in the data, progress, random numbers of each rank, callbacks. A run that goes on takes the samples that come
 next in the order of the whole run, whatever number of ranks there are now. On as many ranks as before it does exactly
 what it would have done; on another number sums are made in another order, and random numbers start anew.
+
+[Note: failing alone] Where all ranks raise, each has its exception. Where one raises alone, in a callback, an optimizer
+or a scheduler, it takes part in the next exchange that there is in any case, and says so in it: all raise then, without
+one more exchange per step. In an objective it may have left the others in the middle of a model: they hear of it from
+the engine (`flatfsdp.failing_together`), and those that nothing wakes end their process.
 """
 
 from __future__ import annotations
@@ -11,8 +16,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +40,7 @@ from flatfsdp.trainer.model.hugging_face import files_of
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.objectives.objectives import Objective, fused, objective_for
 from flatfsdp.trainer.optimisation import CourseLR, make_optimizer, make_scheduler, options_kept
-from flatfsdp.trainer.ranks import Ranks
+from flatfsdp.trainer.ranks import LocalFailure, Ranks
 from flatfsdp.trainer.reports import Progress, Result
 from flatfsdp.trainer.settings.factories import resolve
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
@@ -88,85 +94,89 @@ class Trainer:
         self.world = World.join(training.device)
         self.output = Path(training.output)
         self.progress = Progress()
-
-        check_run(training, task, self.fsdp)
-        check_options(task)
-        seed_all(training.seed)  # the same weights on all ranks, whatever draws them
-        plain = make(task, "model")
-        self.parameters = sum(parameter.numel() for parameter in plain.parameters())
-        self._files = files_of(plain, make(task, "tokenizer"))
-        # A model that was made elsewhere has whatever values each rank drew for it.
-        fsdp = dataclasses.replace(self.fsdp, sync_module_states=self.fsdp.sync_module_states or plain is task.model)
-        self.model = shard(plain, fsdp, device=self.world.device)
-        self.objective: Objective = make(task, "objective") or objective_for(plain)
-        if training.fused_loss:
-            self.objective = fused(self.objective, self.model)
-        self.optimizer = make_optimizer(self.model, training)
-        self.scaler = ShardedGradScaler(self.world.device.type, enabled=self.fsdp.scales_losses)
-        self._collate = resolve(task.collate, argument="collate")
-        self._eval_data = make(task, "eval_data")
-        self.loader = Loader(
-            make(task, "train_data"),
-            batch=training.batch,
-            accumulate=training.accumulate,
-            global_batch=training.global_batch,
-            collate=self._collate,
-            weigh=self.objective.weight,
-            shuffle=training.shuffle,
-            seed=training.seed,
-            epochs=1 if training.is_unlimited else training.epochs,
-            drop_last=training.drop_last,
-            mode=training.data_mode,
-            workers=training.workers,
-        )
-        self.scheduler = make_scheduler(self.optimizer, training, self.planned_steps())
-        self.manager = CheckpointManager(
-            self.output,
-            keep_last=training.keep_last,
-            keep_best=training.keep_best,
-            best_by=training.best_by,
-            best_mode=training.best_mode,
-            asynchronous=training.save_async,
-            format=training.save_format,
-            per_node=training.save_on_each_node,
-        )
         self.stop = StopRequest()
-        self.metrics: dict[str, float] = {}
-        self.checkpoint: Path | None = None
-        self._evaluated_at = self._saved_at = -1  # steps
-        seed_all(training.seed + 1 + self.world.rank)  # dropout differs between ranks
+        self._tell: Callable[[BaseException], None] = lambda error: None
+        self._ranks = Ranks()
+        with flatfsdp.failing_together("making the trainer"):
+            check_run(training, task, self.fsdp)
+            check_options(task)
+            seed_all(training.seed)  # the same weights on all ranks, whatever draws them
+            plain = make(task, "model")
+            self.parameters = sum(parameter.numel() for parameter in plain.parameters())
+            self._files = files_of(plain, make(task, "tokenizer"))
+            # A model that was made elsewhere has whatever values each rank drew for it.
+            fsdp = dataclasses.replace(
+                self.fsdp, sync_module_states=self.fsdp.sync_module_states or plain is task.model
+            )
+            self.model = shard(plain, fsdp, device=self.world.device)
+            self.objective: Objective = make(task, "objective") or objective_for(plain)
+            if training.fused_loss:
+                self.objective = fused(self.objective, self.model)
+            self.optimizer = make_optimizer(self.model, training)
+            self.scaler = ShardedGradScaler(self.world.device.type, enabled=self.fsdp.scales_losses)
+            self._collate = resolve(task.collate, argument="collate")
+            self._eval_data = make(task, "eval_data")
+            self.loader = Loader(
+                make(task, "train_data"),
+                batch=training.batch,
+                accumulate=training.accumulate,
+                global_batch=training.global_batch,
+                collate=self._collate,
+                weigh=self.objective.weight,
+                shuffle=training.shuffle,
+                seed=training.seed,
+                epochs=1 if training.is_unlimited else training.epochs,
+                drop_last=training.drop_last,
+                mode=training.data_mode,
+                workers=training.workers,
+            )
+            self.scheduler = make_scheduler(self.optimizer, training, self.planned_steps())
+            self.manager = CheckpointManager(
+                self.output,
+                keep_last=training.keep_last,
+                keep_best=training.keep_best,
+                best_by=training.best_by,
+                best_mode=training.best_mode,
+                asynchronous=training.save_async,
+                format=training.save_format,
+                per_node=training.save_on_each_node,
+            )
+            self.metrics: dict[str, float] = {}
+            self.checkpoint: Path | None = None
+            self._saved_at = -1  # step
+            seed_all(training.seed + 1 + self.world.rank)  # dropout differs between ranks
 
     def train(self) -> Result:
         """Train to the end that the settings give, from the checkpoint that they name, if they do.
 
-        SIGTERM, SIGINT and SIGUSR1 end it within three steps, with a checkpoint ([Note: stopping]).
+        SIGTERM, SIGINT and SIGUSR1 end it within three steps, with a checkpoint ([Note: stopping]). An evaluation that
+        is due then is made up for when the run goes on, and the checkpoint saved again, with its metrics.
 
         Raises:
+            Exception: what a callback, the objective, the optimizer or the scheduler raised on this rank.
+            AgreementError: another rank raised such an exception ([Note: failing alone]).
             CheckpointError: on every rank: the checkpoint is not there or does not fit, or one could not be saved.
             ConfigValueError: the run's folder has checkpoints, and this run goes on from none of them; there is nothing
                 to train on, or no end that the course of the learning rate could know of.
         """
         looking = flatfsdp.detect_nonfinite(self.model) if self.training.detect_nonfinite else nullcontext()
-        with self.stop.listening(), looking:
-            self._check_folder()
-            self.resume()
-            self._check_course()
-            self.call("on_begin")
-            loop = Loop(self)
-            loop.run()
-            if self.training.eval_at_end and loop.taken and not loop.stopped_by:
-                self._evaluate_at_end(loop)
-            if (self.training.save_at_end or loop.stopped_by) and self._saved_at < self.progress.step:
-                self.save()
-            self.manager.finish()
-        self.loader.close()
-        result = loop.result()
-        self.call("on_end", result)
+        with flatfsdp.failing_together("training") as self._tell:
+            with self.stop.listening(), looking:
+                self._check_folder()
+                self.resume()
+                self._check_course()
+                self.call("on_begin")
+                loop = Loop(self)
+                loop.run()
+                if self.training.eval_at_end and not loop.stopped_by:
+                    loop.stopped_by = self.evaluate_once()
+                if self.training.save_at_end or loop.stopped_by:
+                    self.save_once()
+                self.manager.finish()
+            self.loader.close()
+            result = loop.result()
+            self.call("on_end", result)
         return result
-
-    def _evaluate_at_end(self, loop: Loop) -> None:
-        if self._eval_data is not None and self._evaluated_at < self.progress.step and not self.evaluate():
-            loop.stopped_by = max(row[0] for row in Ranks().tell("ending", lambda: (self.stop.number,)))
 
     def resume(self) -> None:
         """Go on from the checkpoint that `training.resume` names; `train` begins with it.
@@ -196,8 +206,15 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Mean loss over the data to evaluate on, and the tokens in it; empty where there is none, or when the run was
         asked to stop meanwhile. Callbacks learn of it, and the next checkpoint has it."""
+        return self._evaluate()[0]
+
+    def evaluate_once(self) -> int:
+        """Evaluate what has not been evaluated since the last step; 0, or who asked to stop meanwhile."""
+        return self._evaluate()[1] if self.progress.evaluated < self.progress.step else 0
+
+    def _evaluate(self) -> tuple[dict[str, float], int]:
         if self._eval_data is None:
-            return {}
+            return {}, 0
         training = self.training
         batches = evaluation(
             self._eval_data,
@@ -207,11 +224,12 @@ class Trainer:
             mode=training.data_mode,
             workers=training.workers,
         )
-        metrics = evaluate(self.model, batches, self.objective, world=self.world, stop=self.stop)
+        metrics, stopped_by = evaluate(self.model, batches, self.objective, world=self.world, stop=self.stop)
         if metrics:
-            self.metrics, self._evaluated_at = metrics, self.progress.step
+            self.metrics, self.progress.evaluated = metrics, self.progress.step
+            self._saved_at = -1  # a checkpoint of this step is without the metrics
             self.call("on_evaluation", metrics)
-        return metrics
+        return metrics, stopped_by
 
     def measure(self) -> int:
         """Take forwards and backwards of the next step's samples, which are consumed then, and forget the gradients.
@@ -237,28 +255,61 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             components=self._components(),
-            metrics=self.metrics if self._evaluated_at == self.progress.step else {},
+            metrics=self.metrics if self.progress.evaluated == self.progress.step else {},
             files=self._files,
         )
         self.checkpoint, self._saved_at = saved.path, self.progress.step
         self.call("on_save", saved.path, saved.stall_seconds)
         return saved.path
 
+    def save_once(self) -> None:
+        """Save where there is no checkpoint of all that is known after the last step."""
+        if self._saved_at < self.progress.step:
+            self.save()
+
     def export(self, folder: str | Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> None:
         """Write the model, with its configuration and tokenizer where it has them, as a folder that `from_pretrained`
         of transformers loads; floating-point values as `dtype`."""
         checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite)
         files = self._files if self.world.leads else None
-        Ranks().tell(f"exporting to {folder}", lambda: None if files is None else files(Path(folder)))
+        self._ranks.tell(f"exporting to {folder}", lambda: None if files is None else files(Path(folder)))
 
     def ask_to_stop(self) -> None:
         """End the run within three steps, on all ranks, as a signal would; any rank may ask."""
         self.stop.ask()
 
     def call(self, event: str, *values: Any) -> None:
-        """Call the method `event` of all callbacks."""
+        """Call the method `event` of all callbacks.
+
+        Raises:
+            Exception: what one of them raised here; AgreementError, with the rank and its exception, on the others.
+        """
+        self.share(self.attempt_callbacks(event, *values))
+
+    def attempt_callbacks(self, event: str, *values: Any) -> LocalFailure | None:
+        """The same without an exchange: what one of them raised, which is to be shared."""
         for callback in self.callbacks:
-            getattr(callback, event)(self, *values)
+            work = partial(getattr(callback, event), self, *values)
+            if failure := self.attempt(f"{type(callback).__name__}.{event}", work):
+                return failure
+        return None
+
+    def attempt(self, doing: str, work: Callable[[], object]) -> LocalFailure | None:
+        """Do `work`; what it raised, which is to be shared."""
+        try:
+            work()
+        except Exception as error:
+            self._tell(error)
+            return LocalFailure(doing, error)
+        return None
+
+    def share(self, failure: LocalFailure | None) -> None:
+        """Go on where no rank has a `failure`. Collective.
+
+        Raises:
+            Exception: this rank's own; AgreementError on the others.
+        """
+        self._ranks.share(failure)
 
     def planned_steps(self) -> int | None:
         """How many steps the run has in all; None where only time or the data ends it."""

@@ -339,6 +339,25 @@ def test_a_stop_in_the_last_evaluation_is_told(run: Run, tmp_path: Path) -> None
         assert found["left"] == ["step-00000006"]
 
 
+@pytest.mark.parametrize(("every", "asked_at", "stopped_at"), [(3, 3, 3), (6, 3, 6)], ids=["in it", "before it"])
+def test_an_evaluation_that_a_stop_prevented_is_made_up_for(
+    run: Run, tmp_path: Path, every: int, asked_at: int, stopped_at: int
+) -> None:
+    given = {"epochs": 2, "eval_every": every, "keep_best": 1, "keep_last": 9, "resume": "latest"}
+    whole, *_ = run(2, run_with, tmp_path / "whole", given)
+    output = tmp_path / "parts"
+    first, *_ = run(2, run_with, output, given, partial(stop_after, asked_at))
+    assert (first["evaluations"], first["left"]) == ([], [f"step-{stopped_at:08}"])
+    second, *_ = run(2, run_with, output, given)
+    assert second["evaluations"] == whole["evaluations"]
+    assert second["saves"][0] == f"step-{stopped_at:08}", "with its metrics it may be the best"
+    evaluations = [
+        [(row["step"], row["eval_loss"]) for row in read_metrics(path / "metrics.jsonl") if "eval_loss" in row]
+        for path in (tmp_path / "whole", output)
+    ]
+    assert evaluations[0] == evaluations[1]
+
+
 def test_a_run_that_is_over_has_nothing_to_evaluate_once_more(run: Run, tmp_path: Path) -> None:
     given = {"eval_at_end": True, "save_at_end": True, "resume": "latest"}
     (first, _), (second, _) = (run(2, run_with, tmp_path, given) for _ in range(2))

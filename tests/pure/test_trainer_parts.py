@@ -161,6 +161,21 @@ def test_a_run_that_goes_on_has_each_step_once_in_its_log(tmp_path: Path) -> Non
     }  # fmt: skip
 
 
+def test_an_evaluation_that_comes_again_is_there_once(tmp_path: Path) -> None:
+    """It was made after the checkpoint of its step."""
+    first, trainer = MetricsLog(), a_trainer(tmp_path, step=2)
+    first.on_begin(trainer)
+    first.on_step(trainer, a_report(2))
+    first.on_evaluation(trainer, {"eval_loss": 1.0})
+    for evaluated, there in ((2, 2), (-1, 1)):
+        resumed = a_trainer(tmp_path, step=2)
+        resumed.progress.evaluated = evaluated
+        again = MetricsLog()
+        again.on_begin(resumed)
+        again.on_end(resumed, None)  # type: ignore[arg-type]
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == there
+
+
 def test_other_ranks_log_nothing(tmp_path: Path) -> None:
     log, trainer = MetricsLog(), a_trainer(tmp_path, rank=1)
     log.on_begin(trainer)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from flatfsdp.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from flatfsdp.trainer.reports import Result, StepReport
+    from flatfsdp.trainer.reports import Progress, Result, StepReport
     from flatfsdp.trainer.trainer import Trainer
 
 NAME = "metrics.jsonl"
@@ -33,8 +33,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class MetricsLog(Callback):
     """Write `metrics.jsonl` into the run's folder, by rank 0.
 
-    A run that goes on from a checkpoint drops the rows of the steps after it, which are taken again: each step is there
-    once. Losses are in the objective's units (nats per token), times in seconds of training, sizes in bytes.
+    A run that goes on from a checkpoint drops the rows of what came after it, which comes again: each step is there
+    once, and each evaluation. Losses are in the objective's units (nats per token), times in seconds of training,
+    sizes in bytes.
 
     Args:
         every: of so many steps one has a row.
@@ -48,7 +49,7 @@ class MetricsLog(Callback):
         if not trainer.world.leads:
             return
         path = trainer.output / NAME
-        rows = [row for row in read_metrics(path) if row["step"] <= trainer.progress.step]
+        rows = [row for row in read_metrics(path) if _is_before(row, trainer.progress)]
         fresh = path.with_suffix(".new")
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
@@ -73,3 +74,10 @@ class MetricsLog(Callback):
     def _write(self, row: Mapping[str, Any]) -> None:
         if self._file is not None:
             self._file.write(f"{json.dumps(row)}\n")
+
+
+def _is_before(row: Mapping[str, Any], progress: Progress) -> bool:
+    is_evaluation = "loss" not in row and "checkpoint" not in row
+    if is_evaluation and row["step"] == progress.step:
+        return progress.evaluated == progress.step
+    return bool(row["step"] <= progress.step)

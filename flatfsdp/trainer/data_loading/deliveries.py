@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flatfsdp import waiting_for_ranks
 from flatfsdp.errors import AgreementError, ranks_in_words
+from flatfsdp.trainer.ranks import LocalFailure
 
 from .packing import pack, unpack
 from .ranks import LoadingRanks
@@ -32,10 +33,14 @@ FAILED = -2
 class Delivery(Protocol):
     """Where a rank gets its part of step after step."""
 
-    def next(self) -> Part | None:
+    def next(self, local: LocalFailure | None = None) -> Part | None:
         """This rank's part of the next step, with the weight of the whole; None on all ranks at the end. Collective.
 
+        Args:
+            local: what this rank has failed at since the last step. Where data are at their end it is not told.
+
         Raises:
+            Exception: the `local` failure's own; AgreementError on the other ranks.
             DataError: on all ranks: some rank could not read.
             AgreementError: on all ranks: they read different data.
             LostRankError: another rank has ended.
@@ -54,11 +59,13 @@ class Sharded:
         self._ranks = ranks
         self._parts = open_parts(range(ranks.rank, ranks.rank + 1))
 
-    def next(self) -> Part | None:
-        part, failure = _attempt(self._parts)
-        own = FAILED if failure is not None else END if part is None else part.after.position
+    def next(self, local: LocalFailure | None = None) -> Part | None:
+        part, failure = (None, None) if local is not None else _attempt(self._parts)
+        failed = failure is not None or local is not None
+        own = FAILED if failed else END if part is None else part.after.position
         found, weights = zip(*self._ranks.rows(own, 0 if part is None else part.weight), strict=True)
         if FAILED in found:
+            self._ranks.share(local)
             _tell(self._ranks, failure)
         if len(set(found)) > 1:
             raise AgreementError(_difference(found))
@@ -97,16 +104,17 @@ class Dispatch:
         self._parts = open_parts(range(ranks.world)) if ranks.rank == 0 else iter(())
         self._coming: _Coming | None = None
 
-    def next(self) -> Part | None:
+    def next(self, local: LocalFailure | None = None) -> Part | None:
         coming = self._coming = self._coming or self._send_ahead(None)
         if coming.size == END:
             return None
         if coming.size == FAILED:
+            self._ranks.share(local)
             _tell(self._ranks, coming.failure)
         with waiting_for_ranks():
             coming.work.wait()
         arrived, problem = (coming.part, None) if coming.message is None else _attempt(map(unpack, [coming.message]))
-        self._coming = self._send_ahead(problem)
+        self._coming = self._send_ahead(problem, local)
         return arrived
 
     def close(self) -> None:
@@ -115,12 +123,13 @@ class Dispatch:
                 self._coming.work.wait()
         self._coming, self._parts = None, iter(())
 
-    def _send_ahead(self, problem: Failure | None) -> _Coming:
+    def _send_ahead(self, problem: Failure | None, local: LocalFailure | None = None) -> _Coming:
         """Read and send the next step, once no rank has a `problem` with the one before. Collective."""
         part, failure, messages = self._read_ahead() if self._ranks.rank == 0 else (None, None, [])
         size = FAILED if failure is not None else max((message.numel() for message in messages), default=END)
-        rows = self._ranks.rows(FAILED if problem is not None else 0, size)
+        rows = self._ranks.rows(FAILED if problem is not None or local is not None else 0, size)
         if any(outcome == FAILED for outcome, _ in rows):
+            self._ranks.share(local)
             _tell(self._ranks, problem)
         size = rows[0][1]
         if size < 0:

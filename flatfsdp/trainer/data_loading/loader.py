@@ -20,6 +20,7 @@ from flatfsdp.errors import (
     ranks_in_words,
     shown,
 )
+from flatfsdp.trainer.ranks import LocalFailure
 
 from .deliveries import Delivery, Dispatch, Sharded
 from .maps import MapParts
@@ -153,10 +154,15 @@ class Loader:
         total = self._plan.total(self._extent.length)
         return self._steps(total).left(self.position)
 
-    def next_step(self) -> Step | None:
+    def next_step(self, local: LocalFailure | None = None) -> Step | None:
         """This rank's part of the next step; None on all ranks once there is none. Collective.
 
+        Args:
+            local: what this rank has failed at since the last step, outside of the loader: with it, all ranks raise,
+                unless there is no next step. It costs no exchange besides that of every step.
+
         Raises:
+            Exception: the `local` failure's own; AgreementError on the other ranks.
             DataError: on all ranks: a sample could not be read, put together, or sent. The position stays where it was.
             AgreementError: on all ranks: an iterable dataset gives them different samples.
             LostRankError: another rank has ended.
@@ -167,7 +173,7 @@ class Loader:
             dispatches = self._plan.mode == "dispatch" and self._ranks.world > 1
             self._delivery = (Dispatch if dispatches else Sharded)(self._open, self._ranks)
         try:
-            part = self._delivery.next()
+            part = self._delivery.next(local)
         except Exception:
             with suppress(LostRankError):  # the error that is there says more
                 self.close()
