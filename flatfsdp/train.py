@@ -44,6 +44,7 @@ class Command(Settings):
     export: Path | None = setting(
         None, "train nothing: write the model of the checkpoint that --resume names as a Hugging Face folder", PathOr()
     )
+    overwrite: bool = setting(False, "with --export: replace an export that is there, and nothing else")
     dry_run: bool = setting(False, "train nothing: print units, bytes per rank and traffic, without any device")
     world_size: int | None = setting(None, "of so many ranks, for --dry-run; none for those that would start", COUNT)
     measure: bool = setting(False, "with --dry-run: run one real step, too, and say what it keeps of activations")
@@ -52,6 +53,8 @@ class Command(Settings):
         for name in ("world_size", "measure"):
             if getattr(self, name) and not self.dry_run:
                 self.refuse(name, f"it belongs to {self.called('dry_run')}")
+        if self.overwrite and self.export is None:
+            self.refuse("overwrite", f"it belongs to {self.called('export')}")
         if self.export is not None and self.dry_run:
             self.refuse("export", f"{self.called('dry_run')} writes nothing")
 
@@ -97,7 +100,7 @@ class Job:
             trainer.resume()
             if trainer.checkpoint is None:
                 raise ConfigValueError(f"--export: {self.training.output} has no checkpoint whose model to write")
-            trainer.export(self.command.export)
+            trainer.export(self.command.export, overwrite=self.command.overwrite)
             if world.leads:
                 print(f"wrote the model of {trainer.checkpoint} to {self.command.export}", flush=True)
             return 0

@@ -10,6 +10,7 @@ is complete on all of them at every moment.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -98,6 +99,10 @@ class Place:
         if not self.path.exists():
             return
         found = {each.name for each in self.path.iterdir()}
+        if self.marker != manifest.NAME and manifest.NAME in found:
+            raise CheckpointError(
+                f"{self.path} is a checkpoint, which holds more than weights. Export to another folder"
+            )
         if self.marker in found or metadata.NAME in found:
             if not overwrite:
                 raise CheckpointError(
@@ -105,7 +110,12 @@ class Place:
                     "one stays until the new one is complete"
                 )
             listed = [each.files for folder, each in candidates(Place(self.path), damaged=True) if folder == self.path]
-            found -= {self.marker, metadata.NAME, *(file.name.partition("/")[0] for files in listed for file in files)}
+            found -= {
+                self.marker,
+                metadata.NAME,
+                *self._beside(),
+                *(file.name.partition("/")[0] for files in listed for file in files),
+            }
             found = {
                 name for name in found if not name.endswith((".distcp", ".safetensors", ".safetensors.index.json"))
             }
@@ -114,6 +124,15 @@ class Place:
                 f"{self.path} holds {len(found)} files that no save wrote ({', '.join(sorted(found)[:3])}); saving "
                 "would remove them. Save to another folder"
             )
+
+    def _beside(self) -> list[str]:
+        """The small files that an export has put beside its weights."""
+        if self.marker == manifest.NAME or not self.is_complete(self.path):
+            return []
+        try:
+            return list(json.loads(disk().read_file(self.path / self.marker)).get("beside", []))
+        except ValueError:  # damaged
+            return []
 
     def swap(self) -> None:
         """Let the new one, complete by now, take the old one's place."""

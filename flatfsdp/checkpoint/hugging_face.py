@@ -24,6 +24,7 @@ from ..boxes import Box
 from ..errors import CheckpointError, refuse_type, refuse_value
 from ..layout import ParamSpec, Span
 from ..owned import OwnedInterval
+from .beside import written_by
 from .disk import File, disk
 from .folders import Place, leader_of
 from .held import InPlace, held_in_place, note_writes, settle
@@ -49,6 +50,7 @@ def export_safetensors(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
+    files: Callable[[Path], None] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the parameters and buffers of `model` as safetensors files, as ``transformers`` loads them.
@@ -62,7 +64,10 @@ def export_safetensors(
             when all is written; all ranks share it. It is not there, empty, or, with `overwrite`, an export.
         max_shard_size: largest file, in bytes or as "5GB", "500MiB"; larger where one tensor is.
         dtype: in which floating-point tensors are written; None for their own.
-        overwrite: replace an export; it is there until the new one is complete.
+        overwrite: replace an export, with the `files` that came with it; it is there until the new one is complete. A
+            checkpoint, and a folder that holds anything else, are refused.
+        files: puts small files beside the weights, a configuration or a tokenizer, into the folder that it is called
+            with, on the rank that leads.
         process_group: the ranks over which the model is spread; None for all.
 
     Raises:
@@ -79,7 +84,7 @@ def export_safetensors(
 
     ranks = Ranks(process_group)
     with ranks.calling("export_safetensors()", model):
-        _export(ranks, folder, hold, largest=largest, dtype=dtype, overwrite=overwrite)
+        _export(ranks, folder, hold, largest=largest, dtype=dtype, overwrite=overwrite, files=files)
 
 
 def write_whole(tensors: Mapping[str, torch.Tensor], folder: Path, *, overwrite: bool) -> None:
@@ -100,16 +105,17 @@ def _export(
     largest: int,
     dtype: torch.dtype | None,
     overwrite: bool,
+    files: Callable[[Path], None] | None = None,
 ) -> None:
     place = Place.at(folder, CHECKSUMS)
     doing = f"exporting to {place.path}"
     held: list[InPlace] = []
-    files: dict[Path, tuple[bytes, list[Entry]]] = {}
+    written: dict[Path, tuple[bytes, list[Entry]]] = {}
 
     def plan() -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         held.extend(hold())
         tensors = [(each.names[0], _written_as(each.value, dtype), tuple(each.value.shape)) for each in held]
-        files.update(files_of(place.new, tensors, largest))
+        written.update(files_of(place.new, tensors, largest))
         return tensors
 
     _require_same(ranks.exchange(doing, plan), doing)
@@ -117,21 +123,22 @@ def _export(
 
     def prepare() -> None:
         place.prepare(next(iter(place.complete()), None), overwrite=overwrite)
-        for path, (header, entries) in files.items():
+        for path, (header, entries) in written.items():
             with disk().create(path) as file:
                 file.write(header, 0)
                 file.allocate(len(header) + sum(entry.size for entry in entries))
 
     def conclude(checksums: Sequence[Mapping[tuple[str, int], int]]) -> None:
-        if len(files) > 1:
-            disk().write_file(place.new / INDEX, index_of([entries for _, entries in files.values()]))
-        disk().publish(place.new / CHECKSUMS, checksums_of(checksums))
+        if len(written) > 1:
+            disk().write_file(place.new / INDEX, index_of([entries for _, entries in written.values()]))
+        beside = [] if files is None else [each.name for each in written_by(files, place.new)]
+        disk().publish(place.new / CHECKSUMS, checksums_of(checksums, beside=beside))
 
     try:
         ranks.exchange(doing, lambda: prepare() if leads else None)
-        entries = {entry.name: entry for _, inside in files.values() for entry in inside}
+        entries = {entry.name: entry for _, inside in written.values() for entry in inside}
         ranks.exchange(doing, lambda: _write(held, entries, first=ranks.rank == 0))
-        checksums = ranks.exchange(doing, lambda: block_checksums(list(files), ranks.rank, ranks.world))
+        checksums = ranks.exchange(doing, lambda: block_checksums(list(written), ranks.rank, ranks.world))
         ranks.exchange(doing, lambda: conclude(checksums) if leads else None)
     except CheckpointError:
         if leads and not place.is_complete(place.new):
@@ -371,11 +378,13 @@ def block_checksums(files: Sequence[Path], share: int, shares: int) -> dict[tupl
     return found
 
 
-def checksums_of(found: Sequence[Mapping[tuple[str, int], int]]) -> bytes:
+def checksums_of(found: Sequence[Mapping[tuple[str, int], int]], *, beside: Sequence[str] = ()) -> bytes:
+    """What is left with weights: the checksums of their blocks, and which other files were written with them."""
     files: dict[str, list[str]] = {}
     for name, block in sorted(key for each in found for key in each):
         files.setdefault(name, []).append(f"{next(each[name, block] for each in found if (name, block) in each):08x}")
-    return json.dumps({"block": BLOCK, "crc32": files}, indent=1).encode() + b"\n"
+    others = sorted({name.partition("/")[0] for name in beside})
+    return json.dumps({"block": BLOCK, "crc32": files, "beside": others}, indent=1).encode() + b"\n"
 
 
 def _verify(files: Sequence[Path], ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import flatfsdp
-from flatfsdp.errors import ConfigTypeError, ConfigValueError, shown
+from flatfsdp.errors import ConfigTypeError, ConfigValueError, few, shown, warn
 from flatfsdp.trainer.settings.factories import check_all_taken, resolve, takes
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = [
     "make_optimizer",
     "make_scheduler",
     "options_kept",
+    "rates_told",
 ]
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -117,6 +118,28 @@ def options_kept(optimizer: Optimizer, arguments: TrainingArguments) -> Iterator
     yield
     for group, values in zip(optimizer.param_groups, own, strict=True):
         group.update(values)
+
+
+@contextmanager
+def rates_told(scheduler: LRScheduler, *, leads: bool) -> Iterator[None]:
+    """A context in which a checkpoint's state may be loaded into `scheduler`.
+
+    One of the user's may bring other learning rates than this run was given, of which the rank that `leads` warns.
+    Courses of the trainer's own follow the run.
+    """
+    given = _base_rates(scheduler)
+    yield
+    kept = _base_rates(scheduler)
+    if leads and kept != given and not isinstance(scheduler, CourseLR):
+        warn(
+            f"lr: the learning rates {few(kept)} of the run that is resumed are kept, and {few(given)} of this one are "
+            f"not: {shown(type(scheduler))} has them in its state. To go on with others leave base_lrs out of its "
+            f"state_dict(), set them in on_begin of a callback, or choose one of {', '.join(SCHEDULERS)}"
+        )
+
+
+def _base_rates(scheduler: LRScheduler) -> list[str]:
+    return list(dict.fromkeys(f"{float(rate):g}" for rate in getattr(scheduler, "base_lrs", ())))
 
 
 def _optimizer_factory(arguments: TrainingArguments) -> Callable[..., Any]:

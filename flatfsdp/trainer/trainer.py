@@ -39,7 +39,7 @@ from flatfsdp.trainer.measuring import activations_counted
 from flatfsdp.trainer.model.hugging_face import files_of
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.objectives.objectives import Objective, fused, objective_for
-from flatfsdp.trainer.optimisation import CourseLR, make_optimizer, make_scheduler, options_kept
+from flatfsdp.trainer.optimisation import CourseLR, make_optimizer, make_scheduler, options_kept, rates_told
 from flatfsdp.trainer.ranks import LocalFailure, Ranks
 from flatfsdp.trainer.reports import Progress, Result
 from flatfsdp.trainer.settings.factories import resolve
@@ -196,7 +196,8 @@ class Trainer:
             return
         if path is None:
             raise ConfigValueError(f"resume: got 'best', but {self.output} has no checkpoint yet")
-        with options_kept(self.optimizer, self.training):
+        kept = options_kept(self.optimizer, self.training)
+        with kept, rates_told(self.scheduler, leads=self.world.leads):
             self.manager.load(path, model=self.model, optimizer=self.optimizer, components=self._components())
         if isinstance(self.scheduler, CourseLR):
             # The loader's global batch is the checkpoint's now, and this run may be longer than the one that saved it.
@@ -269,10 +270,13 @@ class Trainer:
 
     def export(self, folder: str | Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> None:
         """Write the model, with its configuration and tokenizer where it has them, as a folder that `from_pretrained`
-        of transformers loads; floating-point values as `dtype`."""
-        checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite)
-        files = self._files if self.world.leads else None
-        self._ranks.tell(f"exporting to {folder}", lambda: None if files is None else files(Path(folder)))
+        of transformers loads; floating-point values as `dtype`.
+
+        Raises:
+            CheckpointError: on every rank: it could not be written; there is something, and without `overwrite`, or it
+                is no export.
+        """
+        checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite, files=self._files)
 
     def ask_to_stop(self) -> None:
         """End the run within three steps, on all ranks, as a signal would; any rank may ask."""

@@ -42,6 +42,7 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
         ("--text /no/such/file", "text: there is no file or folder '/no/such/file'"),
         ("--output /dev/null", "--output: cannot make the folder '/dev/null': File exists"),
         ("--export folder", "--export: --resume latest, best or a path says of which checkpoint"),
+        ("--overwrite", "argument --overwrite: got True, but it belongs to --export"),
         ("--measure", "argument --measure: got True, but it belongs to --dry-run"),
         ("--model a:b", "argument --model: got 'a:b', but --train-data is not given"),
         ("--tokenizer a:b", "--tokenizer belongs to a model of your own: --model is not given"),

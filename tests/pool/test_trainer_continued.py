@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,35 @@ def test_a_longer_run_goes_on_with_the_rates_of_its_length_from_its_first_step(r
     assert first == pytest.approx({step: cosine(step, 6) for step in range(1, 7)})
     for found in run(2, train, tmp_path, {"epochs": 2, "resume": "latest"}):
         assert found == pytest.approx(first | {step: cosine(step, 12) for step in range(7, 13)})
+
+
+def halving(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 6, 0.5)
+
+
+def train_noting_warnings(*args: Any) -> tuple[dict[int, float] | str, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train(*args)
+    return found, [str(each.message) for each in caught if str(each.message).startswith("lr: ")]
+
+
+def test_a_scheduler_of_the_users_that_keeps_its_rates_is_told_of(run: Run, tmp_path: Path) -> None:
+    """One of the trainer's own follows the rates of the run."""
+    given = {"scheduler": halving}
+    run(2, train, tmp_path / "own", given)
+    again = {**given, "epochs": 2, "resume": "latest", "lr": 0.3}
+    (rates, told), (same, silent) = run(2, train_noting_warnings, tmp_path / "own", again)
+    assert rates == same == pytest.approx(dict.fromkeys(range(1, 7), 0.1) | dict.fromkeys(range(7, 13), 0.05))
+    assert len(told) == 1 and silent == []
+    assert told[0].startswith(
+        "lr: the learning rates 0.1 of the run that is resumed are kept, and 0.3 of this one are not"
+    )
+    run(2, train, tmp_path / "ours", {"scheduler": "constant"})
+    again = {"scheduler": "constant", "epochs": 2, "resume": "latest", "lr": 0.3}
+    for rates, told in run(2, train_noting_warnings, tmp_path / "ours", again):
+        assert rates == pytest.approx(dict.fromkeys(range(1, 7), 0.1) | dict.fromkeys(range(7, 13), 0.3))
+        assert told == []
 
 
 def test_on_more_ranks_rates_are_of_the_steps_that_the_run_has(run: Run, tmp_path: Path) -> None:
@@ -164,4 +194,41 @@ def export(rank: int, world: int, folder: Path) -> str:
 
 def test_all_ranks_know_of_an_export_that_failed(run: Run, tmp_path: Path) -> None:
     for said in run(2, export, tmp_path / "export"):
-        assert said == f"exporting to {tmp_path / 'export'}: rank 0: OSError: no space left"
+        failed = "rank 0: the function given as files= raised OSError: no space left"
+        assert said == f"exporting to {tmp_path / 'export'}: {failed}"
+    assert not list(tmp_path.iterdir())
+
+
+class Vocabulary:
+    """A tokenizer of two files, one in a folder of its own."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "more").mkdir()
+        for name in ("vocabulary.txt", "more/merges.txt"):
+            (folder / name).write_text("a b")
+
+
+def export_again(rank: int, world: int, folder: Path, overwrite: bool) -> str:
+    task = Task(model=make_model, train_data=sentences, objective=CausalLM(), tokenizer=Vocabulary())
+    trainer = Trainer(task, TrainingArguments(device="cpu", seed=world))
+    try:
+        trainer.export(folder, overwrite=overwrite)
+    except CheckpointError as error:
+        return str(error)
+    return "exported"
+
+
+def test_an_export_takes_the_place_of_another_and_of_nothing_else(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    assert run(1, export_again, folder, False) == ["exported"]
+    first = (folder / "model.safetensors").read_bytes()
+    assert all("is complete already" in said for said in run(2, export_again, folder, False))
+    assert (folder / "model.safetensors").read_bytes() == first
+    assert run(2, export_again, folder, True) == ["exported"] * 2
+    assert (folder / "model.safetensors").read_bytes() != first, "another seed"
+    assert (folder / "more" / "merges.txt").is_file()
+    (folder / "notes.txt").write_text("mine")
+    assert all("1 files that no save wrote (notes.txt)" in said for said in run(2, export_again, folder, True))
+    run(2, train, tmp_path / "run", {"save_every": 6})
+    for said in run(2, export_again, tmp_path / "run" / "step-00000006", True):
+        assert "is a checkpoint, which holds more than weights. Export to another folder" in said
