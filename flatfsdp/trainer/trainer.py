@@ -72,6 +72,7 @@ class Trainer:
         scaler: of losses, where gradients are fp16; objective: whose loss is trained on; loader: of the samples.
         progress: how far the run is.
         metrics: of the last evaluation; checkpoint: saved last, or the one that the run goes on from.
+        aside: where checkpoints are that this run, a branch, has set aside.
         stop: whether this rank was asked to stop.
         output: the run's folder: checkpoints `step-...`, and what callbacks write.
 
@@ -143,6 +144,7 @@ class Trainer:
             )
             self.metrics: dict[str, float] = {}
             self.checkpoint: Path | None = None
+            self.aside: Path | None = None
             self._saved_at = -1  # step
             seed_all(training.seed + 1 + self.world.rank)  # dropout differs between ranks
 
@@ -150,7 +152,8 @@ class Trainer:
         """Train to the end that the settings give, from the checkpoint that they name, if they do.
 
         SIGTERM, SIGINT and SIGUSR1 end it within three steps, with a checkpoint ([Note: stopping]). An evaluation that
-        is due then is made up for when the run goes on, and the checkpoint saved again, with its metrics.
+        is due then is made up for when the run goes on, and the checkpoint saved again, with its metrics. A run that
+        goes on from another checkpoint than its last, "best" or a path, sets the later ones aside first.
 
         Raises:
             Exception: what a callback, the objective, the optimizer or the scheduler raised on this rank.
@@ -164,6 +167,8 @@ class Trainer:
             with self.stop.listening(), looking:
                 self._check_folder()
                 self.resume()
+                if self.checkpoint is not None and self.training.resume != "latest":
+                    self.aside = self.manager.set_aside(self.checkpoint)
                 self._check_course()
                 self.call("on_begin")
                 loop = Loop(self)

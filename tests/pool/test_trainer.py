@@ -219,6 +219,25 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_ended(run: Run, tmp_path
     assert second["result"].steps == len(whole["losses"]) == 11
 
 
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_is_a_branch(run: Run, tmp_path: Path) -> None:
+    """What came after that is set aside, so that the run is found again by "latest", and compared with itself."""
+    given = {"epochs": 2, "save_every": 2, "keep_last": 9, "eval_every": 2, "keep_best": 1}
+    run(2, run_with, tmp_path, given)
+    before = tmp_path / "step-00000008" / "model.safetensors"
+    weights = before.read_bytes()
+    branch = {**given, "lr": 0.02, "resume": tmp_path / "step-00000006"}
+    first, *_ = run(2, run_with, tmp_path, branch, partial(stop_after, 8))
+    assert first["left"] == [f"step-{step:08}" for step in (2, 4, 6, 8)]
+    assert before.read_bytes() != weights
+    aside = tmp_path / "aside-1"
+    assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "step-00000008", "step-00000010"]
+    assert read_metrics(aside / "metrics.jsonl")[-1]["step"] == 11
+    assert (aside / "step-00000008" / "model.safetensors").read_bytes() == weights
+    second, *_ = run(2, run_with, tmp_path, {**branch, "resume": "latest"})
+    assert len(second["losses"]) == 3, "from its own step 8 on"
+    assert len(list(tmp_path.glob("aside-*"))) == 1
+
+
 def stop_after(step: int) -> list[Callback]:
     class Stop(Callback):
         def on_step(self, trainer: Trainer, report: StepReport) -> None:

@@ -34,6 +34,7 @@ def a_trainer(tmp_path: Path, *, step: int = 0, rank: int = 0) -> Any:
         world=SimpleNamespace(rank=rank, leads=rank == 0),
         output=tmp_path,
         progress=Progress(step=step),
+        aside=None,
         asked=asked,
         ask_to_stop=lambda: asked.append(True),
     )

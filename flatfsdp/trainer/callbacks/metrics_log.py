@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -34,8 +35,8 @@ class MetricsLog(Callback):
     """Write `metrics.jsonl` into the run's folder, by rank 0.
 
     A run that goes on from a checkpoint drops the rows of what came after it, which comes again: each step is there
-    once, and each evaluation. Losses are in the objective's units (nats per token), times in seconds of training,
-    sizes in bytes.
+    once, and each evaluation. A branch leaves the log as it was with what it sets aside. Losses are in the objective's
+    units (nats per token), times in seconds of training, sizes in bytes.
 
     Args:
         every: of so many steps one has a row.
@@ -49,6 +50,8 @@ class MetricsLog(Callback):
         if not trainer.world.leads:
             return
         path = trainer.output / NAME
+        if trainer.aside is not None and path.exists():
+            shutil.copyfile(path, trainer.aside / NAME)
         rows = [row for row in read_metrics(path) if _is_before(row, trainer.progress)]
         fresh = path.with_suffix(".new")
         path.parent.mkdir(parents=True, exist_ok=True)

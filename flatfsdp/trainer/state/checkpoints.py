@@ -2,7 +2,8 @@
 
 [Note: folders of a run] `OUTPUT/step-00001000/` appears at once and complete. It is a checkpoint of flatfsdp's, which
 any number of ranks loads, and a folder of Hugging Face's: `model.safetensors` with what `files` puts beside it.
-`components.json` says for people who wrote what.
+`components.json` says for people who wrote what. A run that goes on from another one than the last, and so begins a
+branch, finds the later ones in `OUTPUT/aside-1/`: steps of the same numbers are to come.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from flatfsdp.trainer.state.components import Component, void
 __all__ = ["CheckpointManager", "Loaded", "Saved"]
 
 NAMED = "step-*"
+ASIDE = "aside-{}"
 COMPONENTS = "components.json"
 WHOLE = "pytorch_model.bin"
 FORMATS = ("safetensors", "torch")
@@ -259,6 +262,44 @@ class CheckpointManager:
             f"{'; ' * bool(around)}{around}"
         )
 
+    def set_aside(self, path: Path) -> Path | None:
+        """Move the checkpoints that were saved after `path`, one of this run's, into a folder `aside-<number>`.
+
+        Of a run that goes on from `path`, all that is found and kept in its folder is its own then: what is latest is
+        its last, and no other is the best. Where it is the last one, or lies elsewhere, nothing is moved.
+
+        Returns:
+            The folder where they are now; None where nothing was moved.
+
+        Raises:
+            CheckpointError: on every rank: the disk refused.
+        """
+        self.finish()
+        there = [each.path for each in checkpoint.listing(self.folder, named=NAMED, process_group=self._ranks.group)]
+        path = Path(os.path.abspath(path))
+        later = there[there.index(path) + 1 :] if path in there else []
+        if not later:
+            return None
+        doing = f"setting aside what was saved after {path}"
+        taken = {name for names in self._ranks.tell(doing, lambda: _names_in(self.folder)) for name in names}
+        aside = self.folder / next(name for number in count(1) if (name := ASIDE.format(number)) not in taken)
+
+        def move() -> None:
+            if self._ranks.rank != 0 and not self._per_node:
+                return
+            aside.mkdir(exist_ok=True)
+            for each in later:
+                with suppress(FileNotFoundError):  # another rank of this node has moved it
+                    each.rename(aside / each.name)
+
+        self._ranks.tell(doing, move)
+        if self._ranks.rank == 0:
+            warn(
+                f"this run goes on from {path.name}; what was saved after it, {few([each.name for each in later])}, is "
+                f"in {aside} now"
+            )
+        return aside
+
     # --- load ---------------------------------------------------------------------------------------------------------
 
     def load(
@@ -323,6 +364,10 @@ class CheckpointManager:
         for note in notes:
             logger.info(note)
         return Loaded(path, step, world, tuple(notes))
+
+
+def _names_in(folder: Path) -> list[str]:
+    return [inside.name for inside in folder.iterdir()]
 
 
 def _told(there: Sequence[Listed]) -> str:
