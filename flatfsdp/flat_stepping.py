@@ -29,6 +29,7 @@ from torch import nn
 from . import registry
 from .errors import UsageError
 from .flat_param import FlatParamHandle
+from .layout import Span
 from .memoryless import is_memoryless
 from .runs import Place, find_runs
 from .stepping import is_at_work
@@ -59,12 +60,13 @@ Pieces = dict[int, dict[str, Piece]]  # by id of the parameter and name of the s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A parameter that may be part of a run: it lies in a shard, and has a gradient."""
+    """A parameter that may be part of a run: it lies in a shard, on `span`, and has a gradient."""
 
     parameter: nn.Parameter
     group: int
     handle: FlatParamHandle
     index: int
+    span: Span
     grad: torch.Tensor
     state: State
 
@@ -80,13 +82,10 @@ class Run:
     """
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
-        first = candidates[0]
-        handle = first.handle
-        spans = [handle.layout.span_in_shard(each.index, handle.rank) for each in candidates]
-        start, numel = spans[0].start, spans[-1].stop - spans[0].start
-        self.parameter = nn.Parameter(handle.shard.narrow(0, start, numel))
+        first, start = candidates[0], candidates[0].span.start
+        self.parameter = nn.Parameter(first.handle.shard.narrow(0, start, candidates[-1].span.stop - start))
         self.members = [each.parameter for each in candidates]
-        self.starts = [span.start - start for span in spans]
+        self.starts = [each.span.start - start for each in candidates]
         self.group = first.group
         self.state: State = {}
         self._published: State = {}
@@ -436,6 +435,18 @@ def _forget_replaced(pieces: Pieces, parameters: Iterable[nn.Parameter], states:
             pieces[id(each)] = {name: piece for name, piece in known.items() if state.get(name) is piece.view}
 
 
+_known_spans: weakref.WeakKeyDictionary[FlatParamHandle, list[Span]] = weakref.WeakKeyDictionary()
+
+
+def _spans(handle: FlatParamHandle) -> list[Span]:
+    """Where the leaves of `handle` lie in its shard."""
+    known = _known_spans.get(handle)
+    if known is None:
+        known = [handle.layout.span_in_shard(index, handle.rank) for index in range(len(handle.leaves))]
+        _known_spans[handle] = known
+    return known
+
+
 def _sorted_out(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[list[Candidate], list[nn.Parameter], list[list[nn.Parameter]]]:
@@ -458,7 +469,8 @@ def _sorted_out(
                 continue
             handle, index = places[id(parameter)]
             state = optimizer.state.get(parameter, {})
-            candidates.append(Candidate(parameter, number, handle, index, parameter.grad, state))
+            span = _spans(handle)[index]
+            candidates.append(Candidate(parameter, number, handle, index, span, parameter.grad, state))
     return candidates, absent, alone
 
 
@@ -473,7 +485,7 @@ def _runs_of(candidates: Sequence[Candidate], *, across_padding: bool) -> Iterat
         else:
             members[each.index] = each
     for handle, members in by_handle.items():
-        spans = [handle.layout.span_in_shard(index, handle.rank) for index in range(len(handle.leaves))]
+        spans = _spans(handle)
         kinds = [_kind(members[index], numbers) if index in members else None for index in range(len(spans))]
         places = [Place(span, kind) for span, kind in zip(spans, kinds, strict=True)]
         for run in find_runs(places, padding=handle.layout.align - 1 if across_padding else 0):
@@ -504,8 +516,7 @@ def _kind(candidate: Candidate, numbers: Mapping[int, float]) -> Any:
         return None  # a state of a 0-dim parameter may be one for each element, or one for all
     if parameter.data_ptr() != place.data_ptr() or parameter.shape != place.shape:  # not the shard's: replaced
         return None
-    start = handle.layout.span_in_shard(candidate.index, handle.rank).start
-    lies = grad.untyped_storage().data_ptr(), grad.storage_offset() - start, grad.dtype
+    lies = grad.untyped_storage().data_ptr(), grad.storage_offset() - candidate.span.start, grad.dtype
     facts = []
     for name, value in candidate.state.items():
         fact: Any

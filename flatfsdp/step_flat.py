@@ -85,6 +85,8 @@ def step_flat(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) ->
     the parameters themselves, not of `MixedPrecision`) and with `fused=True` on a CPU the last elements of a parameter,
     where vector instructions end, may be rounded otherwise in the last bit.
 
+    A tensor of the state shows a part of a longer one: `torch.save` of it alone writes all of that; clone it before.
+
     No communication. Copies and pickles of the optimizer step on each parameter by itself.
 
     Args:

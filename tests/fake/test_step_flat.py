@@ -44,7 +44,10 @@ SIZES = ((7,), (5, 9), (1,), (64,), (3, 3), (33,), (8, 2), (2,), (16,), (31,))
 
 
 class Twin:
-    """A model and its optimizer, and the same without `step_flat`, which it is compared with after each step."""
+    """A model and its optimizer, and the same without `step_flat`, which it is compared with after each step.
+
+    The parameters whose numbers are in `low` are in bfloat16.
+    """
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class Twin:
         sizes: tuple[tuple[int, ...], ...] = SIZES,
         elementwise: bool = False,
         dtype: torch.dtype = torch.float32,
+        low: tuple[int, ...] = (),
         **options: Any,
     ) -> None:
         self.models: list[Any] = []
@@ -61,6 +65,9 @@ class Twin:
         for _ in range(2):
             torch.manual_seed(0)
             model = nn.Sequential(*(Block(sizes) for _ in range(blocks))).to(dtype)
+            for block in model:
+                for number in low:
+                    block.parts[number].data = block.parts[number].data.bfloat16()
             wrapped = FullyShardedDataParallel(
                 model, auto_wrap_policy={Block}, use_orig_params=True, device_id=torch.device("cpu")
             )
@@ -165,6 +172,14 @@ def test_a_fused_optimizer_steps_flat(kind: Any) -> None:
         twin = Twin(kind, sizes=sizes, lr=0.1, fused=True)
         twin.step(4)
         assert (twin.steps.runs, twin.steps.members) == (2, 6)
+
+
+def test_kinds_of_a_unit_are_runs_of_their_own() -> None:
+    with fake_world(1):
+        twin = Twin(sizes=((64,), (128,), (7,), (64,), (9,)), low=(0, 1, 3))
+        assert [len(unit.handles) for unit in twin.models[0]._unit.root.units if unit.handles] == [2, 2]
+        twin.step(3)
+        assert (twin.steps.runs, twin.steps.members) == (4, 10)
 
 
 class Vouched(optim.Optimizer):
