@@ -27,35 +27,15 @@ import torch
 from torch import nn
 
 from . import registry
-from .errors import UsageError
 from .flat_param import FlatParamHandle
+from .flat_state import PLAIN, Counts, Pieces, Run, State, States, is_number
 from .layout import Span
 from .memoryless import is_memoryless
 from .runs import Place, find_runs
 from .stepping import is_at_work
-from .views import assign_grad
 
-State = dict[str, Any]  # of one parameter
-States = dict[Any, State]  # of an optimizer
-
-# Those whose optimizers step on runs.
-stepping_flat: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-_GRAD, _DTYPE, _VERSION, _PARAMS = attrgetter("grad"), attrgetter("dtype"), attrgetter("_version"), itemgetter("params")
-_PLAIN = (NoneType, bool, int, float, str)  # what several states may have the same object of
+_GRAD, _DTYPE, _PARAMS = attrgetter("grad"), attrgetter("dtype"), itemgetter("params")
 _POINTER, _OFFSET = torch.Tensor.data_ptr, torch.Tensor.storage_offset
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """One parameter's state as it was published: `view` shows `flat` from element `start` on."""
-
-    view: torch.Tensor
-    flat: torch.Tensor
-    start: int
-
-
-Pieces = dict[int, dict[str, Piece]]  # by id of the parameter and name of the state
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,127 +49,6 @@ class Candidate:
     span: Span
     grad: torch.Tensor
     state: State
-
-
-class Run:
-    """Some parameters as one.
-
-    Attributes:
-        parameter: a flat view of the shard, padding between the members included.
-        members: at least two, in the order in which they lie; starts: the first element of each.
-        group: the number of their param group.
-        state: what the optimizer keeps of `parameter`.
-    """
-
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
-        first, start = candidates[0], candidates[0].span.start
-        self.parameter = nn.Parameter(first.handle.shard.narrow(0, start, candidates[-1].span.stop - start))
-        self.members = [each.parameter for each in candidates]
-        self.starts = [each.span.start - start for each in candidates]
-        self.group = first.group
-        self.state: State = {}
-        self._published: State = {}
-
-    def is_shaped(self, value: Any) -> bool:
-        """Whether `value` has an element for each of the run's."""
-        return isinstance(value, torch.Tensor) and value.shape == self.parameter.shape
-
-    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The members' places in `flat`, in the members' shapes."""
-        return [
-            flat.as_strided(each.shape, each.stride(), flat.storage_offset() + start)
-            for each, start in zip(self.members, self.starts, strict=True)
-        ]
-
-    def show_gradient(self, grad: torch.Tensor) -> None:
-        """Show the flat gradient, in which `grad`, that of the first member, lies."""
-        assign_grad(self.parameter, grad.as_strided(self.parameter.shape, (1,), grad.storage_offset()))
-
-    def adopt(self, states: States, pieces: Pieces) -> None:
-        """Take over the members' states, which are alike; they are copied where they do not lie as the members do."""
-        for name, value in states.get(self.members[0], {}).items():
-            if not isinstance(value, torch.Tensor):
-                self.state[name] = value
-            elif value.dim() == 0:
-                self.state[name] = value.clone()
-            else:
-                flat = self._lying(name, pieces)
-                self.state[name] = flat if flat is not None else self._gathered(name, states, pieces)
-            self._published[name] = self.state[name]
-
-    def _lying(self, name: str, pieces: Pieces) -> torch.Tensor | None:
-        """The flat state that the members' pieces are of, if they are of one, as far apart as the members."""
-        found = [pieces.get(id(each), {}).get(name) for each in self.members]
-        first = found[0]
-        if first is None:
-            return None
-        for piece, start in zip(found, self.starts, strict=True):
-            if piece is None or piece.flat is not first.flat or piece.start != first.start + start:
-                return None
-        return first.flat.narrow(0, first.start, self.parameter.numel())
-
-    def _gathered(self, name: str, states: States, pieces: Pieces) -> torch.Tensor:
-        values = [states[each][name] for each in self.members]
-        flat = values[0].new_zeros(self.parameter.shape)
-        for view, value in zip(self.views_of(flat), values, strict=True):
-            view.copy_(value)
-        del values, value
-        self._show(name, flat, states, pieces)
-        return flat
-
-    def publish(self, states: States, pieces: Pieces) -> None:
-        """Show in the members' `states` what the step has put into the run's; `Counts` show 0-dim tensors after it.
-
-        Raises:
-            UsageError: it cannot be divided into members' states.
-        """
-        for name, value in self.state.items():
-            if name in self._published and value is self._published[name]:
-                continue
-            if self.is_shaped(value):
-                self._show(name, value, states, pieces)
-            elif (isinstance(value, torch.Tensor) and value.dim()) or not isinstance(value, (torch.Tensor, *_PLAIN)):
-                raise UsageError(
-                    f"step_flat(): the optimizer keeps {name!r}, {_told(value)}, for {self.parameter.numel()} elements "
-                    "of several parameters; expected a number, or a tensor with an element for each. It cannot step "
-                    "on parameters together: leave step_flat() out"
-                )
-            else:
-                for each in self.members:
-                    states[each][name] = value
-            self._published[name] = value
-        for name in self._published.keys() - self.state.keys():
-            del self._published[name]
-            for each in self.members:
-                states[each].pop(name, None)
-
-    def _show(self, name: str, flat: torch.Tensor, states: States, pieces: Pieces) -> None:
-        for each, view, start in zip(self.members, self.views_of(flat), self.starts, strict=True):
-            states[each][name] = view
-            pieces.setdefault(id(each), {})[name] = Piece(view, flat, start)
-
-
-class Counts:
-    """What one 0-dim state of runs is for each member: elements of one tensor, since each may be changed by itself.
-
-    Attributes:
-        tensor: 1-D, an element for each member of each run.
-    """
-
-    def __init__(self, name: str, runs: Sequence[Run], states: States) -> None:
-        self._name = name
-        self._runs = runs
-        of_first: torch.Tensor = runs[0].state[name]
-        owners = [number for number, run in enumerate(runs) for _ in run.members]
-        self._owners = torch.tensor(owners, device=of_first.device)
-        self.tensor = of_first.new_empty(len(owners))
-        members = chain.from_iterable(run.members for run in runs)
-        for each, element in zip(members, self.tensor.unbind(), strict=True):
-            states[each][name] = element
-
-    def publish(self) -> None:
-        """Show what the runs have."""
-        self.tensor.copy_(torch.stack([run.state[self._name] for run in self._runs])[self._owners])
 
 
 class Plan:
@@ -210,11 +69,14 @@ class Plan:
         self._pieces = pieces
         _forget_replaced(pieces, self._listed, states)
         self.runs: list[Run] = []
+        self._single: list[nn.Parameter] = []  # of our models, in no run
         for found in _runs_of(candidates, across_padding=self._across):
             if len(found) > 1:
-                self.runs.append(Run(found))
+                members, spans = [each.parameter for each in found], [each.span for each in found]
+                self.runs.append(Run(found[0].handle.shard, members, spans, found[0].group))
             else:
                 self.alone[found[0].group].append(found[0].parameter)
+                self._single.append(found[0].parameter)
         for run in self.runs:
             run.adopt(states, pieces)
         self._counts: list[Counts] = []
@@ -233,6 +95,8 @@ class Plan:
         self._folded = [index for index, each in enumerate(self._members) if each.dim() > 1]
         self._strides = [grads[index].stride() for index in self._folded]
         self._grads = grads
+        self._single_pointers = list(map(_POINTER, self._single))
+        self._single_offsets = list(map(_OFFSET, map(_GRAD, self._single)))
         self._remember(states, publish=True)
 
     # -- comparison --------------------------------------------------------------------------------------------------
@@ -240,7 +104,7 @@ class Plan:
     def holds(self, optimizer: torch.optim.Optimizer, *, across_padding: bool) -> bool:
         """Whether all is as it was, so that the runs are those of the gradients that there are now.
 
-        Takes no call of a Python function per parameter, but `hash` of each. Precondition: the plan has runs.
+        Takes no call of a Python function per parameter, but `hash` of each.
         """
         groups = optimizer.param_groups
         sizes, listed = _listing(groups)
@@ -252,6 +116,8 @@ class Plan:
             return False
         if list(map(_POINTER, self._members)) != self._pointers or not self._gradients_lie_alike():
             return False
+        if list(map(_POINTER, self._single)) != self._single_pointers:
+            return False
         states = list(map(optimizer.state.get, self._members))
         if not _same(states, self._states) or not _same(_values(states), self._values):
             return False
@@ -261,6 +127,8 @@ class Plan:
         grads = list(map(_GRAD, self._members))
         try:
             if list(map(_OFFSET, grads)) != self._offsets or list(map(_DTYPE, grads)) != self._dtypes:
+                return False
+            if list(map(_OFFSET, map(_GRAD, self._single))) != self._single_offsets:  # they may lie in a run again
                 return False
         except TypeError:  # None is there, which has none
             return False
@@ -310,6 +178,8 @@ class Plan:
         changed = not _same(_values([run.state for run in self.runs]), self._run_values)
         if changed:
             for run in self.runs:
+                run.check_divisible()
+            for run in self.runs:
                 run.publish(states, self._pieces)
         self._remember(states, publish=changed)
 
@@ -319,7 +189,7 @@ class Plan:
             named: dict[Any, list[Run]] = {}
             for run in self.runs:
                 for name, value in run.state.items():
-                    if isinstance(value, torch.Tensor) and value.dim() == 0:
+                    if is_number(value):
                         named.setdefault((name, value.dtype, value.device), []).append(run)
             self._counts = [Counts(name, runs, states) for (name, _, _), runs in named.items()]
         for each in self._counts:
@@ -372,10 +242,18 @@ class FlatStepper:
         plan = self._plans.pop(key, None)
         if plan is None or not plan.holds(optimizer, across_padding=self._across_padding):
             plan = None  # what it holds goes before anything is copied
+            if key is None:
+                self._forget_others(optimizer)
             plan = Plan(optimizer, across_padding=self._across_padding, pieces=self._pieces)
             self.planned += 1
         self._plans[key] = plan
         return plan
+
+    def _forget_others(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hold nothing of parameters that the optimizer has no more."""
+        held = set(map(id, _listing(optimizer.param_groups)[1]))
+        for key in self._pieces.keys() - held:
+            del self._pieces[key]
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """A post-hook of `optimizer.step()`."""
@@ -402,10 +280,6 @@ def _listing(groups: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[nn.Pa
 def _goes_across(groups: Iterable[Mapping[str, Any]], across_padding: bool) -> bool:
     # With eps=0 zeros become zeros over zeros.
     return across_padding and all([group.get("eps") != 0 for group in groups])
-
-
-def _told(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def _changed(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -499,7 +373,7 @@ def _numbers(states: Iterable[State]) -> dict[int, float]:
     alike: dict[Any, list[torch.Tensor]] = {}
     for state in states:
         for value in state.values():
-            if isinstance(value, torch.Tensor) and value.dim() == 0:
+            if is_number(value):
                 alike.setdefault((value.dtype, value.device), []).append(value)
     return {
         id(tensor): number
@@ -522,7 +396,7 @@ def _kind(candidate: Candidate, numbers: Mapping[int, float]) -> Any:
         fact: Any
         if not isinstance(value, torch.Tensor):
             fact = type(value), value
-            if not isinstance(value, _PLAIN):
+            if not isinstance(value, PLAIN):
                 return None
         elif type(value) is not torch.Tensor or value.layout is not torch.strided:
             return None

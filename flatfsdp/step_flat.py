@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from .errors import UsageError, refuse_type
-from .flat_stepping import FlatStepper, stepping_flat
+from .flat_stepping import FlatStepper
 
 ELEMENTWISE = frozenset(
     {
@@ -26,15 +26,13 @@ ELEMENTWISE = frozenset(
 )
 """Those of torch that treat every element by itself."""
 
+_stepping_flat: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
 
 class FlatSteps:
     """The way to end flat steps: what `step_flat` returns.
 
     It is made there, for the `stepper` of one `optimizer`, which it does not keep alive.
-
-    Attributes:
-        runs: how many tensors the optimizer's last step took in place of parameters; 0 before the first.
-        members: how many parameters these were.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, stepper: FlatStepper) -> None:
@@ -48,12 +46,12 @@ class FlatSteps:
 
     @property
     def runs(self) -> int:
-        """See above."""
+        """How many tensors the last step took in place of parameters; 0 before the first."""
         return len(self._stepper.plan.runs) if self._stepper.plan is not None else 0
 
     @property
     def members(self) -> int:
-        """See above."""
+        """How many parameters these were."""
         return sum(len(run.members) for run in self._stepper.plan.runs) if self._stepper.plan is not None else 0
 
     def remove(self) -> None:
@@ -63,7 +61,7 @@ class FlatSteps:
         self._stepper.forget()
         optimizer = self._optimizer()
         if optimizer is not None:
-            stepping_flat.discard(optimizer)
+            _stepping_flat.discard(optimizer)
 
 
 def step_flat(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> FlatSteps:
@@ -83,7 +81,8 @@ def step_flat(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) ->
 
     Numbers are the same, bit for bit, in float32 and float64, with `foreach` or without. In bfloat16 and float16 (of
     the parameters themselves, not of `MixedPrecision`) and with `fused=True` on a CPU the last elements of a parameter,
-    where vector instructions end, may be rounded otherwise in the last bit.
+    where vector instructions end, may be rounded otherwise in the last bit. Memory is the same, too, but for a few
+    bytes per parameter; what the step needs meanwhile is as long as a unit's shard, not as a parameter.
 
     A tensor of the state shows a part of a longer one: `torch.save` of it alone writes all of that; clone it before.
 
@@ -128,7 +127,7 @@ def step_flat(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) ->
         raise UsageError(f"{name}(): this {kind.__name__} has no state of its own; call it with the optimizer in it")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UsageError(f"{name}(): a {kind.__name__} with differentiable=True steps on each parameter, in its graph")
-    if optimizer in stepping_flat:
+    if optimizer in _stepping_flat:
         raise UsageError(f"{name}(): this {kind.__name__} already steps flat; call remove() of what that returned")
-    stepping_flat.add(optimizer)
+    _stepping_flat.add(optimizer)
     return FlatSteps(optimizer, FlatStepper(across_padding=kind in ELEMENTWISE))

@@ -227,7 +227,7 @@ def test_states_that_cannot_be_divided_are_refused() -> None:
     with fake_world(1):
         twin = Twin(Wrong, elementwise=True)
         twin.gradients()
-        with pytest.raises(UsageError, match=r"keeps 'rows', a tensor of shape \(\d+,\), for \d+ elements"):
+        with pytest.raises(UsageError, match=r"keeps 'rows' \(shape \(\d+,\)\) for \d+ elements of \d+ parameters"):
             twin.optimizers[0].step()
 
 
@@ -347,6 +347,22 @@ def test_parameters_that_were_stepped_less_often_step_by_themselves_until_they_h
 
         twin.step(change=catch_up)
         assert (twin.steps.runs, twin.steps.members) == (1, 10)
+
+
+def test_gradients_of_the_users_own_go_parameter_by_parameter_and_the_next_ones_together_again() -> None:
+    def all_own(optimizer: Any, parameters: Any) -> None:
+        for each in parameters:
+            each.grad = each.grad.clone()
+
+    with fake_world(1):
+        twin = Twin(blocks=1)
+        twin.step(change=all_own)
+        assert (twin.steps.runs, twin.steps.members) == (0, 0)
+        twin.step(3)
+        assert (twin.steps.runs, twin.steps.members, twin.planned) == (1, 10, 2)
+        twin.step(change=own_gradients)
+        twin.step(2)
+        assert (twin.steps.runs, twin.steps.members, twin.planned) == (1, 10, 4)
 
 
 def test_states_are_copied_once_and_then_lie_as_their_parameters_do() -> None:

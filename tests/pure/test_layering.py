@@ -59,7 +59,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (5, "optim_state"),
     (5, "summary fsdp1_names controls participation uneven forward_methods optimizer_in_backward"),
     (5, "nonfinite clip"),
-    (5, "flat_stepping step_flat"),
+    (5, "flat_state flat_stepping step_flat"),
     (5, "rehearsal"),
     (5, "check_replicas"),
     (6, "wrapper wrap constructing"),
