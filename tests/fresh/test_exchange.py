@@ -75,7 +75,7 @@ def late(rank: int, world: int) -> tuple[list[float], list[float]]:
 
 
 def test_a_peer_sleeps_while_this_rank_frees_and_steps() -> None:
-    for outcome in fresh.run(2, late, timeout=60):
+    for outcome in fresh.run(2, late, timeout=120):
         assert outcome.error is None and outcome.exit_code == 0, outcome
         plain, disturbed = outcome.result
         assert plain == disturbed
@@ -105,7 +105,7 @@ def users_own(rank: int, world: int) -> tuple[list[float], list[float]]:
 
 
 def test_the_users_own_messages_are_in_flight() -> None:
-    for outcome in fresh.run(2, users_own, timeout=60):
+    for outcome in fresh.run(2, users_own, timeout=120):
         assert outcome.error is None and outcome.exit_code == 0, outcome
         plain, disturbed = outcome.result
         assert plain == disturbed
@@ -143,8 +143,13 @@ def die(rank: int, world: int, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["gather", "reduce-scatter", "all-reduce"])
 def test_a_peer_dies_in_the_middle_of_a_large_message(kind: str) -> None:
-    survivor, dead = fresh.run(2, die, kind, timeout=30)
-    assert dead.exit_code == 7
+    """Where the dead one's part was through, and only the survivor's was not, gloo wakes nobody: that is for the watch
+    to end (`test_faults.py`), and another try here."""
+    for _ in range(6):
+        survivor, dead = fresh.run(2, die, kind, timeout=20)
+        assert dead.exit_code == 7
+        if survivor.exit_code is not None:
+            break
     assert survivor.error is None, survivor
     assert "Connection closed by peer" in survivor.result or "reset by peer" in survivor.result
 
@@ -160,5 +165,5 @@ def forget(rank: int, world: int) -> None:
 
 
 def test_an_exchange_that_nobody_waits_for_does_no_harm() -> None:
-    for outcome in fresh.run(2, forget, timeout=30):
+    for outcome in fresh.run(2, forget, timeout=120):
         assert (outcome.exit_code, outcome.error) == (0, None), outcome

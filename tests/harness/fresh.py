@@ -1,6 +1,6 @@
 """Processes of their own for one job: what may crash, hang, exit, or needs a process in which nothing has run yet.
 
-Seconds instead of milliseconds: whatever can be said in a pool belongs there.
+A second instead of milliseconds: whatever can be said in a pool belongs there.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def discard_all() -> None:
 
 class _Pool:
     def __init__(self, world: int) -> None:
-        self.ranks = Ranks(world, _serve, imported=True)
+        self.ranks = Ranks(world, _serve)
         self.groups = 1
         try:
             self._collect(STARTUP_TIMEOUT, "starting the pool")

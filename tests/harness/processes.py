@@ -1,4 +1,8 @@
-"""Starting ranks: spawned processes that find each other as they would under torchrun.
+"""Starting ranks: processes that find each other as they would under torchrun.
+
+They are forked from a process that has imported torch and flatfsdp and done nothing else, which saves each the seconds
+that it takes. Otherwise they are like processes that were just started: they have the environment that this one has
+now, and end as the interpreter does.
 
 The parent hosts the store, and every rank gets the environment variables that torchrun would set, so that
 ``init_process_group("gloo")`` works in it without arguments. What a rank prints, crash reports included, goes to a file
@@ -10,7 +14,9 @@ memory.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -21,38 +27,51 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 STARTUP_TIMEOUT = 120.0  # seconds for importing torch in every rank while other programs have the cores
 
-_SPAWN = multiprocessing.get_context("spawn")  # never fork this process: torch's threads do not survive it
-# A process that imports torch, and what optimizers import at their first step, and does nothing else can be forked.
+# Never fork this process: torch's threads do not survive it. One that only imports has none.
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["torch.distributed", "torch._dynamo"])
+_FORKSERVER.set_forkserver_preload(
+    [
+        "torch.distributed",
+        "torch._dynamo",  # optimizers import it at their first step
+        "flatfsdp.checkpoint",
+        "tests.harness.parity",
+        "pytest",  # which modules with tests import
+    ]
+)
+
+
+class _Rank(ForkServerProcess):
+    """A forked process that ends as a started one does: atexit callbacks run, and the interpreter is finalised."""
+
+    def _bootstrap(self, *args: Any) -> NoReturn:
+        gc.freeze()  # the collector need not go through all of torch's objects, at the end in particular
+        code = super()._bootstrap(*args)
+        ctypes.pythonapi.Py_Exit(code)
+        raise AssertionError("Py_Exit does not return")
 
 
 class Ranks:
-    """``world`` running processes, each with a pipe to this one. ``body(rank, world, pipe)`` is what they run.
+    """``world`` running processes, each with a pipe to this one. ``body(rank, world, pipe)`` is what they run."""
 
-    With ``imported`` they begin with torch imported, which saves each the seconds that it takes, have the environment
-    that this process had when it first asked for such ranks, and end without finalising the interpreter.
-    """
-
-    def __init__(self, world: int, body: Callable[[int, int, Connection], None], *, imported: bool = False) -> None:
+    def __init__(self, world: int, body: Callable[[int, int, Connection], None]) -> None:
         self.world = world
-        context = _FORKSERVER if imported else _SPAWN
         self._folder = tempfile.TemporaryDirectory(prefix="flatfsdp-ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            arguments = (rank, world, self._store.port, str(self._file(rank)), theirs, body)
-            process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"rank {rank} of {world}")
+            ours, theirs = _FORKSERVER.Pipe()
+            arguments = (rank, world, self._store.port, str(self._file(rank)), dict(os.environ), theirs, body)
+            process = _Rank(target=_rank_main, args=arguments, daemon=True, name=f"rank {rank} of {world}")
             process.start()
             theirs.close()  # so that a dead rank shows as the end of its pipe
             self.pipes.append(ours)
@@ -110,7 +129,13 @@ class _Pickler(pickle.Pickler):
 
 
 def _rank_main(
-    rank: int, world: int, port: int, output: str, pipe: Connection, body: Callable[[int, int, Connection], None]
+    rank: int,
+    world: int,
+    port: int,
+    output: str,
+    environment: dict[str, str],
+    pipe: Connection,
+    body: Callable[[int, int, Connection], None],
 ) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -118,7 +143,9 @@ def _rank_main(
     faulthandler.enable()
     stacks = open(output + ".stack", "w")  # noqa: SIM115 - the signal handler writes to it for the life of the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.environ.clear()
     os.environ.update(
+        environment,
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         RANK=str(rank),
@@ -126,7 +153,7 @@ def _rank_main(
         WORLD_SIZE=str(world),
         LOCAL_WORLD_SIZE=str(world),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is served already: rank 0 must not open its own
-        GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        GLOO_SOCKET_IFNAME=environment.get("GLOO_SOCKET_IFNAME", "lo"),
     )
     torch.set_num_threads(1)
     try:

@@ -1,0 +1,167 @@
+"""Several pytest processes that do one run together: ``pytest --processes 3``.
+
+The one that was started starts the others and shows the results of all, as if it had run everything itself. Each takes,
+file by file, what none has taken before: most tests wait for something most of the time, so that two cores carry more
+than two processes. Whoever collects the same tests in the same order needs no further agreement than a folder, where
+the first to create a file's mark has it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from itertools import groupby
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+WAIT = 0.2  # seconds between looks at what the others have done, when this process has nothing left to do
+QUIET = ("-p", "no:cacheprovider", "--processes", "1")
+
+
+class Share:
+    """The plugin of a process that is not alone: it runs the files that it is the first to take."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.testsfailed or session.config.option.collectonly:
+            return None
+        mine = self._taken(session.items)
+        item = next(mine, None)
+        while item is not None:
+            following = next(mine, None)  # what it needs of this one's fixtures stays
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            self.look(session)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+            item = following
+        self.finish(session)
+        return True
+
+    def _taken(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
+        for number, (_, of_file) in enumerate(groupby(items, key=lambda item: item.path)):
+            with suppress(FileExistsError):
+                (self.folder / f"{number}.taken").touch(exist_ok=False)
+                yield from of_file
+
+    def look(self, session: pytest.Session) -> None:
+        """After each test."""
+
+    def finish(self, session: pytest.Session) -> None:
+        """When no file is left."""
+
+
+class Helper(Share):
+    """Was started by a `Leader`, for whom it writes down every report."""
+
+    def __init__(self, config: pytest.Config, folder: Path, number: int) -> None:
+        super().__init__(folder)
+        self._config = config
+        self._reports = _reports(folder, number).open("a")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._reports.write(json.dumps(data) + "\n")
+        self._reports.flush()
+
+
+class Leader(Share):
+    """Starts the others, shows what they report, and fails if one of them ends in any way but well."""
+
+    def __init__(self, config: pytest.Config, count: int) -> None:
+        self._exit = ExitStack()
+        super().__init__(Path(self._exit.enter_context(tempfile.TemporaryDirectory(prefix="flatfsdp-tests-"))))
+        self._helpers = [_Started(self.folder, number, config) for number in range(1, count)]
+        for helper in self._helpers:
+            self._exit.callback(helper.end)
+
+    def look(self, session: pytest.Session) -> None:
+        for helper in self._helpers:
+            for report in helper.news():
+                session.config.hook.pytest_runtest_logreport(report=report)
+                if report.when == "teardown":
+                    session.config.hook.pytest_runtest_logfinish(nodeid=report.nodeid, location=report.location)
+
+    def finish(self, session: pytest.Session) -> None:
+        for helper in self._helpers:
+            while helper.runs():
+                self.look(session)
+        self.look(session)
+        for helper in self._helpers:
+            if helper.process.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, NOTHING_LEFT):
+                raise session.Failed(f"a process that shares the run ended otherwise than with its tests: {helper}")
+
+    def pytest_unconfigure(self) -> None:
+        self._exit.close()
+
+
+NOTHING_LEFT = pytest.ExitCode.NO_TESTS_COLLECTED  # all files were taken
+
+
+class _Started:
+    """A helper as its leader sees it."""
+
+    def __init__(self, folder: Path, number: int, config: pytest.Config) -> None:
+        self._config = config
+        self.said, reports = folder / f"{number}.said", _reports(folder, number)
+        reports.touch()
+        self._reports: IO[str] = reports.open()
+        self._line = ""
+        command = [sys.executable, "-m", "pytest", *config.invocation_params.args, *QUIET]
+        with self.said.open("w") as said:
+            self.process = subprocess.Popen(
+                [*command, "--helps", f"{folder}:{number}"],
+                cwd=config.invocation_params.dir,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
+
+    def news(self) -> Iterator[pytest.TestReport]:
+        while line := self._reports.readline():
+            self._line += line
+            if self._line.endswith("\n"):  # else it is being written
+                data, self._line = json.loads(self._line), ""
+                yield self._config.hook.pytest_report_from_serializable(config=self._config, data=data)
+
+    def runs(self) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(WAIT)
+        return self.process.returncode is None
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reports.close()
+
+    def __str__(self) -> str:
+        return f"exit code {self.process.returncode}\n{self.said.read_text(errors='replace')[-8000:]}"
+
+
+def _reports(folder: Path, number: int) -> Path:
+    return folder / f"{number}.reports"
+
+
+def options(parser: pytest.Parser) -> None:
+    """What a user says, and what a leader says to its helpers."""
+    parser.addoption("--processes", type=int, default=1, help="run the files of tests in as many processes at once")
+    parser.addoption("--helps", help="FOLDER:NUMBER of a process that was started by --processes")
+
+
+def register(config: pytest.Config) -> None:
+    """Share the run where the command line says so."""
+    if helps := config.getoption("--helps"):
+        folder, _, number = helps.rpartition(":")
+        config.pluginmanager.register(Helper(config, Path(folder), int(number)))
+    elif (count := config.getoption("--processes")) > 1:
+        config.pluginmanager.register(Leader(config, count))
