@@ -131,6 +131,32 @@ def test_many_exchanges_in_flight_are_not_confused(run: Run, world: int) -> None
     assert run(world, many_in_flight) == [[]] * world
 
 
+def issued_alone(rank: int, world: int, way: str) -> None:
+    """A rank issues an operation and tells the others, who issue theirs when they have heard of it."""
+    with going(way, rank):
+        gloo.is_near(dist.group.WORLD)  # asked once
+        transport, lane, told = over(), Device(CPU).lane("test"), dist.new_group()
+        whole, piece = torch.zeros(world * 1000), torch.zeros(1000)
+        for first in range(world):
+            for issue in (
+                lambda: transport.all_gather_base(whole, piece, lane),
+                lambda: transport.reduce_scatter_base(piece, whole, lane),
+                lambda: transport.all_reduce(whole, lane),
+            ):
+                if rank == first:
+                    pending = issue()
+                dist.broadcast(torch.zeros(1), first, group=told)
+                if rank != first:
+                    pending = issue()
+                pending.wait()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_issuing_waits_for_nobody(way: str, pool2: Run) -> None:
+    """Or the job would not end: communication runs beside what the rank does next."""
+    pool2(issued_alone, way)
+
+
 def messages_of(rank: int, world: int, numel: int) -> list[int]:
     transport, lane = over(), Device(CPU).lane("test")
     whole, piece = torch.zeros(world * numel), torch.zeros(numel)

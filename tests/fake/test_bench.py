@@ -1,0 +1,93 @@
+"""`tools/bench` from end to end on a tiny model: what it measures, compares and writes. This process is all ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tools.benchmark import __main__ as bench
+from tools.benchmark import host, rounds
+from tools.benchmark.models import tiny_case
+from tools.benchmark.ranks import World
+
+TINY = tiny_case(4, 2)
+ENGINES = ["flatfsdp", "fsdp1", "ddp", "floor"]
+
+
+@contextmanager
+def one_rank(backend: str) -> Iterator[None]:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def here(world: World, job: Callable[..., Any], *args: Any) -> list[Any]:
+    with one_rank(world.backend) if world.backend else nullcontext():
+        return [job(0, *args)]
+
+
+@pytest.fixture(autouse=True)
+def small_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds.ranks, "run", here)
+    monkeypatch.setattr(host, "UNITS", 2)
+    monkeypatch.setattr(host, "STEPS", 1)
+    monkeypatch.setattr(bench, "HOST_WORLDS", (8,))
+    monkeypatch.setattr(bench, "MODELS", {TINY.name: TINY})
+    monkeypatch.setattr(bench, "SWEEPS", {"Tiny": {"4": TINY}, "Tiny again": {"4": TINY}})
+    monkeypatch.setattr(bench.memory, "preload", lambda: False)  # this process has started already
+
+
+def written(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """The table and the data of a run that succeeds and draws a picture."""
+    settings = ["--rounds", "2", "--steps", "1", "--engines", ",".join(ENGINES), "--out", str(folder)]
+    monkeypatch.setattr(sys, "argv", ["bench", *settings, *arguments])
+    assert bench.main() == 0
+    (picture,) = folder.glob("*.png")
+    assert picture.stat().st_size > 10_000
+    return picture.with_suffix(".md").read_text(), json.loads(picture.with_suffix(".json").read_text())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_engines_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, data = written(tmp_path, monkeypatch)
+    order = [(cell["round"], cell["engine"]) for cell in data["cells"]]
+    turns = [[*ENGINES, "exchange"], [*ENGINES[1:], ENGINES[0], "exchange"]]
+    assert order == [(number, engine) for number, turn in enumerate(turns) for engine in turn]
+    assert {(each["engine"], each["strategy"]) for each in data["figures"]} == {
+        *((engine, strategy) for engine in ENGINES[:2] for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")),
+        ("ddp", "FULL_SHARD"),
+        ("floor", "FULL_SHARD"),
+    }
+    assert "| invalid" not in text and "failed" not in text
+    base = next(line for line in text.splitlines() if line.startswith("| FSDP1 |"))
+    assert base.split(" | ")[5] == "1.00"  # its ratio to itself
+    assert "| engine | 2 tensors, 8 ranks | 12 tensors, 8 ranks |" in text
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_sizes_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, _ = written(tmp_path, monkeypatch, "--sweep")
+    assert text.count("| engine | 4 |") == 2 and "| invalid" not in text
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_an_engine_that_fails_does_not_go_unnoticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(world: World, job: Callable[..., Any], *args: Any) -> list[Any]:
+        if any(getattr(each, "engine", "") == "floor" for each in args):
+            raise rounds.RankFailed("rank 0: Traceback\nValueError: no")
+        return here(world, job, *args)
+
+    monkeypatch.setattr(rounds.ranks, "run", failing)
+    monkeypatch.setattr(sys, "argv", ["bench", "--quick", "--engines", "ddp,floor", "--out", str(tmp_path)])
+    monkeypatch.setattr(bench, "QUICK", (TINY.name,))
+    assert bench.main() == 1
+    assert "- one process: ValueError: no" in (tmp_path / "results.md").read_text()
