@@ -100,7 +100,7 @@ class Backward:
         branches: Branches,
     ) -> None:
         """Plan it. `unreduced`: units that add their gradients up unsharded; `kept`: those that stay whole after it."""
-        targets = {unit: tuple(chosen) for unit in record.anchored if (chosen := unit.choices.backward_targets)}
+        targets = {unit: tuple(chosen.units()) for unit in record.anchored if (chosen := unit.choices.backward_targets)}
         self.record = record
         self.sync = sync
         self.agreement = agreement
@@ -194,7 +194,7 @@ class Backward:
     def _prefetch_after(self, unit: Unit) -> None:
         targets = unit.choices.backward_targets
         if targets:
-            _launch(self._gathers.through(targets), ahead=True)
+            _launch(self._gathers.through(targets.units()), ahead=True)
         elif unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and not unit.choices.schedule.unshard_async_op:
             self._prefetch(unit)
 

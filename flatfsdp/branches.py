@@ -44,7 +44,7 @@ class Branches:
             self._course = Course(
                 nesting(outermost.root.unit),
                 {unit: branch for unit in units if (branch := _branch_of(unit)) is not None},
-                {unit: later for unit in units for later in unit.choices.branch_before},
+                {unit: later for unit in units for later in unit.choices.branch_before.units()},
             )
             self.exist = bool(self._course.turn)
 

@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
-class Targets:
-    """Units that a user lets another one gather ahead, in order. They are held weakly: any two may name each other."""
+class Targets(tuple["weakref.ref[Unit]", ...]):
+    """Units that a user lets another one gather ahead, in order. They are held weakly: any two may name each other.
 
-    __slots__ = ("_units",)
+    Whether there are any is asked at every step: a tuple answers without a call.
+    """
 
-    def __init__(self, units: Iterable[Unit] = ()) -> None:
-        self._units = tuple(weakref.ref(unit) for unit in units)
+    __slots__ = ()
 
-    def __iter__(self) -> Iterator[Unit]:
-        return (unit for ref in self._units if (unit := ref()) is not None)
+    def __new__(cls, units: Iterable[Unit] = ()) -> Targets:
+        return super().__new__(cls, map(weakref.ref, units))
 
-    def __bool__(self) -> bool:
-        return bool(self._units)
+    def units(self) -> Iterator[Unit]:
+        """Those that are still there."""
+        return (unit for ref in self if (unit := ref()) is not None)
 
 
 NO_TARGETS = Targets()
@@ -66,6 +67,6 @@ class Choices:
             yield "an all-reduce hook"
         for pass_, targets in (("forward", self.forward_targets), ("backward", self.backward_targets)):
             if targets:
-                yield f"prefetch in {pass_} of {', '.join(unit.label for unit in targets)}"
-        for unit in self.branch_before:
+                yield f"prefetch in {pass_} of {', '.join(unit.label for unit in targets.units())}"
+        for unit in self.branch_before.units():
             yield f"branch before {unit.label}"

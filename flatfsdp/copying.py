@@ -182,7 +182,7 @@ def _lists_of(units: list[Unit]) -> _Lists:
     places = {unit: place for place, unit in enumerate(units)}
 
     def known(targets: Targets) -> list[int]:
-        return [places[unit] for unit in targets if unit in places]
+        return [places[unit] for unit in targets.units() if unit in places]
 
     return [[known(getattr(unit.choices, name)) for name in _NAMING] for unit in units]
 

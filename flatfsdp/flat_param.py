@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter, methodcaller
-from typing import NoReturn
+from operator import attrgetter
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -75,11 +75,12 @@ class FlatParameter(nn.Parameter):
 
 @dataclass
 class Unsharded:
-    """The whole flat parameter in one dtype: its buffer (None where the shard itself is the whole) and the views of
-    it."""
+    """The whole flat parameter in one dtype: its buffer (None where the shard itself is the whole), the views of it,
+    and each leaf with its view."""
 
     buffer: FlatBuffer | None
     views: list[torch.Tensor] = field(default_factory=list)
+    shown: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
 
 
 def dense(leaf: torch.Tensor) -> torch.Tensor:
@@ -163,6 +164,8 @@ class FlatParamHandle:
         self.residence: Residence | None = None
         self.host_copy: HostCopy | None = None
         self._versions = Versions(self.leaves)
+        self._flags: list[bool] = []  # whether leaves require a gradient, when that was asked last
+        self._trainable: frozenset[int] = frozenset()
         self.shard = shard
         self.home = shard.device
         self.flat_param = FlatParameter(shard, requires_grad=trainable)
@@ -230,15 +233,27 @@ class FlatParamHandle:
     def refresh_views(self) -> None:
         """Rebuild the views of the shard (it moved or changed its dtype)."""
         self.sharded_views = self.views_of_shard(self.shard)
-        self._shown_at_rest = _facts(self.sharded_views)
+        self.shown_sharded = list(zip(self.leaves, self.sharded_views, strict=True))
+        self._shown_at_rest = self._facts(self.sharded_views)
+        self._address = self.shard.data_ptr()
         self.nothing = torch.empty(0, dtype=self.precision.compute, device=self.device)
         self._unsharded.clear()
         self._shard_version = self._writes
         self._filled_versions: list[int] = []
 
+    def _facts(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Any], list[torch.dtype]]:
+        # What tells that a tensor's memory was replaced; lists, because whole lists are compared at every forward.
+        extent = _SHAPE if self.whole else torch.Tensor.numel  # pieces of a shard are 1-D
+        return list(map(torch.Tensor.data_ptr, tensors)), list(map(extent, tensors)), list(map(_DTYPE, tensors))
+
+    @property
+    def flat_shows_shard(self) -> bool:
+        """Whether the flat parameter shows the shard, as it should; not if the user replaced its `.data`."""
+        return self.flat_param.data_ptr() == self._address and self.flat_param.dtype == self.shard.dtype
+
     def replaced_leaves(self) -> list[int]:
         """The leaves that do not show their place in the shard, though they should: the user replaced their `.data`."""
-        found = _facts(self.leaves)
+        found = self._facts(self.leaves)
         if found == self._shown_at_rest:
             return []
         return [
@@ -400,6 +415,7 @@ class FlatParamHandle:
         active = self._active or self._refuse_sharded()
         if not active.views:
             active.views = full_views(self.shard if active.buffer is None else active.buffer.tensor, self.layout)
+            active.shown = list(zip(self.leaves, active.views, strict=True))
         writes = self._writes
         if active.buffer is not None:
             self._filled_versions = self._versions.on_fill(changed=writes != self._shard_version)
@@ -489,6 +505,11 @@ class FlatParamHandle:
         return (self._active or self._refuse_sharded()).views
 
     @property
+    def shown_unsharded(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Each leaf with its view of the unsharded buffer; only while unsharded."""
+        return (self._active or self._refuse_sharded()).shown
+
+    @property
     def unsharded(self) -> torch.Tensor:
         """The unsharded flat parameter, 1-D and padded; only while unsharded."""
         active = self._active or self._refuse_sharded()
@@ -523,6 +544,14 @@ class FlatParamHandle:
             return not self.flat_param.requires_grad
         return not any([leaf.requires_grad for leaf in self.leaves])
 
+    def trainable_indices(self) -> frozenset[int]:
+        """Which of the leaves require a gradient now."""
+        flags = list(map(_REQUIRES_GRAD, self.leaves))
+        if flags != self._flags:  # a set is slow to make, and they seldom change
+            self._flags = flags
+            self._trainable = frozenset(i for i, flag in enumerate(flags) if flag)
+        return self._trainable
+
     @property
     def _writes(self) -> int:
         # Either may be written to, and after a replacement of the shard they no longer share one counter.
@@ -553,12 +582,7 @@ class FlatParamHandle:
         raise InternalError(f"{self.name}: the unsharded parameter was asked for while {self.state.value}")
 
 
-_POINTER, _SHAPE, _DTYPE = methodcaller("data_ptr"), attrgetter("shape"), attrgetter("dtype")
-
-
-def _facts(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Size], list[torch.dtype]]:
-    # What tells that a tensor's memory was replaced; lists, because whole lists are compared at every forward.
-    return list(map(_POINTER, tensors)), list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors))
+_SHAPE, _DTYPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("dtype"), attrgetter("requires_grad")
 
 
 def _is_dense(leaf: torch.Tensor) -> bool:

@@ -35,7 +35,7 @@ from .flat_param import FlatParamHandle, full_views
 from .policy.precision import gradient_scaling
 from .reduction import Part
 from .storage import FlatBuffer
-from .views import Shown, assign_grad, take_grads
+from .views import Shown, assign_grad, check_gradients, take_grads
 
 # A gradient of at most SMALL_BYTES is collected; at COLLECT_BYTES the collected ones are moved.
 SMALL_BYTES = 64 * 1024
@@ -65,6 +65,7 @@ class Gradients:
         expected: indices of the leaves whose gradients this backward awaits.
         arrived: those that came.
         missing: those that are awaited still.
+        collects_in: autograd's graph task in which gradients that come for the first time are only collected, if any.
         sharing: gradients go to the parameters' places. [Note: slot sharing]
         reducing: what this backward has handed over to reductions.
         brought: a gradient came to what is being reduced, on this rank or in what earlier reductions brought.
@@ -74,6 +75,10 @@ class Gradients:
     def __init__(self, handle: FlatParamHandle, shown: Shown) -> None:
         self.handle = handle
         self._shown = shown
+        self._numels = [spec.numel for spec in handle.layout.params]
+        itemsize = handle.precision.compute.itemsize
+        self._all_small = max(self._numels) * itemsize <= SMALL_BYTES and sum(self._numels) * itemsize <= COLLECT_BYTES
+        self.collects_in: int | None = None
         self.expected: frozenset[int] = frozenset()
         self.arrived: set[int] = set()
         self.missing: set[int] = set()
@@ -152,6 +157,7 @@ class Gradients:
         self.expected = expected
         self.arrived = set()
         self.missing = set(expected)
+        self.collects_in = None
         self._accumulating = not sync
         self._hooked = hooked
         self._before, self._after = gradient_scaling(world, self.handle.precision.reduce, divide_by)
@@ -166,15 +172,34 @@ class Gradients:
 
     # -- gradients arrive --------------------------------------------------------------------------------------------
 
+    def let_collect(self, task: int) -> None:
+        """Nothing but their arrival is to be noted of gradients that come in this graph task."""
+        if self._all_small and self._before != 0:
+            self.collects_in = task
+
+    def collect(self, index: int) -> bool:
+        """Take the gradient of leaf `index`, if this backward awaits it: `arrive` without its questions, for
+        `collects_in`."""
+        missing = self.missing
+        if index not in missing:
+            return False
+        leaf = self.handle.leaves[index]
+        grad = leaf.grad
+        if grad is None:
+            return False
+        leaf.grad = None
+        missing.remove(index)
+        self.arrived.add(index)
+        self._collected[index] = grad
+        return True
+
     def arrive(self, index: int, grad: torch.Tensor) -> None:
-        """Move `grad` (shaped like leaf `index`, compute dtype) into its slot, now or with the other small ones."""
+        """Move `grad` (of leaf `index`, compute dtype) into its slot, now or with the other small ones."""
         self.arrived.add(index)
         self.missing.discard(index)
         if self._before == 0:
             return
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        size = grad.nbytes
+        size = self._numels[index] * grad.element_size()
         if size > SMALL_BYTES:
             self._move({index: grad})
             return
@@ -195,6 +220,9 @@ class Gradients:
 
         `freeing`: the handle gives its buffer up next, and with it hides all leaves.
         """
+        # Others of as many elements cannot be copied, but for those whose shape is the same without ones.
+        if list(map(torch.Tensor.numel, grads.values())) != [self._numels[i] for i in grads]:
+            check_gradients(self.handle, grads)
         self._open_buffer()
         again = self._filled & grads.keys()
         fresh = [i for i in grads if i not in again] if again else list(grads)
@@ -204,10 +232,14 @@ class Gradients:
         if self._before != 1.0:
             grads = {i: grad * self._before for i, grad in grads.items()}
         slots = self._slots
-        if fresh:
-            _torch.foreach_copy_([slots[i] for i in fresh], [grads[i] for i in fresh])
-        if again:
-            _torch.foreach_add_([slots[i] for i in again], [grads[i] for i in again])
+        try:
+            if fresh:
+                _torch.foreach_copy_([slots[i] for i in fresh], [grads[i] for i in fresh])
+            if again:
+                _torch.foreach_add_([slots[i] for i in again], [grads[i] for i in again])
+        except RuntimeError:
+            check_gradients(self.handle, grads)
+            raise
         self._filled.update(grads)
 
     def _open_buffer(self) -> None:
@@ -375,10 +407,12 @@ class Gradients:
     def _at_home(self, total: torch.Tensor) -> torch.Tensor:
         """`total` in the optimizer's dtype, where the optimizer steps."""
         handle = self.handle
-        total = total.to(handle.precision.grad)
-        if total.device != handle.home:
-            return total.to(handle.home)
-        return total.clone() if handle.offload else total  # the CPU stands in for a device: the same copy is made
+        if total.dtype != handle.precision.grad:
+            total = total.to(handle.precision.grad)
+        if not handle.offload:
+            return total
+        # Where the CPU stands in for a device the same copy is made.
+        return total.to(handle.home) if total.device != handle.home else total.clone()
 
     def _replace_partial(self, total: torch.Tensor | None) -> None:
         ledger = self.handle.ledger
@@ -390,11 +424,12 @@ class Gradients:
 
     @staticmethod
     def _accumulate(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-        if parameter.grad is None:
+        old = parameter.grad
+        if old is None:
             assign_grad(parameter, grad)
         else:
             with _torch.no_grad():
-                parameter.grad.add_(grad)
+                old.add_(grad)
 
     def _forget_expectations(self) -> None:
         self.expected = frozenset()

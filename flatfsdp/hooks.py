@@ -78,8 +78,9 @@ def run_user_hooks(leaves: Sequence[torch.Tensor]) -> None:
 
 def run_hooks(parameter: torch.Tensor) -> None:
     """Run users' post-accumulate hooks of a flat parameter, into which autograd accumulates nothing."""
-    for hooks in _torch.accumulate_hooks([parameter], least=1) if parameter.grad is not None else ():
-        for hook in tuple(hooks.values()):
+    hooks = _torch.accumulate_hooks([parameter], least=1)
+    if hooks and parameter.grad is not None:
+        for hook in tuple(hooks[0].values()):
             hook(parameter)
 
 
@@ -104,13 +105,9 @@ def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:
     return leaf.register_hook(told)
 
 
-def before_backward_of(tensor: torch.Tensor, callback: Callable[[], None]) -> Any:
-    """Call `callback` whenever the gradient with respect to `tensor` is about to flow on; has `remove()`."""
-
-    def told(grad: torch.Tensor) -> None:
-        callback()
-
-    return tensor.register_hook(told)
+def before_backward_of(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> Any:
+    """Call `callback` with the gradient with respect to `tensor` whenever that is about to flow on; has `remove()`."""
+    return tensor.register_hook(callback)
 
 
 def will_accumulate(leaf: torch.Tensor) -> bool:
@@ -158,7 +155,7 @@ def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], No
     """
     inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
     if len(inner) == 1:
-        return [before_backward_of(inner[0], callback)], None
+        return [before_backward_of(inner[0], lambda grad: callback())], None
     if inner:
         arrivals = Arrivals(inner, callback)
         this = weakref.ref(arrivals)

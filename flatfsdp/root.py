@@ -121,6 +121,7 @@ class Root:
         self._whole_for_double = False
         self.agreement = Agreement(check_values=settings.check_values)
         self._told: str | None = None  # what was set, None when it has to be put together anew
+        self._excepted: dict[bool, tuple[frozenset[Unit], frozenset[Unit]]] = {}  # found before, by `sync`
         self._replicas_due = settings.check_values != "off"  # to be compared
         self._neighbours_due = True  # units are to be told anew who keeps portions with them
 
@@ -129,6 +130,7 @@ class Root:
     def adopt(self, nested: list[Unit]) -> None:
         """Take the units of wrapped descendants into this tree, in front of the root's own."""
         self.units = [*nested, self.unit]
+        self._excepted.clear()
         for unit in nested:
             unit.join(self)
 
@@ -199,6 +201,7 @@ class Root:
     def choices_changed(self) -> None:
         """What users chose for a unit was changed."""
         self._told = None
+        self._excepted.clear()
         self._neighbours_due = True
         self.residents.choices_changed()
         self._joins.forget()
@@ -411,7 +414,7 @@ class Root:
         self._ahead.update(dict.fromkeys(group if ahead else group[1:]))
 
     def _prefetch_in_forward(self, unit: Unit) -> None:
-        for target in unit.choices.forward_targets:
+        for target in unit.choices.forward_targets.units():
             self._launch(target, (), ahead=True)
         if unit.forward_prefetch and not unit.choices.forward_targets:
             following = self._order.upcoming()
@@ -504,13 +507,11 @@ class Root:
         if self._at_rest:  # a graph older than the last rest
             self._follow_writes()
         self.record.consumed = True
-        unreduced = frozenset(unit for unit in self.units if not (self.sync and unit.choices.schedule.reduce))
+        unreduced, kept = self._exceptions()
         backward = self.backward = Backward(
             self.record,
             unreduced=unreduced,
-            kept=frozenset(
-                [unit for unit in self.units if not unit.reshards_after_backward(reduced=unit not in unreduced)]
-            ),
+            kept=kept,
             sync=len(unreduced) < len(self.units),
             agreement=self.agreement,
             joins=self._joins,
@@ -535,6 +536,15 @@ class Root:
                 backward.expect(unit)
         backward.join_reductions()
         return backward
+
+    def _exceptions(self) -> tuple[frozenset[Unit], frozenset[Unit]]:
+        """The units of which the next backward does not reduce gradients, and those that stay unsharded after it."""
+        found = self._excepted.get(self.sync)
+        if found is None:
+            unreduced = frozenset(unit for unit in self.units if not (self.sync and unit.choices.schedule.reduce))
+            whole = [unit for unit in self.units if not unit.reshards_after_backward(reduced=unit not in unreduced)]
+            found = self._excepted[self.sync] = unreduced, frozenset(whole)
+        return found
 
     def _follow_requests(self) -> None:
         """What users unsharded and no forward entered takes part in the backward: they computed with it themselves."""

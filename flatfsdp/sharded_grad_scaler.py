@@ -53,7 +53,7 @@ class ShardedGradScaler(GradScaler):
         if self.is_enabled() and any(root.steppers.every for root in registry.roots):
             for tensor in tensors_in(scaled):
                 if tensor.requires_grad:
-                    hooks.before_backward_of(tensor, note_scaled_loss)
+                    hooks.before_backward_of(tensor, lambda grad: note_scaled_loss())
         return scaled
 
     def _unscale_grads_(

@@ -110,10 +110,12 @@ class FlatBuffer:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, ledger: Ledger, kind: str) -> None:
         with torch.inference_mode(False):  # it serves training, whatever pass needs it first
             self.tensor = torch.empty(0, dtype=dtype, device=device)
+        self._storage = self.tensor.untyped_storage()
         self._numel = numel
         self._bytes = numel * self.tensor.element_size()
         self._ledger = ledger
         self._kind = self._usual_kind = kind
+        self._shaped = False  # whether the tensor has its elements, allocated or not
         self.allocated = False
 
     def now_holds(self, kind: str) -> None:
@@ -126,10 +128,11 @@ class FlatBuffer:
         """Take the memory; nothing happens if it is there."""
         if self.allocated:
             return
-        self.tensor.untyped_storage().resize_(self._bytes)
-        if self.tensor.numel() != self._numel:
+        self._storage.resize_(self._bytes)
+        if not self._shaped:
             # The stubs of torch lack the overload for untyped storages.
-            self.tensor.set_(self.tensor.untyped_storage(), 0, (self._numel,))  # type: ignore[call-overload]
+            self.tensor.set_(self._storage, 0, (self._numel,))  # type: ignore[call-overload]
+            self._shaped = True
         self.allocated = True
         self._ledger.add(self._kind, self._bytes)
         if _poisoned and self.tensor.is_floating_point():
@@ -141,14 +144,20 @@ class FlatBuffer:
             return
         if _poisoned and self.tensor.is_floating_point():
             self.tensor.fill_(float("nan"))
-        self.tensor.untyped_storage().resize_(0)
+        self._storage.resize_(0)
         self.allocated = False
         self._ledger.remove(self._kind, self._bytes)
         self._kind = self._usual_kind
 
+    @property
+    def address(self) -> int:
+        """Where the memory is; 0 while it is gone."""
+        return self._storage.data_ptr()
+
     def disown(self) -> torch.Tensor:
         """Hand the memory to the caller for good; the next `allocate` takes new memory in a new tensor."""
         given, self.tensor = self.tensor, torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
+        self._storage, self._shaped = self.tensor.untyped_storage(), False
         self.allocated = False
         self._ledger.remove(self._kind, self._bytes)
         return given

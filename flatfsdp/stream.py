@@ -11,6 +11,7 @@ learn of it from their watch ([Note: watch]), which speaks for the main thread w
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import operator
@@ -74,7 +75,7 @@ class Stream(Peers):
         self._places: dict[int, int] = {}
         # What is expected, what came, and how far it has come.
         self._habit = Habit()
-        self._said: deque[Said] = deque(maxlen=REMEMBERED)
+        self._said: deque[tuple[int, Symbol, int]] = deque(maxlen=REMEMBERED)  # made `Said` when somebody looks
         self._place = 0
         self._step = 0
         self._kind = ""  # of the running forward
@@ -242,7 +243,7 @@ class Stream(Peers):
         record = root.record
         entered, anchored = ([self._places[id(unit)] for unit in units] for units in (record.entered, record.anchored))
         reduced = [(self._places[id(unit)], kind) for unit, kinds in trained.items() for kind in kinds]
-        nearby = [place for place, unit in enumerate(root.units) if unit.holds_portions]
+        nearby = [place for place, unit in enumerate(root.units) if unit.neighbours is not None and unit.holds_portions]
         schedule = root.told_schedule
         how = "" if root.sync else " under no_sync()"
         words = f"began a backward{how} through {len(anchored)} units, {len(reduced)} flat gradients{_with(schedule)}"
@@ -350,9 +351,12 @@ class Stream(Peers):
 
     def _follow(self, symbol: Symbol, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
         self._habit.learn(symbol.code, unit=unit, completes=completes)
-        self._said.append(Said(self._place, symbol, self._step))
+        self._said.append((self._place, symbol, self._step))
         self._step += opens
         self._place += 1
+
+    def _said_at(self, at: int) -> Said | None:
+        return next((said for said in itertools.starmap(Said, list(self._said)) if said.at == at), None)
 
     # -- meetings ----------------------------------------------------------------------------------------------------
 
@@ -474,14 +478,15 @@ class Stream(Peers):
             if self._abandoned is None or self._abandoned.at != at:
                 return True
         elif passed:
-            quoted = next((said for said in self._said if said.at == at), None)
+            quoted = self._said_at(at)
             symbol = quoted.symbol if quoted is not None else Symbol(-1, "went on long ago")
             self._leave_note(at, symbol, alarm=False)
         elif issued is not None and self._place == at and self._issued() > issued:
             self._leave_note(at, Symbol(-1, f"went on in {self._doing}"), alarm=False)
         if self._board.read(f"{scope}/{at}/verdict") != DIFFERENT:
             return False
-        step = next((said.step for said in self._said if said.at == at), self._step)
+        quoted = self._said_at(at)
+        step = quoted.step if quoted is not None else self._step
         error = self._judge(at, step)
         if self._verdict is None:
             speak(f"[flatfsdp, rank {self._rank}] {type(error).__name__}: {error}")

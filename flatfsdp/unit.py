@@ -23,7 +23,7 @@ from .lifecycle import Phase, ShardState
 from .policy.order import Pass
 from .trees import cast_floating, map_tensors, move, tensors_in
 from .unit_data import UnitData, check_hooks
-from .views import Exposure, Home, check_exposed, check_unwritten, refuse_gradient
+from .views import Exposure, Home, check_exposed, check_unwritten
 
 if TYPE_CHECKING:
     from .backward import Backward
@@ -194,8 +194,8 @@ class Unit(UnitData):
         for handle in self.handles:
             if not handle.use_orig_params:
                 wanted = handle.flat_param.requires_grad
-                for leaf in handle.leaves:
-                    if leaf.requires_grad != wanted:
+                if len(handle.trainable_indices()) != wanted * len(handle.leaves):
+                    for leaf in handle.leaves:
                         leaf.requires_grad_(wanted)
 
     def _watch_leaves(self) -> None:
@@ -307,7 +307,7 @@ class Unit(UnitData):
         me = weakref.ref(self)
 
         # The graph holds the pass that it was made in.
-        def reached(made_in: Pass | None = root.record.running) -> None:
+        def reached(grad: torch.Tensor, made_in: Pass | None = root.record.running) -> None:
             for reader, their_call in readers:
                 if (unit := reader()) is not None:
                     unit.inputs_ready(their_call)
@@ -333,8 +333,8 @@ class Unit(UnitData):
     def _own_output(self, output: Any) -> Any:
         """Outputs that are views of unsharded parameters become copies: their memory is about to be freed."""
         lent = {
-            handle.unsharded.untyped_storage().data_ptr()
-            for unit in (self, *self.owners)
+            handle.place.address
+            for unit in ((self, *self.owners) if self.owners else (self,))
             for handle in unit.handles
             if handle.state is ShardState.UNSHARDED and handle.owns_unsharded
         }
@@ -401,7 +401,7 @@ class Unit(UnitData):
             if self.completed and backward.in_inner_task():
                 self._late = sum(
                     hooks.will_accumulate(handle.leaves[i])
-                    for handle, grads in zip(self.handles, self.grads, strict=True)
+                    for handle, _, grads in self.kinds
                     for i in grads.expected
                 )
         if self.phase is Phase.PRE_BACKWARD and (self.is_whole or not self.choices.schedule.unshard_in_backward):
@@ -426,10 +426,9 @@ class Unit(UnitData):
     def arm(self, backward: Backward, *, share: bool = False) -> None:
         """Await the gradients of all leaves that require one. `share`: in the parameters' own places."""
         hooked = self.choices.comm_hook is not None
-        for handle, grads in zip(self.handles, self.grads, strict=True):
-            expected = frozenset([i for i, leaf in enumerate(handle.leaves) if leaf.requires_grad])
+        for handle, _, grads in self.kinds:
             grads.arm(
-                expected,
+                handle.trainable_indices(),
                 world=left_to_average(self.groups) if hooked else self.groups.world,
                 divide_by=self.choices.schedule.divide_by,
                 weight=self.root.weight if self.choices.schedule.divide_by is None else min(self.root.weight, 1.0),
@@ -442,6 +441,7 @@ class Unit(UnitData):
             else:
                 check_hooks(handle)
         self._expect(backward)
+        self._let_collect(backward)
 
     def _expect(self, backward: Backward) -> None:
         for grads in self.grads:
@@ -456,20 +456,22 @@ class Unit(UnitData):
 
     def leaf_ready(self, kind: int, index: int) -> None:
         """Autograd accumulated the gradient of a leaf: move it to its slot; all in: reduce and reshard."""
+        grads = self.grads[kind]
+        if grads.collects_in == _torch.graph_task() and grads.collect(index):
+            if not (grads.missing or self._open_calls):
+                self._advance()
+            return
         root = self.root
         backward = root.backward
         if backward is None or not (self.phase is Phase.PRE_BACKWARD or self.completed):
             backward = root.begin_backward()
             self.arm(backward)
             self.enter_phase(Phase.PRE_BACKWARD)
-        handle, grads = self.handles[kind], self.grads[kind]
-        leaf = handle.leaves[index]
+        leaf = self.handles[kind].leaves[index]
         grad = leaf.grad
         leaf.grad = None
         if grad is None:
             return
-        if grad.shape != handle.layout.params[index].shape or grad.layout is not torch.strided:
-            refuse_gradient(handle, index, grad)
         if self.reads_once is not False and (index in grads.arrived or _torch.graph_task() != backward.task):
             self.reads_once = False
         if not backward.fired:
@@ -482,8 +484,16 @@ class Unit(UnitData):
             backward.stepping.check_untouched(self, "a gradient came")
             self._expect(backward)  # a late one: a second reduction, at the end of the backward
             self._late -= 1
+        elif grads.collects_in is None:
+            self._let_collect(backward)
         if (self.completed or not grads.missing) and not self._open_calls:
             self._advance()
+
+    def _let_collect(self, backward: Backward) -> None:
+        """Spare `leaf_ready` its questions, where their answers are known for the rest of this backward."""
+        if backward.fired and not (backward.double or backward.in_inner_task()) and self.root.detector is None:
+            for grads in self.grads:
+                grads.let_collect(backward.task)
 
     def inputs_ready(self, call: Call) -> None:
         """The gradients of the inputs of one call are there."""
@@ -496,7 +506,7 @@ class Unit(UnitData):
 
         Other ranks may use all parameters: they reduce now, and gather on only when this rank has reduced, too.
         """
-        awaiting = [(handle, grads) for handle, grads in zip(self.handles, self.grads, strict=True) if grads.missing]
+        awaiting = [(handle, grads) for handle, _, grads in self.kinds if grads.missing]
         if not awaiting or self._open_calls or self.completed:
             return
         backward = self.root.backward

@@ -47,7 +47,7 @@ class UnitData:
     Attributes:
         name: path from the root's module; "" for the root.
         handles: one per kind of parameter, none if the unit owns no parameter.
-        shown, grads: for each handle, what its leaves show and its gradients.
+        shown, grads: for each handle, what its leaves show and its gradients; kinds: all three.
         homes: where modules of this unit hold the handles' leaves.
         owners: units that own parameters which modules of this unit hold too (tied); unsharded whenever this one is.
         aliases: where modules of this unit hold those.
@@ -98,6 +98,7 @@ class UnitData:
         self.phase = Phase.IDLE
         self.shown = [Shown(handle) for handle in self.handles]
         self.grads = [Gradients(handle, shown) for handle, shown in zip(self.handles, self.shown, strict=True)]
+        self.kinds = list(zip(self.handles, self.shown, self.grads, strict=True))
         self.neighbours: Transport | None = None
         self._root: weakref.ref[Root] | None = None
         self.own_root: Root | None = None  # until the wrapper takes it: a root owns its units, and no cycle may remain
@@ -108,7 +109,7 @@ class UnitData:
 
     def extend(self, extended: Sequence[Extended]) -> None:
         """Let modules see what extensions make of some leaves."""
-        for handle, shown in zip(self.handles, self.shown, strict=True):
+        for handle, shown, _ in self.kinds:
             leaves = set(map(id, handle.leaves))
             shown.extended = [each for each in extended if id(each.leaf) in leaves]
 
@@ -238,7 +239,7 @@ class UnitData:
         Residents are on their way from the host then. [Note: residents]
         """
         sharded = []
-        for handle, grads in zip(self.handles, self.grads, strict=True):
+        for handle, _, grads in self.kinds:
             if grads.sharing and grads.arrived:
                 self._refuse_to_regain()
             if handle.state is ShardState.SHARDED:
@@ -257,7 +258,7 @@ class UnitData:
     def wait_unshard(self) -> None:
         """Order the caller after the gathers and let the leaves show the whole."""
         arrived = False
-        for handle, shown in zip(self.handles, self.shown, strict=True):
+        for handle, shown, _ in self.kinds:
             if handle.state is ShardState.GATHERING:
                 if shown.some_hidden:
                     shown.unhide()
@@ -266,7 +267,8 @@ class UnitData:
         if arrived:
             self.note("gathered")
         for shown in self.shown:
-            shown.show(Exposure.WHOLE)
+            if shown.exposure is not Exposure.WHOLE:
+                shown.show(Exposure.WHOLE)
             if shown.extended:
                 shown.install_extended()
 
@@ -295,7 +297,7 @@ class UnitData:
         """Free the unsharded parameters; the leaves show `exposure` (the whole again where the shard is the whole, and
         residents of the device between forward and backward)."""
         freed = False
-        for handle, shown, grads in zip(self.handles, self.shown, self.grads, strict=True):
+        for handle, shown, grads in self.kinds:
             if handle.state is ShardState.GATHERING:
                 handle.wait_unshard()
             if handle.state is ShardState.UNSHARDED:
@@ -382,7 +384,7 @@ class UnitData:
         by_choice = self.choices.schedule.keeps_by_choice and self.groups.shard.size > 1
         self.kept = keep_whole and by_choice and self.is_whole
         if keep_whole:
-            for handle, shown in zip(self.handles, self.shown, strict=True):
+            for handle, shown, _ in self.kinds:
                 if handle.state is ShardState.GATHERING:
                     handle.wait_unshard()
                 shown.show(Exposure.SHARD)
@@ -401,7 +403,7 @@ class UnitData:
 
     def settle(self) -> list[FlatParamHandle]:
         """Make the reduced gradients `.grad`; the handles of which that completes them."""
-        return [handle for handle, grads in zip(self.handles, self.grads, strict=True) if grads.settle()]
+        return [handle for handle, _, grads in self.kinds if grads.settle()]
 
     def run_user_hooks(self) -> None:
         """Run users' post-accumulate hooks on the sharded gradients."""
@@ -432,12 +434,14 @@ class UnitData:
 
         Raises UsageError for changes that cannot be taken over.
         """
-        changed = [home for home in (*self.homes, *self.aliases) if home.held is not home.leaf]
+        changed = Home.changed(self.homes)
+        if self.aliases:
+            changed += Home.changed(self.aliases)
         if changed and _torch.in_functional_call():
             refuse_functional_call(changed, self.label)
         if changed and self.is_between():
             check_homes(changed, self.aliases, self.root.names_of_leaves(), self.label)
-        for kind, (handle, shown) in enumerate(zip(self.handles, self.shown, strict=True)):
+        for kind, (handle, shown, _) in enumerate(self.kinds):
             if shown.exposure is Exposure.SHARD:
                 if shown.some_hidden:
                     shown.unhide()
@@ -514,6 +518,8 @@ class UnitData:
 
 def check_hooks(handle: FlatParamHandle) -> None:
     """Refuse hooks that would never run, where a flat parameter has the gradients and original ones see them pass."""
+    if not (_torch.accumulate_hooks(handle.leaves) or _torch.has_hooks(handle.flat_param)):
+        return
     where = f"of unit {handle.name or '<root>'!r}"
     hooked = hooks.user_hooked(handle.leaves)
     if hooked:

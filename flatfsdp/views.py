@@ -16,6 +16,7 @@ import enum
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -29,6 +30,9 @@ from .lifecycle import ShardState
 
 if TYPE_CHECKING:
     from .extensions import Extended
+
+
+_GRAD = attrgetter("grad")
 
 
 class Exposure(enum.Enum):
@@ -54,6 +58,16 @@ class Home:
         """What the module has under the attribute now; None where it was deleted."""
         registered = self.module._parameters.get(self.attribute)
         return registered if registered is not None else self.module.__dict__.get(self.attribute)
+
+    @staticmethod
+    def changed(homes: Iterable[Home]) -> list[Home]:
+        """Those of `homes` that do not hold their leaf."""
+        suspects = []
+        for home in homes:  # once for every parameter and step
+            attribute, values = home.attribute, home.module.__dict__
+            if values["_parameters"].get(attribute, values.get(attribute)) is not home.leaf:
+                suspects.append(home)
+        return [home for home in suspects if home.held is not home.leaf]
 
     def register(self) -> None:
         """Let the module list the leaf among its parameters."""
@@ -89,32 +103,33 @@ class Shown:
 
     def show(self, exposure: Exposure) -> None:
         """Let every leaf show `exposure`."""
-        if self.some_hidden and self.exposure is Exposure.SHARD:
-            self.unhide()  # end of `guard`
         if exposure is self.exposure:
+            if self.some_hidden and exposure is Exposure.SHARD:
+                self.unhide()  # end of `guard`
             return
         handle = self.handle
         if exposure is Exposure.NOTHING:
             hide(handle.leaves, handle.nothing)
             self.some_hidden = True
         else:
+            if exposure is Exposure.WHOLE:
+                shown = handle.shown_unsharded
+            else:
+                shown = handle.shown_sharded if exposure is Exposure.SHARD else self._shapes()
             if self.some_hidden:
                 self.unhide()
-            if exposure is Exposure.SHAPE:
-                views = self._shapes()
-            else:
-                views = handle.sharded_views if exposure is Exposure.SHARD else handle.unsharded_views
-            for leaf, view in zip(handle.leaves, views, strict=True):
+            for leaf, view in shown:
                 leaf.data = view
         self.exposure = exposure
         if self.extended and exposure is not Exposure.WHOLE:
             for each in self.extended:
                 each.uninstall(hidden=not handle.use_orig_params)
 
-    def _shapes(self) -> list[torch.Tensor]:
+    def _shapes(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         handle = self.handle
         nothing = handle.nothing.new_full((), torch.nan if handle.nothing.is_floating_point() else 0)
-        return [nothing.expand(spec.shape) for spec in handle.layout.params]
+        specs = zip(handle.leaves, handle.layout.params, strict=True)
+        return [(leaf, nothing.expand(spec.shape)) for leaf, spec in specs]
 
     def hide(self, indices: Iterable[int]) -> None:
         """Let some leaves show nothing."""
@@ -222,7 +237,7 @@ class Shown:
     def _adopt_flat(self) -> bool:
         handle = self.handle
         flat = handle.flat_param
-        if flat.data_ptr() == handle.shard.data_ptr() and flat.dtype == handle.shard.dtype:
+        if handle.flat_shows_shard:
             return False
         if flat.shape != handle.shard.shape:
             raise UsageError(
@@ -289,7 +304,7 @@ def check_homes(changed: Iterable[Home], aliases: Iterable[Home], names: Mapping
 def take_grads(leaves: list[nn.Parameter]) -> dict[int, torch.Tensor]:
     """Take the `.grad` of each leaf away, so that a backward finds none; by index."""
     with _torch.as_plain_tensors():  # they may be hidden
-        taken = {i: grad for i, leaf in enumerate(leaves) if (grad := leaf.grad) is not None}
+        taken = {i: grad for i, grad in enumerate(map(_GRAD, leaves)) if grad is not None}
         for i in taken:
             leaves[i].grad = None
     return taken
@@ -314,8 +329,15 @@ def check_exposed(handle: FlatParamHandle, name: str) -> None:
         _refuse_writes(handle, name, "between forward and backward")
 
 
-def refuse_gradient(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> NoReturn:
-    """Refuse a gradient of leaf `index` that is not that of the whole parameter, or is no dense tensor."""
+def check_gradients(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor]) -> None:
+    """Refuse gradients, by index of their leaf, that are not those of whole parameters, or no dense tensors."""
+    specs = handle.layout.params
+    for index, grad in grads.items():
+        if grad.shape != specs[index].shape or grad.layout is not torch.strided:
+            _refuse_gradient(handle, index, grad)
+
+
+def _refuse_gradient(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> NoReturn:
     spec = handle.layout.params[index]
     if grad.layout is not torch.strided:
         fail(
