@@ -83,6 +83,8 @@ class Backward:
         kept: units that stay unsharded after their part, and when it is over.
         double: `create_graph`: the parameters are needed again.
         fired: a gradient of a leaf arrived (`torch.autograd.grad` brings none).
+        collecting: the graph task in which nothing but their arrival is to be noted of gradients; None until that is
+            known.
         task: autograd's graph task, which others may run inside of.
         stepping: what optimizers do in it.
     """
@@ -122,6 +124,7 @@ class Backward:
         self.task = _torch.graph_task()
         self.double = False
         self.fired = False
+        self.collecting: int | None = None
         # Of the units before the last and of the last: their all-reduces and their inputs are in flight.
         self._in_flight = Flight(), Flight()
         self.stepping = Stepping(steppers, record.anchored)
@@ -215,9 +218,10 @@ class Backward:
         self._branching = tuple(unit for unit in self._reductions.outstanding() if unit.choices.schedule.branch)
         self._reductions.join(self._joins.reductions)
 
-    def gradient_arrived(self) -> None:
-        """The first gradient of a parameter is there."""
+    def gradient_arrived(self, *, watched: bool) -> None:
+        """The first gradient of a parameter is there. `watched`: somebody looks at each."""
         self.fired = True
+        self.collecting = None if watched or self.double else self.task
         if self.sync:
             self.agreement.check_gradients(came=True)
 

@@ -172,8 +172,8 @@ class Gradients:
 
     # -- gradients arrive --------------------------------------------------------------------------------------------
 
-    def let_collect(self, task: int) -> None:
-        """Nothing but their arrival is to be noted of gradients that come in this graph task."""
+    def let_collect(self, task: int | None) -> None:
+        """Nothing but their arrival is to be noted of gradients that come in this graph task, if there is one."""
         if self._all_small and self._before != 0:
             self.collects_in = task
 
@@ -181,11 +181,9 @@ class Gradients:
         """Take the gradient of leaf `index`, if this backward awaits it: `arrive` without its questions, for
         `collects_in`."""
         missing = self.missing
-        if index not in missing:
-            return False
         leaf = self.handle.leaves[index]
         grad = leaf.grad
-        if grad is None:
+        if grad is None or index not in missing or index in self._collected:
             return False
         leaf.grad = None
         missing.remove(index)
@@ -376,7 +374,8 @@ class Gradients:
             self.restore()
             self._mark_window()
             return False
-        self._replace_partial(None if self._completes else total)
+        if self._partial is not None or not self._completes:
+            self._replace_partial(None if self._completes else total)
         if not self._completes:
             self.restore()
             return False
@@ -384,7 +383,7 @@ class Gradients:
         total = downloaded if downloaded is not None else self._at_home(total)
         taken, self._taken = self._taken or {}, None
         if not handle.use_orig_params:
-            self._accumulate(handle.flat_param, total)
+            _accumulate(handle.flat_param, total)
             return True
         views = handle.views_of_shard(total)
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -421,15 +420,6 @@ class Gradients:
         if total is not None:
             ledger.add("partial", total.numel() * total.element_size())
         self._partial = total
-
-    @staticmethod
-    def _accumulate(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-        old = parameter.grad
-        if old is None:
-            assign_grad(parameter, grad)
-        else:
-            with _torch.no_grad():
-                old.add_(grad)
 
     def _forget_expectations(self) -> None:
         self.expected = frozenset()
@@ -523,6 +513,15 @@ class Gradients:
             self._filled.difference_update(mark.indices)
         if marks and len(dropped) == len(marks):
             self._close_window()
+
+
+def _accumulate(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    old = parameter.grad
+    if old is None:
+        assign_grad(parameter, grad)
+    else:
+        with _torch.no_grad():
+            old.add_(grad)
 
 
 __all__ = ["COLLECT_BYTES", "SMALL_BYTES", "Gradients"]

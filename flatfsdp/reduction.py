@@ -29,6 +29,7 @@ class Part:
     Attributes:
         buffer: what is reduced: shape (padded_numel,), reduce dtype; None when it has been given back.
         reduction: what the part is in; None until that is issued.
+        bytes: of the result; 0 where it lies in the buffer.
         result: this rank's shard of the sum: shape (shard_numel,), reduce dtype; undefined until `reduction` is over.
         scale: what the result is to be multiplied by still.
         downloads: whether the result is sent on to the host.
@@ -55,6 +56,7 @@ class Part:
         self.buffer: FlatBuffer | None = buffer
         self.dtype = buffer.tensor.dtype
         self.in_place = False  # the result lies in the buffer
+        self.bytes = 0
         self.earlier = earlier
         self.hook = hook
         self.downloaded: torch.Tensor | None = None
@@ -62,11 +64,6 @@ class Part:
         self.scale = scale
         self.downloads = download
         self._downloading = DONE
-
-    @property
-    def bytes(self) -> int:
-        """Of the result; 0 where it lies in the buffer."""
-        return 0 if self.in_place else self.result.numel() * self.result.element_size()
 
     @property
     def input_bytes(self) -> int:
@@ -144,6 +141,7 @@ class Reduction:
         self._result = self._place_result()
         for part in parts:  # before anything may fail: what was made is found and discarded by its parts
             part.reduction = self
+            part.bytes = 0 if part.in_place else part.handle.layout.shard_numel * part.dtype.itemsize
             part.handle.ledger.add("reduced", part.bytes)
         lane.follow_compute()
         self._first = self._start(scatter)

@@ -524,9 +524,10 @@ class Root:
         hooks.at_end_of_backward(
             functools.partial(self.end_backward, backward), functools.partial(self.fail_backward, backward)
         )
-        for unit in self.record.entered:
-            for grads in unit.grads:
-                grads.take()
+        with _torch.as_plain_tensors():
+            for unit in self.record.entered:
+                for grads in unit.grads:
+                    grads.take()
         for unit in self.units:
             for grads in unit.grads:
                 if grads.pending:

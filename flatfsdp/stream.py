@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import board
 from .comm import Traffic
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 TRAINING, EVALUATION = "a training", "an evaluation"  # kinds of forward, with and without gradients
 SAME, DIFFERENT = "same", "different"  # what a meeting of notes ends with
 REMEMBERED = 1024  # symbols that the watch can still quote
+PLANS = 64  # of backwards, whose symbols are known
 
 
 class Symbol(NamedTuple):
@@ -73,6 +74,7 @@ class Stream(Peers):
         self._entries: dict[int, Symbol] = {}  # by id of the unit
         self._forwards: dict[int, str] = {}  # what runs, in words
         self._places: dict[int, int] = {}
+        self._backwards: dict[tuple[Any, ...], Symbol] = {}  # by plan
         # What is expected, what came, and how far it has come.
         self._habit = Habit()
         self._said: deque[tuple[int, Symbol, int]] = deque(maxlen=REMEMBERED)  # made `Said` when somebody looks
@@ -241,19 +243,36 @@ class Stream(Peers):
         if not self._axes:
             return
         record = root.record
-        entered, anchored = ([self._places[id(unit)] for unit in units] for units in (record.entered, record.anchored))
-        reduced = [(self._places[id(unit)], kind) for unit, kinds in trained.items() for kind in kinds]
-        nearby = [place for place, unit in enumerate(root.units) if unit.neighbours is not None and unit.holds_portions]
-        schedule = root.told_schedule
-        how = "" if root.sync else " under no_sync()"
-        words = f"began a backward{how} through {len(anchored)} units, {len(reduced)} flat gradients{_with(schedule)}"
-        if nearby:
-            words += f"; {len(nearby)} units kept nearby"
+        nearby = tuple(place for place, unit in enumerate(root.units) if unit.neighbours and unit.holds_portions)
+        reduced = tuple(trained), tuple(map(tuple, trained.values()))
+        plan = root.sync, record.entered, record.anchored, reduced, nearby, root.told_schedule
+        symbol = self._backwards.get(plan)
+        if symbol is None:
+            if len(self._backwards) == PLANS:  # of a model whose order is another at every step
+                self._backwards.clear()
+            symbol = self._backwards[plan] = self._symbol_of(*plan)
         self.busy = True
         self._meet_abandoned()
         self._start("a backward")
-        symbol = Symbol(number(f"{root.sync} {entered} {anchored} {reduced} {nearby} {schedule}"), words)
         self._next(symbol, opens=not self._sharded, completes=True)
+
+    def _symbol_of(
+        self,
+        sync: bool,
+        entered: Sequence[Unit],
+        anchored: Sequence[Unit],
+        reduced: tuple[Sequence[Unit], Sequence[Sequence[int]]],
+        nearby: Sequence[int],
+        schedule: str,
+    ) -> Symbol:
+        places = self._places
+        began, ended = ([places[id(unit)] for unit in units] for units in (entered, anchored))
+        flats = [(places[id(unit)], kind) for unit, kinds in zip(*reduced, strict=True) for kind in kinds]
+        how = "" if sync else " under no_sync()"
+        words = f"began a backward{how} through {len(ended)} units, {len(flats)} flat gradients{_with(schedule)}"
+        if nearby:
+            words += f"; {len(nearby)} units kept nearby"
+        return Symbol(number(f"{sync} {began} {ended} {flats} {list(nearby)} {schedule}"), words)
 
     def check_gradients(self, *, came: bool) -> None:
         """The first gradient of a parameter came in a backward that reduces, or it ended and none `came`.

@@ -400,9 +400,7 @@ class Unit(UnitData):
             self._open_calls.add(call)
             if self.completed and backward.in_inner_task():
                 self._late = sum(
-                    hooks.will_accumulate(handle.leaves[i])
-                    for handle, _, grads in self.kinds
-                    for i in grads.expected
+                    hooks.will_accumulate(handle.leaves[i]) for handle, _, grads in self.kinds for i in grads.expected
                 )
         if self.phase is Phase.PRE_BACKWARD and (self.is_whole or not self.choices.schedule.unshard_in_backward):
             return
@@ -440,8 +438,8 @@ class Unit(UnitData):
                 hooks.defer_user_hooks(handle.leaves)
             else:
                 check_hooks(handle)
+            grads.let_collect(backward.collecting)
         self._expect(backward)
-        self._let_collect(backward)
 
     def _expect(self, backward: Backward) -> None:
         for grads in self.grads:
@@ -475,7 +473,7 @@ class Unit(UnitData):
         if self.reads_once is not False and (index in grads.arrived or _torch.graph_task() != backward.task):
             self.reads_once = False
         if not backward.fired:
-            backward.gradient_arrived()
+            backward.gradient_arrived(watched=root.detector is not None)
         if root.detector is not None:
             root.detector.gradient(self, kind, index, grad)
         grads.arrive(index, grad.detach() if grad.requires_grad else grad)
@@ -484,16 +482,10 @@ class Unit(UnitData):
             backward.stepping.check_untouched(self, "a gradient came")
             self._expect(backward)  # a late one: a second reduction, at the end of the backward
             self._late -= 1
-        elif grads.collects_in is None:
-            self._let_collect(backward)
+        else:
+            grads.let_collect(backward.collecting)
         if (self.completed or not grads.missing) and not self._open_calls:
             self._advance()
-
-    def _let_collect(self, backward: Backward) -> None:
-        """Spare `leaf_ready` its questions, where their answers are known for the rest of this backward."""
-        if backward.fired and not (backward.double or backward.in_inner_task()) and self.root.detector is None:
-            for grads in self.grads:
-                grads.let_collect(backward.task)
 
     def inputs_ready(self, call: Call) -> None:
         """The gradients of the inputs of one call are there."""

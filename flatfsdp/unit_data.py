@@ -381,8 +381,9 @@ class UnitData:
 
     def rest(self, *, keep_whole: bool = False) -> None:
         """Return to between iterations: leaves show the shard; unsharded memory is freed unless it is to be kept."""
-        by_choice = self.choices.schedule.keeps_by_choice and self.groups.shard.size > 1
-        self.kept = keep_whole and by_choice and self.is_whole
+        self.kept = (
+            keep_whole and self.choices.schedule.keeps_by_choice and self.groups.shard.size > 1 and self.is_whole
+        )
         if keep_whole:
             for handle, shown, _ in self.kinds:
                 if handle.state is ShardState.GATHERING:

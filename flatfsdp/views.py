@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import nn
 
-from . import _torch, hooks
+from . import hooks
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle, dense
 from .hidden import HiddenParameter, hide, may_hide
@@ -303,10 +303,9 @@ def check_homes(changed: Iterable[Home], aliases: Iterable[Home], names: Mapping
 
 def take_grads(leaves: list[nn.Parameter]) -> dict[int, torch.Tensor]:
     """Take the `.grad` of each leaf away, so that a backward finds none; by index."""
-    with _torch.as_plain_tensors():  # they may be hidden
-        taken = {i: grad for i, grad in enumerate(map(_GRAD, leaves)) if grad is not None}
-        for i in taken:
-            leaves[i].grad = None
+    taken = {i: grad for i, grad in enumerate(map(_GRAD, leaves)) if grad is not None}
+    for i in taken:
+        leaves[i].grad = None
     return taken
 
 

@@ -7,6 +7,7 @@ when gradients are reduced. *Accumulate*: what unsharded gradients add up in whi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -45,6 +46,7 @@ def resolve(mixed: MixedPrecision, master: torch.dtype) -> Precision:
     return Precision(master, compute, reduce, accumulate, grad)
 
 
+@lru_cache(maxsize=64)
 def gradient_scaling(world: int, reduce: torch.dtype, divide_by: float | None = None) -> tuple[float, float]:
     """(factor on the way into the slot, factor after the sum) whose product is 1 / `divide_by`, or else 1 / `world`.
 
