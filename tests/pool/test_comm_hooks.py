@@ -378,7 +378,7 @@ def test_copies_have_copies_of_hooks(pool2: Run, pool4: Run) -> None:
 
 
 def named(targets: Any) -> list[str]:
-    return [unit.name for unit in targets]
+    return [unit.name for unit in targets.units()]
 
 
 def dropped(rank: int, world: int) -> None:
@@ -400,7 +400,7 @@ def dropped(rank: int, world: int) -> None:
         backward(each, rank, 0)
         assert named(each.blocks[0]._unit.choices.forward_targets) == ["blocks.2", "blocks.1"]
         assert named(each.blocks[2]._unit.choices.backward_targets) == ["blocks.0", ""]
-        assert all(unit.root is each._unit.root for unit in each.blocks[2]._unit.choices.backward_targets)
+        assert all(unit.root is each._unit.root for unit in each.blocks[2]._unit.choices.backward_targets.units())
         expected = full_gradients(plain)
         assert all(torch.equal(grad, expected[name]) for name, grad in full_gradients(each).items())
     part = copy.deepcopy(model.blocks[2])
