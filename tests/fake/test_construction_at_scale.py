@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
+from flatfsdp.wrap import CustomPolicy
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
 
@@ -149,3 +150,27 @@ def test_a_step_makes_as_many_calls_in_any_world(strategy: str) -> None:
             return calls_of(step)
 
     assert calls(8) == calls(64) == calls(512)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_small_parameter_more_takes_few_calls_in_a_step(use_orig_params: bool) -> None:
+    def calls(layers: int, *, wrapped: bool) -> int:
+        with fake_world(8):
+            units = nn.Sequential(*(nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))) for _ in range(4)))
+            model: nn.Module = units
+            if wrapped:
+                policy = CustomPolicy(lambda module: module in list(units))
+                model = FullyShardedDataParallel(units, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+
+            def step() -> None:
+                model(torch.ones(2, 8)).sum().backward()
+
+            for _ in range(3):
+                step()
+                model.zero_grad()
+            return calls_of(step)
+
+    of_ten = calls(6, wrapped=True) - calls(1, wrapped=True)
+    plain = calls(6, wrapped=False) - calls(1, wrapped=False)
+    per = (of_ten - plain) / 40
+    assert per < 6, per  # four of them are those of the hook that takes its gradient
