@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.stopping import is_first
 
 RANKS_ON_CPU = 2
+PATIENCE = 10.0  # seconds that ranks have to end at once
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -143,9 +145,17 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
             while not ranks.join():
                 pass
         finally:
-            for process in ranks.processes:  # after an exception that reached only this process they would train on
-                process.terminate()
+            _end(ranks.processes)  # after an exception that reached only this process they would train on
     return 128 + stopped_by[0] if stopped_by else int(code.value)
+
+
+def _end(processes: Sequence[Any]) -> None:
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + PATIENCE
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()  # nothing where it has ended
 
 
 @contextmanager

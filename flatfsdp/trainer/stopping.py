@@ -5,19 +5,29 @@ loss, so that all ranks know of it after the same step, and stop there, with a c
 kind is not asked to wait: it does what it did before the run. One that comes `ECHO_SECONDS` after the first at most is
 the same one on another way: who ends a job (Slurm, systemd, `timeout`) tells all its processes, and what started the
 ranks tells them, too.
+
+[Note: deaf calls] Python sees to signals in its main thread, between two of its own instructions. One that is in a call
+of another language, where it waits for a rank that hangs, say, does not come to that. A thread hears of signals by a
+pipe: it says where a run stands that does not stop, and ends the process for a second signal that is left lying.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from select import select
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: what Slurm sends some time before the end
 ECHO_SECONDS = 3.0
+REPORT_SECONDS = 30.0  # from a request until it is said where the run stands
+DEAF_SECONDS = 2.0  # that the main thread has for a second signal
 ASKED = 1  # a request's number where the program asked; otherwise the signal's
 
 
@@ -44,21 +54,112 @@ class StopRequest:
         before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
 
         came: dict[int, float] = {}
+        ear = Ear(before)
 
         def note(number: int, frame: FrameType | None) -> None:
             self.number = number
             if is_first(number, came):
                 return
+            ear.relieve()
             signal.signal(number, before[signal.Signals(number)])
             signal.raise_signal(number)
 
         for number in before:
             signal.signal(number, note)
         try:
-            yield
+            with ear:
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class Ear:
+    """Hears signals whatever the main thread does, in a `with` block of that. [Note: deaf calls]
+
+    Args:
+        numbers: of the signals that count.
+    """
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        self._numbers = frozenset(numbers)
+        self._main = threading.get_ident()
+        self._relieved = threading.Event()
+        self._before = -1  # who else listens
+
+    def relieve(self) -> None:
+        """The main thread sees to a second signal itself."""
+        self._relieved.set()
+
+    def __enter__(self) -> Ear:
+        self._hears, self._tells = os.pipe()
+        os.set_blocking(self._tells, False)
+        self._before = signal.set_wakeup_fd(self._tells, warn_on_full_buffer=False)
+        _pipes.add(self._tells)
+        self._thread = threading.Thread(target=self._listen, name="flatfsdp signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.relieve()
+        signal.set_wakeup_fd(self._before)
+        _pipes.discard(self._tells)
+        os.write(self._tells, _END)  # to close it is no end where a process that was forked has it, too
+        self._thread.join()
+        os.close(self._tells)
+        os.close(self._hears)
+
+    def _listen(self) -> None:
+        came: dict[int, float] = {}
+        report_at: float | None = None
+        while True:
+            ready, _, _ = select([self._hears], [], [], report_at and max(0.0, report_at - time.monotonic()))
+            if not ready:
+                self._speak(f"was asked to stop {REPORT_SECONDS:.0f} s ago. The run stands at {self._place()}")
+                report_at = None
+                continue
+            heard = os.read(self._hears, 64)
+            if heard.endswith(_END):
+                return
+            if self._before != -1:
+                with suppress(OSError):
+                    os.write(self._before, heard)
+            for number in heard:
+                if number not in self._numbers:
+                    continue
+                if not came:
+                    report_at = time.monotonic() + REPORT_SECONDS
+                if not is_first(number, came) and not self._relieved.wait(DEAF_SECONDS):
+                    self._speak(
+                        f"ends by a second {in_words(number)}, which its main thread did not see to: it was at "
+                        f"{self._place()}"
+                    )
+                    os._exit(128 + number)
+
+    def _place(self) -> str:
+        """Where the main thread is in the program, the innermost call last."""
+        stack = traceback.extract_stack(sys._current_frames().get(self._main))
+        return " > ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in stack[-4:])
+
+    @staticmethod
+    def _speak(words: str) -> None:
+        with suppress(OSError, ValueError):
+            print(f"[flatfsdp, rank {os.environ.get('RANK', '0')}] {words}", file=sys.stderr, flush=True)
+
+
+_END = b"\0"  # no signal's number
+_pipes: set[int] = set()
+
+
+def _leave_pipe() -> None:
+    """A process that is forked, such as one that reads data, has signals of its own, and its parent's pipe."""
+    with suppress(ValueError):  # forked from another thread than the main one, whose child does not see to signals
+        found = signal.set_wakeup_fd(-1)
+        if found != -1 and found not in _pipes:
+            signal.set_wakeup_fd(found)
+
+
+os.register_at_fork(after_in_child=_leave_pipe)
 
 
 def is_first(number: int, came: dict[int, float]) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -109,6 +111,45 @@ def test_a_program_asks_and_a_signal_goes_first() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         stop.ask()
         assert stop.number == signal.SIGTERM
+
+
+DEAF = """
+import ctypes, importlib.util, os, signal, sys, time
+spec = importlib.util.spec_from_file_location("stopping", sys.argv[1])
+stopping = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(stopping)
+stopping.ECHO_SECONDS, stopping.REPORT_SECONDS, stopping.DEAF_SECONDS = 0.1, 0.2, 0.1
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+
+def deaf():
+    library.pthread_mutex_lock(mutex)
+    print("deaf", flush=True)
+    library.pthread_mutex_lock(mutex)  # never returns, whatever signal comes
+
+with stopping.StopRequest().listening():
+    if not (child := os.fork()):  # as those that read data may be
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(0.5)  # what it was asked is not the run's business
+    deaf()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a lock that is zeros when it is free")
+def test_a_run_in_a_call_that_never_returns_says_where_and_ends_by_the_second_signal() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", DEAF, stopping.__file__]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.readline() == "deaf\n"
+            process.send_signal(signal.SIGTERM)
+            assert re.search(r"rank 0\] was asked to stop .* in deaf$", process.stderr.readline())
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 128 + signal.SIGTERM
+            assert "ends by a second SIGTERM" in process.stderr.read()
+        finally:
+            process.kill()
 
 
 def test_in_other_threads_signals_stay_what_they_are() -> None:
