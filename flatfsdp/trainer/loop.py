@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 import flatfsdp
 from flatfsdp.trainer.data_loading import Step
@@ -32,7 +31,6 @@ class _Taken:
     number: int
     pulse: Pulse
     lr: float
-    grad_norm: Tensor | None
     footprint: Footprint
     ids: tuple[int, ...]
 
@@ -135,10 +133,11 @@ class Loop:
             stop=trainer.stop.number,
             seconds=self._before.seconds + time.monotonic() - self._started,
             peak_bytes=peak_bytes(world.device),
+            grad_norm=grad_norm,
             world=world,
         )
         ids = tuple(each for microbatch in step.microbatches for each in microbatch.ids)
-        return _Taken(trainer.progress.step, pulse, lr, grad_norm, self._footprint, ids)
+        return _Taken(trainer.progress.step, pulse, lr, self._footprint, ids)
 
     def _update(self) -> None:
         """What a step ends with once its gradients are there: the optimizer's own step, and the scheduler's."""
@@ -168,7 +167,7 @@ class Loop:
                 tokens=beat.weight,
                 total_tokens=progress.tokens,
                 lr=taken.lr,
-                grad_norm=None if taken.grad_norm is None else float(taken.grad_norm),
+                grad_norm=beat.grad_norm,
                 seconds=beat.seconds,
                 tokens_per_second=self._speed(),
                 peak_bytes=beat.peak_bytes,
