@@ -63,7 +63,7 @@ class Trainer:
     Args:
         task: model, data and what belongs to them.
         training, fsdp: how to train and how to shard.
-        callbacks: called in this order.
+        callbacks: called in this order; as many, of the same kinds, on every rank.
 
     Attributes:
         world: where this rank stands.
@@ -184,7 +184,10 @@ class Trainer:
         return result
 
     def resume(self) -> None:
-        """Go on from the checkpoint that `training.resume` names; `train` begins with it.
+        """Go on from the checkpoint that `training.resume` names; `train` begins with it. Nothing is moved or removed.
+
+        The learning rate, weight decay and optimizer options are this run's; a scheduler of your own keeps what its
+        state has, of which a warning tells.
 
         With "latest" a run that has no checkpoint yet starts anew.
 

@@ -16,6 +16,7 @@ class Callback:
 
     All of them are called on every rank, at the same points and with the same values (but for a report's `ids`). So
     they may call what is collective, and `trainer.ask_to_stop()`; what speaks or writes asks `trainer.world.leads`.
+    What one raises on a rank ends the run on all: the others raise an `AgreementError` that says so.
     """
 
     def on_begin(self, trainer: Trainer) -> None:
