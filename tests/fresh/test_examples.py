@@ -23,7 +23,7 @@ from tests.harness import fresh
 FOLDER = Path(flatfsdp.examples.__file__).parent
 ROOT = FOLDER.parents[1]
 AFTER, BEFORE, LORA = FOLDER / "from_fsdp1.py", FOLDER / "from_fsdp1.before.txt", FOLDER / "lora.py"
-RESUME = FOLDER / "resume.py"
+RESUME, PLAIN = FOLDER / "resume.py", FOLDER / "plain_loop.py"
 TIMEOUT = 240  # seconds
 
 
@@ -60,10 +60,11 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[str]]:
     again.write_text(RESUME.read_text())
     readme.write_text("\n".join(blocks("python")))
     before.write_text(BEFORE.read_text())
-    ranks = fresh.run(2, run_in_turn, [*map(str, (LORA, readme, AFTER, before, RESUME, again))], timeout=TIMEOUT)
+    programs = [*map(str, (LORA, readme, AFTER, before, RESUME, again, PLAIN))]
+    ranks = fresh.run(2, run_in_turn, programs, timeout=TIMEOUT)
     assert [rank.exit_code for rank in ranks] == [0, 0], "\n".join(f"{rank.output}\n{rank.error}" for rank in ranks)
     by_program = map(list, zip(*(rank.result for rank in ranks), strict=True))
-    return dict(zip((LORA, ROOT / "README.md", AFTER, BEFORE, RESUME, again), by_program, strict=True))
+    return dict(zip((LORA, ROOT / "README.md", AFTER, BEFORE, RESUME, again, PLAIN), by_program, strict=True))
 
 
 def blocks(language: str) -> list[str]:
@@ -75,9 +76,8 @@ def losses(text: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss (\d+\.\d+)", text)]
 
 
-def test_a_plain_loop_under_torchrun_learns() -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    text = start(*launcher, "-m", "flatfsdp.examples.plain_loop")
+def test_a_plain_loop_learns(printed: dict[Path, list[str]]) -> None:
+    text = printed[PLAIN][0]
     assert "3 units                  17,025      34,052        1\nranks 2 x 1: 2 shards on ranks 0-1\n" in text
     assert losses(text)[0] > 0.5
     assert losses(text)[-1] < 0.1

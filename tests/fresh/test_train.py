@@ -20,7 +20,7 @@ TINY = "--layers 2 --width 32 --heads 2 --context 32 --batch 4 --lr 0.01 --sampl
 def start(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run this python with `arguments` in `folder`, outside of any world of the test's own."""
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
 
 
 def environment() -> dict[str, str]:
@@ -130,14 +130,14 @@ def test_ranks_end_with_the_process_that_started_them(text: Path, tmp_path: Path
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         metrics = tmp_path / "run" / "metrics.jsonl"
         while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(number)
         if number == signal.SIGTERM:
             os.killpg(process.pid, number)
-        said, _ = process.communicate(timeout=120)  # until nobody holds the other end of the pipe: ranks neither
+        said, _ = process.communicate(timeout=300)  # until nobody holds the other end of the pipe: ranks neither
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,14 +1,15 @@
-"""Several pytest processes that do one run together: ``pytest --processes 3``.
+"""Several pytest processes that do one run together: ``pytest --processes 2``.
 
 The one that was started starts the others and shows the results of all, as if it had run everything itself. Each takes,
-file by file, what none has taken before: most tests wait for something most of the time, so that two cores carry more
-than two processes. Whoever collects the same tests in the same order needs no further agreement than a folder, where
-the first to create a file's mark has it.
+file by file, what none has taken before: many tests wait for something, and leave the cores to those of another
+process meanwhile. Whoever collects the same tests in the same order needs no further agreement than a folder, where the
+first to create a file's mark has it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -66,8 +67,12 @@ class Helper(Share):
 
     def __init__(self, config: pytest.Config, folder: Path, number: int) -> None:
         super().__init__(folder)
-        self._config = config
+        self._config, self._leader = config, os.getppid()
         self._reports = _reports(folder, number).open("a")
+
+    def look(self, session: pytest.Session) -> None:
+        if os.getppid() != self._leader:
+            session.shouldstop = "the process that shows the results is gone"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
@@ -99,7 +104,8 @@ class Leader(Share):
         self.look(session)
         for helper in self._helpers:
             if helper.process.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, NOTHING_LEFT):
-                raise session.Failed(f"a process that shares the run ended otherwise than with its tests: {helper}")
+                session.shouldfail = f"a process that shares the run ended otherwise than with its tests: {helper}"
+                raise session.Failed(session.shouldfail)
 
     def pytest_unconfigure(self) -> None:
         self._exit.close()
