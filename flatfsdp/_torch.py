@@ -189,14 +189,13 @@ def no_grad() -> AbstractContextManager[Any]:
     return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
+# The id of the running graph task, -1 outside a backward; the function itself, because every gradient asks.
+graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
 def in_backward() -> bool:
     """Whether the calling thread runs inside an autograd graph task."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def graph_task() -> int:
-    """The id of the running graph task, -1 outside a backward."""
-    return torch._C._current_graph_task_id()
+    return graph_task() != -1
 
 
 def will_compute(node: Any) -> bool:

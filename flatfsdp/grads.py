@@ -222,7 +222,7 @@ class Gradients:
         if list(map(torch.Tensor.numel, grads.values())) != [self._numels[i] for i in grads]:
             check_gradients(self.handle, grads)
         self._open_buffer()
-        again = self._filled & grads.keys()
+        again = self._filled & grads.keys() if self._filled else ()
         fresh = [i for i in grads if i not in again] if again else list(grads)
         if self.sharing and not freeing:
             self.handle.overwrite(fresh)
