@@ -240,6 +240,11 @@ def accumulate_hooks(
     return [hooks for hooks in every if hooks is not None and len(hooks) >= least]
 
 
+def hooks_on(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]] | None:
+    """The live dictionary of post-accumulate hooks of `tensor`; None where there never was one."""
+    return _HOOKS(tensor)
+
+
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether `register_hook` was called on `tensor`, and not undone."""
     return bool(tensor._backward_hooks)

@@ -143,9 +143,9 @@ class Backward:
 
     def is_over_with_gradients(self, unit: Unit) -> bool:
         """Whether nothing will read the parameters of `unit` once its gradients have come. [Note: slot sharing]"""
-        once = unit.reads_once is True and self.record.entered_once(unit)
-        freed = unit not in self._unreduced and not self.keeps_whole(unit) and not unit.needed_whole
-        return once and freed and not unit.is_tied
+        if unit.reads_once is not True or not self.record.entered_once(unit) or unit.is_tied:
+            return False
+        return not (unit in self._unreduced or self.double or unit in self.kept or unit.needed_whole)
 
     def brings_gradients(self) -> bool:
         """Whether a gradient of a parameter has arrived or will (`torch.autograd.grad` brings none)."""

@@ -241,10 +241,10 @@ class FlatParamHandle:
         self._shard_version = self._writes
         self._filled_versions: list[int] = []
 
-    def _facts(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Any]]:
+    def _facts(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Any], list[torch.dtype]]:
         # What tells that a tensor's memory was replaced; lists, because whole lists are compared at every forward.
         extent = _SHAPE if self.whole else torch.Tensor.numel  # pieces of a shard are 1-D
-        return list(map(torch.Tensor.data_ptr, tensors)), list(map(extent, tensors))
+        return list(map(torch.Tensor.data_ptr, tensors)), list(map(extent, tensors)), list(map(_DTYPE, tensors))
 
     @property
     def flat_shows_shard(self) -> bool:
@@ -582,7 +582,7 @@ class FlatParamHandle:
         raise InternalError(f"{self.name}: the unsharded parameter was asked for while {self.state.value}")
 
 
-_SHAPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("requires_grad")
+_SHAPE, _DTYPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("dtype"), attrgetter("requires_grad")
 
 
 def _is_dense(leaf: torch.Tensor) -> bool:

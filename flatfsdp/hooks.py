@@ -8,13 +8,16 @@ step: a closure on a leaf is never freed, not even by the garbage collector.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from . import _torch
+
+# The post-accumulate hooks of one tensor, by their numbers; as alive as the tensor.
+Registry = dict[int, Callable[[torch.Tensor], None]]
 
 
 class LeafOwner(Protocol):
@@ -51,10 +54,16 @@ class Deferred:
         return
 
 
-def watch_leaf(leaf: nn.Parameter, owner: LeafOwner, kind: int, index: int) -> Any:
-    """Call `owner.leaf_ready(kind, index)` whenever `leaf.grad` has been accumulated; returns a handle with
-    `remove()`."""
-    return leaf.register_post_accumulate_grad_hook(LeafHook(owner, kind, index))
+def watch_leaf(leaf: nn.Parameter, owner: LeafOwner, kind: int, index: int) -> Registry:
+    """Call `owner.leaf_ready(kind, index)` whenever `leaf.grad` has been accumulated; returns where all hooks of `leaf`
+    are."""
+    leaf.register_post_accumulate_grad_hook(LeafHook(owner, kind, index))
+    return _torch.accumulate_hooks([leaf], least=1)[0]
+
+
+def are_more_than_ours(registries: Collection[Registry]) -> bool:
+    """Whether users have hooks in some of `registries`, of leaves that are watched."""
+    return sum(map(len, registries)) > len(registries)
 
 
 def defer_user_hooks(leaves: Iterable[nn.Parameter]) -> None:
@@ -78,9 +87,9 @@ def run_user_hooks(leaves: Sequence[torch.Tensor]) -> None:
 
 def run_hooks(parameter: torch.Tensor) -> None:
     """Run users' post-accumulate hooks of a flat parameter, into which autograd accumulates nothing."""
-    hooks = _torch.accumulate_hooks([parameter], least=1)
-    if hooks and parameter.grad is not None:
-        for hook in tuple(hooks[0].values()):
+    registry = _torch.hooks_on(parameter)
+    if registry and parameter.grad is not None:
+        for hook in tuple(registry.values()):
             hook(parameter)
 
 

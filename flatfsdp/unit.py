@@ -75,7 +75,8 @@ class Unit(UnitData):
         self.modules = list(modules)
         self.island = island
         self._outer_dtype: torch.dtype | None = None
-        self._watched: list[set[int]] = [set() for _ in self.handles]  # leaves that tell when their gradient is there
+        # By kind: leaves that tell when their gradient is there, and all hooks that they have.
+        self._watched: list[dict[int, hooks.Registry]] = [{} for _ in self.handles]
         self._foretelling: set[int] = set()  # ids of leaves that tell before
         # Calls whose backward has begun and has not reached their inputs: something in it may still read the
         # parameters.
@@ -205,8 +206,7 @@ class Unit(UnitData):
                 continue
             for index, leaf in enumerate(handle.leaves):
                 if leaf.requires_grad and index not in watched:
-                    watched.add(index)
-                    hooks.watch_leaf(leaf, self, kind, index)
+                    watched[index] = hooks.watch_leaf(leaf, self, kind, index)
 
     def _watch_inputs(self, root: Root, inputs: Any) -> Call | None:
         """Let the inputs' gradients tell when this call's backward is over.
@@ -345,7 +345,7 @@ class Unit(UnitData):
         def own(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.clone() if _storage_pointer(tensor) in lent else tensor
 
-        return map_tensors(own, output)
+        return own(output) if type(output) is torch.Tensor else map_tensors(own, output)
 
     def _stay_whole(self) -> None:
         if self.choices.schedule.branch is not None:
@@ -424,7 +424,7 @@ class Unit(UnitData):
     def arm(self, backward: Backward, *, share: bool = False) -> None:
         """Await the gradients of all leaves that require one. `share`: in the parameters' own places."""
         hooked = self.choices.comm_hook is not None
-        for handle, _, grads in self.kinds:
+        for kind, (handle, _, grads) in enumerate(self.kinds):
             grads.arm(
                 handle.trainable_indices(),
                 world=left_to_average(self.groups) if hooked else self.groups.world,
@@ -434,10 +434,11 @@ class Unit(UnitData):
                 share=share,
                 hooked=hooked,
             )
-            if handle.use_orig_params:
+            users = hooks.are_more_than_ours(self._watched[kind].values())
+            if not handle.use_orig_params:
+                check_hooks(handle, on_leaves=users)
+            elif users:
                 hooks.defer_user_hooks(handle.leaves)
-            else:
-                check_hooks(handle)
             grads.let_collect(backward.collecting)
         self._expect(backward)
 

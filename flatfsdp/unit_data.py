@@ -517,9 +517,12 @@ class UnitData:
         return handle.is_stale or handle.unsharded.dtype != self.dtype_of(handle)
 
 
-def check_hooks(handle: FlatParamHandle) -> None:
-    """Refuse hooks that would never run, where a flat parameter has the gradients and original ones see them pass."""
-    if not (_torch.accumulate_hooks(handle.leaves) or _torch.has_hooks(handle.flat_param)):
+def check_hooks(handle: FlatParamHandle, *, on_leaves: bool) -> None:
+    """Refuse hooks that would never run, where a flat parameter has the gradients and original ones see them pass.
+
+    `on_leaves`: some leaves have hooks that are not ours.
+    """
+    if not (on_leaves or _torch.has_hooks(handle.flat_param)):
         return
     where = f"of unit {handle.name or '<root>'!r}"
     hooked = hooks.user_hooked(handle.leaves)
