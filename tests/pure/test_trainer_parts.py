@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -82,12 +81,12 @@ def test_a_signal_is_a_request_and_the_second_one_is_obeyed(monkeypatch: pytest.
     stop = StopRequest()
     before = signal.getsignal(signal.SIGINT)
     with stop.listening():
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert (stop.number, stopping.in_words(stop.number)) == (signal.SIGINT, "SIGINT")
-        os.kill(os.getpid(), signal.SIGINT)  # the same one, on another way
+        signal.raise_signal(signal.SIGINT)  # the same one, on another way
         monkeypatch.setattr(stopping, "ECHO_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             threading.Event().wait(10)
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -97,7 +96,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         with stop.listening():
-            os.kill(os.getpid(), signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert stop.number == 0
@@ -108,7 +107,7 @@ def test_a_program_asks_and_a_signal_goes_first() -> None:
     stop.ask()
     assert (stop.number, stopping.in_words(stop.number)) == (ASKED, "the program")
     with stop.listening():
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         stop.ask()
         assert stop.number == signal.SIGTERM
 
@@ -128,7 +127,7 @@ def deaf():
 
 with stopping.StopRequest().listening():
     if not (child := os.fork()):  # as those that read data may be
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         os._exit(0)
     os.waitpid(child, 0)
     time.sleep(0.5)  # what it was asked is not the run's business
