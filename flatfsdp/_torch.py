@@ -232,12 +232,10 @@ def profiler_runs() -> bool:
 _HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
-def accumulate_hooks(
-    leaves: Iterable[torch.Tensor], *, least: int = 2
-) -> list[dict[int, Callable[[torch.Tensor], None]]]:
-    """The live dictionaries of those of `leaves` that have `least` post-accumulate hooks."""
+def accumulate_hooks(leaves: Iterable[torch.Tensor]) -> list[dict[int, Callable[[torch.Tensor], None]]]:
+    """The live dictionaries of those of `leaves` that have more than one post-accumulate hook."""
     every: Iterable[Any] = map(_HOOKS, leaves)
-    return [hooks for hooks in every if hooks is not None and len(hooks) >= least]
+    return [hooks for hooks in every if hooks is not None and len(hooks) > 1]
 
 
 def hooks_on(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]] | None:

@@ -58,7 +58,9 @@ def watch_leaf(leaf: nn.Parameter, owner: LeafOwner, kind: int, index: int) -> R
     """Call `owner.leaf_ready(kind, index)` whenever `leaf.grad` has been accumulated; returns where all hooks of `leaf`
     are."""
     leaf.register_post_accumulate_grad_hook(LeafHook(owner, kind, index))
-    return _torch.accumulate_hooks([leaf], least=1)[0]
+    registry = _torch.hooks_on(leaf)
+    assert registry is not None
+    return registry
 
 
 def are_more_than_ours(registries: Collection[Registry]) -> bool:

@@ -358,10 +358,6 @@ class Stream(Peers):
     def _next(self, symbol: Symbol, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
         if self._verdict is not None:
             self._raise_verdict()
-        if unit is not None and not opens and self._habit.repeats(symbol.code, unit):  # most of all
-            self._said.append((self._place, symbol, self._step))
-            self._place += 1
-            return
         expected = self._habit.expected()
         if expected != symbol.code:
             if expected is None:

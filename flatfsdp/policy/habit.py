@@ -38,15 +38,6 @@ class Habit:
                 return found
         return self._first if self._completed else None
 
-    def repeats(self, symbol: int, unit: int) -> bool:
-        """`symbol` came, which entered `unit`: was it expected, inside a forward? If not, it is not learned yet."""
-        if self._now is None or self._inside.get(self._now) != symbol:
-            return False
-        visit = self._visits[unit] = self._visits.get(unit, 0) + 1
-        self._now = unit, visit
-        self._completed = False
-        return True
-
     def learn(self, symbol: int, *, unit: int | None = None, completes: bool = False) -> None:
         """`symbol` came. `unit`: it entered this unit of a forward; None: it ended a forward or was none.
 
