@@ -27,6 +27,7 @@ from .agree import Agreement
 from .api import BackwardPrefetch
 from .branches import Branches
 from .joining import Joining
+from .policy.midway import Midway
 from .policy.order import ForwardRecord, GatherPlan, ReducePlan
 from .reduction import Reduction
 from .stepping import Stepper, Stepping
@@ -112,6 +113,7 @@ class Backward:
         self._reductions = ReducePlan(record)
         self._called_again = tuple(record.entered_again) if record.calls_again else ()
         self._branching: tuple[Unit, ...] = ()  # units that reduce, and that maybe no rank has run
+        self._midway: Midway[Unit] = Midway()
         self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
         self.kept = kept
         self._unreduced = unreduced
@@ -176,6 +178,9 @@ class Backward:
 
     def gather_in_turn(self, unit: Unit) -> None:
         """Issue the gathers of `unit` and of all whose turn comes before. Collective over the shard axis."""
+        if not (self._gathers.has_turn(unit) or unit.is_whole):
+            for each in self._midway.end_all():
+                self._prefetch_midway(each)
         _launch(self._gathers.until(unit))
 
     def gather_again(self, unit: Unit) -> None:
@@ -193,6 +198,8 @@ class Backward:
         """`unit` was resharded after its part."""
         if unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST and not unit.choices.backward_targets:
             self._prefetch(unit)
+        elif self._midway.end(unit):
+            self._prefetch_midway(unit)
 
     def _prefetch_after(self, unit: Unit) -> None:
         targets = unit.choices.backward_targets
@@ -200,9 +207,32 @@ class Backward:
             _launch(self._gathers.through(targets.units()), ahead=True)
         elif unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and not unit.choices.schedule.unshard_async_op:
             self._prefetch(unit)
+        elif unit.backward_prefetch is BackwardPrefetch.BACKWARD_MID:
+            self._begin_midway(unit)
 
     def _prefetch(self, unit: Unit) -> None:
         _launch(self._gathers.ahead(unit), ahead=True)
+
+    def _begin_midway(self, unit: Unit) -> None:
+        """Await half of the gradients of `unit`, unless it has none or is around the next. [Note: half-way]"""
+        if any(self.record.began_later(each, unit) for each in self._gathers.following(unit)):
+            self._prefetch(unit)
+            return
+        self._midway.begin(unit, unit.trainable_numel)
+        self.came(unit, 0)
+
+    @explained
+    def came(self, unit: Unit, elements: int) -> None:
+        """So many `elements` of gradients of a unit that counts them: start on the next if they make half of all.
+        Collective over both axes, and over what hooks use."""
+        if self._midway.came(unit, elements):
+            self._prefetch_midway(unit)
+
+    def _prefetch_midway(self, unit: Unit) -> None:
+        if any(map(_is_to_be_gathered, self._gathers.following(unit))):
+            self._gather_called_again()
+            self._make_way()
+        self._prefetch(unit)
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
@@ -228,13 +258,14 @@ class Backward:
     @explained
     def gradients_ready(self, unit: Unit) -> None:
         """All gradients of `unit` are in their slots: reduce it if it is its turn. Collective over the shard axis."""
+        if self._midway.end(unit):
+            self._prefetch_midway(unit)
         if self.reduces(unit):
             self._reductions.ready(unit)
             self._reduce(self._reductions.due())
 
     def _reduce(self, groups: Iterable[Sequence[Unit]]) -> None:
-        if self._called_again and not self._gathers.is_over:
-            _launch(self._gathers.through(self._called_again), ahead=True)  # [Note: called again]
+        self._gather_called_again()
         for group in groups:
             # One input besides the one being filled, and one all-reduce: the previous make way first.
             older, newer = self._in_flight
@@ -242,15 +273,32 @@ class Backward:
             newer.release_input()
             self._in_flight = newer, Flight(group, joining.reduce(group))
             self._step(older)  # beside what was issued just now
+        if self._is_highest_next():
+            self._make_way()
+
+    def _gather_called_again(self) -> None:
+        """[Note: called again]"""
+        if self._called_again and not self._gathers.is_over:
+            _launch(self._gathers.through(self._called_again), ahead=True)
+
+    def _make_way(self) -> None:
+        """Let no reduction hold what it reads. Collective over both axes, and over what hooks use."""
+        older, newer = self._in_flight
+        older.finish()
+        newer.release_input()
+        self._step(older)
+
+    def _is_highest_next(self) -> bool:
+        """Whether a step needs the most memory in the part of the backward that comes next."""
+        older, newer = self._in_flight
         last = self._reductions.last
-        if last is not None:
-            # Where an embedding's gradient is larger than what is in flight, a step is highest when that gradient
-            # comes: the others make way before it. Elsewhere they overlap the last unit's backward.
-            older, newer = self._in_flight
-            if 0 < older.input_bytes + newer.input_bytes < last.largest_gradient:
-                older.finish()
-                newer.release_input()
-                self._step(older)
+        if last is not None and 0 < older.input_bytes + newer.input_bytes < last.largest_gradient:
+            # An embedding's gradient is larger than what is in flight, and comes next. Elsewhere reductions overlap
+            # the last unit's backward.
+            return True
+        if self._gathers.is_over and any(map(_gathers_midway, newer.units)):
+            return any(unit.reshards_after_forward for unit in self._reductions.outstanding())  # [Note: half-way]
+        return False
 
     def _step(self, flight: Flight) -> None:
         """Let optimizers step on units whose gradients have been reduced, and with which this backward is through."""
@@ -369,3 +417,14 @@ def _launch(groups: Iterable[Sequence[Unit]], *, ahead: bool = False) -> None:
         reading = [unit for unit in group if unit.choices.schedule.unshard_in_backward]
         if reading:
             joining.launch_unshard(reading, ahead=ahead)
+
+
+def _is_to_be_gathered(unit: Unit) -> bool:
+    """Whether a gather of `unit` takes memory."""
+    return unit.choices.schedule.unshard_in_backward and not unit.is_whole
+
+
+def _gathers_midway(unit: Unit) -> bool:
+    """Whether `unit` was gathered for its backward, and gathers the next one half-way."""
+    midway = unit.backward_prefetch is BackwardPrefetch.BACKWARD_MID and not unit.choices.backward_targets
+    return midway and unit.reshards_after_forward

@@ -321,7 +321,8 @@ class ScheduleControls:
 
         Raises:
             ConfigTypeError: no bool.
-            ConfigValueError: True, and a wrapper inside was made with `forward_prefetch=True` or with `BACKWARD_POST`.
+            ConfigValueError: True, and a wrapper inside was made with `forward_prefetch=True`, `BACKWARD_POST` or
+                `BACKWARD_MID`.
             UsageError: inside a forward or a backward, or on a nested wrapper.
         """
         method, unit = "set_unshard_async_op", self._unit
@@ -414,9 +415,11 @@ def _targets(unit: Unit, method: str, modules: object) -> Targets:
 
 
 def _check_prefetches_on_request(unit: Unit, method: str) -> None:
+    post, mid = BackwardPrefetch.BACKWARD_POST, BackwardPrefetch.BACKWARD_MID  # nobody asked for the default
     for setting, is_made, instead in (
         ("forward_prefetch=True", unit.forward_prefetch, "forward"),
-        ("backward_prefetch=BACKWARD_POST", unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST, "backward"),
+        ("backward_prefetch=BACKWARD_POST", unit.backward_prefetch is post, "backward"),
+        ("backward_prefetch=BACKWARD_MID", unit.backward_prefetch is mid, "backward"),
     ):
         if is_made:
             raise ConfigValueError(

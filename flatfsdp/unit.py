@@ -20,6 +20,7 @@ from .errors import UsageError, warn_once
 from .flat_param import FlatParamHandle
 from .hooked import left_to_average
 from .lifecycle import Phase, ShardState
+from .midway import CountedLeaves
 from .policy.order import Pass
 from .trees import cast_floating, map_tensors, move, tensors_in
 from .unit_data import UnitData, check_hooks
@@ -71,6 +72,7 @@ class Unit(UnitData):
         """`data`: the other arguments of `UnitData`."""
         super().__init__(module, handles, homes, **data)
         self.backward_prefetch = backward_prefetch
+        self._counted = CountedLeaves(self) if backward_prefetch is BackwardPrefetch.BACKWARD_MID else None
         self.forward_prefetch = forward_prefetch
         self.modules = list(modules)
         self.island = island
@@ -206,7 +208,7 @@ class Unit(UnitData):
                 continue
             for index, leaf in enumerate(handle.leaves):
                 if leaf.requires_grad and index not in watched:
-                    watched[index] = hooks.watch_leaf(leaf, self, kind, index)
+                    watched[index] = hooks.watch_leaf(leaf, self._counted or self, kind, index)
 
     def _watch_inputs(self, root: Root, inputs: Any) -> Call | None:
         """Let the inputs' gradients tell when this call's backward is over.

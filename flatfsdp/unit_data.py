@@ -183,6 +183,11 @@ class UnitData:
         return [k for k, handle in enumerate(self.handles) if True in map(_requires_grad, handle.leaves)]
 
     @property
+    def trainable_numel(self) -> int:
+        """Elements of the parameters that require a gradient, whatever they show."""
+        return sum(handle.layout.params[i].numel for handle in self.handles for i in handle.trainable_indices())
+
+    @property
     def largest_gradient(self) -> int:
         """Bytes of the largest gradient that a backward can bring, in the compute dtype."""
         return max(

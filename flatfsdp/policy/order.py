@@ -175,14 +175,22 @@ class GatherPlan(Generic[U]):
         self._next = max(self._next, last + 1)
         return due
 
+    def following(self, unit: U) -> tuple[U, ...]:
+        """What `ahead` would hand out, of one group at most."""
+        if self.is_over or self._position.get(unit, self._next) < self._next - 1:
+            return ()
+        return self._groups[self._next]
+
+    def has_turn(self, unit: U) -> bool:
+        """Whether the plan gathers `unit`, and has not yet."""
+        return self._position.get(unit, -1) >= self._next
+
     def ahead(self, unit: U) -> Sequence[tuple[U, ...]]:
         """The next group of the plan, now handed out, unless one after the group of `unit` is already; none at the
         end."""
-        if self._position.get(unit, self._next) < self._next - 1:
-            return ()
-        due = self._groups[self._next : self._next + 1]
-        self._next += len(due)
-        return due
+        following = self.following(unit)
+        self._next += bool(following)
+        return (following,) if following else ()
 
 
 class ReducePlan(Generic[U]):

@@ -25,7 +25,7 @@ from tests.harness.fake_device import AsyncWork
 LEFT_TO_USERS = [
     options
     for options in OPTIONS
-    if not options.get("forward_prefetch") and options.get("backward_prefetch") != "BACKWARD_POST"
+    if not options.get("forward_prefetch") and options.get("backward_prefetch") not in ("BACKWARD_POST", "BACKWARD_MID")
 ]
 
 
@@ -144,7 +144,7 @@ def test_requests_gather_ahead() -> None:
 
 def test_what_gathers_ahead_by_itself_is_refused() -> None:
     with fake_world(4):
-        for setting in ("forward_prefetch=True", "backward_prefetch=BACKWARD_POST"):
+        for setting in ("forward_prefetch=True", "backward_prefetch=BACKWARD_POST", "backward_prefetch=BACKWARD_MID"):
             name, _, value = setting.partition("=")
             model = wrapped("FULL_SHARD", **{name: True if value == "True" else value})
             with refused(ConfigValueError, f"set_unshard_async_op: a Block inside was wrapped with {setting}, which"):

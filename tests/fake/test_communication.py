@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, comm
 from flatfsdp.device import DONE, Pending
 from flatfsdp.lifecycle import ShardState
+from flatfsdp.midway import CountedLeaves
+from flatfsdp.reduction import Part
 from flatfsdp.root import Root
 from flatfsdp.trace import Event
 from flatfsdp.wrap import ModuleWrapPolicy
@@ -264,11 +267,18 @@ def test_constructors_do_not_communicate(strategy: str) -> None:
 
 
 def story(model: FullyShardedDataParallel, run: Callable[[], Any], *kinds: str) -> str:
-    """The events of these kinds as they come; "compute:between" is the root's work between ``b`` and ``a``."""
+    """The events of these kinds as they come; "compute:between" is the root's work between ``b`` and ``a``, and
+    "let go" when a reduction has read its input."""
     trace = root_of(model).trace
     inner: Any = model.module
     inner.between = lambda: trace.record("compute", "between", "")
-    with trace.listening() as events:
+    release = Part.release_buffer
+
+    def let_go(part: Part) -> None:
+        trace.record("let go", part.handle.name, "")
+        release(part)
+
+    with trace.listening() as events, patch.object(Part, "release_buffer", let_go):
         run()
     return " ".join(f"{event.kind}:{event.unit or 'root'}" for event in events if event.kind in kinds)
 
@@ -300,6 +310,91 @@ def test_backward_post_gathers_the_next_unit_right_after_this_ones_gradients() -
             "backward:b grads:b reshard:b gather:a reduce:b "
             "compute:between backward:a grads:a reshard:a reduce:a grads:root reshard:root reduce:root end:root"
         )
+
+
+def test_backward_mid_gathers_the_next_unit_half_way_and_reduces_the_one_before_until_then() -> None:
+    with tower(backward_prefetch="BACKWARD_MID") as model:
+        assert story(model, forward(model).backward, *BACKWARD, "let go") == (
+            "gather:c backward:root backward:c gather:b grads:c reshard:c reduce:c "  # the root is around all of them
+            "backward:b let go:c gather:a grads:b reshard:b reduce:b let go:b "  # nothing is beside the last one
+            "compute:between backward:a grads:a reshard:a reduce:a "
+            "grads:root reshard:root let go:a reduce:root let go:root end:root"
+        )
+
+
+def test_half_way_is_the_beginning_where_no_gradients_come_and_the_end_where_too_few_do() -> None:
+    with tower(backward_prefetch="BACKWARD_MID", use_orig_params=True) as model:
+        b, c = model.module.b, model.module.c
+        c.requires_grad_(False)
+        b.module.forward = lambda x: x + b.module.down(torch.cat([x, x], dim=1))  # without the larger half
+        settled(model)
+        assert story(model, forward(model).backward, *BACKWARD, "let go") == (
+            "gather:c backward:root gather:b backward:c reshard:c "
+            "backward:b grads:b reshard:b gather:a reduce:b let go:b "
+            "compute:between backward:a grads:a reshard:a reduce:a "
+            "grads:root reshard:root let go:a reduce:root let go:root end:root"
+        )
+
+
+@pytest.mark.parametrize(
+    "options", [{"strategy": "SHARD_GRAD_OP"}, {"strategy": "NO_SHARD"}, {"reshard": False}], ids=str
+)
+def test_backward_mid_changes_nothing_where_nothing_is_to_be_gathered(options: dict[str, Any]) -> None:
+    found = []
+    with fake_world(4):
+        for prefetch in ("BACKWARD_PRE", "BACKWARD_MID"):
+            model = wrapped(options.get("strategy", "FULL_SHARD"), backward_prefetch=prefetch)
+            if "reshard" in options:
+                model.set_reshard_after_forward(options["reshard"])
+            settled(model)
+            found.append(story(model, forward(model).backward, *BACKWARD, "let go"))
+    assert found[0] == found[1] and "reduce:b" in found[0]
+
+
+def test_a_list_of_what_is_gathered_ahead_is_in_the_place_of_backward_mid() -> None:
+    found = []
+    for prefetch in (None, "BACKWARD_MID"):
+        with tower(backward_prefetch=prefetch) as model:
+            a, b, c = model.module.a, model.module.b, model.module.c
+            for unit, ahead in ((model, [c]), (c, [b, a]), (b, [a]), (a, [b])):
+                unit.set_modules_to_backward_prefetch(ahead)
+            found.append(story(model, forward(model).backward, *BACKWARD, "let go"))
+    assert found[0] == found[1] and "gather:b gather:a backward:c" in found[0]
+
+
+def test_only_units_that_gather_half_way_count_what_comes() -> None:
+    counted = CountedLeaves.leaf_ready
+    for prefetch in ("BACKWARD_PRE", "BACKWARD_POST", None, "BACKWARD_MID"):
+        told: list[int] = []
+
+        def count(leaves: CountedLeaves, kind: int, index: int, told: list[int] = told) -> None:
+            told.append(index)
+            counted(leaves, kind, index)
+
+        with patch.object(CountedLeaves, "leaf_ready", count), tower(backward_prefetch=prefetch) as model:
+            told.clear()
+            forward(model).backward()
+        assert len(told) == (4 * UNITS if prefetch == "BACKWARD_MID" else 0)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "most"), [("BACKWARD_PRE", 3), ("BACKWARD_POST", 3), ("BACKWARD_MID", 2), (None, 2)]
+)
+def test_whole_units_at_once_besides_the_root(prefetch: str | None, most: int) -> None:
+    """In use, gathered ahead, or read by a reduction."""
+    with tower(backward_prefetch=prefetch) as model:
+        root = root_of(model)
+        block, own = padded(NUMELS, 4)[0], padded(NUMELS, 4)[-1]
+        found = 0
+
+        def measure(event: Event) -> None:
+            nonlocal found
+            found = max(found, root.ledger.live["unsharded"] + root.ledger.live["slots"])
+
+        with root.trace.listening(measure):
+            for _ in range(2):
+                forward(model).backward()
+        assert found == 4 * (own + most * block)
 
 
 def test_without_backward_prefetch_a_unit_is_gathered_when_its_backward_begins() -> None:
@@ -334,6 +429,7 @@ def test_forward_prefetch_gathers_the_next_unit_before_this_ones_forward() -> No
         ({}, 2),
         ({"forward_prefetch": True}, 2),
         ({"backward_prefetch": "BACKWARD_POST"}, 1),
+        ({"backward_prefetch": "BACKWARD_MID"}, 2),
         ({"backward_prefetch": None}, 1),
     ],
 )

@@ -57,7 +57,7 @@ def test_methods(method: str) -> None:
 @pytest.mark.parametrize("name", ["ShardingStrategy", "BackwardPrefetch"])
 def test_enums(name: str) -> None:
     ours, theirs = getattr(api, name), getattr(torch_api, name)
-    assert {m.name: m.value for m in ours} == {m.name: m.value for m in theirs}
+    assert {m.name: m.value for m in ours}.items() >= {m.name: m.value for m in theirs}.items()
 
 
 def test_training_state_names() -> None:

@@ -51,6 +51,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"limit_all_gathers": False},
     {"forward_prefetch": True},
     {"backward_prefetch": None},
+    {"backward_prefetch": "BACKWARD_MID"},
     {"backward_prefetch": "BACKWARD_POST", "limit_all_gathers": False},
     {"mixed_precision": MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)},
     {"mixed_precision": MixedPrecision(param_dtype=BF16, accumulate_dtype=FP32), "use_orig_params": True},
@@ -232,7 +233,11 @@ def test_a_gather_runs_beside_the_unit_before() -> None:
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"forward_prefetch": True}, {"backward_prefetch": None}], ids=named)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"forward_prefetch": True}, {"backward_prefetch": None}, {"backward_prefetch": "BACKWARD_MID"}],
+    ids=named,
+)
 def test_with_the_limit_two_units_hold_memory_besides_the_root(options: dict[str, Any]) -> None:
     with device_of() as device:
         model = wrapped("FULL_SHARD", **options)

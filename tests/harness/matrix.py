@@ -57,6 +57,7 @@ class Cell:
     passes: str = "plain"
     checkpointing: str = "no checkpointing"
     stepping: str = "after the backward"
+    prefetch: str | None = "BACKWARD_PRE"
 
     @property
     def recipe(self) -> Recipe:
@@ -80,7 +81,11 @@ class Cell:
     @property
     def options(self) -> dict[str, Any]:
         """The wrapper's arguments."""
-        options: dict[str, Any] = {"sharding_strategy": self.strategy, "use_orig_params": self.use_orig_params}
+        options: dict[str, Any] = {
+            "sharding_strategy": self.strategy,
+            "use_orig_params": self.use_orig_params,
+            "backward_prefetch": self.prefetch,
+        }
         if self.offload:
             options["cpu_offload"] = True
         if self.hybrid:
@@ -120,6 +125,7 @@ CROSSED: dict[str, tuple[Any, ...]] = FACTORS | {
     "model": tuple(MODELS),
     "checkpointing": ("no checkpointing", *parity.CHECKPOINTING),
     "stepping": ("after the backward", "in the backward"),
+    "prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None),
 }
 
 

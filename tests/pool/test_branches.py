@@ -248,7 +248,7 @@ class Recomputed(Mixture):
 
 
 @pytest.mark.parametrize("most", [0, 2**20])
-@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", None])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID", None])
 def test_activation_checkpointing(pool2: Run, most: int, prefetch: str | None) -> None:
     """A rank that runs experts again gathers all of the block before the others have its experts' gradients."""
     plan = [*IN_ANY_ORDER[Mixture], [(), (3, 2)], [(1,), ()]]

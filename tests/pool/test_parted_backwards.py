@@ -70,7 +70,7 @@ def cut_on_one_rank(rank: int, world: int, prefetch: str | None) -> bool:
     return _same(_gradients(model), _expected(nets))
 
 
-@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None])
 def test_a_backward_that_does_not_reach_all_units_of_the_other_ranks(pool2: Run, prefetch: str | None) -> None:
     assert all(pool2(cut_on_one_rank, prefetch, timeout=20))
 
@@ -113,7 +113,7 @@ def last_ones_left_out(
 
 
 @pytest.mark.parametrize("recompute", [None, "in place", "reentrant"])
-@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", None])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID", None])
 @pytest.mark.parametrize("counts", [[0, 4], [0, 5], [3, 5]])
 def test_a_backward_that_begins_behind_units_of_the_other_ranks(
     pool2: Run, recompute: str | None, prefetch: str | None, counts: list[int]
@@ -305,7 +305,7 @@ def used_on_one_rank(rank: int, world: int, without: str, prefetch: str | None, 
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None])
 @pytest.mark.parametrize("without", ["scales", "units"])
 def test_what_one_rank_alone_uses(pool2: Run, without: str, prefetch: str | None, hooked: bool) -> None:
     for joined in (False, True):
@@ -361,7 +361,7 @@ def called_twice(rank: int, world: int, left_out: list[tuple[set[int], set[int]]
     )
 
 
-@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", None])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID", None])
 @pytest.mark.parametrize("left_out", LEFT_OUT)
 def test_two_calls_of_which_ranks_leave_out_different_units(
     pool2: Run, left_out: list[tuple[set[int], set[int]]], prefetch: str | None

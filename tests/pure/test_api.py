@@ -16,17 +16,18 @@ from flatfsdp.errors import ConfigTypeError, ConfigValueError
 
 
 @pytest.mark.parametrize(
-    ("ours", "torchs"),
+    ("ours", "torchs", "only_ours"),
     [
-        (api.ShardingStrategy, torch_fsdp.ShardingStrategy),
-        (api.BackwardPrefetch, torch_fsdp.BackwardPrefetch),
-        (api.TrainingState, TorchTrainingState),
+        (api.ShardingStrategy, torch_fsdp.ShardingStrategy, []),
+        (api.BackwardPrefetch, torch_fsdp.BackwardPrefetch, [("BACKWARD_MID", 3)]),
+        (api.TrainingState, TorchTrainingState, []),
     ],
-    ids=lambda kind: kind.__name__,
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_enums_have_torchs_names_and_values(ours, torchs):
+def test_enums_have_torchs_names_and_values_then_our_own(ours, torchs, only_ours):
     assert ours.__name__ == torchs.__name__
-    assert [(member.name, member.value) for member in ours] == [(member.name, member.value) for member in torchs]
+    described = [[(member.name, member.value) for member in kind] for kind in (ours, torchs)]
+    assert described[0] == described[1] + only_ours
 
 
 @pytest.mark.parametrize(

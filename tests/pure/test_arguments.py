@@ -86,6 +86,7 @@ REDUCE_IN_FP32 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
         ("sharding_strategy", torch_fsdp.ShardingStrategy.NO_SHARD, ShardingStrategy.NO_SHARD),
         ("backward_prefetch", None, None),
         ("backward_prefetch", "backward_post", BackwardPrefetch.BACKWARD_POST),
+        ("backward_prefetch", "backward_mid", BackwardPrefetch.BACKWARD_MID),
         ("backward_prefetch", torch_fsdp.BackwardPrefetch.BACKWARD_POST, BackwardPrefetch.BACKWARD_POST),
         ("mixed_precision", torch.float64, MixedPrecision(param_dtype=torch.float64)),
         ("mixed_precision", REDUCE_IN_FP32, REDUCE_IN_FP32),
@@ -175,7 +176,7 @@ TYPE_ERRORS = [
     (
         {"backward_prefetch": True},
         "backward_prefetch: got True (bool). "
-        "Accepted: None, a BackwardPrefetch, or its name (BACKWARD_PRE, BACKWARD_POST).",
+        "Accepted: None, a BackwardPrefetch, or its name (BACKWARD_PRE, BACKWARD_POST, BACKWARD_MID).",
     ),
     (
         {"sharding_strategy": BackwardPrefetch.BACKWARD_PRE},
@@ -263,7 +264,7 @@ VALUE_ERRORS = [
     (
         {"backward_prefetch": "early"},
         "backward_prefetch: got 'early'. "
-        "Accepted: None, a BackwardPrefetch, or its name (BACKWARD_PRE, BACKWARD_POST).",
+        "Accepted: None, a BackwardPrefetch, or its name (BACKWARD_PRE, BACKWARD_POST, BACKWARD_MID).",
     ),
     (
         {"mixed_precision": torch.int8},

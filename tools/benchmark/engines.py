@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ class Engine:
     sharded: bool = True
 
 
-def _flat(use_orig_params: bool) -> Callable[[nn.Module, Place], nn.Module]:
+def _flat(use_orig_params: bool, **options: Any) -> Callable[[nn.Module, Place], nn.Module]:
     def wrap(model: nn.Module, place: Place) -> nn.Module:
         mixed = flatfsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         return flatfsdp.FullyShardedDataParallel(
@@ -74,6 +75,7 @@ def _flat(use_orig_params: bool) -> Callable[[nn.Module, Place], nn.Module]:
             device_id=place.device,
             use_orig_params=use_orig_params,
             mixed_precision=mixed if place.bf16 else None,
+            **options,
         )
 
     return wrap
@@ -128,6 +130,7 @@ ENGINES = {
     "flatfsdp": Engine("flatfsdp", _flat(False)),
     "flatfsdp-orig": Engine("flatfsdp, use_orig_params", _flat(True)),
     "flatfsdp-orig-flat": Engine("flatfsdp, use_orig_params, step_flat()", _flat(True), _adamw_stepping_flat),
+    "flatfsdp-lean": Engine("flatfsdp, BACKWARD_MID", _flat(False, backward_prefetch="BACKWARD_MID")),
     "flatfsdp-kept": Engine("flatfsdp, keep_host_memory()", _flat_keeping_memory),
     "fsdp1": Engine("FSDP1", _fsdp1(False)),
     "fsdp1-orig": Engine("FSDP1, use_orig_params", _fsdp1(True)),

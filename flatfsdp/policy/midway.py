@@ -1,0 +1,51 @@
+"""How far the backwards of units are, by the gradients that have come; pure.
+
+[Note: half-way] A backward that hides a gather and a reduction behind each unit needs three whole units at a time: the
+one in use, the one ahead, and the one that is reduced. Two suffice where each hides behind half of a unit: while the
+first half of its gradients come, the unit before is reduced; that lets go of what it reads, and while the other half
+come, the next unit is gathered. The last unit that is gathered has none ahead, and computes alone: what is held is
+highest then, since every unit leaves a shard of gradients behind, so the reduction before it is waited for where it is
+issued. Units around others are whole beside them anyway: what they gather ahead is no third one, and is gathered when
+their backwards begin.
+
+Ranks need not agree on when half has come: whenever they gather, they gather what is next in the plan ([Note: backward
+order]). Only a gather that has no turn in the plan must find it at the same place on all ranks: what was to be gathered
+half-way by then is gathered before. And who waits for a reduction has gathered all that any rank may need to issue it:
+units whose backwards come before are gathered before, and units that are called again are gathered then ([Note: called
+again]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+U = TypeVar("U", bound=Hashable)
+
+
+class Midway(Generic[U]):
+    """Units whose backward has begun and is not half over. Half of a gradient's elements take half of its time."""
+
+    def __init__(self) -> None:
+        self._missing: dict[U, int] = {}  # elements of gradients until half of them have come
+
+    def begin(self, unit: U, elements: int) -> None:
+        """The backward of `unit` begins, which brings so many `elements` of gradients, if it brings all."""
+        self._missing[unit] = (elements + 1) // 2
+
+    def came(self, unit: U, elements: int) -> bool:
+        """So many more have come; True if half of all have, for the first time."""
+        missing = self._missing.get(unit)
+        if missing is None:
+            return False
+        self._missing[unit] = missing - elements
+        return missing <= elements and self.end(unit)
+
+    def end(self, unit: U) -> bool:
+        """The backward of `unit` is over, or what was to happen half-way has happened; False if that was known."""
+        return self._missing.pop(unit, None) is not None
+
+    def end_all(self) -> list[U]:
+        """`end` of all, in the order in which they began."""
+        ended, self._missing = list(self._missing), {}
+        return ended

@@ -1,0 +1,48 @@
+"""When half of a unit's gradients have come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from flatfsdp.policy.midway import Midway
+from flatfsdp.policy.order import GatherPlan
+
+
+@pytest.mark.parametrize(
+    ("gradients", "half_at"),
+    [([1, 1, 1, 1], 1), ([1, 1, 1], 1), ([10, 1, 1], 0), ([1, 1, 10], 2), ([6, 36, 6, 36], 1), ([7], 0)],
+)
+def test_half_is_counted_in_elements_and_comes_once(gradients: Sequence[int], half_at: int) -> None:
+    midway: Midway[str] = Midway()
+    midway.begin("a", sum(gradients))
+    assert [midway.came("a", elements) for elements in gradients].index(True) == half_at
+    assert not midway.came("a", 1) and not midway.end("a")
+
+
+def test_a_unit_without_gradients_is_half_way_when_it_begins() -> None:
+    midway: Midway[str] = Midway()
+    midway.begin("a", 0)
+    assert midway.came("a", 0)
+    assert not midway.came("elsewhere", 1)
+
+
+def test_what_ends_before_is_half_way_no_more() -> None:
+    midway: Midway[str] = Midway()
+    for unit in "abc":
+        midway.begin(unit, 2)
+    assert midway.end("b") and not midway.end("b") and not midway.came("b", 2)
+    assert midway.end_all() == ["a", "c"] and midway.end_all() == []
+    midway.begin("a", 2)  # its backward begins again
+    assert midway.came("a", 2)
+
+
+def test_a_plan_says_what_it_would_hand_out() -> None:
+    plan = GatherPlan(("a", "b", "c"), join=lambda units: (("c",), ("b", "a")))
+    assert [plan.has_turn(unit) for unit in ("c", "b", "elsewhere")] == [True, True, False]
+    plan.until("c")
+    assert plan.following("c") == ("b", "a") == plan.following("c")
+    assert plan.ahead("c") == (("b", "a"),)
+    assert plan.following("c") == plan.following("a") == () == plan.ahead("a")
+    assert not plan.has_turn("c") and not plan.has_turn("a")
