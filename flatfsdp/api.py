@@ -54,10 +54,10 @@ class BackwardPrefetch(Enum):
 
     ``BACKWARD_PRE``: before this unit's gradients are computed. The most overlap, and two units' parameters plus one
     unit's gradients alive at once. ``BACKWARD_POST``: after they are computed and this unit's parameters are freed.
-    Less overlap, one unit's parameters less at the peak. ``BACKWARD_MID``: when half of them (by elements) are
-    computed, and the reduction of the unit before has let go of its gradients. Both hide behind half of a unit's
-    backward each, and no more than two units' parameters or gradients are whole at once, besides those of units around
-    them; where nothing is left to be gathered, only one. Not in torch's FSDP.
+    Less overlap, one unit's parameters less at the peak. ``BACKWARD_MID``: when half of them (by elements) have come,
+    and the reduction of the unit before has read its gradients. Both hide behind half of a unit's backward each, and
+    two units are whole at once, in use, gathered ahead or being reduced, where ``BACKWARD_PRE`` has three; units around
+    them come on top, and the last one is alone. Not in torch's FSDP.
     """
 
     BACKWARD_PRE = 1

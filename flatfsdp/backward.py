@@ -198,8 +198,6 @@ class Backward:
         """`unit` was resharded after its part."""
         if unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST and not unit.choices.backward_targets:
             self._prefetch(unit)
-        elif self._midway.end(unit):
-            self._prefetch_midway(unit)
 
     def _prefetch_after(self, unit: Unit) -> None:
         targets = unit.choices.backward_targets
@@ -214,11 +212,11 @@ class Backward:
         _launch(self._gathers.ahead(unit), ahead=True)
 
     def _begin_midway(self, unit: Unit) -> None:
-        """Await half of the gradients of `unit`, unless it has none or is around the next. [Note: half-way]"""
+        """Await half of the gradients of `unit`, unless none will come or it is around the next. [Note: half-way]"""
         if any(self.record.began_later(each, unit) for each in self._gathers.following(unit)):
             self._prefetch(unit)
             return
-        self._midway.begin(unit, unit.trainable_numel)
+        self._midway.begin(unit, unit.trainable_numel if self.brings_gradients() else 0)
         self.came(unit, 0)
 
     @explained
@@ -230,7 +228,6 @@ class Backward:
 
     def _prefetch_midway(self, unit: Unit) -> None:
         if any(map(_is_to_be_gathered, self._gathers.following(unit))):
-            self._gather_called_again()
             self._make_way()
         self._prefetch(unit)
 
@@ -265,7 +262,8 @@ class Backward:
             self._reduce(self._reductions.due())
 
     def _reduce(self, groups: Iterable[Sequence[Unit]]) -> None:
-        self._gather_called_again()
+        if self._called_again and not self._gathers.is_over:
+            _launch(self._gathers.through(self._called_again), ahead=True)  # [Note: called again]
         for group in groups:
             # One input besides the one being filled, and one all-reduce: the previous make way first.
             older, newer = self._in_flight
@@ -275,11 +273,6 @@ class Backward:
             self._step(older)  # beside what was issued just now
         if self._is_highest_next():
             self._make_way()
-
-    def _gather_called_again(self) -> None:
-        """[Note: called again]"""
-        if self._called_again and not self._gathers.is_over:
-            _launch(self._gathers.through(self._called_again), ahead=True)
 
     def _make_way(self) -> None:
         """Let no reduction hold what it reads. Collective over both axes, and over what hooks use."""
@@ -296,8 +289,8 @@ class Backward:
             # An embedding's gradient is larger than what is in flight, and comes next. Elsewhere reductions overlap
             # the last unit's backward.
             return True
-        if self._gathers.is_over and any(map(_gathers_midway, newer.units)):
-            return any(unit.reshards_after_forward for unit in self._reductions.outstanding())  # [Note: half-way]
+        if self._gathers.is_over and any(map(_gathers_midway, newer.units)):  # [Note: half-way]
+            return any(unit.reshards_after_forward for unit in self._reductions.outstanding())
         return False
 
     def _step(self, flight: Flight) -> None:
@@ -425,6 +418,4 @@ def _is_to_be_gathered(unit: Unit) -> bool:
 
 
 def _gathers_midway(unit: Unit) -> bool:
-    """Whether `unit` was gathered for its backward, and gathers the next one half-way."""
-    midway = unit.backward_prefetch is BackwardPrefetch.BACKWARD_MID and not unit.choices.backward_targets
-    return midway and unit.reshards_after_forward
+    return unit.backward_prefetch is BackwardPrefetch.BACKWARD_MID and not unit.choices.backward_targets

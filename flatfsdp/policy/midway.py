@@ -9,10 +9,10 @@ issued. Units around others are whole beside them anyway: what they gather ahead
 their backwards begin.
 
 Ranks need not agree on when half has come: whenever they gather, they gather what is next in the plan ([Note: backward
-order]). Only a gather that has no turn in the plan must find it at the same place on all ranks: what was to be gathered
-half-way by then is gathered before. And who waits for a reduction has gathered all that any rank may need to issue it:
-units whose backwards come before are gathered before, and units that are called again are gathered then ([Note: called
-again]).
+order]). Only a gather that has no turn in the plan must find it at the same place on all ranks: what awaits half of a
+unit that has begun is gathered before it. Nor do ranks wait for each other: gradients of a unit come before those of
+units that began earlier, so every rank issues the reduction that is waited for before it needs a gather that the waiting
+rank has not issued. Those of units that are called again are issued by then ([Note: called again]).
 """
 
 from __future__ import annotations

@@ -336,6 +336,16 @@ def test_half_way_is_the_beginning_where_no_gradients_come_and_the_end_where_too
         )
 
 
+def test_half_way_is_the_beginning_in_a_backward_that_brings_gradients_of_inputs_alone() -> None:
+    found = []
+    for prefetch in ("BACKWARD_PRE", "BACKWARD_MID"):
+        with tower(backward_prefetch=prefetch) as model:
+            x = torch.randn(3, WIDTH, requires_grad=True)
+            loss = model(x).sum()
+            found.append(story(model, lambda loss=loss, x=x: torch.autograd.grad(loss, x), *BACKWARD))
+    assert found[0] == found[1] and "gather:b backward:c" in found[0]
+
+
 @pytest.mark.parametrize(
     "options", [{"strategy": "SHARD_GRAD_OP"}, {"strategy": "NO_SHARD"}, {"reshard": False}], ids=str
 )

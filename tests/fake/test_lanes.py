@@ -17,6 +17,7 @@ from torch import nn
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, comm, wrap
 from flatfsdp.device import Device, Lane, Pending
 from flatfsdp.reduction import Reduction
+from flatfsdp.trace import Event
 from tests.fake.test_communication import NUMELS, WIDTH, Block, forward, padded, root_of, wrapped
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
@@ -247,6 +248,39 @@ def test_with_the_limit_two_units_hold_memory_besides_the_root(options: dict[str
         train(model, device, steps=1)
         block, *_, own = padded(NUMELS, 4)
         assert ledger.peak("unsharded") == 4 * (own + 2 * block)
+    assert device.races == []
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "most"), [("BACKWARD_PRE", 3), ("BACKWARD_POST", 3), ("BACKWARD_MID", 2), (None, 3)]
+)
+def test_whole_units_at_once_besides_the_root(prefetch: str | None, most: int) -> None:
+    """Parameters and gradients. Half-way the memory that a reduction has read goes to the next gather."""
+    found = 0
+    with device_of() as device:
+        model = wrapped("FULL_SHARD", backward_prefetch=prefetch)
+        train(model, device, steps=1)
+        root, loss = root_of(model), forward(model)
+
+        def measure(event: Event) -> None:
+            nonlocal found
+            found = max(found, root.ledger.live["unsharded"] + root.ledger.live["slots"])
+
+        device.log.clear()
+        with root.trace.listening(measure):
+            loss.backward()
+        block, *_, own = padded(NUMELS, 4)
+        assert found == 4 * (own + most * block)
+    half_way = [
+        "compute waits for reduce",
+        "record compute",
+        "unshard waits for compute",
+        "free unsharded on unshard",
+        "allocate unsharded on unshard",
+        "record unshard",
+    ]
+    runs = [device.log[at : at + len(half_way)] for at in range(len(device.log))]
+    assert (half_way in runs) is (prefetch == "BACKWARD_MID")
     assert device.races == []
 
 

@@ -149,16 +149,30 @@ class Block(nn.Module):
         return x + Beat.apply(self.linear(x), self._clock)
 
 
+class Halves(nn.Module):
+    """A unit of two beats, each with half of its gradients."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.halves = nn.Sequential(Block(clock), Block(clock))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.halves(x)
+        return y
+
+
 @contextmanager
-def steps(clock: Clock, strategy: str, **options: Any) -> Iterator[Callable[[], None]]:
+def steps(
+    clock: Clock, strategy: str, *, kind: type[Block] | type[Halves] = Block, **options: Any
+) -> Iterator[Callable[[], None]]:
     """A function that runs a step of `UNITS` units, and what happens once is over."""
     with fake_world(4), comm.doubled(lambda inner: Slow(inner, clock)):
         if strategy == "HYBRID_SHARD":
             options["device_mesh"] = torch.distributed.init_device_mesh("cpu", (2, 2))
         model = FullyShardedDataParallel(
-            nn.Sequential(*(Block(clock) for _ in range(UNITS))),
+            nn.Sequential(*(kind(clock) for _ in range(UNITS))),
             sharding_strategy=strategy,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            auto_wrap_policy=ModuleWrapPolicy({kind}),
             use_orig_params=True,
             **options,
         )
@@ -195,6 +209,19 @@ def test_beats_of_a_step(strategy: str, options: dict[str, Any], forward: int, b
         before = clock.now
         step()
         assert clock.now - before == forward + backward
+
+
+# Two beats a unit: a gather and a reduction hide behind one of them each. The last reduction but one is waited for.
+@pytest.mark.parametrize(
+    ("prefetch", "backward"),
+    [("BACKWARD_PRE", 2 * N + 2), ("BACKWARD_MID", 2 * N + 3), ("BACKWARD_POST", 3 * N + 1), (None, 3 * N + 1)],
+)
+def test_beats_of_a_backward_of_units_with_two_halves(prefetch: str | None, backward: int) -> None:
+    clock = Wound()
+    with steps(clock, "FULL_SHARD", kind=Halves, backward_prefetch=prefetch, forward_prefetch=True) as step:
+        before = clock.now
+        step()
+        assert clock.now - before == 2 * N + 1 + backward
 
 
 def test_a_step_takes_less_than_seven_tenths_of_the_serial_time() -> None:

@@ -217,6 +217,7 @@ def test_parity_with_one_process(run: Run, world: int, kind: type[nn.Module], an
         {"sharding_strategy": "NO_SHARD"},
         {"cpu_offload": True, "forward_prefetch": True},
         {"use_orig_params": False, "backward_prefetch": "BACKWARD_POST"},
+        {"use_orig_params": False, "backward_prefetch": "BACKWARD_MID"},
     ],
 )
 def test_parity_with_other_settings(

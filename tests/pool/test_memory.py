@@ -109,6 +109,19 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
         },
     ),
     (
+        {"sharding_strategy": "FULL_SHARD", "backward_prefetch": "BACKWARD_MID"},
+        1,
+        {
+            "shard": MODEL // 2,
+            "unsharded": ROOT + 2 * BLOCK,  # the unit in use and the one ahead
+            "slots": BLOCK + ROOT,  # one block is let go of before another is filled; the root's come last
+            "exchange": BLOCK // 2,
+            "reduced": MODEL // 2,
+            # The second block is reduced, the first is ahead: it is used when the second has been let go of.
+            "all": MODEL // 2 + ROOT + 2 * BLOCK + BLOCK // 2 + 3 * BLOCK // 2,
+        },
+    ),
+    (
         {"sharding_strategy": "SHARD_GRAD_OP"},
         1,
         {

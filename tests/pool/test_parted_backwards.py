@@ -138,12 +138,12 @@ class Alternating(nn.Module):
         return x
 
 
-def left_out_between_recomputed(rank: int, world: int, most: int) -> bool:
+def left_out_between_recomputed(rank: int, world: int, prefetch: str | None, most: int) -> bool:
     def build() -> Alternating:
         torch.manual_seed(0)
         return Alternating()
 
-    model = _wrap(build(), join_units_below=most)
+    model = _wrap(build(), backward_prefetch=prefetch, join_units_below=most)
     nets = [build() for _ in range(world)]
     for _ in range(2):
         model(_data(rank), left_out=2 + 2 * rank).sum().backward()
@@ -152,14 +152,72 @@ def left_out_between_recomputed(rank: int, world: int, most: int) -> bool:
     return _same(_gradients(model), _expected(nets))
 
 
-def test_a_unit_that_is_left_out_before_one_that_is_recomputed_reentrantly(pool2: Run) -> None:
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None])
+def test_a_unit_that_is_left_out_before_one_that_is_recomputed_reentrantly(pool2: Run, prefetch: str | None) -> None:
     """All are of one size: in different orders they would be added to each other."""
     for most in (0, 3 * 4 * (WIDTH * WIDTH + 2 * WIDTH)):
-        assert all(pool2(left_out_between_recomputed, most, timeout=20))
+        assert all(pool2(left_out_between_recomputed, prefetch, most, timeout=20))
 
 
-def again_after_a_failure(rank: int, world: int, strategy: str) -> bool:
-    model = _wrap(_net(), sharding_strategy=strategy)
+class Around(nn.Module):
+    """A unit around one that is recomputed reentrantly, which has no place in the plan. Only some ranks use its tail,
+    half of its gradients, which come before the recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.tail = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, uses_tail: bool) -> Tensor:
+        x = checkpoint(self.inner, (x @ self.head).tanh(), use_reentrant=True)
+        return x @ self.tail if uses_tail else x
+
+
+class Layers(nn.Module):
+    """Units of one size before and after it: gathered in different orders, they would be taken for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.around = Around()
+        self.after = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, uses_tail: bool) -> Tensor:
+        for unit in self.before:
+            x = unit(x).tanh()
+        return self.after(self.around(x, uses_tail))
+
+
+def half_way_before_or_after(rank: int, world: int, tails: list[bool]) -> bool:
+    def build() -> Layers:
+        torch.manual_seed(0)
+        return Layers()
+
+    model = FullyShardedDataParallel(
+        build(),
+        auto_wrap_policy={nn.Linear, Around},
+        use_orig_params=True,
+        backward_prefetch="BACKWARD_MID",
+        join_units_below=0,
+    )
+    nets: list[nn.Module] = [build() for _ in range(world)]
+    for step in range(3):
+        model(_data(rank), tails[rank] or step == 2).sum().backward()
+        for each, net in enumerate(nets):
+            net(_data(each), tails[each] or step == 2).sum().backward()
+    found, expected = _gradients(model), _expected(nets)
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("tails", [[True, False], [False, True], [False, False]])
+def test_half_of_the_gradients_before_a_recomputation_on_one_rank_and_after_it_on_another(
+    pool2: Run, tails: list[bool]
+) -> None:
+    assert all(pool2(half_way_before_or_after, tails, timeout=20))
+
+
+def again_after_a_failure(rank: int, world: int, strategy: str, prefetch: str) -> bool:
+    model = _wrap(_net(), sharding_strategy=strategy, backward_prefetch=prefetch)
     fail = [True]
 
     def refuse(grad: Tensor) -> None:
@@ -184,9 +242,10 @@ def again_after_a_failure(rank: int, world: int, strategy: str) -> bool:
     return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_the_same_backward_again_after_it_failed(pool2: Run, strategy: str) -> None:
-    assert all(pool2(again_after_a_failure, strategy, timeout=20))
+def test_the_same_backward_again_after_it_failed(pool2: Run, strategy: str, prefetch: str) -> None:
+    assert all(pool2(again_after_a_failure, strategy, prefetch, timeout=20))
 
 
 def penalty(model: nn.Module, x: Tensor, zero: Callable[[], None]) -> None:
