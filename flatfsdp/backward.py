@@ -219,13 +219,13 @@ class Backward:
         self._midway.begin(unit, unit.trainable_numel if self.brings_gradients() else 0)
         self.came(unit, 0)
 
-    @explained
     def came(self, unit: Unit, elements: int) -> None:
         """So many `elements` of gradients of a unit that counts them: start on the next if they make half of all.
         Collective over both axes, and over what hooks use."""
         if self._midway.came(unit, elements):
             self._prefetch_midway(unit)
 
+    @explained
     def _prefetch_midway(self, unit: Unit) -> None:
         if any(map(_is_to_be_gathered, self._gathers.following(unit))):
             self._make_way()
@@ -255,7 +255,7 @@ class Backward:
     @explained
     def gradients_ready(self, unit: Unit) -> None:
         """All gradients of `unit` are in their slots: reduce it if it is its turn. Collective over the shard axis."""
-        if self._midway.end(unit):
+        if unit.backward_prefetch is BackwardPrefetch.BACKWARD_MID and self._midway.end(unit):
             self._prefetch_midway(unit)
         if self.reduces(unit):
             self._reductions.ready(unit)
@@ -271,7 +271,14 @@ class Backward:
             newer.release_input()
             self._in_flight = newer, Flight(group, joining.reduce(group))
             self._step(older)  # beside what was issued just now
-        if self._is_highest_next():
+        older, newer = self._in_flight
+        last = self._reductions.last
+        midway = newer.units and newer.units[-1].backward_prefetch is BackwardPrefetch.BACKWARD_MID
+        if last is not None and 0 < older.input_bytes + newer.input_bytes < last.largest_gradient:
+            # Where an embedding's gradient is larger than what is in flight, a step is highest when that gradient
+            # comes: the others make way before it. Elsewhere they overlap the last unit's backward.
+            self._make_way()
+        elif midway and self._last_comes(after=newer.units[-1]):
             self._make_way()
 
     def _make_way(self) -> None:
@@ -281,17 +288,11 @@ class Backward:
         newer.release_input()
         self._step(older)
 
-    def _is_highest_next(self) -> bool:
-        """Whether a step needs the most memory in the part of the backward that comes next."""
-        older, newer = self._in_flight
-        last = self._reductions.last
-        if last is not None and 0 < older.input_bytes + newer.input_bytes < last.largest_gradient:
-            # An embedding's gradient is larger than what is in flight, and comes next. Elsewhere reductions overlap
-            # the last unit's backward.
-            return True
-        if self._gathers.is_over and any(map(_gathers_midway, newer.units)):  # [Note: half-way]
-            return any(unit.reshards_after_forward for unit in self._reductions.outstanding())
-        return False
+    def _last_comes(self, *, after: Unit) -> bool:
+        """Whether nothing is left to be gathered, and what was gathered last is to compute alone. [Note: half-way]"""
+        if after.choices.backward_targets or not self._gathers.is_over:
+            return False
+        return any(unit.reshards_after_forward for unit in self._reductions.outstanding())
 
     def _step(self, flight: Flight) -> None:
         """Let optimizers step on units whose gradients have been reduced, and with which this backward is through."""
@@ -415,7 +416,3 @@ def _launch(groups: Iterable[Sequence[Unit]], *, ahead: bool = False) -> None:
 def _is_to_be_gathered(unit: Unit) -> bool:
     """Whether a gather of `unit` takes memory."""
     return unit.choices.schedule.unshard_in_backward and not unit.is_whole
-
-
-def _gathers_midway(unit: Unit) -> bool:
-    return unit.backward_prefetch is BackwardPrefetch.BACKWARD_MID and not unit.choices.backward_targets

@@ -11,6 +11,7 @@ remain are flushed in order. In a model that is nested like a tree, ready means 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -175,12 +176,6 @@ class GatherPlan(Generic[U]):
         self._next = max(self._next, last + 1)
         return due
 
-    def following(self, unit: U) -> tuple[U, ...]:
-        """What `ahead` would hand out, of one group at most."""
-        if self.is_over or self._position.get(unit, self._next) < self._next - 1:
-            return ()
-        return self._groups[self._next]
-
     def has_turn(self, unit: U) -> bool:
         """Whether the plan gathers `unit`, and has not yet."""
         return self._position.get(unit, -1) >= self._next
@@ -188,9 +183,18 @@ class GatherPlan(Generic[U]):
     def ahead(self, unit: U) -> Sequence[tuple[U, ...]]:
         """The next group of the plan, now handed out, unless one after the group of `unit` is already; none at the
         end."""
-        following = self.following(unit)
-        self._next += bool(following)
-        return (following,) if following else ()
+        if self._position.get(unit, self._next) < self._next - 1:
+            return ()
+        due = self._groups[self._next : self._next + 1]
+        self._next += len(due)
+        return due
+
+    def following(self, unit: U) -> Iterator[U]:
+        """The units that `ahead` would hand out."""
+        before = self._next
+        due = self.ahead(unit)
+        self._next = before
+        return itertools.chain.from_iterable(due)
 
 
 class ReducePlan(Generic[U]):

@@ -79,12 +79,13 @@ DEPTH = 16
 SHARD = BLOCK // 2 * 4  # bytes of a block's shard on two ranks
 
 
-def bytes_of_a_step(rank: int, world: int, orig: bool, in_backward: bool) -> dict[str, int]:
+def bytes_of_a_step(rank: int, world: int, orig: bool, prefetch: str, in_backward: bool) -> dict[str, int]:
     with Recording() as recording:
         model: Any = FullyShardedDataParallel(
             nn.Sequential(*(Block() for _ in range(DEPTH))),
             auto_wrap_policy={Block},
             use_orig_params=orig,
+            backward_prefetch=prefetch,
             join_units_below=0,
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -105,11 +106,14 @@ def bytes_of_a_step(rank: int, world: int, orig: bool, in_backward: bool) -> dic
     return {"reduced": ledger.peak("reduced"), "grads": grads, "peak": usage.peak, "end": usage.end}
 
 
-@pytest.mark.parametrize("orig", [False, True])
-def test_gradients_of_three_units_are_there_at_a_time(pool2: Run, orig: bool) -> None:
-    (after, _), (within, _) = (pool2(bytes_of_a_step, orig, in_backward) for in_backward in (False, True))
+@pytest.mark.parametrize(
+    ("orig", "prefetch", "units"), [(False, "BACKWARD_PRE", 3), (True, "BACKWARD_PRE", 3), (True, "BACKWARD_MID", 2)]
+)
+def test_gradients_of_three_units_are_there_at_a_time(pool2: Run, orig: bool, prefetch: str, units: int) -> None:
+    """Or of two."""
+    (after, _), (within, _) = (pool2(bytes_of_a_step, orig, prefetch, inside) for inside in (False, True))
     assert after["reduced"] == DEPTH * SHARD
-    assert within["reduced"] == 3 * SHARD
+    assert within["reduced"] == units * SHARD
     assert (after["grads"], within["grads"]) == (DEPTH * SHARD, 0)
     assert abs(after["end"] - within["end"] - DEPTH * SHARD) < 1024  # a scalar more or less
     # DEPTH - 3 of them; peaks vary by some shards, with the moment when gloo's threads let go.
