@@ -57,7 +57,7 @@ class Cell:
     passes: str = "plain"
     checkpointing: str = "no checkpointing"
     stepping: str = "after the backward"
-    prefetch: str | None = "BACKWARD_PRE"
+    prefetch: str = "BACKWARD_PRE"
 
     @property
     def recipe(self) -> Recipe:
@@ -125,7 +125,7 @@ CROSSED: dict[str, tuple[Any, ...]] = FACTORS | {
     "model": tuple(MODELS),
     "checkpointing": ("no checkpointing", *parity.CHECKPOINTING),
     "stepping": ("after the backward", "in the backward"),
-    "prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None),
+    "prefetch": ("BACKWARD_PRE", "BACKWARD_MID"),
 }
 
 
