@@ -500,6 +500,7 @@ class Root:
         if self._failed:  # the same graph again, after a backward that failed
             self.settle_down()
         self._follow_requests()
+        self._follow_loans()
         with _torch.as_plain_tensors():  # leaves may be hidden
             trained = {unit: unit.trained_kinds() for unit in self.record.anchored}
         self.agreement.check_backward(self, trained)
@@ -555,6 +556,14 @@ class Root:
                 self.record.anchor(unit)
                 unit.needed_whole = True
         self._asked.clear()
+
+    def _follow_loans(self) -> None:
+        """Owners of tied parameters take part where they did not run, but those who hold their parameters too."""
+        for unit in tuple(self.record.anchored):
+            for owner in unit.owners:
+                if owner not in self.record.entered:
+                    self.record.enter(owner)
+                    self.record.anchor(owner)
 
     def end_backward(self, backward: Backward) -> None:
         """The graph task has ended: flush, and return to between iterations. Collective."""

@@ -173,6 +173,8 @@ class Unit(UnitData):
         if not torch.is_grad_enabled():
             return None, args, kwargs
         self._watch_leaves()
+        for owner in self.owners:  # which may not run itself
+            owner._watch_leaves()
         return self._watch_inputs(root, (args, kwargs)), args, kwargs
 
     def _forget_autocast(self, root: Root) -> None:
@@ -493,8 +495,9 @@ class Unit(UnitData):
     def inputs_ready(self, call: Call) -> None:
         """The gradients of the inputs of one call are there."""
         self._open_calls.discard(call)
-        self._excuse_absent()
-        self._advance()
+        if self.armed:  # else this backward may never begin here, or an input that is an output begins it next
+            self._excuse_absent()
+            self._advance()
 
     def _excuse_absent(self) -> None:
         """Where calls are over and gradients are missing: await none that this backward does not compute.
@@ -529,7 +532,9 @@ class Unit(UnitData):
             # The parameters make way before the reduction takes memory.
             self._release(backward)
             backward.gradients_ready(self)
-        elif self._late <= 0 and (self.completed or not expecting or not backward.brings_gradients()):
+        elif self._late <= 0 and (
+            self.completed or not expecting or not (backward.in_inner_task() or backward.brings_gradients())
+        ):
             self._release(backward)
         for owner in self.owners:
             if owner.armed:

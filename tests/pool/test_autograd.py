@@ -198,6 +198,17 @@ class Inside(nn.Module):
         return torch.tanh(self.out(self.how(self.inner, x)))
 
 
+class Recomputed(nn.Module):
+    """A module in a reentrant checkpoint."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return nested(self.inner, x)
+
+
 class Shared(nn.Module):
     """One parameter in two recomputed segments and outside of both."""
 
@@ -280,6 +291,42 @@ for _kind, _how in (("reentrant", nested), ("not_reentrant", again)):
     )
 
 
+@corner(
+    lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Recomputed(nn.Linear(WIDTH, WIDTH, bias=False)), nn.Tanh()),
+    bound=1e-6,
+    units=(nn.Linear,),
+)
+def a_recomputed_unit_in_two_forwards_before_any_other_gradient(model: Any, rank: int, step: int) -> Any:
+    """The gradient of its input comes before that of its weight, in a graph task of its own."""
+    x, y = data(rank, step).requires_grad_(), data(rank, step, 1).requires_grad_()
+    loss = loss_of(model(x)) + 3 * loss_of(model(y))
+    loss.backward()
+    return loss, x.grad, y.grad
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, of which the first owns it, which `call` runs or not."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.sin(self.call(self.first, x))))
+
+
+CORNERS["a_tied_parameter_whose_owner_does_not_run"] = Corner(
+    lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Tied(lambda layer, x: x)),
+    _step,
+    units=(nn.Linear,),
+)
+CORNERS["a_tied_parameter_whose_owner_is_recomputed"] = Corner(
+    lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Tied(nested)), _step, 1e-6, (nn.Linear,)
+)
+
+
 @corner(partial(Net, partial(_around, again)), bound=1e-6)
 def checkpoint_and_two_backwards(model: Any, rank: int, step: int) -> Any:
     first, second = loss_of(model(data(rank, step))), loss_of(model(data(rank, step, 1)))
@@ -318,6 +365,27 @@ def gradient_penalty_of_another_forward(model: Any, rank: int, step: int) -> Any
     x = data(rank, step).requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     (loss + slope.square().mean()).backward()
+    return loss, slope
+
+
+class Passing(nn.Module):
+    """A layer that only batches of more than one row go through; others come out as they went in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) if x.shape[0] > 1 else x
+
+
+@corner(partial(Net, block=Passing), bound=1e-5, units=(Passing,))
+def gradient_penalty_through_units_that_return_their_input(model: Any, rank: int, step: int) -> Any:
+    loss = loss_of(model(data(rank, step, 1)))
+    loss.backward()
+    x = data(rank, step, rows=1).requires_grad_()
+    (slope,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
+    slope.square().sum().backward()
     return loss, slope
 
 
