@@ -33,9 +33,11 @@ from .reduction import Reduction
 from .stepping import Stepper, Stepping
 from .traversal import units_in
 from .unit import Unit
-from .views import Exposure
+from .views import NOTHING
 
 P = ParamSpec("P")
+
+BACKWARD_PRE, BACKWARD_POST, BACKWARD_MID = BackwardPrefetch
 
 
 def explained(method: Callable[Concatenate[Backward, P], None]) -> Callable[Concatenate[Backward, P], None]:
@@ -196,16 +198,16 @@ class Backward:
 
     def released(self, unit: Unit) -> None:
         """`unit` was resharded after its part."""
-        if unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST and not unit.choices.backward_targets:
+        if unit.backward_prefetch is BACKWARD_POST and not unit.choices.backward_targets:
             self._prefetch(unit)
 
     def _prefetch_after(self, unit: Unit) -> None:
         targets = unit.choices.backward_targets
         if targets:
             _launch(self._gathers.through(targets.units()), ahead=True)
-        elif unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and not unit.choices.schedule.unshard_async_op:
+        elif unit.backward_prefetch is BACKWARD_PRE and not unit.choices.schedule.unshard_async_op:
             self._prefetch(unit)
-        elif unit.backward_prefetch is BackwardPrefetch.BACKWARD_MID:
+        elif unit.backward_prefetch is BACKWARD_MID:
             self._begin_midway(unit)
 
     def _prefetch(self, unit: Unit) -> None:
@@ -255,7 +257,7 @@ class Backward:
     @explained
     def gradients_ready(self, unit: Unit) -> None:
         """All gradients of `unit` are in their slots: reduce it if it is its turn. Collective over the shard axis."""
-        if unit.backward_prefetch is BackwardPrefetch.BACKWARD_MID and self._midway.end(unit):
+        if unit.backward_prefetch is BACKWARD_MID and self._midway.end(unit):
             self._prefetch_midway(unit)
         if self.reduces(unit):
             self._reductions.ready(unit)
@@ -273,7 +275,7 @@ class Backward:
             self._step(older)  # beside what was issued just now
         older, newer = self._in_flight
         last = self._reductions.last
-        midway = newer.units and newer.units[-1].backward_prefetch is BackwardPrefetch.BACKWARD_MID
+        midway = newer.units and newer.units[-1].backward_prefetch is BACKWARD_MID
         if last is not None and 0 < older.input_bytes + newer.input_bytes < last.largest_gradient:
             # Where an embedding's gradient is larger than what is in flight, a step is highest when that gradient
             # comes: the others make way before it. Elsewhere they overlap the last unit's backward.
@@ -333,7 +335,7 @@ class Backward:
             if not self._gathers.is_past(unit):
                 _launch(self._gathers.until(unit))
                 if not self.double:
-                    unit.reshard(Exposure.NOTHING)
+                    unit.reshard(NOTHING)
 
     def _leave_out_what_no_rank_used(self) -> None:
         """Units of branches to which no rank's gradients came get none, as in one process. Collective over all axes."""
@@ -402,7 +404,7 @@ class Backward:
             self._reductions.ready(unit)
             self._reduce(self._reductions.due())
         if not (keep or self.keeps_whole(unit)):
-            unit.reshard(Exposure.NOTHING)
+            unit.reshard(NOTHING)
 
 
 def _launch(groups: Iterable[Sequence[Unit]], *, ahead: bool = False) -> None:

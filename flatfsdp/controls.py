@@ -14,7 +14,7 @@ from .api import BackwardPrefetch
 from .choices import Targets
 from .device import Device
 from .errors import ConfigValueError, UsageError, refuse_type, refuse_value
-from .lifecycle import Phase
+from .lifecycle import SUMMONED
 from .policy.schedule import reshard_choice
 from .resident import Residence
 from .residents import can_stay, keep_frozen
@@ -64,7 +64,7 @@ class ScheduleControls:
         """
         _check_bool("unshard", "async_op", async_op)
         unit = self._unit
-        if unit.phase is Phase.SUMMONED or _torch.in_backward():
+        if unit.phase is SUMMONED or _torch.in_backward():
             where = "inside a backward" if _torch.in_backward() else "inside summon_full_params(), where it is whole"
             raise UsageError(f"unshard() of unit {unit.label} was called {where}; call it between iterations")
         unit.root.unshard(unit)

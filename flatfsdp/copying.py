@@ -24,11 +24,11 @@ from .errors import UsageError, warn
 from .extensions import Extended
 from .flat_param import FlatParamHandle
 from .groups import plan_over
-from .lifecycle import Phase
+from .lifecycle import IDLE
 from .storage import Ledger
 from .traversal import leave_alone, left_alone_in, units_in
 from .unit import Unit
-from .views import Exposure, Home
+from .views import NOTHING, SHARD, Home
 from .wrapper import keep_root, register_flat_params
 
 _SETTINGS = ("traits", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch", "island")
@@ -131,7 +131,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
 def _check_idle(wrapper: nn.Module) -> list[Unit]:
     units = units_in(wrapper)
     for unit in units:
-        if unit.phase is not Phase.IDLE or not unit.is_between():
+        if unit.phase is not IDLE or not unit.is_between():
             raise UsageError(
                 f"a wrapped model can be copied or pickled between steps only; unit {unit.label} is in "
                 f"{unit.phase.value}, with a graph that awaits its backward. Run or drop the "
@@ -208,7 +208,7 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
     buffer = io.BytesIO()
     for unit in units:
         for shown in unit.shown:
-            shown.show(Exposure.NOTHING)
+            shown.show(NOTHING)
     _inside = True
     try:
         torch.save((type(wrapper), state_of(wrapper), _lists_of(units)), buffer)
@@ -216,7 +216,7 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
         _inside = False
         for unit in units:
             for shown in unit.shown:
-                shown.show(Exposure.SHARD)
+                shown.show(SHARD)
     return _load, (buffer.getvalue(),)
 
 

@@ -24,8 +24,8 @@ from .api import MixedPrecision
 from .comm import Transport
 from .device import Lane, Pending, pin
 from .errors import InternalError, UsageError
-from .layout import FlatLayout, ParamSpec
-from .lifecycle import SHARD_STEPS, ShardState, refuse_step
+from .layout import FlatLayout, ParamSpec, Span
+from .lifecycle import GATHERING, SHARD_STEPS, SHARDED, UNSHARDED, refuse_step
 from .policy.precision import resolve
 from .portion import Portion
 from .resident import HostCopy, Residence
@@ -153,9 +153,12 @@ class FlatParamHandle:
         self.use_orig_params = use_orig_params
         self.trainable = trainable
         self.ledger = ledger
-        self.state = ShardState.SHARDED
+        self.state = SHARDED
         spans = [layout.span_in_shard(i, rank) for i in range(len(self.leaves))]
         self._pieces = [(span.start, span.numel) for span in spans]
+        # Of the leaves that have elements here, or none anywhere: what divides a shard into them, in one call.
+        self._present = [i for i, spec in enumerate(layout.params) if spans[i].numel or 0 in spec.shape]
+        self._cuts, self._kept = _cuts([spans[i] for i in self._present], layout.shard_numel)
         ledger.add("shard", shard.numel() * shard.element_size())
         self._unsharded: dict[torch.dtype, Unsharded] = {}
         self._active: Unsharded | None = None
@@ -230,6 +233,16 @@ class FlatParamHandle:
             return full_views(flat, self.layout)
         return [flat.narrow(0, start, numel) for start, numel in self._pieces]
 
+    def pieces_of(self, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Those of `views_of_shard(flat)` that have elements, or whose parameter has none anywhere, by index.
+
+        They are no views for autograd, and share no version counter.
+        """
+        if self.whole:
+            return enumerate(full_views(flat, self.layout))
+        pieces = flat.unsafe_split_with_sizes(self._cuts)
+        return zip(self._present, [pieces[k] for k in self._kept], strict=True)
+
     def refresh_views(self) -> None:
         """Rebuild the views of the shard (it moved or changed its dtype)."""
         self.sharded_views = self.views_of_shard(self.shard)
@@ -237,6 +250,8 @@ class FlatParamHandle:
         self._shown_at_rest = self._facts(self.sharded_views)
         self._address = self.shard.data_ptr()
         self.nothing = torch.empty(0, dtype=self.precision.compute, device=self.device)
+        alike = self.shard.dtype == self.nothing.dtype and self.shard.device == self.nothing.device
+        self.shard_is_alike = alike and not self.whole
         self._unsharded.clear()
         self._shard_version = self._writes
         self._filled_versions: list[int] = []
@@ -263,7 +278,7 @@ class FlatParamHandle:
     def replace_shard(self, shard: torch.Tensor) -> None:
         """Take `shard` (same number of elements, maybe another dtype or device) as the new shard; only while
         sharded."""
-        if self.state is not ShardState.SHARDED or shard.shape != self.shard.shape:
+        if self.state is not SHARDED or shard.shape != self.shard.shape:
             raise InternalError(
                 f"{self.name}: a shard of shape {tuple(shard.shape)} replaces {tuple(self.shard.shape)} while "
                 f"{self.state.value}"
@@ -339,9 +354,9 @@ class FlatParamHandle:
         Precondition: sharded, with a portion. Postcondition: gathering; `wait_unshard` ends it and drops the portion.
         """
         assert self.portion is not None
-        if ShardState.GATHERING not in SHARD_STEPS[self.state]:
-            refuse_step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
-        self.state = ShardState.GATHERING
+        if GATHERING not in SHARD_STEPS[self.state]:
+            refuse_step(self.state, GATHERING, SHARD_STEPS, self.name, None)
+        self.state = GATHERING
         target = self._active = self._unsharded.get(self.portion.dtype) or self._new_target(self.portion.dtype)
         assert target.buffer is not None
         with lane.running():
@@ -389,9 +404,9 @@ class FlatParamHandle:
         """
         if self.portion is not None:
             self.drop_portion()
-        if ShardState.GATHERING not in SHARD_STEPS[self.state]:
-            refuse_step(self.state, ShardState.GATHERING, SHARD_STEPS, self.name, None)
-        self.state = ShardState.GATHERING
+        if GATHERING not in SHARD_STEPS[self.state]:
+            refuse_step(self.state, GATHERING, SHARD_STEPS, self.name, None)
+        self.state = GATHERING
         target = self._active = self._unsharded.get(dtype) or self._new_target(dtype)
         self._pending = None
         if target.buffer is None:
@@ -409,9 +424,9 @@ class FlatParamHandle:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        if ShardState.UNSHARDED not in SHARD_STEPS[self.state]:
-            refuse_step(self.state, ShardState.UNSHARDED, SHARD_STEPS, self.name, None)
-        self.state = ShardState.UNSHARDED
+        if UNSHARDED not in SHARD_STEPS[self.state]:
+            refuse_step(self.state, UNSHARDED, SHARD_STEPS, self.name, None)
+        self.state = UNSHARDED
         active = self._active or self._refuse_sharded()
         if not active.views:
             active.views = full_views(self.shard if active.buffer is None else active.buffer.tensor, self.layout)
@@ -434,9 +449,9 @@ class FlatParamHandle:
 
         Precondition: unsharded. Postcondition: sharded; the caller lets the leaves show something else at once.
         """
-        if ShardState.SHARDED not in SHARD_STEPS[self.state]:
-            refuse_step(self.state, ShardState.SHARDED, SHARD_STEPS, self.name, None)
-        self.state = ShardState.SHARDED
+        if SHARDED not in SHARD_STEPS[self.state]:
+            refuse_step(self.state, SHARDED, SHARD_STEPS, self.name, None)
+        self.state = SHARDED
         buffer = (self._active or self._refuse_sharded()).buffer
         if buffer is not None:
             self._versions.on_free()
@@ -448,7 +463,7 @@ class FlatParamHandle:
 
         Where the shard is the whole, the memory of the reduced gradient is that of the slots, and lasts.
         """
-        there = self.state is ShardState.UNSHARDED and not self.whole
+        there = self.state is UNSHARDED and not self.whole
         return there and self.unsharded.dtype == dtype
 
     def overwrite(self, indices: Collection[int]) -> None:
@@ -474,7 +489,7 @@ class FlatParamHandle:
         Raises:
             UsageError: the parameters are sharded, or their shard is the whole.
         """
-        if self.state is not ShardState.UNSHARDED or not self.owns_unsharded:
+        if self.state is not UNSHARDED or not self.owns_unsharded:
             raise UsageError(
                 f"to_cpu() of unit {self.name or '<root>'!r}: expected unsharded parameters apart from their shard, as "
                 f"inside its forward; they are {'not sharded at all' if self.whole else self.state.value}"
@@ -580,6 +595,18 @@ class FlatParamHandle:
 
     def _refuse_sharded(self) -> NoReturn:
         raise InternalError(f"{self.name}: the unsharded parameter was asked for while {self.state.value}")
+
+
+def _cuts(spans: Sequence[Span], numel: int) -> tuple[list[int], list[int]]:
+    """The sizes of pieces that `numel` elements are divided into, and which of them are the `spans`."""
+    sizes, kept, end = [], [], 0
+    for span in spans:
+        if span.numel and span.start > end:
+            sizes.append(span.start - end)
+        kept.append(len(sizes))
+        sizes.append(span.numel)
+        end = span.stop if span.numel else end
+    return [*sizes, numel - end], kept
 
 
 _SHAPE, _DTYPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("dtype"), attrgetter("requires_grad")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from .errors import ConfigValueError, FlatFSDPError, UsageError, refuse_type
-from .lifecycle import Phase
+from .lifecycle import IDLE
 from .traversal import units_in
 from .unit import Unit
 from .views import Home
@@ -122,7 +122,7 @@ def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Uni
     """
     holders: dict[int, tuple[Unit, Home]] = {}
     for unit in units:
-        if unit.phase is Phase.IDLE and unit.is_between():
+        if unit.phase is IDLE and unit.is_between():
             for home in (*unit.homes, *unit.aliases):
                 holders.setdefault(id(home.module), (unit, home))
     found = None

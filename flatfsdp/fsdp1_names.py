@@ -11,7 +11,7 @@ from torch import nn
 
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState
 from .flat_param import FlatParameter, FlatParamHandle
-from .lifecycle import Phase
+from .lifecycle import IDLE, SUMMONED
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -110,9 +110,9 @@ class FSDP1Names:
     def training_state(self) -> TrainingState:
         """Idle, in forward or backward, or summoned."""
         phase = self._unit.phase
-        if phase is Phase.IDLE:
+        if phase is IDLE:
             return TrainingState.IDLE
-        return TrainingState.SUMMON_FULL_PARAMS if phase is Phase.SUMMONED else TrainingState.FORWARD_BACKWARD
+        return TrainingState.SUMMON_FULL_PARAMS if phase is SUMMONED else TrainingState.FORWARD_BACKWARD
 
 
 def wrapped_inside(module: nn.Module, *, root_only: bool) -> Iterator[nn.Module]:

@@ -15,7 +15,7 @@ from . import _torch
 from .consolidate import gather_shard, is_first, scatter, store, together
 from .errors import UsageError
 from .flat_param import FlatParamHandle, full_views
-from .lifecycle import Phase
+from .lifecycle import IDLE, SUMMONED
 from .unit import Unit
 from .views import assign_grad
 
@@ -167,12 +167,12 @@ def summon(
         if not _torch.in_backward():
             root.settle_down()
     for unit in units:
-        if unit.phase is Phase.SUMMONED:
+        if unit.phase is SUMMONED:
             raise UsageError(
                 f"summon_full_params() inside summon_full_params(): the parameters of unit {unit.label} are whole "
                 "already"
             )
-        if unit.phase is not Phase.IDLE or _torch.in_backward():
+        if unit.phase is not IDLE or _torch.in_backward():
             raise UsageError(
                 f"summon_full_params() inside a forward or backward (unit {unit.label} is in {unit.phase.value}); call "
                 "it between iterations"
@@ -204,7 +204,7 @@ def summon(
                     if not summoned[-1].keep and not writeback:
                         summoned[-1].flat = summoned[-1].flat.new_empty(0)
         for unit in units:
-            unit.phase = Phase.SUMMONED
+            unit.phase = SUMMONED
             undo.callback(_end, unit)
         for each in summoned:
             each.show()
@@ -228,7 +228,7 @@ def summon(
 
 
 def _end(unit: Unit) -> None:
-    unit.phase = Phase.IDLE
+    unit.phase = IDLE
 
 
 def _unregister(unit: Unit) -> None:

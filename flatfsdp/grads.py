@@ -385,19 +385,19 @@ class Gradients:
         if not handle.use_orig_params:
             _accumulate(handle.flat_param, total)
             return True
-        views = handle.views_of_shard(total)
+        leaves, fits = handle.leaves, total.dtype == handle.shard.dtype
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for i, leaf in enumerate(handle.leaves):
-            old = taken.get(i)
-            if i not in trained or (leaf.numel() == 0 and 0 not in handle.layout.params[i].shape):
-                if old is not None:
-                    assign_grad(leaf, old)
+        for i, grad in handle.pieces_of(total):
+            if i not in trained:
                 continue
-            if old is None:
-                assign_grad(leaf, views[i])
+            if i in taken:
+                added.append((taken[i], grad))
+            elif fits:
+                leaves[i].grad = grad
             else:
-                assign_grad(leaf, old)
-                added.append((old, views[i]))
+                assign_grad(leaves[i], grad)
+        for i, old in taken.items():
+            assign_grad(leaves[i], old)
         if added:
             with _torch.no_grad():
                 _torch.foreach_add_([old for old, _ in added], [new for _, new in added])

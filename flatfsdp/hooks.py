@@ -78,8 +78,6 @@ def defer_user_hooks(leaves: Iterable[nn.Parameter]) -> None:
 
 def run_user_hooks(leaves: Sequence[torch.Tensor]) -> None:
     """Run what `defer_user_hooks` kept, on those of `leaves` whose `.grad`, the sharded gradient now, is there."""
-    if not _torch.accumulate_hooks(leaves):
-        return
     for leaf in leaves:
         for hooks in _torch.accumulate_hooks([leaf]) if leaf.grad is not None else ():
             for hook in tuple(hooks.values()):

@@ -12,8 +12,8 @@ from torch import nn
 from . import _torch
 from .consolidate import together
 from .errors import UsageError, refuse_type, refuse_value
-from .lifecycle import Phase
-from .resident import Residence
+from .lifecycle import SUMMONED
+from .resident import DEVICE
 from .residents import Place, residence_of
 from .root import Root
 from .traversal import units_in
@@ -75,7 +75,7 @@ def _check_idle(unit: Unit) -> None:
     where = None
     if _torch.in_backward() or unit.root.in_forward:
         where = "a backward" if _torch.in_backward() else "a forward"
-    elif unit.phase is Phase.SUMMONED:
+    elif unit.phase is SUMMONED:
         where = "summon_full_params()"
     elif unit.root.residents.lent is not None:
         where = "inference()"
@@ -122,7 +122,7 @@ def _chosen(units: list[Unit], max_bytes: int | None) -> list[Place]:
         for kind, handle in enumerate(unit.handles):
             if handle.is_shard_in(unit.dtype_of(handle)):
                 continue
-            is_kept = residence_of(unit, handle) is Residence.DEVICE
+            is_kept = residence_of(unit, handle) is DEVICE
             size = 0 if is_kept else handle.unsharded_bytes
             if size <= left:
                 left -= size

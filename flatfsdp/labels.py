@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from . import _torch
 from .errors import logger
 from .flat_param import FlatParamHandle
-from .lifecycle import ShardState
+from .lifecycle import GATHERING
 from .reduction import Reduction
 from .unit import Call, Unit
 from .views import Exposure
@@ -70,7 +70,7 @@ class LabelledUnit(Unit):
             super().launch_unshard(ahead=ahead)
 
     def wait_unshard(self) -> None:
-        under_way = any(handle.state is ShardState.GATHERING for handle in self.handles)
+        under_way = any(handle.state is GATHERING for handle in self.handles)
         with _range("wait for gather", self.name, happens=under_way):
             super().wait_unshard()
 

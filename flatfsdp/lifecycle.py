@@ -37,22 +37,27 @@ class Phase(enum.Enum):
     SUMMONED = "summoned"
 
 
+# Names of their own: to ask an enumeration for a member takes 0.1 us in Python 3.11, and a step asks for dozens.
+SHARDED, GATHERING, UNSHARDED = ShardState
+IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD, SUMMONED = Phase
+
+
 SHARD_STEPS: Mapping[ShardState, frozenset[ShardState]] = {
-    ShardState.SHARDED: frozenset({ShardState.GATHERING}),
+    SHARDED: frozenset({GATHERING}),
     # A gather that nobody used is waited for and freed.
-    ShardState.GATHERING: frozenset({ShardState.UNSHARDED}),
-    ShardState.UNSHARDED: frozenset({ShardState.SHARDED}),
+    GATHERING: frozenset({UNSHARDED}),
+    UNSHARDED: frozenset({SHARDED}),
 }
 
 PHASE_STEPS: Mapping[Phase, frozenset[Phase]] = {
-    Phase.IDLE: frozenset({Phase.FORWARD, Phase.PRE_BACKWARD, Phase.SUMMONED}),
+    IDLE: frozenset({FORWARD, PRE_BACKWARD, SUMMONED}),
     # A module may be entered again inside its own forward (recursion); a recomputation enters forward from a backward
     # phase.
-    Phase.FORWARD: frozenset({Phase.FORWARD, Phase.IDLE, Phase.PRE_BACKWARD, Phase.POST_BACKWARD}),
-    Phase.PRE_BACKWARD: frozenset({Phase.PRE_BACKWARD, Phase.POST_BACKWARD, Phase.FORWARD, Phase.IDLE}),
+    FORWARD: frozenset({FORWARD, IDLE, PRE_BACKWARD, POST_BACKWARD}),
+    PRE_BACKWARD: frozenset({PRE_BACKWARD, POST_BACKWARD, FORWARD, IDLE}),
     # A late gradient (reentrant checkpoint, second use) opens the unit again.
-    Phase.POST_BACKWARD: frozenset({Phase.PRE_BACKWARD, Phase.FORWARD, Phase.POST_BACKWARD, Phase.IDLE}),
-    Phase.SUMMONED: frozenset({Phase.IDLE}),
+    POST_BACKWARD: frozenset({PRE_BACKWARD, FORWARD, POST_BACKWARD, IDLE}),
+    SUMMONED: frozenset({IDLE}),
 }
 
 S = TypeVar("S", ShardState, Phase)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .lifecycle import Phase
+from .lifecycle import FORWARD
 from .unit import Call, Unit
 
 # Calls whose backward is over when a certain gradient is there.
@@ -60,6 +60,6 @@ class Links:
     def first_reader(self, tensor: torch.Tensor, unit: Unit) -> bool:
         """Whether no other unit was given `tensor` as an input before `unit`, those that it runs inside of aside."""
         known = self._readers.get(id(tensor))
-        if known is None or known[0]() is not tensor or known[1].phase is Phase.FORWARD:
+        if known is None or known[0]() is not tensor or known[1].phase is FORWARD:
             known = self._readers[id(tensor)] = weakref.ref(tensor), unit
         return known[1] is unit

@@ -24,6 +24,9 @@ class Residence(enum.Enum):
     HOST = "host"
 
 
+DEVICE, HOST = Residence
+
+
 class HostCopy:
     """The unsharded flat parameter in host memory, page-locked where there is an accelerator.
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import UsageError
 from .flat_param import FlatParamHandle
-from .lifecycle import ShardState
-from .resident import Residence
+from .lifecycle import UNSHARDED
+from .resident import DEVICE, HOST, Residence
 from .unit import Unit
-from .views import Exposure
+from .views import SHARD
 
 if TYPE_CHECKING:
     from .root import Root
@@ -36,9 +36,9 @@ class Place(NamedTuple):
     def is_fetched(self) -> bool:
         """Whether it is where it stays, in the dtype of computation."""
         handle, dtype = self.handle, self.unit.dtype_of(self.handle)
-        if handle.residence is Residence.HOST:
+        if handle.residence is HOST:
             return handle.host_copy is not None and handle.host_copy.dtype == dtype
-        return handle.state is ShardState.UNSHARDED
+        return handle.state is UNSHARDED
 
 
 class Residents:
@@ -87,7 +87,7 @@ class Residents:
             if wanted is None:
                 if not handle.trainable:
                     told.setdefault("not frozen any more", []).append(unit.label)
-            elif unit.shown[place.kind].exposure is not Exposure.SHARD:
+            elif unit.shown[place.kind].exposure is not SHARD:
                 continue
             elif unit.doubtful:
                 self._doubtful.append(place)
@@ -121,7 +121,7 @@ class Residents:
                 place.unit.evict(place.kind)
         for place in self.lent:
             handle = place.handle
-            handle.residence = Residence.DEVICE
+            handle.residence = DEVICE
             if not place.is_fetched:
                 place.unit.fetch(place.kind)
 
@@ -131,7 +131,7 @@ class Residents:
         for place in lent:
             handle = place.handle
             handle.residence = residence_of(place.unit, handle)
-            if handle.residence is not Residence.DEVICE and handle.state is ShardState.UNSHARDED:
+            if handle.residence is not DEVICE and handle.state is UNSHARDED:
                 root.free(handle)
 
     def _check_lent(self, lent: Iterable[Place]) -> None:

@@ -28,7 +28,7 @@ from .groups import extent_of, groups_in_words, neighbours
 from .hooked import check_all_or_none, reducers
 from .joining import Joining
 from .labels import follow_profiler
-from .lifecycle import Phase
+from .lifecycle import IDLE, SUMMONED
 from .limiter import Limiter
 from .links import Links
 from .placement import check_placed, check_registered
@@ -40,7 +40,7 @@ from .storage import Ledger
 from .trace import Trace
 from .unit import Unit
 from .unit_data import UnitData
-from .views import Exposure
+from .views import NOTHING, SHARD
 
 if TYPE_CHECKING:
     from .nonfinite import Detector
@@ -263,7 +263,7 @@ class Root:
 
     def enter(self, unit: Unit) -> bool:
         """A forward of `unit` begins; True if it is the outermost."""
-        if unit.phase is Phase.SUMMONED:
+        if unit.phase is SUMMONED:
             raise UsageError(
                 f"unit {unit.label}: forward inside summon_full_params() would train on parameters that are written "
                 "back later; "
@@ -429,7 +429,7 @@ class Root:
         kept = [unit for unit in self.units if unit.kept]
         if kept and self.agreement.any_rank(not all(unit.is_whole for unit in kept)):
             for unit in kept:
-                unit.reshard(Exposure.SHARD)
+                unit.reshard(SHARD)
         for unit in kept:
             unit.kept = False
 
@@ -452,20 +452,20 @@ class Root:
         """Let `unit` show what `unshard` gathered, unless that is gone or in use."""
         with self.agreement.waiting(f"unshard() of unit {unit.label}"):
             for each in (*unit.owners, unit):
-                if each.is_whole and each.phase is Phase.IDLE:
+                if each.is_whole and each.phase is IDLE:
                     each.wait_unshard()
 
     def reshard(self, unit: Unit) -> None:
         """Free the unsharded parameters of `unit` because a user asks for it."""
         self.lazy_init()
-        if self._whole_for_double or unit.needed_whole or unit.phase is not Phase.IDLE:
+        if self._whole_for_double or unit.needed_whole or unit.phase is not IDLE:
             raise UsageError(
                 f"reshard() of unit {unit.label}: its parameters are still read, by its own forward or by a backward "
                 "that needs them as they are. Call it after that"
             )
         self.agreement.check_request(unit, "reshard")
         awaits_backward = not self.record.consumed and unit in self.record.entered
-        unit.reshard(Exposure.NOTHING if awaits_backward else Exposure.SHARD)
+        unit.reshard(NOTHING if awaits_backward else SHARD)
         unit.drop_portions()
         unit.kept = False
 
@@ -605,7 +605,7 @@ class Root:
         self.limiter.settle()
         self._failed = False
         self.agreement.rest()
-        self.trace.record("end", "", Phase.IDLE.value)
+        self.trace.record("end", "", IDLE.value)
         for unit in self.units:
             if unit not in stepping.stepped:
                 unit.run_user_hooks()
@@ -632,7 +632,7 @@ class Root:
     def _name_used_at_rest(self) -> None:
         """A backward failed: say which parameters it cannot bring gradients to, where autograd does not."""
         for unit in self.record.entered:
-            used = [name for shown in unit.shown for name in shown.used_at_rest() if unit.phase is not Phase.SUMMONED]
+            used = [name for shown in unit.shown for name in shown.used_at_rest() if unit.phase is not SUMMONED]
             if used:
                 warn(
                     f"a backward failed that brings gradients to {', '.join(map(repr, used))} of unit {unit.label}: "
@@ -682,7 +682,7 @@ class Root:
         """Shards are about to be written to: parameters show them. A backward that still comes gathers again."""
         self.settle_down()
         for unit in self.units:
-            if unit.phase is not Phase.SUMMONED:
+            if unit.phase is not SUMMONED:
                 unit.rest()
         self.limiter.settle()
         self._at_rest = True

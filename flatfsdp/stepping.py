@@ -17,7 +17,7 @@ from torch import nn
 from . import _torch
 from .errors import UsageError, fail, few, warn
 from .unit import Unit
-from .views import Exposure
+from .views import SHARD
 
 _at_work: torch.optim.Optimizer | None = None
 _scaled = -1  # the last graph task that began with a scaled loss
@@ -171,7 +171,7 @@ class Stepping:
             root.detector.reduced(unit)
         exposures = [shown.exposure for shown in unit.shown]
         for shown in unit.shown:
-            shown.show(Exposure.SHARD)
+            shown.show(SHARD)
         complete = unit.settle()
         if complete:
             self.stepped[unit] = None

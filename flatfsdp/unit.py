@@ -19,12 +19,12 @@ from .buffers import cast_buffers
 from .errors import UsageError, warn_once
 from .flat_param import FlatParamHandle
 from .hooked import left_to_average
-from .lifecycle import Phase, ShardState
+from .lifecycle import FORWARD, IDLE, POST_BACKWARD, PRE_BACKWARD, SUMMONED, UNSHARDED
 from .midway import CountedLeaves
 from .policy.order import Pass
 from .trees import cast_floating, map_tensors, move, tensors_in
 from .unit_data import UnitData, check_hooks
-from .views import Exposure, Home, check_exposed, check_unwritten
+from .views import GUARDED, Home, check_exposed, check_unwritten
 
 if TYPE_CHECKING:
     from .backward import Backward
@@ -123,7 +123,7 @@ class Unit(UnitData):
         if recomputing:
             self.phase = phase  # it returns to where its backward is
         else:
-            self.enter_phase(Phase.IDLE)
+            self.enter_phase(IDLE)
         root.leave(self)
         return output
 
@@ -131,7 +131,7 @@ class Unit(UnitData):
         """Do what this unit's forward does together with other ranks, and nothing else. Collective over the shard axis.
         [Note: branches]"""
         root, phase, depth = self.root, self.phase, self.root.branches.depth
-        self.enter_phase(Phase.FORWARD)
+        self.enter_phase(FORWARD)
         try:
             self._follow_requires_grad()
             root.gather_for_forward(self)
@@ -141,7 +141,7 @@ class Unit(UnitData):
             raise
         finally:
             root.branches.leave(depth)
-        self.enter_phase(Phase.IDLE)
+        self.enter_phase(IDLE)
         self.end_turn(reached=root.branches.training)
 
     def _before_forward(
@@ -151,7 +151,7 @@ class Unit(UnitData):
             self.reads_once = False  # parameters are read after their gradients have come
         if recomputing and root.backward is not None:
             root.backward.stepping.check_untouched(self, "its forward ran again")
-        self.enter_phase(Phase.FORWARD)
+        self.enter_phase(FORWARD)
         if outermost:
             self._forget_autocast(root)
         root.gather_for_forward(self)
@@ -325,12 +325,12 @@ class Unit(UnitData):
     @property
     def _lent(self) -> bool:
         """Whether a unit that holds some of these parameters too is in its forward."""
-        return bool(self._borrowers) and any(unit.phase is Phase.FORWARD for unit in self._alive_borrowers())
+        return bool(self._borrowers) and any(unit.phase is FORWARD for unit in self._alive_borrowers())
 
     def lent_no_more(self, borrower: Unit) -> None:
         """`borrower`, which holds some of these parameters too, has run its forward: reshard, unless they are needed
         still."""
-        in_use = self.phase is Phase.FORWARD or self.needed_whole or self._lent
+        in_use = self.phase is FORWARD or self.needed_whole or self._lent
         if not in_use and self.reshards_after_forward:
             self.reshard_after_forward(self, borrower)
 
@@ -340,7 +340,7 @@ class Unit(UnitData):
             handle.place.address
             for unit in ((self, *self.owners) if self.owners else (self,))
             for handle in unit.handles
-            if handle.state is ShardState.UNSHARDED and handle.owns_unsharded
+            if handle.state is UNSHARDED and handle.owns_unsharded
         }
         lent.discard(0)
         if not lent:
@@ -378,7 +378,7 @@ class Unit(UnitData):
 
         def reached() -> None:
             unit = me()
-            if unit is not None and unit.phase is Phase.IDLE:
+            if unit is not None and unit.phase is IDLE:
                 unit.before_backward()
 
         for handle in self.handles:
@@ -393,7 +393,7 @@ class Unit(UnitData):
         """A gradient is about to flow into this unit: unshard it and await its gradients. Collective over the shard
         axis."""
         root = self.root
-        if self.phase is Phase.SUMMONED:
+        if self.phase is SUMMONED:
             raise UsageError(
                 f"unit {self.label}: backward inside summon_full_params() would reduce gradients of parameters that "
                 "are written back later; leave the context first"
@@ -406,7 +406,7 @@ class Unit(UnitData):
                 self._late = sum(
                     hooks.will_accumulate(handle.leaves[i]) for handle, _, grads in self.kinds for i in grads.expected
                 )
-        if self.phase is Phase.PRE_BACKWARD and (self.is_whole or not self.choices.schedule.unshard_in_backward):
+        if self.phase is PRE_BACKWARD and (self.is_whole or not self.choices.schedule.unshard_in_backward):
             return
         for handle in self.handles:
             check_exposed(handle, self.name)
@@ -415,7 +415,7 @@ class Unit(UnitData):
         backward.gather(self)
         if not self.completed:
             self.arm(backward, share=backward.is_over_with_gradients(self))
-        self.enter_phase(Phase.PRE_BACKWARD)
+        self.enter_phase(PRE_BACKWARD)
         self.note("backward")
 
     def _passes_through_frozen(self) -> bool:
@@ -455,7 +455,7 @@ class Unit(UnitData):
     @property
     def armed(self) -> bool:
         """Whether gradients are awaited (or all have come) in the running backward."""
-        return self.phase is Phase.PRE_BACKWARD or self.completed
+        return self.phase is PRE_BACKWARD or self.completed
 
     def leaf_ready(self, kind: int, index: int) -> None:
         """Autograd accumulated the gradient of a leaf: move it to its slot; all in: reduce and reshard."""
@@ -466,10 +466,10 @@ class Unit(UnitData):
             return
         root = self.root
         backward = root.backward
-        if backward is None or not (self.phase is Phase.PRE_BACKWARD or self.completed):
+        if backward is None or not (self.phase is PRE_BACKWARD or self.completed):
             backward = root.begin_backward()
             self.arm(backward)
-            self.enter_phase(Phase.PRE_BACKWARD)
+            self.enter_phase(PRE_BACKWARD)
         leaf = self.handles[kind].leaves[index]
         grad = leaf.grad
         leaf.grad = None
@@ -527,7 +527,7 @@ class Unit(UnitData):
             self.completed = True
             if self.reads_once is None:
                 self.reads_once = True
-            self.enter_phase(Phase.POST_BACKWARD)
+            self.enter_phase(POST_BACKWARD)
             self.note("grads")
             # The parameters make way before the reduction takes memory.
             self._release(backward)
@@ -545,7 +545,7 @@ class Unit(UnitData):
         lent = bool(self._borrowers) and any(unit._open_calls for unit in self._alive_borrowers())
         lent = lent or backward.reaches_again(self)
         if not lent and not self.needed_whole and not backward.keeps_whole(self):
-            self.reshard(Exposure.NOTHING)
+            self.reshard(GUARDED)
             backward.released(self)
 
     # -- the end of an iteration -------------------------------------------------------------------------------------
@@ -554,6 +554,14 @@ class Unit(UnitData):
         super().rest(keep_whole=keep_whole)
         self.needed_whole = False
         self._end_backward()
+
+    def run_user_hooks(self) -> None:
+        """Run users' post-accumulate hooks on the sharded gradients."""
+        for kind, handle in enumerate(self.handles):
+            if not handle.use_orig_params:
+                hooks.run_hooks(handle.flat_param)
+            elif hooks.are_more_than_ours(self._watched[kind].values()):
+                hooks.run_user_hooks(handle.leaves)
 
     def pause(self) -> None:
         super().pause()

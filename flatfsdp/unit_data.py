@@ -24,13 +24,24 @@ from .comm import GroupPlan, Reducer, Transport
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle
 from .grads import Gradients
-from .lifecycle import PHASE_STEPS, Phase, ShardState, refuse_step
+from .lifecycle import GATHERING, IDLE, PHASE_STEPS, SHARDED, SUMMONED, UNSHARDED, Phase, refuse_step
 from .policy.schedule import AS_BUILT, Schedule
 from .policy.strategy import Traits
 from .reduction import Part, Reduction
-from .resident import Residence
+from .resident import DEVICE, HOST
 from .values import Beginnings
-from .views import Exposure, Home, Shown, check_exposed, check_homes, refuse_functional_call
+from .views import (
+    NOTHING,
+    SHAPE,
+    SHARD,
+    WHOLE,
+    Exposure,
+    Home,
+    Shown,
+    check_exposed,
+    check_homes,
+    refuse_functional_call,
+)
 
 if TYPE_CHECKING:
     from .extensions import Extended
@@ -95,7 +106,7 @@ class UnitData:
         self.tied_modules: list[nn.Module] = []  # those of the owners, in a copy: all are there once its root is
         self.borrow_from(owners)
         self.aliases = list(aliases)
-        self.phase = Phase.IDLE
+        self.phase = IDLE
         self.shown = [Shown(handle) for handle in self.handles]
         self.grads = [Gradients(handle, shown) for handle, shown in zip(self.handles, self.shown, strict=True)]
         self.kinds = list(zip(self.handles, self.shown, self.grads, strict=True))
@@ -215,13 +226,12 @@ class UnitData:
     @property
     def is_sharded(self) -> bool:
         """Whether all data is sharded that does not stay on the device."""
-        stays = Residence.DEVICE
-        return not [h for h in self.handles if h.state is not ShardState.SHARDED and h.residence is not stays]
+        return not [h for h in self.handles if h.state is not SHARDED and h.residence is not DEVICE]
 
     @property
     def is_whole(self) -> bool:
         """Whether all data is unsharded, or on its way."""
-        return ShardState.SHARDED not in map(_state_of, self.handles)
+        return SHARDED not in map(_state_of, self.handles)
 
     def launch_unshard(self, *, ahead: bool = False) -> None:
         """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis, or
@@ -247,7 +257,7 @@ class UnitData:
         for handle, _, grads in self.kinds:
             if grads.sharing and grads.arrived:
                 self._refuse_to_regain()
-            if handle.state is ShardState.SHARDED:
+            if handle.state is SHARDED:
                 if grads.reducing:
                     grads.return_inputs()
                 if root.limiter.held:
@@ -264,7 +274,7 @@ class UnitData:
         """Order the caller after the gathers and let the leaves show the whole."""
         arrived = False
         for handle, shown, _ in self.kinds:
-            if handle.state is ShardState.GATHERING:
+            if handle.state is GATHERING:
                 if shown.some_hidden:
                     shown.unhide()
                 handle.wait_unshard()
@@ -272,14 +282,14 @@ class UnitData:
         if arrived:
             self.note("gathered")
         for shown in self.shown:
-            if shown.exposure is not Exposure.WHOLE:
-                shown.show(Exposure.WHOLE)
+            if shown.exposure is not WHOLE:
+                shown.show(WHOLE)
             if shown.extended:
                 shown.install_extended()
 
     def reshard_unused(self) -> None:
         """Free what was gathered ahead and is not used after all."""
-        unused = [handle for handle in self.handles if handle.state is ShardState.GATHERING]
+        unused = [handle for handle in self.handles if handle.state is GATHERING]
         for handle in unused:
             handle.wait_unshard()
             self.root.free(handle)
@@ -296,20 +306,20 @@ class UnitData:
     def show_shapes(self) -> None:
         """A backward that does not read the parameters begins."""
         for shown in self.shown:
-            shown.show(Exposure.SHAPE)
+            shown.show(SHAPE)
 
     def reshard(self, exposure: Exposure) -> None:
         """Free the unsharded parameters; the leaves show `exposure` (the whole again where the shard is the whole, and
         residents of the device between forward and backward)."""
         freed = False
         for handle, shown, grads in self.kinds:
-            if handle.state is ShardState.GATHERING:
+            if handle.state is GATHERING:
                 handle.wait_unshard()
-            if handle.state is ShardState.UNSHARDED:
-                if handle.residence is Residence.DEVICE:
-                    if exposure is Exposure.SHARD:
+            if handle.state is UNSHARDED:
+                if handle.residence is DEVICE:
+                    if exposure is SHARD:
                         shown.show(exposure)
-                elif handle.owns_unsharded or exposure is Exposure.SHARD:
+                elif handle.owns_unsharded or exposure is SHARD:
                     root = self.root
                     if grads.sharing and grads.take_place(functools.partial(root.limiter.give_back, handle.name)):
                         handle.reshard()
@@ -327,10 +337,10 @@ class UnitData:
         neighbours. [Note: portions]"""
         if self.neighbours is not None and any(map(self.root.record.awaits, readers)):
             for handle in self.handles:
-                if handle.state is ShardState.UNSHARDED and handle.residence is None:
+                if handle.state is UNSHARDED and handle.residence is None:
                     handle.keep_portion(self.neighbours)
             self.note("portion")
-        self.reshard(Exposure.NOTHING)
+        self.reshard(NOTHING)
 
     def drop_portions(self) -> None:
         """A backward that still comes gathers over the shard axis."""
@@ -367,7 +377,7 @@ class UnitData:
     def hand_over(self) -> list[Part]:
         """The gradients of all kinds that take part in a reduction, for it."""
         if self.places_are_taken:
-            self.reshard(Exposure.NOTHING)
+            self.reshard(NOTHING)
         self.note("reduce")
         completes, hook = self.completes, self.choices.all_reduce_hook
         return [grads.hand_over(completes=completes, hook=hook) for grads in self.grads if grads.awaited]
@@ -391,19 +401,19 @@ class UnitData:
         )
         if keep_whole:
             for handle, shown, _ in self.kinds:
-                if handle.state is ShardState.GATHERING:
+                if handle.state is GATHERING:
                     handle.wait_unshard()
-                shown.show(Exposure.SHARD)
+                shown.show(SHARD)
         else:
-            self.reshard(Exposure.SHARD)
+            self.reshard(SHARD)
         for handle in self.handles:
             if handle.portion is not None:
                 handle.drop_portion()
-        self.phase = Phase.IDLE
+        self.phase = IDLE
 
     def pause(self) -> None:
         """A backward that will be differentiated again has ended: parameters stay whole, gradients stay in flight."""
-        self.phase = Phase.IDLE
+        self.phase = IDLE
         for grads in self.grads:
             grads.pause()
 
@@ -411,29 +421,21 @@ class UnitData:
         """Make the reduced gradients `.grad`; the handles of which that completes them."""
         return [handle for handle, _, grads in self.kinds if grads.settle()]
 
-    def run_user_hooks(self) -> None:
-        """Run users' post-accumulate hooks on the sharded gradients."""
-        for handle in self.handles:
-            if handle.use_orig_params:
-                hooks.run_user_hooks(handle.leaves)
-            else:
-                hooks.run_hooks(handle.flat_param)
-
     def undo(self) -> bool:
         """After a failed backward, at once: leaves show the shard, `.grad` is what it was. True if a window was lost.
 
         Runs where an exception is being raised: no waiting, no communication.
         """
-        if self.phase is not Phase.SUMMONED:  # else the parameters are the user's, and the backward did not reach them
+        if self.phase is not SUMMONED:  # else the parameters are the user's, and the backward did not reach them
             for shown in self.shown:
-                shown.show(Exposure.SHARD)
+                shown.show(SHARD)
             for grads in self.grads:
                 grads.restore()
         return any(grads.window_open for grads in self.grads)
 
     def is_between(self) -> bool:
         """Whether the leaves show the shard, as between iterations."""
-        return all(shown.exposure is Exposure.SHARD for shown in self.shown)
+        return all(shown.exposure is SHARD for shown in self.shown)
 
     def write_back(self) -> None:
         """Take over what the user put in the leaves' place; free a kept buffer that is out of date.
@@ -448,22 +450,22 @@ class UnitData:
         if changed and self.is_between():
             check_homes(changed, self.aliases, self.root.names_of_leaves(), self.label)
         for kind, (handle, shown, _) in enumerate(self.kinds):
-            if shown.exposure is Exposure.SHARD:
+            if shown.exposure is SHARD:
                 if shown.some_hidden:
                     shown.unhide()
                 before = handle.precision
-                if handle.state is ShardState.UNSHARDED and handle.flat_param.dtype != handle.shard.dtype:
+                if handle.state is UNSHARDED and handle.flat_param.dtype != handle.shard.dtype:
                     self.root.free(handle)  # before its shard becomes another one
                 wrote = shown.write_back(changed)
                 if handle.precision is not before:
                     self.root.dtypes_changed()
-                if handle.state is ShardState.UNSHARDED and (wrote or self._is_out_of_date(handle)):
+                if handle.state is UNSHARDED and (wrote or self._is_out_of_date(handle)):
                     self.root.free(handle)
-                elif handle.state is ShardState.GATHERING and handle.versions != self._versions_asked[kind]:
+                elif handle.state is GATHERING and handle.versions != self._versions_asked[kind]:
                     handle.wait_unshard()
                     self.root.free(handle)
                 copy = handle.host_copy
-                if copy is not None and handle.state is ShardState.SHARDED and copy.versions != handle.versions:
+                if copy is not None and handle.state is SHARDED and copy.versions != handle.versions:
                     handle.drop_host_copy()
             else:
                 check_exposed(handle, self.name)
@@ -484,7 +486,7 @@ class UnitData:
             handle.launch_unshard(self.gather, root.lanes.unshard, dtype=dtype)
         handle.wait_unshard()
         self.note("keep")
-        if handle.residence is Residence.HOST:
+        if handle.residence is HOST:
             handle.keep_host_copy()
             root.free(handle)
             assert handle.host_copy is not None
@@ -494,8 +496,8 @@ class UnitData:
         """Free what stays of a resident, at once unless a backward is to read it: then it is no resident any more."""
         handle, shown = self.handles[kind], self.shown[kind]
         handle.drop_host_copy()
-        if handle.residence is Residence.DEVICE and handle.state is ShardState.UNSHARDED:
-            if shown.exposure is Exposure.SHARD:
+        if handle.residence is DEVICE and handle.state is UNSHARDED:
+            if shown.exposure is SHARD:
                 self.root.free(handle)
             else:
                 handle.residence = None

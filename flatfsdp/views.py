@@ -2,8 +2,10 @@
 
 [Note: exposure] A handle's leaves show one of these things, together: their place in the *shard* (at rest), the *whole*
 (N-D views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded and the backward,
-where a shard of one element would broadcast unnoticed; [Note: hidden]). In a backward that does not read them they
-show their *shape*: NaN without memory, since autograd lays a gradient out like the leaf that it comes to.
+where a shard of one element would broadcast unnoticed; [Note: hidden]). Where a backward is through with them they show
+the shard already, *guarded*, unless it is of another dtype or elsewhere: what is to be shown next need not be shown
+then. In a backward that does not read them they show their *shape*: NaN without memory, since autograd lays a gradient
+out like the leaf that it comes to.
 
 [Note: homes] A home is a (module, attribute) under which a parameter is registered. Tied parameters have several,
 perhaps in modules of other units. With `use_orig_params=False` the homes inside a unit give up the registration (the
@@ -26,7 +28,7 @@ from . import hooks
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle, dense
 from .hidden import HiddenParameter, hide, may_hide
-from .lifecycle import ShardState
+from .lifecycle import UNSHARDED
 
 if TYPE_CHECKING:
     from .extensions import Extended
@@ -41,7 +43,11 @@ class Exposure(enum.Enum):
     SHARD = "shard"
     WHOLE = "whole"
     NOTHING = "nothing"
+    GUARDED = "guarded"
     SHAPE = "shape"
+
+
+SHARD, WHOLE, NOTHING, GUARDED, SHAPE = Exposure
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,8 @@ class Home:
         """Those of `homes` that do not hold their leaf."""
         suspects = []
         for home in homes:  # once for every parameter and step
-            attribute, values = home.attribute, home.module.__dict__
-            if values["_parameters"].get(attribute, values.get(attribute)) is not home.leaf:
+            leaf, attribute, values = home.leaf, home.attribute, home.module.__dict__
+            if values["_parameters"].get(attribute) is not leaf and values.get(attribute) is not leaf:
                 suspects.append(home)
         return [home for home in suspects if home.held is not home.leaf]
 
@@ -97,31 +103,38 @@ class Shown:
         self.handle = handle
         self.extended: list[Extended] = []
         self.some_hidden = False
-        self.exposure = Exposure.WHOLE
-        self.show(Exposure.SHARD)
+        self.exposure = WHOLE
+        self.show(SHARD)
         may_hide(handle)
 
     def show(self, exposure: Exposure) -> None:
         """Let every leaf show `exposure`."""
-        if exposure is self.exposure:
-            if self.some_hidden and exposure is Exposure.SHARD:
+        before, handle = self.exposure, self.handle
+        if exposure is SHARD and before is GUARDED:
+            self.exposure = before = exposure
+        if exposure is before:
+            if self.some_hidden and exposure is SHARD:
                 self.unhide()  # end of `guard`
             return
-        handle = self.handle
-        if exposure is Exposure.NOTHING:
-            hide(handle.leaves, handle.nothing)
-            self.some_hidden = True
+        if exposure is GUARDED and not handle.shard_is_alike:
+            exposure = NOTHING
+        if exposure is NOTHING:
+            if before is not GUARDED:
+                hide(handle.leaves, handle.nothing)
+                self.some_hidden = True
         else:
-            if exposure is Exposure.WHOLE:
+            if exposure is WHOLE:
                 shown = handle.shown_unsharded
             else:
-                shown = handle.shown_sharded if exposure is Exposure.SHARD else self._shapes()
+                shown = self._shapes() if exposure is SHAPE else handle.shown_sharded
             if self.some_hidden:
                 self.unhide()
             for leaf, view in shown:
                 leaf.data = view
+            if exposure is GUARDED:
+                self._refuse_use()
         self.exposure = exposure
-        if self.extended and exposure is not Exposure.WHOLE:
+        if self.extended and exposure is not WHOLE:
             for each in self.extended:
                 each.uninstall(hidden=not handle.use_orig_params)
 
@@ -139,11 +152,14 @@ class Shown:
 
     def guard(self) -> None:
         """Let the leaves refuse to be used for as long as they show a shard that is not the whole."""
-        if self.exposure is Exposure.SHARD and not self.handle.whole:
-            for leaf in self.handle.leaves:
-                if type(leaf) is nn.Parameter:
-                    leaf.__class__ = HiddenParameter
-            self.some_hidden = True
+        if self.exposure is SHARD and not self.handle.whole:
+            self._refuse_use()
+
+    def _refuse_use(self) -> None:
+        for leaf in self.handle.leaves:
+            if type(leaf) is nn.Parameter:
+                leaf.__class__ = HiddenParameter
+        self.some_hidden = True
 
     def unhide(self) -> None:
         """The leaves are about to show something: nobody but the engine asks them until then."""
@@ -159,7 +175,7 @@ class Shown:
 
         Postcondition: the leaves show their shape.
         """
-        self.show(Exposure.SHAPE)  # which a graph made just now to ask would await
+        self.show(SHAPE)  # which a graph made just now to ask would await
         leaves = zip(self.handle.layout.params, self.handle.leaves, strict=True)
         return [spec.name for spec, leaf in leaves if leaf.requires_grad and hooks.shape_awaited(leaf) != leaf.shape]
 
@@ -175,16 +191,16 @@ class Shown:
         """Let the leaves show `views`, which belong to nobody here, until `give_back`."""
         for leaf, view in zip(self.handle.leaves, views, strict=True):
             leaf.data = view
-        self.exposure = Exposure.WHOLE
+        self.exposure = WHOLE
 
     def give_back(self) -> None:
         """End of `lend`: the leaves show the shard."""
-        self.show(Exposure.SHARD)
+        self.show(SHARD)
 
     def show_again(self) -> None:
         """Point the leaves at the shard anew (it moved)."""
-        self.exposure = Exposure.WHOLE
-        self.show(Exposure.SHARD)
+        self.exposure = WHOLE
+        self.show(SHARD)
 
     def replace_shard(self, shard: torch.Tensor) -> None:
         """Make `shard` (another dtype or device) the shard; gradients follow.
@@ -318,13 +334,13 @@ def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
 def check_unwritten(handle: FlatParamHandle, name: str) -> None:
     """Refuse a change of parameters inside a forward: it would be lost with their unsharded memory."""
-    if handle.state is ShardState.UNSHARDED and handle.owns_unsharded and handle.was_edited:
+    if handle.state is UNSHARDED and handle.owns_unsharded and handle.was_edited:
         _refuse_writes(handle, name, "inside a forward")
 
 
 def check_exposed(handle: FlatParamHandle, name: str) -> None:
     """Refuse a change of parameters between forward and backward while they are kept unsharded."""
-    if handle.state is ShardState.UNSHARDED and handle.is_stale:
+    if handle.state is UNSHARDED and handle.is_stale:
         _refuse_writes(handle, name, "between forward and backward")
 
 

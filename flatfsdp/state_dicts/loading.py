@@ -23,7 +23,7 @@ from ..consolidate import is_first, scatter, store, together
 from ..errors import UsageError, warn
 from ..flat_param import FlatParamHandle
 from ..full_params import summon
-from ..lifecycle import Phase
+from ..lifecycle import SUMMONED
 from ..owned import OwnedInterval
 from ..placeholder import ReadsValues
 from ..state_dict_configs import FullStateDictConfig, StateDictType
@@ -119,10 +119,10 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
     Where a module reads values of parameters on its way, its unit is made whole for it, and all is loaded anew.
     """
     unit: Unit = wrapper.__dict__["_unit"]
-    if isinstance(state_dict, Mapping) and unit.phase is not Phase.SUMMONED:
+    if isinstance(state_dict, Mapping) and unit.phase is not SUMMONED:
         state_dict = _with_metadata(wrapper, state_dict)
     config = unit.choices.state_dict.state_dict_config
-    sends = isinstance(config, FullStateDictConfig) and config.rank0_only and unit.phase is not Phase.SUMMONED
+    sends = isinstance(config, FullStateDictConfig) and config.rank0_only and unit.phase is not SUMMONED
     while True:
         token = _asked.set(True)
         try:
@@ -187,7 +187,7 @@ def begin(
         left.abandon()
     for before in wrapper._load_state_dict_pre_hooks.values():
         before(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-    if unit.phase is Phase.SUMMONED:
+    if unit.phase is SUMMONED:
         _rename(state_dict, prefix, wrapper)
         return
     begin_unit(unit, state_dict)

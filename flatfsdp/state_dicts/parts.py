@@ -16,7 +16,7 @@ from torch import nn
 from .. import _torch
 from ..consolidate import together
 from ..errors import UsageError
-from ..lifecycle import Phase
+from ..lifecycle import SUMMONED
 from ..placeholder import Placeholder
 from ..registry import unit_around
 from ..state_dict_configs import FullStateDictConfig, StateDictType
@@ -46,7 +46,7 @@ def _asked(module: nn.Module) -> Unit | None:
         left.abandon()
     unit = unit_around(module)
     on_behalf = any(type(parameter) is Placeholder for parameter in module._parameters.values())
-    return None if unit is None or on_behalf or unit.phase is Phase.SUMMONED else unit
+    return None if unit is None or on_behalf or unit.phase is SUMMONED else unit
 
 
 class _Saving:

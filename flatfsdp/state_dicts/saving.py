@@ -24,7 +24,7 @@ from ..errors import UsageError
 from ..flat_param import FlatParamHandle
 from ..full_params import summon
 from ..layout import ParamSpec
-from ..lifecycle import Phase
+from ..lifecycle import IDLE, SUMMONED
 from ..owned import OwnedInterval
 from ..placeholder import Placeholder, ReadsValues
 from ..state_dict_configs import (
@@ -93,7 +93,7 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
     if destination is None:
         destination = OrderedDict()
         destination._metadata = OrderedDict()
-    if unit.phase is Phase.SUMMONED:
+    if unit.phase is SUMMONED:
         return unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     job = _job.get()
     if job is not None:
@@ -131,10 +131,8 @@ def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> Job:
 def check_between(what: str, units: Sequence[Unit]) -> None:
     """Refuse `what` while a unit computes."""
     for unit in units:
-        if unit.phase is not Phase.IDLE:
-            hint = "; leave summon_full_params() first, or call it on the whole model inside" * (
-                unit.phase is Phase.SUMMONED
-            )
+        if unit.phase is not IDLE:
+            hint = "; leave summon_full_params() first, or call it on the whole model inside" * (unit.phase is SUMMONED)
             raise UsageError(
                 f"{what} while unit {unit.label} is in {unit.phase.value}: expected a call between forward, backward "
                 f"and step{hint}"
