@@ -84,7 +84,7 @@ class Unit(UnitData):
         # parameters.
         self._open_calls: set[Call] = set()
         self.completed = False
-        self._late = 0  # gradients that a segment recomputed in a task of its own brings after all have come
+        self._late = 0  # gradients that a segment recomputed in a task of its own brings again
         self.reads_once: bool | None = None
         self.needed_whole = False
         self._encloses: bool | None = None  # whether the module has modules of others inside; found when it matters
@@ -402,9 +402,11 @@ class Unit(UnitData):
         backward.stepping.check_untouched(self, "its backward began again")
         if call is not None and call not in self._open_calls:
             self._open_calls.add(call)
-            if self.completed and backward.in_inner_task():
+            if backward.in_inner_task():
                 self._late = sum(
-                    hooks.will_accumulate(handle.leaves[i]) for handle, _, grads in self.kinds for i in grads.expected
+                    hooks.will_accumulate(handle.leaves[i])
+                    for handle, _, grads in self.kinds
+                    for i in (grads.expected if self.completed else grads.arrived)
                 )
         if self.phase is PRE_BACKWARD and (self.is_whole or not self.choices.schedule.unshard_in_backward):
             return
@@ -475,8 +477,11 @@ class Unit(UnitData):
         leaf.grad = None
         if grad is None:
             return
-        if self.reads_once is not False and (index in grads.arrived or _torch.graph_task() != backward.task):
+        again = index in grads.arrived
+        if again or _torch.graph_task() != backward.task:
             self.reads_once = False
+        if again or self.completed:
+            self._late -= 1
         if not backward.fired:
             backward.gradient_arrived(watched=root.detector is not None)
         if root.detector is not None:
@@ -486,7 +491,6 @@ class Unit(UnitData):
         if self.completed:
             backward.stepping.check_untouched(self, "a gradient came")
             self._expect(backward)  # a late one: a second reduction, at the end of the backward
-            self._late -= 1
         else:
             grads.let_collect(backward.collecting)
         if (self.completed or not grads.missing) and not self._open_calls:
@@ -512,6 +516,8 @@ class Unit(UnitData):
             return
         for handle, grads in awaiting:
             grads.excuse([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
+        if not backward.record.entered_once(self):
+            self.needed_whole = True  # another call may follow, for which ranks that await gradients gather nothing
 
     def _advance(self) -> None:
         """Reduce when every gradient is there, and reshard, unless something in this backward can still read the
@@ -523,7 +529,7 @@ class Unit(UnitData):
         for grads in self.grads:
             expecting = expecting or bool(grads.expected)
             missing = missing or bool(grads.missing)
-        if expecting and not self.completed and not missing:
+        if expecting and not self.completed and not missing and self._late <= 0:
             self.completed = True
             if self.reads_once is None:
                 self.reads_once = True

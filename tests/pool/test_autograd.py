@@ -307,9 +307,9 @@ def a_recomputed_unit_in_two_forwards_before_any_other_gradient(model: Any, rank
 class Tied(nn.Module):
     """Two layers with one weight, of which the first owns it, which `call` runs or not."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., Any], *, bias: bool = False) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias), nn.Linear(WIDTH, WIDTH)
         self.second.weight = self.first.weight
         self.call = call
 
@@ -323,7 +323,7 @@ CORNERS["a_tied_parameter_whose_owner_does_not_run"] = Corner(
     units=(nn.Linear,),
 )
 CORNERS["a_tied_parameter_whose_owner_is_recomputed"] = Corner(
-    lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Tied(nested)), _step, 1e-6, (nn.Linear,)
+    lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Tied(nested), Tied(nested, bias=True)), _step, 1e-6, (nn.Linear,)
 )
 
 
@@ -618,6 +618,33 @@ for _name, _use in {
 }.items():
     CORNERS[f"parameters_unused_{_name}"] = Corner(
         lambda: Net(_choose, block=Choosing), partial(_chosen, use=_use), units=(Choosing,), steps=3
+    )
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and one beside it that the caller uses or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.beside = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, use: bool = True) -> Tensor:
+        return torch.tanh(self.base(x)) + (self.beside(x) if use else 0.0)
+
+
+def _in_two_forwards(model: Any, rank: int, step: int, *, use: Callable[[int, int], bool]) -> Any:
+    inputs = [data(rank, step, micro).requires_grad_() for micro in range(2)]
+    losses = [loss_of(model(x, use=use(rank, micro))) for micro, x in enumerate(inputs)]
+    (losses[0] + 3 * losses[1]).backward()
+    return losses
+
+
+for _name, _use in {
+    "on_one_rank": lambda rank, micro: rank != 0,
+    "in_the_first_on_one_rank": lambda rank, micro: rank != 0 or micro == 0,
+}.items():
+    CORNERS[f"two_forwards_that_use_parameters_{_name}"] = Corner(
+        lambda: Net(_choose, block=Adapted), partial(_in_two_forwards, use=_use), 1e-6, (Adapted,)
     )
 
 
