@@ -128,7 +128,8 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     register_flat_params(wrapper, unit)
 
 
-def _check_idle(wrapper: nn.Module) -> list[Unit]:
+def _at_rest(wrapper: nn.Module) -> list[Unit]:
+    """The units inside, at rest: what a user put in a parameter's place lies in their shards."""
     units = units_in(wrapper)
     for unit in units:
         if unit.phase is not IDLE or not unit.is_between():
@@ -142,12 +143,14 @@ def _check_idle(wrapper: nn.Module) -> list[Unit]:
                 "a wrapped model cannot be copied or pickled while gradients accumulate under no_sync(), or without "
                 f"all-reduce: those of unit {unit.label} would be lost. Run a backward that reduces them first"
             )
+    for unit in units:
+        unit.write_back()
     return units
 
 
 def deep_copy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy` of a wrapper: parameters, buffers and settings are copied, process groups shared."""
-    units = _check_idle(wrapper)
+    units = _at_rest(wrapper)
     twin: nn.Module = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = twin
     restore(twin, copy.deepcopy(state_of(wrapper), memo))
@@ -199,7 +202,7 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
     global _inside
     if _inside:
         return _blank, (type(wrapper),), state_of(wrapper)
-    units = _check_idle(wrapper)
+    units = _at_rest(wrapper)
     if any(unit.choices.comm_hook is not None or unit.choices.all_reduce_hook is not None for unit in units):
         warn(
             "the pickle of a wrapped model does not have its communication and all-reduce hooks. Register them again "

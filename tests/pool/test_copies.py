@@ -135,6 +135,28 @@ def test_an_average_kept_in_a_copy(pool2: Run) -> None:
     assert not joined(pool2(averaged))
 
 
+def replaced(rank: int, world: int) -> list[str]:
+    """Values that a user put in parameters' places are in a copy, before the first step and later."""
+    lines = []
+    for orig, how, steps in itertools.product((True, False), ("deepcopy", "pickle"), (0, 1)):
+        model = Setting(orig=orig).wrap(seeded(Net), (Feedforward,))
+        train(model, torch.optim.SGD(model.parameters(), lr=0.3), rank, range(steps))
+        doubled = {name: 2 * value for name, value in full_parameters(model).items()}
+        for name, parameter in model.named_parameters():
+            if name != "head.weight":
+                parameter.data = 2 * parameter.data
+        if orig:
+            doubled["head.weight"] = torch.full((3, WIDTH), 0.5)
+            model.module.head.weight = nn.Parameter(doubled["head.weight"])
+        lines += [f"{orig} {how} {line}" for line in differing(full_parameters(round_trip(model, how)), doubled)]
+        lines += [f"{orig} {how} original {line}" for line in differing(full_parameters(model), doubled)]
+    return lines
+
+
+def test_a_copy_has_the_values_that_were_put_in_parameters_places(pool2: Run) -> None:
+    assert not joined(pool2(replaced))
+
+
 def too_early(rank: int, world: int) -> list[str]:
     model = Setting("SHARD_GRAD_OP").wrap(seeded(Net), (Feedforward,))
     loss = loss_of(model(data(rank, 0)))
