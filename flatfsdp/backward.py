@@ -123,6 +123,7 @@ class Backward:
         self._places = {unit: place for place, unit in enumerate(self._sequence)}
         # The place of the first in a branch: until another unit is reached, any of it may be.
         self._begins = {unit: min(map(self._places.__getitem__, units)) for unit, units in together.items()}
+        self._recomputed: dict[Unit, None] = {}  # outside of the plan, having had no graph
         self._passed = 0  # how many of them were reached or are known not to be
         self._joins = joins
         self.task = _torch.graph_task()
@@ -166,6 +167,8 @@ class Backward:
     @explained
     def gather(self, unit: Unit) -> None:
         """Unshard `unit` in the agreed order, and start on the next. Collective over the shard axis."""
+        if self._recomputed:
+            self._complete_what_was_recomputed(unit)
         self._complete_what_was_passed(unit)  # before others are gathered: each takes memory
         for each in (*unit.owners, unit):
             if not (each.is_whole and self._gathers.is_past(each)):
@@ -187,6 +190,8 @@ class Backward:
 
     def gather_again(self, unit: Unit) -> None:
         """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
+        if self._recomputed:
+            self._complete_what_was_recomputed(unit)
         if unit not in self._places:
             if not self.reduces(unit):
                 self._branches.refuse_window(unit)
@@ -237,6 +242,8 @@ class Backward:
 
     def expect(self, unit: Unit) -> None:
         """`unit` takes part with gradients."""
+        if unit not in self._places:
+            self._recomputed[unit] = None
         if unit in self._unreduced:
             self._windows[unit] = None
         else:
@@ -364,6 +371,14 @@ class Backward:
             self._passed = place
         if place == self._passed and unit not in self._begins:
             self._passed += 1
+
+    def _complete_what_was_recomputed(self, unit: Unit) -> None:
+        """`unit` was reached: gradients of units outside of the plan come in tasks of their own, which are over."""
+        if self.double or self.in_inner_task():
+            return
+        for each in tuple(self._recomputed):
+            if each.armed and not each.completed and each is not unit and not self._may_come_to(each):
+                self._complete(each)
 
     def _may_come_to(self, unit: Unit) -> bool:
         leaves = unit.trainable_leaves()

@@ -159,6 +159,56 @@ def test_a_unit_that_is_left_out_before_one_that_is_recomputed_reentrantly(pool2
         assert all(pool2(left_out_between_recomputed, prefetch, most, timeout=20))
 
 
+class Scaled(nn.Module):
+    """A layer with a scale that may go unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor, scaled: bool) -> Tensor:
+        return self.linear(x) * self.scale if scaled else self.linear(x)
+
+
+class Recomputed(nn.Module):
+    """Units of one size, recomputed reentrantly, of which the last but one may not use all of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, x: Tensor, scaled: bool) -> Tensor:
+        x = x.requires_grad_()
+        for index, unit in enumerate(self.units):
+            x = checkpoint(unit, x, scaled or index != 1, use_reentrant=True).tanh()
+        return x
+
+
+def partly_unused_and_recomputed(rank: int, world: int, prefetch: str | None, scaled: list[bool]) -> bool:
+    def build() -> Recomputed:
+        torch.manual_seed(0)
+        return Recomputed()
+
+    model = FullyShardedDataParallel(
+        build(), auto_wrap_policy={Scaled}, use_orig_params=True, backward_prefetch=prefetch, join_units_below=0
+    )
+    nets: list[nn.Module] = [build() for _ in range(world)]
+    for _ in range(2):
+        model(_data(rank), scaled[rank]).sum().backward()
+        for each, net in enumerate(nets):
+            net(_data(each), scaled[each]).sum().backward()
+    return _same(_gradients(model), _expected(nets))
+
+
+@pytest.mark.parametrize("scaled", [[True, False], [False, True]])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID", None])
+def test_a_recomputed_unit_of_which_one_rank_uses_a_part(pool2: Run, prefetch: str | None, scaled: list[bool]) -> None:
+    """Its reduction comes before that of the next on all ranks: gradients of the two would be exchanged for each
+    other's."""
+    assert all(pool2(partly_unused_and_recomputed, prefetch, scaled, timeout=20))
+
+
 class Around(nn.Module):
     """A unit around one that is recomputed reentrantly, which has no place in the plan. Only some ranks use its tail,
     half of its gradients, which come before the recomputation."""
@@ -313,18 +363,6 @@ def hooks_on_a_leaf(rank: int, world: int) -> int:
 
 def test_leaves_of_the_user_s_keep_no_old_hooks(pool2: Run) -> None:
     assert max(pool2(hooks_on_a_leaf)) <= 2
-
-
-class Scaled(nn.Module):
-    """A layer with a scale that may go unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
-
-    def forward(self, x: Tensor, scaled: bool) -> Tensor:
-        return self.linear(x) * self.scale if scaled else self.linear(x)
 
 
 class Stack(nn.Module):
