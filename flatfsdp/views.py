@@ -226,14 +226,6 @@ class Shown:
         """
         handle = self.handle
         found = self._adopt_flat()
-        for home in changed:
-            index = next((i for i, leaf in enumerate(handle.leaves) if leaf is home.leaf), None)
-            held = home.held
-            if index is None or not isinstance(held, nn.Parameter):
-                continue
-            self._store(index, held.detach(), f"the parameter now registered as {home.path!r}")
-            home.register() if handle.use_orig_params else home.unregister()
-            found = True
         replaced = handle.replaced_leaves()
         if replaced:
             found = True
@@ -248,6 +240,14 @@ class Shown:
             for i in replaced:
                 self._store(i, handle.leaves[i].detach(), f"the .data of {handle.layout.params[i].name!r}")
                 handle.leaves[i].data = handle.sharded_views[i]
+        for home in changed:
+            index = next((i for i, leaf in enumerate(handle.leaves) if leaf is home.leaf), None)
+            held = home.held
+            if index is None or not isinstance(held, nn.Parameter):
+                continue
+            self._store(index, held.detach(), f"the parameter now registered as {home.path!r}")
+            home.register() if handle.use_orig_params else home.unregister()
+            found = True
         return found
 
     def _adopt_flat(self) -> bool:

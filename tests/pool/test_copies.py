@@ -142,10 +142,9 @@ def replaced(rank: int, world: int) -> list[str]:
         model = Setting(orig=orig).wrap(seeded(Net), (Feedforward,))
         train(model, torch.optim.SGD(model.parameters(), lr=0.3), rank, range(steps))
         doubled = {name: 2 * value for name, value in full_parameters(model).items()}
-        for name, parameter in model.named_parameters():
-            if name != "head.weight":
-                parameter.data = 2 * parameter.data
-        if orig:
+        for parameter in model.parameters():
+            parameter.data = 2 * parameter.data
+        if orig:  # what is put in a parameter's place counts over its data
             doubled["head.weight"] = torch.full((3, WIDTH), 0.5)
             model.module.head.weight = nn.Parameter(doubled["head.weight"])
         lines += [f"{orig} {how} {line}" for line in differing(full_parameters(round_trip(model, how)), doubled)]
