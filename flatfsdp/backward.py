@@ -113,6 +113,7 @@ class Backward:
         together = branches.together(record.anchored)
         self._gathers: GatherPlan[Unit] = GatherPlan(record.anchored, targets, join=joins.gathers, together=together)
         self._reductions = ReducePlan(record)
+        self._recomputes = record.may_recompute
         self._called_again = tuple(record.entered_again) if record.calls_again else ()
         self._branching: tuple[Unit, ...] = ()  # units that reduce, and that maybe no rank has run
         self._midway: Midway[Unit] = Midway()
@@ -170,6 +171,7 @@ class Backward:
         if self._recomputed:
             self._complete_what_was_recomputed(unit)
         self._complete_what_was_passed(unit)  # before others are gathered: each takes memory
+        self._await_no_more(unit)
         for each in (*unit.owners, unit):
             if not (each.is_whole and self._gathers.is_past(each)):
                 self.gather_in_turn(each)
@@ -184,8 +186,7 @@ class Backward:
     def gather_in_turn(self, unit: Unit) -> None:
         """Issue the gathers of `unit` and of all whose turn comes before. Collective over the shard axis."""
         if not (self._gathers.has_turn(unit) or unit.is_whole):
-            for each in self._midway.end_all():
-                self._prefetch_midway(each)
+            self._gather_midway(self._midway.end_all())
         _launch(self._gathers.until(unit))
 
     def gather_again(self, unit: Unit) -> None:
@@ -196,6 +197,7 @@ class Backward:
             if not self.reduces(unit):
                 self._branches.refuse_window(unit)
             self._complete_what_comes_no_more(unit)
+            self._gather_what_was_passed(unit)
         for each in (*unit.owners, unit):
             self.gather_in_turn(each)
         if unit in self._places:
@@ -203,7 +205,10 @@ class Backward:
 
     def released(self, unit: Unit) -> None:
         """`unit` was resharded after its part."""
-        if unit.backward_prefetch is BACKWARD_POST and not unit.choices.backward_targets:
+        # Ranks need not be at the same place when a unit's last gradient comes, but have to be for a gather that has no
+        # turn in the plan.
+        ahead = unit.backward_prefetch is BACKWARD_POST and not self._recomputes
+        if ahead and not unit.choices.backward_targets:
             self._prefetch(unit)
 
     def _prefetch_after(self, unit: Unit) -> None:
@@ -219,24 +224,27 @@ class Backward:
         _launch(self._gathers.ahead(unit), ahead=True)
 
     def _begin_midway(self, unit: Unit) -> None:
-        """Await half of the gradients of `unit`, unless none will come or it is around the next. [Note: half-way]"""
-        if any(self.record.began_later(each, unit) for each in self._gathers.following(unit)):
+        """Await half of the gradients of `unit`, unless none will come, it is around the next, or it is outside of the
+        plan. [Note: half-way]"""
+        following = tuple(self._gathers.following(unit))
+        if unit not in self._places or any(self.record.began_later(each, unit) for each in following):
             self._prefetch(unit)
             return
-        self._midway.begin(unit, unit.trainable_numel if self.brings_gradients() else 0)
+        self._midway.begin(unit, unit.trainable_numel if self.brings_gradients() else 0, following)
         self.came(unit, 0)
 
     def came(self, unit: Unit, elements: int) -> None:
         """So many `elements` of gradients of a unit that counts them: start on the next if they make half of all.
         Collective over both axes, and over what hooks use."""
-        if self._midway.came(unit, elements):
-            self._prefetch_midway(unit)
+        if following := self._midway.came(unit, elements):
+            self._gather_midway(following)
 
     @explained
-    def _prefetch_midway(self, unit: Unit) -> None:
-        if any(map(_is_to_be_gathered, self._gathers.following(unit))):
+    def _gather_midway(self, following: Sequence[Unit]) -> None:
+        due = self._gathers.through(following)
+        if any(_is_to_be_gathered(unit) for group in due for unit in group):
             self._make_way()
-        self._prefetch(unit)
+        _launch(due, ahead=True)
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
@@ -264,8 +272,8 @@ class Backward:
     @explained
     def gradients_ready(self, unit: Unit) -> None:
         """All gradients of `unit` are in their slots: reduce it if it is its turn. Collective over the shard axis."""
-        if unit.backward_prefetch is BACKWARD_MID and self._midway.end(unit):
-            self._prefetch_midway(unit)
+        if unit.backward_prefetch is BACKWARD_MID and (following := self._midway.end(unit)):
+            self._gather_midway(following)
         if self.reduces(unit):
             self._reductions.ready(unit)
             self._reduce(self._reductions.due())
@@ -372,6 +380,16 @@ class Backward:
         if place == self._passed and unit not in self._begins:
             self._passed += 1
 
+    def _await_no_more(self, unit: Unit) -> None:
+        """`unit` was reached: units in turn before it, which lack gradients that this backward does not compute, need
+        not await them. Other ranks may have reduced them, and gather nothing before this rank has, too."""
+        while (late := self._reductions.next) is not None and late is not unit and late.armed:
+            if late.completed or not self.record.began_later(late, unit):
+                return
+            late.await_what_comes()
+            if not late.completed:
+                return
+
     def _complete_what_was_recomputed(self, unit: Unit) -> None:
         """`unit` was reached: gradients of units outside of the plan come in tasks of their own, which are over."""
         if self.double or self.in_inner_task():
@@ -397,8 +415,7 @@ class Backward:
         missed = []
         for each in self._reductions.outstanding():
             if not each.completed:
-                comes = each.armed or any(map(hooks.will_accumulate, each.trainable_leaves()))
-                if comes or each not in self._places or not (planned or self.record.began_later(each, unit)):
+                if each.is_coming() or each not in self._places or not self.record.began_later(each, unit):
                     break
                 missed.append(each)
         if missed:  # ranks whose branches get gradients run all of `unit` again before they reduce any of these
@@ -407,7 +424,16 @@ class Backward:
             self._complete(each, keep=True)
             if not planned:
                 self._prefetch_after(each)
-                self.released(each)
+
+    def _gather_what_was_passed(self, unit: Unit) -> None:
+        """The forward of `unit`, which is outside of the plan, runs again: gather what began later and was not reached,
+        as ranks did that reached it, so that the gather of `unit` comes at the same place on all ranks."""
+        if self.double or self.in_inner_task():
+            return
+        for each in self._sequence:
+            if not self._gathers.is_past(each) and self.record.began_later(each, unit):
+                _launch(self._gathers.through((each,)), ahead=True)
+                self._prefetch_after(each)
 
     def _complete(self, unit: Unit, *, keep: bool = False) -> None:
         if not unit.armed:

@@ -315,6 +315,8 @@ class Gradients:
         taken.
         """
         self._move_collected()
+        if self._return_place is None:
+            self.sharing = False  # nothing came: the places stay the parameters', whose memory may go at any time
         self._open_buffer()
         buffer = self._buffer
         assert buffer is not None

@@ -15,15 +15,36 @@ import torch
 from .lifecycle import FORWARD
 from .unit import Call, Unit
 
-# Calls whose backward is over when a certain gradient is there.
-Readers = list[tuple["weakref.ref[Unit]", Call]]
+
+class Anchor:
+    """What is told when a gradient reaches one tensor.
+
+    Attributes:
+        readers: units that were given it, and their calls, whose backward is over then.
+        returners: units that returned it, whose backward begins then: the last, around or after the others, first.
+    """
+
+    __slots__ = ("readers", "returners")
+
+    def __init__(self) -> None:
+        self.readers: list[tuple[weakref.ref[Unit], Call]] = []
+        self.returners: list[tuple[weakref.ref[Unit], Call | None]] = []
+
+    def reached(self) -> None:
+        """The gradient is there."""
+        for reader, call in self.readers:  # they reshard before anything is gathered
+            if (unit := reader()) is not None:
+                unit.inputs_ready(call)
+        for returner, returned in self.returners:
+            if (unit := returner()) is not None:
+                unit.before_backward(returned)
 
 
 class Links:
     """The links of the forwards that one backward may cover, and the hooks that hang on users' leaves."""
 
     def __init__(self) -> None:
-        self._anchors: dict[int, tuple[weakref.ref[torch.Tensor], Readers]] = {}  # by id of the tensor
+        self._anchors: dict[int, tuple[weakref.ref[torch.Tensor], Anchor]] = {}  # by id of the tensor
         self._readers: dict[int, tuple[weakref.ref[torch.Tensor], Unit]] = {}  # by id of the tensor
         self._leaf_hooks: list[Any] = []
 
@@ -42,19 +63,19 @@ class Links:
         """Remove these hooks on the user's leaves at the next `unhook`."""
         self._leaf_hooks += registered
 
-    def new_anchor(self, output: torch.Tensor) -> Readers:
-        """`output` of a unit will tell when a gradient reaches it; the list of calls that then are over, to be
-        filled."""
-        readers: Readers = []
-        self._anchors[id(output)] = weakref.ref(output), readers
-        return readers
+    def anchor(self, output: torch.Tensor) -> Anchor:
+        """What is told when a gradient reaches this output of a unit; one for all units that return it."""
+        known = self._anchors.get(id(output))
+        if known is None or known[0]() is not output:
+            known = self._anchors[id(output)] = weakref.ref(output), Anchor()
+        return known[1]
 
     def follow_anchor(self, tensor: torch.Tensor, unit: weakref.ref[Unit], call: Call) -> bool:
         """If `tensor` is an output of another unit: its gradient ends the backward of `unit`'s `call`, too."""
         known = self._anchors.get(id(tensor))
         if known is None or known[0]() is not tensor:
             return False
-        known[1].append((unit, call))
+        known[1].readers.append((unit, call))
         return True
 
     def first_reader(self, tensor: torch.Tensor, unit: Unit) -> bool:

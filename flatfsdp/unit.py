@@ -36,12 +36,16 @@ class Call:
 
     The anchors of its outputs hold it, and with it `kept`, what watches its inputs; the inputs' hooks hold it weakly
     ([Note: arrivals]).
+
+    Attributes:
+        over_in: the graph task in which it was over before it began, if any: it returned what it was given.
     """
 
-    __slots__ = ("__weakref__", "kept")
+    __slots__ = ("__weakref__", "kept", "over_in")
 
     def __init__(self) -> None:
         self.kept: object = None
+        self.over_in: int | None = None
 
 
 class Unit(UnitData):
@@ -303,20 +307,15 @@ class Unit(UnitData):
         return chosen if chosen is not None else reduced or self.traits.reshard_without_sync
 
     def _anchor(self, root: Root, output: torch.Tensor, call: Call | None) -> None:
-        """Begin this unit's backward when the gradient of `output` is there; the backward of its readers is over then.
-
-        Those are told first: they reshard before anything is gathered for this unit.
-        """
-        readers = root.links.new_anchor(output)
-        me = weakref.ref(self)
+        """Begin this unit's backward when the gradient of `output` is there; that of its readers is over then."""
+        anchor = root.links.anchor(output)
+        anchor.returners.insert(0, (weakref.ref(self), call))
+        if len(anchor.returners) > 1:
+            return
 
         # The graph holds the pass that it was made in.
         def reached(grad: torch.Tensor, made_in: Pass | None = root.record.running) -> None:
-            for reader, their_call in readers:
-                if (unit := reader()) is not None:
-                    unit.inputs_ready(their_call)
-            if (unit := me()) is not None:
-                unit.before_backward(call)
+            anchor.reached()
 
         registered = hooks.before_backward_of(output, reached)
         if output.grad_fn is None:
@@ -399,7 +398,11 @@ class Unit(UnitData):
                 "are written back later; leave the context first"
             )
         backward = root.begin_backward()
+        if self.completed and self._is_passed_through():
+            return
         backward.stepping.check_untouched(self, "its backward began again")
+        if call is not None and call.over_in is not None and call.over_in == _torch.graph_task():
+            call = None
         if call is not None and call not in self._open_calls:
             self._open_calls.add(call)
             if backward.in_inner_task():
@@ -419,6 +422,13 @@ class Unit(UnitData):
             self.arm(backward, share=backward.is_over_with_gradients(self))
         self.enter_phase(PRE_BACKWARD)
         self.note("backward")
+
+    def _is_passed_through(self) -> bool:
+        """Whether no parameter is read by the running backward, which may have passed this unit over by now, as other
+        ranks did: it returned what it was given."""
+        leaves = self.trainable_leaves()
+        every = len(leaves) == sum(len(handle.leaves) for handle in self.handles)
+        return every and not (self.is_tied or any(map(hooks.will_accumulate, leaves)))
 
     def _passes_through_frozen(self) -> bool:
         """Whether gradients may pass through frozen parameters of this unit to others inside its module, when all of
@@ -499,9 +509,22 @@ class Unit(UnitData):
     def inputs_ready(self, call: Call) -> None:
         """The gradients of the inputs of one call are there."""
         self._open_calls.discard(call)
-        if self.armed:  # else this backward may never begin here, or an input that is an output begins it next
-            self._excuse_absent()
-            self._advance()
+        if self.armed:
+            self.await_what_comes()
+        else:  # this backward does not begin here, unless an input is an output
+            call.over_in = _torch.graph_task()
+
+    def is_coming(self) -> bool:
+        """Whether the running graph task will go on with this unit's backward, or begin it."""
+        if not self.armed:
+            return any(map(hooks.will_accumulate, self.trainable_leaves()))
+        missing = (handle.leaves[i] for handle, _, grads in self.kinds for i in grads.missing)
+        return bool(self._open_calls) or any(map(hooks.will_accumulate, missing))
+
+    def await_what_comes(self) -> None:
+        """Reduce now if all has come that this backward computes, and reshard if nothing reads the parameters."""
+        self._excuse_absent()
+        self._advance()
 
     def _excuse_absent(self) -> None:
         """Where calls are over and gradients are missing: await none that this backward does not compute.

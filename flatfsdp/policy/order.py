@@ -74,6 +74,11 @@ class ForwardRecord(Generic[U]):
         """Whether `unit` began after another one, as far as that is known."""
         return than not in self._begun or self._begun.get(unit, -1) > self._begun[than]
 
+    @property
+    def may_recompute(self) -> bool:
+        """Whether units ran without a graph, which recomputations may still make."""
+        return len(self._begun) > len(self._entered)
+
     def repeat(self, unit: U) -> None:
         """`unit` runs again, beside units that a backward gathers with it."""
         self.entered_again.add(unit)
@@ -231,6 +236,12 @@ class ReducePlan(Generic[U]):
     def outstanding(self) -> Iterator[U]:
         """What is expected and was not handed out, the next first."""
         return reversed(self._sorted())
+
+    @property
+    def next(self) -> U | None:
+        """What is expected and was not handed out, and comes first."""
+        in_order = self._sorted()
+        return in_order[-1] if in_order else None
 
     def due(self) -> list[tuple[U, ...]]:
         """The groups whose turn has come, in order; each is handed out once."""

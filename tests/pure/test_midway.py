@@ -16,26 +16,26 @@ from flatfsdp.policy.order import GatherPlan
 )
 def test_half_is_counted_in_elements_and_comes_once(gradients: Sequence[int], half_at: int) -> None:
     midway: Midway[str] = Midway()
-    midway.begin("a", sum(gradients))
-    assert [midway.came("a", elements) for elements in gradients].index(True) == half_at
+    midway.begin("a", sum(gradients), ["next"])
+    assert [midway.came("a", elements) for elements in gradients].index(["next"]) == half_at
     assert not midway.came("a", 1) and not midway.end("a")
 
 
 def test_a_unit_without_gradients_is_half_way_when_it_begins() -> None:
     midway: Midway[str] = Midway()
-    midway.begin("a", 0)
-    assert midway.came("a", 0)
+    midway.begin("a", 0, ["next"])
+    assert midway.came("a", 0) == ["next"]
     assert not midway.came("elsewhere", 1)
 
 
 def test_what_ends_before_is_half_way_no_more() -> None:
     midway: Midway[str] = Midway()
-    for unit in "abc":
-        midway.begin(unit, 2)
-    assert midway.end("b") and not midway.end("b") and not midway.came("b", 2)
-    assert midway.end_all() == ["a", "c"] and midway.end_all() == []
-    midway.begin("a", 2)  # its backward begins again
-    assert midway.came("a", 2)
+    for unit, following in ("a", "wx"), ("b", "y"), ("c", ""), ("d", "z"):
+        midway.begin(unit, 2, following)
+    assert midway.end("b") == "y" and not midway.end("b") and not midway.came("b", 2)
+    assert midway.end_all() == ["w", "x", "z"] and midway.end_all() == []
+    midway.begin("a", 2, "w")  # its backward begins again
+    assert midway.came("a", 2) == "w"
 
 
 def test_a_plan_says_what_it_would_hand_out() -> None:
