@@ -32,15 +32,21 @@ def guard_optimizers() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if is_at_work(optimizer):
         return
+    bring_to_rest(optimizer)
+    if _checked.get(optimizer) != registry.generation:
+        check_parameters(optimizer)
+        _checked[optimizer] = registry.generation
+
+
+def bring_to_rest(optimizer: torch.optim.Optimizer) -> None:
+    """Let models that `optimizer` steps show shards and gradients, as between iterations."""
     unsettled = [root for root in registry.roots if root.is_unsettled]
     if unsettled:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for root in unsettled:
-            if any(id(leaf) in stepped for unit in root.units for handle in unit.handles for leaf in handle.leaves):
+            handles = (handle for unit in root.units for handle in unit.handles)
+            if any(id(parameter) in stepped for handle in handles for parameter in handle.steppable):
                 root.come_to_rest()
-    if _checked.get(optimizer) != registry.generation:
-        check_parameters(optimizer)
-        _checked[optimizer] = registry.generation
 
 
 def check_parameters(optimizer: torch.optim.Optimizer) -> None:

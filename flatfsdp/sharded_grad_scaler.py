@@ -9,6 +9,7 @@ from torch.amp import GradScaler
 
 from . import hooks, registry
 from .comm import agree_on_maximum
+from .optimizers import bring_to_rest
 from .stepping import note_scaled_loss
 from .trees import tensors_in
 
@@ -59,6 +60,7 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
+        bring_to_rest(optimizer)
         # fp16 gradients are legal here: keep_low_precision_grads leaves them to the optimizer on purpose.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         # A rank may hold no gradient at all (its shard is padding): it takes part with "nothing found".

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flatfsdp import ShardedGradScaler
 from tests.conftest import Run
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import (
@@ -24,8 +25,10 @@ from tests.pool.corners import (
     Setting,
     data,
     differences,
+    full_parameters,
     joined,
     loss_of,
+    seeded,
 )
 
 again = partial(checkpoint, use_reentrant=False)
@@ -747,3 +750,29 @@ def _far(line: str) -> bool:
     """Whether a difference is more than the rounding of another order of sums."""
     apart, size = line.split("a norm of ")[1].split(" of ")
     return float(apart) > 1e-5 * float(size)
+
+
+def steps_after_graphs(rank: int, world: int, orig: bool, scaled: bool) -> list[str]:
+    """Parameters after steps right after backwards with `create_graph`, where they differ from those without."""
+    trained = []
+    for graph in (False, True):
+        model = Setting("FULL_SHARD", orig).wrap(seeded(Net), (Feedforward,))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = ShardedGradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        for step in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch warns of the cycle in .grad
+                scaler.scale(loss_of(model(data(rank, step)))).backward(create_graph=graph)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        trained.append(full_parameters(model))
+    before, (plain, graphed) = dict(seeded(Net).named_parameters()), trained
+    lines = [f"{name} differs" for name in plain if not torch.equal(plain[name], graphed[name])]
+    return lines + [f"{name} was not stepped" for name in plain if torch.equal(plain[name], before[name])]
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_an_optimizer_steps_after_a_backward_with_a_graph(orig: bool, scaled: bool, pool2: Run) -> None:
+    assert not joined(pool2(steps_after_graphs, orig, scaled))
