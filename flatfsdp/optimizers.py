@@ -40,13 +40,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def bring_to_rest(optimizer: torch.optim.Optimizer) -> None:
     """Let models that `optimizer` steps show shards and gradients, as between iterations."""
-    unsettled = [root for root in registry.roots if root.is_unsettled]
-    if unsettled:
+    busy = [root for root in registry.roots if not root.shows_shards]
+    if busy:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for root in unsettled:
+        for root in busy:
             handles = (handle for unit in root.units for handle in unit.handles)
             if any(id(parameter) in stepped for handle in handles for parameter in handle.steppable):
-                root.come_to_rest()
+                root.show_shards()
 
 
 def check_parameters(optimizer: torch.optim.Optimizer) -> None:

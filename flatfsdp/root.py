@@ -297,6 +297,8 @@ class Root:
         self.agreement.begin_forward(training=torch.is_grad_enabled())
         self.settle_down()
         try:
+            if self._at_rest:
+                self._take_back()
             for each in self.units:
                 each.write_back()
         except BaseException:
@@ -464,6 +466,8 @@ class Root:
                 "that needs them as they are. Call it after that"
             )
         self.agreement.check_request(unit, "reshard")
+        if self._at_rest:
+            unit.take_back(written=True)
         awaits_backward = not self.record.consumed and unit in self.record.entered
         unit.reshard(NOTHING if awaits_backward else SHARD)
         unit.drop_portions()
@@ -677,6 +681,23 @@ class Root:
         """Whether a forward awaits its backward, or a double backward was left as it was."""
         left = self._failed or self._whole_for_double or self.backward is not None
         return left or not (self.record.consumed or self.record.empty)
+
+    def _take_back(self, *, written: bool = False) -> None:
+        """Look after what users unsharded between iterations."""
+        for unit in self._ahead:
+            unit.take_back(written=written)
+
+    @property
+    def shows_shards(self) -> bool:
+        """Whether everything is as between iterations, with nothing unsharded by users."""
+        return not (self._ahead or self.is_unsettled)
+
+    def show_shards(self) -> None:
+        """An optimizer is about to step: parameters show their shards, and gradients are there."""
+        if self.is_unsettled:
+            self.come_to_rest()
+        elif not self.in_forward:
+            self._take_back(written=True)
 
     def come_to_rest(self) -> None:
         """Shards are about to be written to: parameters show them. A backward that still comes gathers again."""

@@ -40,6 +40,7 @@ from .views import (
     Shown,
     check_exposed,
     check_homes,
+    check_requested,
     refuse_functional_call,
 )
 
@@ -302,6 +303,21 @@ class UnitData:
         self._versions_asked = [handle.versions for handle in self.handles]
         self.kept = self.is_between() and self.groups.shard.size > 1
         self.launch_unshard(ahead=True)
+
+    def take_back(self, *, written: bool) -> None:
+        """Check what a user had unsharded between iterations, and free it if the shard was `written` to since, or is
+        about to be: it will be gathered anew.
+
+        Raises UsageError for what a user put in its place.
+        """
+        if self.kept and not self.is_between():
+            stale = any([handle.is_stale for handle in self.handles])
+            try:
+                for handle in self.handles:
+                    check_requested(handle, self.name)
+            finally:
+                if written or stale:
+                    self.reshard(SHARD)
 
     def show_shapes(self) -> None:
         """A backward that does not read the parameters begins."""

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from . import hooks
+from ._torch import has_hooks, hooks_on
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle, dense
 from .hidden import HiddenParameter, hide, may_hide
@@ -310,6 +311,12 @@ def check_homes(changed: Iterable[Home], aliases: Iterable[Home], names: Mapping
                 f"{where}: it was tied to {names[id(held)]!r}. Which unit owns a tied parameter is settled by "
                 "wrapping; tie parameters before it"
             )
+        if has_hooks(held) or hooks_on(held):
+            raise UsageError(
+                f"{where}: it is another parameter now, which has hooks. Its values are taken over, but the parameter "
+                "stays the one that was wrapped, so that the hooks would never run. Assign it, run a forward, and "
+                "register them then; or copy values into the parameter"
+            )
         if any(home is alias for alias in aliases):
             raise UsageError(
                 f"{where}: it was tied to {names.get(id(home.leaf), 'a parameter of another unit')!r}, and is another "
@@ -342,6 +349,26 @@ def check_exposed(handle: FlatParamHandle, name: str) -> None:
     """Refuse a change of parameters between forward and backward while they are kept unsharded."""
     if handle.state is UNSHARDED and handle.is_stale:
         _refuse_writes(handle, name, "between forward and backward")
+
+
+def check_requested(handle: FlatParamHandle, name: str) -> None:
+    """Refuse a change of parameters that a user had unsharded, or whole gradients: they would be lost with that memory.
+
+    Precondition: the leaves show the whole.
+    """
+    if handle.owns_unsharded and handle.was_edited:
+        _refuse_writes(handle, name, "while unshard() showed them whole")
+    shown = zip(handle.layout.params, handle.shown_unsharded, handle.sharded_views, strict=True)
+    for spec, (leaf, view), piece in shown:
+        replaced = leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
+        if whole_grad := leaf.grad is not None and leaf.grad.shape != piece.shape:
+            leaf.grad = None  # which the leaf cannot have when it shows its shard
+        if replaced or whole_grad:
+            raise UsageError(
+                f"parameter {spec.name!r} of unit {name or '<root>'!r}: its {'.data' if replaced else '.grad'} was "
+                "replaced while unshard() showed it whole, a copy that is freed after its use, and with it what was "
+                "put there. Replace it while it shows this rank's shard, or inside summon_full_params()"
+            )
 
 
 def check_gradients(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -315,6 +316,43 @@ def test_unshard_and_reshard_between_iterations() -> None:
         assert all(p.dim() == 1 for p in b.parameters())
         assert live(model) == {"shard"}
         assert "gather:b" in gathers(model)
+
+
+def replaced(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data.clone()
+
+
+def written(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.zero_()
+
+
+def given_a_whole_gradient(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (replaced, "parameter 'up.weight' of unit 'b': its .data was replaced"),
+        (written, "unit 'b': parameters were written to while unshard() showed them whole: up.weight"),
+        (given_a_whole_gradient, "parameter 'up.weight' of unit 'b': its .grad was replaced"),
+    ],
+)
+@pytest.mark.parametrize("orig", [True, False])
+def test_what_would_be_lost_with_requested_parameters_is_refused(
+    change: Callable[[nn.Parameter], None], what: str, orig: bool
+) -> None:
+    with fake_world(4):
+        model = wrapped("FULL_SHARD", use_orig_params=orig)
+        settled(model)
+        for then in (lambda: forward(model), model.module.b.reshard):
+            b = model.module.b
+            b.unshard()
+            change(b.module.up.weight)
+            with pytest.raises(UsageError, match=re.escape(what)):
+                then()
+        forward(model).backward()
 
 
 def test_a_unit_may_be_freed_between_forward_and_backward() -> None:

@@ -186,8 +186,16 @@ def kept_for_good(rank: int, world: int) -> list[torch.Tensor]:
     return losses
 
 
-@pytest.mark.parametrize("job", ["kept_for_good", "asked_before_the_step"])
-def test_what_is_kept_follows_an_optimizer_that_writes_on_some_ranks_only(job: str, pool3: Run) -> None:
+@pytest.mark.parametrize(
+    ("job", "how"),
+    [
+        ("kept_for_good", ()),
+        *(("asked_before_the_step", (orig, wait)) for orig in (True, False) for wait in (True, False)),
+    ],
+)
+def test_what_is_kept_follows_an_optimizer_that_writes_on_some_ranks_only(
+    job: str, how: tuple[bool, ...], pool3: Run
+) -> None:
     plain = seeded(tiny)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     expected = []
@@ -197,7 +205,7 @@ def test_what_is_kept_follows_an_optimizer_that_writes_on_some_ranks_only(job: s
         loss.backward()
         optimizer.step()
         expected.append(loss.detach())
-    for losses in pool3(globals()[job]):
+    for losses in pool3(globals()[job], *how):
         torch.testing.assert_close(losses, expected)
 
 
@@ -301,9 +309,9 @@ def test_requests(wait: bool, pool2: Run) -> None:
     assert not joined(pool2(requests, wait, ALL, timeout=40))
 
 
-def asked_before_the_step(rank: int, world: int) -> list[torch.Tensor]:
-    """Gathers that begin before the optimizer writes: the forward has the new values."""
-    model = Setting().wrap(seeded(tiny), (nn.LayerNorm,))
+def asked_before_the_step(rank: int, world: int, orig: bool, wait: bool) -> list[torch.Tensor]:
+    """Gathers that begin, or end, before the optimizer writes: the forward has the new values."""
+    model = Setting(orig=orig).wrap(seeded(tiny), (nn.LayerNorm,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for _ in range(4):
@@ -311,7 +319,7 @@ def asked_before_the_step(rank: int, world: int) -> list[torch.Tensor]:
         loss.backward()
         losses.append(loss.detach())
         for wrapper in FullyShardedDataParallel.fsdp_modules(model):
-            wrapper.unshard(async_op=True)
+            wrapper.unshard(async_op=not wait)
         optimizer.step()
         optimizer.zero_grad()
     return losses

@@ -463,6 +463,22 @@ def test_a_parameter_of_another_dtype(world: None, orig: bool) -> None:
 
 
 @pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_parameter_with_hooks_in_place_of_another(world: None, orig: bool, method: str) -> None:
+    model = FullyShardedDataParallel(linear(), use_orig_params=orig)
+    model.module.weight = new = nn.Parameter(torch.zeros(4, 4))
+    hook = getattr(new, method)(lambda _: None)
+    assert_expected_inline(
+        said(lambda: model(torch.ones(1, 4))),
+        """'weight' of unit <root> was changed after wrapping: it is another parameter now, which has hooks.
+Its values are taken over, but the parameter stays the one that was wrapped, so that the hooks would
+never run. Assign it, run a forward, and register them then; or copy values into the parameter""",
+    )
+    hook.remove()
+    assert not model(torch.ones(1, 4)).any()
+
+
+@pytest.mark.parametrize("orig", [True, False])
 def test_a_tensor_in_place_of_a_parameter(world: None, orig: bool) -> None:
     model = FullyShardedDataParallel(linear(), use_orig_params=orig)
     del model.module.weight
