@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -21,7 +21,7 @@ from .folders import Place
 from .foreign import Foreign
 from .keeping import Keeping
 from .loading import Wanted, compare, empty_tensors, find, is_foreign, part_of, read_all
-from .nested import flatten
+from .nested import flatten, plain
 from .parts import Described, Part, parts_of
 from .ranks import Ranks
 from .raw import dtype_named
@@ -31,6 +31,7 @@ __all__ = ["async_save", "load", "save"]
 
 FolderPath = str | os.PathLike[str]
 State = Mapping[str, Any]
+Keys = tuple[str | int, ...]
 
 
 def save(
@@ -210,19 +211,37 @@ def _listed(parts: list[Part]) -> str:
     return " and ".join(part.name for part in parts) or "nothing but extra values"
 
 
-def _targets(parts: list[Part], there: Mapping[str, Described], *, strict: bool) -> dict[str, torch.Tensor]:
-    """The tensors to fill, by key.
+def _targets(
+    parts: list[Part], there: Mapping[str, Described], values: Iterable[Keys] | None = None, *, strict: bool
+) -> dict[str, torch.Tensor]:
+    """The tensors to fill, by key. `values`: the keys that lead to each plain value that is there, if that is known.
 
     Raises:
-        CheckpointError: they are not what is there.
+        CheckpointError: they, or the plain entries of a model, are not what is there.
     """
     for part in parts:
         part.expect(there)
     leaves, _ = flatten({part.name: part.state for part in parts})
     targets = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     shapes = {key: described.shape for key, described in there.items()}
-    compare(shapes, targets, [part.name for part in parts], strict=strict)
+    entries = _entries(parts, there, values) if values is not None else None
+    compare(shapes, targets, [part.name for part in parts], strict=strict, entries=entries)
     return targets
+
+
+def _entries(parts: list[Part], there: Iterable[str], values: Iterable[Keys]) -> tuple[list[str], list[str]]:
+    """The entries of the model's state dict that are no tensors (extra states of modules), here and there.
+
+    One that holds both tensors and plain values counts where it has either. Of an optimizer these are hyperparameters,
+    which differ between versions of torch.
+    """
+    state = next((part.state for part in parts if part.name == "model"), None)
+    if state is None:
+        return [], []
+    held = {f"model.{key}": None for key in state if not isinstance(state[key], torch.Tensor)}
+    saved = {f"model.{path[1]}": None for path in values if len(path) > 1 and path[0] == "model"}
+    saved.update({key: None for key in held if any(each.startswith(f"{key}.") for each in there)})
+    return list(held), list(saved)
 
 
 def _read_ours(
@@ -231,7 +250,8 @@ def _read_ours(
     found = find(ranks, path, check=verify)
     there = {key: Described(saved.shape, dtype_named(saved.dtype)) for key, saved in found.manifest.tensors.items()}
     targets: dict[str, torch.Tensor] = {}
-    ranks.exchange(doing, lambda: targets.update(_targets(parts, there, strict=strict)))
+    values = [plain(path) for path, _ in found.manifest.values.values()]
+    ranks.exchange(doing, lambda: targets.update(_targets(parts, there, values, strict=strict)))
     extra = empty_tensors(found, "extra", wanted)
     read_all(ranks, doing, found, targets, extra)
     names = [part.name for part in parts]

@@ -99,8 +99,11 @@ def compare(
     parts: Collection[str] | None,
     *,
     strict: bool,
+    entries: tuple[Collection[str], Collection[str]] | None = None,
 ) -> None:
     """Compare what is to be loaded with the shapes that are there.
+
+    `entries`: the keys of what is no tensor, here and there.
 
     Raises:
         CheckpointError: with everything that has another shape there, and, where `strict`, that is missing there, or is
@@ -110,6 +113,10 @@ def compare(
     missing = [key for key in targets if key not in there]
     inside = [key for key in there if parts is None or key.partition(".")[0] in parts]
     unexpected = [key for key in inside if key not in targets]
+    if entries is not None:
+        held, saved = entries
+        missing += [key for key in held if key not in saved]
+        unexpected += [key for key in saved if key not in held]
     if missing and strict:
         problems.append(f"missing in the checkpoint: {', '.join(missing)}")
     if unexpected and strict:

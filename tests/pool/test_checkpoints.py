@@ -160,6 +160,42 @@ def test_plain_values_are_restored_and_a_compiled_model_has_the_same_names(pool2
     pool2(extra_state_and_compiled, str(tmp_path / "x"))
 
 
+class Noted(nn.Linear):
+    """A module whose extra state is a plain value."""
+
+    note = 0
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+
+def extra_states_of_another_model(rank: int, world: int, path: str) -> list[str]:
+    def build(*kinds: type[nn.Linear]) -> Any:
+        return FSDP(nn.Sequential(*(kind(3, 3) for kind in kinds)))
+
+    checkpoint.save(path, model=build(Noted, nn.Linear))
+    checkpoint.load(path, model=build(Noted, nn.Linear))
+    messages = []
+    for others in (build(nn.Linear, Noted), {"1._extra_state": 0, **build(nn.Linear, nn.Linear).state_dict()}):
+        try:
+            checkpoint.load(path, model=others)
+        except CheckpointError as error:
+            messages.append(str(error))
+        checkpoint.load(path, model=others, strict=False)
+    return messages
+
+
+def test_a_strict_load_misses_plain_values_of_modules(pool2: Any, tmp_path: Path) -> None:
+    for messages in pool2(extra_states_of_another_model, str(tmp_path / "x")):
+        for said in messages:
+            assert "missing in the checkpoint: model.1._extra_state; " in said
+            assert said.endswith("in the checkpoint, but not wanted: model.0._extra_state")
+        assert len(messages) == 2
+
+
 def other_calls(rank: int, world: int, path: str) -> list[str]:
     model = seeded(Net)
     messages = []
