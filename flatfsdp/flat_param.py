@@ -166,7 +166,6 @@ class FlatParamHandle:
         self.portion: Portion | None = None
         self.residence: Residence | None = None
         self.host_copy: HostCopy | None = None
-        self._versions = Versions(self.leaves)
         self._flags: list[bool] = []  # whether leaves require a gradient, when that was asked last
         self._trainable: frozenset[int] = frozenset()
         self.shard = shard
@@ -254,7 +253,7 @@ class FlatParamHandle:
         self.shard_is_alike = alike and not self.whole
         self._unsharded.clear()
         self._shard_version = self._writes
-        self._filled_versions: list[int] = []
+        self._versions = Versions(self.leaves)
 
     def _facts(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Any], list[torch.dtype]]:
         # What tells that a tensor's memory was replaced; lists, because whole lists are compared at every forward.
@@ -433,12 +432,12 @@ class FlatParamHandle:
             active.shown = list(zip(self.leaves, active.views, strict=True))
         writes = self._writes
         if active.buffer is not None:
-            self._filled_versions = self._versions.on_fill(changed=writes != self._shard_version)
+            self._versions.on_fill(changed=writes != self._shard_version)
         else:
             if writes != self._shard_version:
                 # The leaves see the write, made through the flat parameter, without having been told.
                 torch.autograd.graph.increment_version(self.leaves)
-            self._filled_versions = versions_of(self.leaves)
+            self._versions.ask()
         if self.portion is None:
             self._shard_version = writes
         else:  # which is as old as its forward: what was written to the shard since is not in the buffer
@@ -469,8 +468,7 @@ class FlatParamHandle:
     def overwrite(self, indices: Collection[int]) -> None:
         """The places of these parameters in the unsharded buffer will hold their gradients: nobody may read them any
         more."""
-        for index, version in zip(indices, self._versions.on_overwrite(indices), strict=True):
-            self._filled_versions[index] = version
+        self._versions.on_overwrite(indices)
 
     @property
     def place(self) -> FlatBuffer:
@@ -585,12 +583,12 @@ class FlatParamHandle:
     @property
     def was_edited(self) -> bool:
         """Whether a leaf was written to in place since the unsharded buffer was filled."""
-        return versions_of(self.leaves) != self._filled_versions
+        return versions_of(self.leaves) != self._versions.known
 
     @property
     def edited(self) -> list[str]:
         """The names of the leaves that were."""
-        versions = zip(self.layout.params, self.leaves, self._filled_versions, strict=True)
+        versions = zip(self.layout.params, self.leaves, self._versions.known, strict=True)
         return [spec.name for spec, leaf, seen in versions if leaf._version != seen]
 
     def _refuse_sharded(self) -> NoReturn:

@@ -172,50 +172,44 @@ def versions_of(leaves: Sequence[torch.Tensor]) -> list[int]:
 
 
 class Versions:
-    """The version counters of the parameters that live in one buffer. [Note: versions]"""
+    """The version counters of the parameters that live in one buffer. [Note: versions]
+
+    Attributes:
+        known: what they are while the buffer is filled and nobody else writes; empty before it is.
+    """
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         self._leaves = leaves
-        self._filled: list[int] = []  # versions that saved tensors of this content carry
-        self._overwritten: dict[int, int] = {}  # by index: the same, of parameters whose place holds something else now
-        self._at_rest: list[int] = []  # versions right after the last bump
+        self._saved: list[int] = []  # those that saved tensors of this content carry
+        self.known: list[int] = []
 
-    def on_overwrite(self, indices: Collection[int]) -> list[int]:
-        """The places of these parameters will hold something else: saved views of them must be refused. Their versions
-        now."""
-        leaves = [self._leaves[i] for i in indices]
-        versions = versions_of(leaves)
-        self._overwritten.update(zip(indices, versions, strict=True))
-        torch.autograd.graph.increment_version(leaves)
-        return [version + 1 for version in versions]
+    def ask(self) -> None:
+        """The leaves show memory that stays: take their versions as they are."""
+        self._saved = self.known = versions_of(self._leaves)
+
+    def on_overwrite(self, indices: Collection[int]) -> None:
+        """The places of these parameters will hold something else: saved views of them must be refused."""
+        self.known = list(self.known)
+        for i in indices:
+            self.known[i] += 1
+        torch.autograd.graph.increment_version([self._leaves[i] for i in indices])
 
     def on_free(self) -> None:
         """The buffer is about to be unreadable: saved views of it must be refused."""
-        if not self._overwritten:
-            self._filled = list(map(_version, self._leaves))
-            self._at_rest = [version + 1 for version in self._filled]
-        else:  # those are hidden, and slow to ask
-            known = self._overwritten
-            rows = [(known[i], 2) if i in known else (leaf._version, 1) for i, leaf in enumerate(self._leaves)]
-            self._filled = [version for version, _ in rows]
-            self._at_rest = [version + bumps for version, bumps in rows]
-            self._overwritten = {}
         torch.autograd.graph.increment_version(self._leaves)
 
-    def on_fill(self, *, changed: bool) -> list[int]:
+    def on_fill(self, *, changed: bool) -> None:
         """The buffer holds weights again; `changed` says that the shard was written to by other means than a leaf.
 
-        The versions of the leaves from now on.
+        A leaf that somebody else wrote to since the last fill keeps its version, too.
         """
-        found = list(map(_version, self._leaves))
-        if changed or not self._at_rest:
-            return found
-        if found == self._at_rest:
-            versions = self._filled
-            _torch.set_versions(self._leaves, versions)
-        else:
-            rows = list(zip(self._leaves, found, self._filled, self._at_rest, strict=True))
-            versions = [filled if now == rest else now for _, now, filled, rest in rows]
-            _torch.set_versions(self._leaves, versions)
-        self._at_rest = []
-        return versions
+        found = versions_of(self._leaves)
+        if changed or not self.known:
+            self._saved = self.known = found
+            return
+        at_rest = [version + 1 for version in self.known]
+        if found != at_rest:
+            rows = zip(found, self._saved, at_rest, strict=True)
+            self._saved = [saved if version == rest else version for version, saved, rest in rows]
+        self.known = self._saved
+        _torch.set_versions(self._leaves, self.known)
