@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -138,12 +138,12 @@ def _taking(
     doing = f"saving {Place.at(request.path).path}"
     ranks.agree(doing, f"a save of {_listed(parts)}{', the model as safetensors' * request.safetensors}")
     for part in parts:
-        ranks.exchange(doing, part.take)
+        ranks.exchange(doing, partial(part.take, lent=True))
 
     def take() -> Contents:
-        states = [(part.is_copy, _contents_of(part)) for part in parts]
-        states.append((False, Contents.of({} if extra is None else {"extra": extra})))
-        return reduce(or_, (each if is_copy or not copied else each.staged() for is_copy, each in states))
+        contents = [_contents_of(part) for part in parts] + [Contents.of({} if extra is None else {"extra": extra})]
+        whole = reduce(or_, contents)
+        return whole.staged() if copied else whole
 
     return take
 
@@ -196,7 +196,7 @@ def load(
     with ranks.calling("checkpoint.load()", model):
         ranks.agree(doing, f"a load of {_listed(parts)}, {strict=}, {verify=}, {trust=}")
         for part in parts:
-            ranks.exchange(doing, part.take)
+            ranks.exchange(doing, partial(part.take, lent=False))
         if all(ranks.exchange(doing, lambda: trust and is_foreign(path))):
             read, others = _read_foreign(ranks, path, doing, parts, strict=strict)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from ..layout import ParamSpec
 from ..optim_state.facts import value_of
 from ..owned import OwnedInterval
 from ..state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
+from ..state_dicts.lending import lending
 from ..state_dicts.names import Named, clean, named_state
 from .held import buffers_of
 from .nested import flatten
@@ -35,18 +36,16 @@ class Part(Protocol):
     """One part, under its name in the checkpoint.
 
     Attributes:
-        is_copy: whether nobody else has the tensors of `state`.
         state: nested mappings.
         ties: names in `state` of a parameter or buffer that has several, with the first of them.
     """
 
     name: str
-    is_copy: bool
     state: Mapping[str, Any]
     ties: Mapping[str, str]
 
-    def take(self) -> None:
-        """Find `state`. Collective."""
+    def take(self, *, lent: bool) -> None:
+        """Find `state`; `lent`: its tensors may be those in use, elsewhere they are there to be filled. Collective."""
 
     def expect(self, there: Mapping[str, Described]) -> None:
         """Make `state` what is to be loaded from a checkpoint that has these tensors, by key ([Note: keys])."""
@@ -58,13 +57,12 @@ class Part(Protocol):
 class _Given:
     """A state dict that the user has made, and will load."""
 
-    is_copy = False
     ties: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, name: str, state: Mapping[str, Any]) -> None:
         self.name, self.state = name, state
 
-    def take(self) -> None: ...
+    def take(self, *, lent: bool) -> None: ...
 
     def expect(self, there: Mapping[str, Described]) -> None: ...
 
@@ -74,15 +72,14 @@ class _Given:
 
 class _Model:
     name = "model"
-    is_copy = True
     state: Mapping[str, Any]
     ties: Mapping[str, str]
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
-    def take(self) -> None:
-        with _sharded(self._model):
+    def take(self, *, lent: bool) -> None:
+        with _sharded(self._model), lending() if lent else nullcontext():
             self._own: dict[str, Any] = self._model.state_dict()
         # Around the outermost wrapper modules of torch.compile show their prefix.
         self.state = {clean(key): each if _is_tensor(each) else value_of(each) for key, each in self._own.items()}
@@ -102,15 +99,14 @@ class _Model:
 
 class _Optimizer:
     name = "optimizer"
-    is_copy = True
     state: Mapping[str, Any]
     ties: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self._optimizer, self._model = optimizer, model
 
-    def take(self) -> None:
-        with _sharded(self._model):
+    def take(self, *, lent: bool) -> None:
+        with _sharded(self._model), lending() if lent else nullcontext():
             self.state = FullyShardedDataParallel.optim_state_dict(self._model, self._optimizer)
 
     def expect(self, there: Mapping[str, Described]) -> None:
@@ -190,7 +186,7 @@ def _replace_values(state: Any, read: Any) -> None:
 
 
 def _sharded(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, state dicts hold what this rank owns, in memory of its own on the CPU."""
+    """Inside, state dicts hold what this rank owns, in memory of its own on the CPU unless it is lent."""
     return FullyShardedDataParallel.state_dict_type(
         model,
         "SHARDED",

@@ -74,8 +74,8 @@ class Contents:
 
     def staged(self) -> Contents:
         """The same with copies of the tensors, on the CPU: what becomes of the originals changes nothing."""
-        copies = {key: _copied(tensor) for key, tensor in self.tensors.items()}
-        return replace(self, tensors=copies)
+        copies = {id(tensor): _copied(tensor) for tensor in self.tensors.values()}  # one of each that has ties
+        return replace(self, tensors={key: copies[id(tensor)] for key, tensor in self.tensors.items()})
 
     def __or__(self, other: Contents) -> Contents:
         return Contents(

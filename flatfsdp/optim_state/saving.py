@@ -20,8 +20,10 @@ from ..comm import Group, Transport
 from ..consolidate import consolidated, store, together
 from ..errors import ConfigValueError
 from ..exchange import all_or_none, is_first_of, ranks_over
+from ..flat_param import dense
 from ..owned import OwnedInterval
 from ..state_dicts.carriers import rows_of
+from ..state_dicts.lending import lends
 from ..state_dicts.names import Named
 from ..traversal import units_in
 from .facts import Facts, Kept, Report, Shaped, agree, facts_of, value_of
@@ -119,7 +121,10 @@ def _state_by_name(
         return {}
     for held in own.holder:
         if held.handle is None and (values := own.state.get(held.key)):
-            state[held.name] = {name: _copied(value, wanted.device) for name, value in values.items()}
+            state[held.name] = {
+                name: value.detach() if lends() and isinstance(value, torch.Tensor) else _copied(value, wanted.device)
+                for name, value in values.items()
+            }
     ordered: dict[Any, Any] = {named.name: state[named.name] for named in own.holder.params if named.name in state}
     ordered |= {key: value_of(value) for key, value in own.others.items()}
     return {"state": ordered, "param_groups": own.param_groups()}
@@ -323,19 +328,28 @@ def _add_intervals(
         for name, fact in facts.get(named.name, {}).items():
             if isinstance(fact, Shaped):
                 span = span_in_param(named)
-                local = torch.empty(span.numel, dtype=fact.dtype, device=wanted.device or handle.home)
+                owned = torch.empty(0, dtype=fact.dtype) if span.is_empty else _owned(own, named, name)
+                local = owned if lends() else owned.to(wanted.device or handle.home, copy=True)
                 interval = OwnedInterval(local, spec_of(named), span, names_empty=handle.rank == 0)
-                if not span.is_empty:
-                    held = own.held(named)
-                    assert held is not None
-                    value = own.state[held.key][name].detach()
-                    if held.is_flat:
-                        local.copy_(value[span_in_shard(named).slice])
-                    elif handle.whole:
-                        interval.take_from(value)
-                    else:
-                        local.copy_(value)
                 state.setdefault(named.name, {})[name] = interval
+
+
+def _owned(own: _Own, named: Named, state: str) -> torch.Tensor:
+    """What this rank owns of one shaped state, in its parameter's memory order, 1-D; in place where it has that
+    order."""
+    held, handle = own.held(named), handle_of(named)
+    assert held is not None and handle is not None
+    value: torch.Tensor = own.state[held.key][state].detach()
+    if held.is_flat:
+        return value[span_in_shard(named).slice]
+    if not handle.whole:
+        return value
+    spec = spec_of(named)
+    if value.is_contiguous() if spec.stride is None else value.stride() == spec.stride:
+        return dense(value)
+    interval = OwnedInterval(value.new_empty(spec.numel), spec, span_in_param(named))
+    interval.take_from(value)
+    return interval.local
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:

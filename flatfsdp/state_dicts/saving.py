@@ -38,6 +38,7 @@ from ..traversal import units_in
 from ..unit import Unit
 from .carriers import flat_of, rows_of
 from .kinds import settings_of
+from .lending import lends
 from .names import clean
 from .stand_ins import StandIns, stand_in
 
@@ -263,7 +264,9 @@ def _values(
                 yield index, job.copy(whole[index]) if job.first or not job.rank0_only else None
 
 
-def _copied_shard(job: Job, handle: FlatParamHandle) -> torch.Tensor:
+def _shard_of(job: Job, handle: FlatParamHandle) -> torch.Tensor:
+    if lends():
+        return handle.shard.detach()
     if id(handle) not in job.copies:
         job.copies[id(handle)] = job.copy(handle.shard)
     return job.copies[id(handle)]
@@ -271,7 +274,7 @@ def _copied_shard(job: Job, handle: FlatParamHandle) -> torch.Tensor:
 
 def _owned(job: Job, handle: FlatParamHandle, index: int, name: str) -> OwnedInterval:
     spec, rank = handle.layout.params[index], handle.rank
-    shard = _copied_shard(job, handle)
+    shard = _shard_of(job, handle)
     return OwnedInterval(
         shard[handle.layout.span_in_shard(index, rank).slice],
         ParamSpec(name, spec.shape, spec.stride),
@@ -284,7 +287,7 @@ def _flat(job: Job, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
     """The flat shard without world padding. Collective if it is to be a ShardedTensor."""
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
-    local = _copied_shard(job, handle)[: span.numel]
+    local = _shard_of(job, handle)[: span.numel]
     if isinstance(job.settings.state_dict_config, LocalStateDictConfig) and not job.is_silent:
         return flat_of(local, span.start, layout.unpadded_numel, unit.groups.shard)
     # The name tells the layout.
@@ -293,7 +296,7 @@ def _flat(job: Job, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
 
 
 def _finish(job: Job, destination: Any, start: int, *, keep_vars: bool) -> None:
-    offload = job.settings.state_dict_config.offload_to_cpu
+    offload = job.settings.state_dict_config.offload_to_cpu and not lends()
     for key, value in list(islice(destination.items(), start, None)):
         if job.rank0_only and not job.first:
             del destination[key]

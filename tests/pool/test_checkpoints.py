@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as FSDP1Policy
 
 from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import checkpoint
+from flatfsdp.checkpoint.disk import Disk, through
+from flatfsdp.checkpoint.nested import flatten
+from flatfsdp.checkpoint.parts import parts_of
 from flatfsdp.errors import CheckpointError, ConfigValueError
+from flatfsdp.traversal import units_in
 from tests.harness import pool
 from tests.harness.models import Feedforward, Low, Motley
 from tests.pool.corners import Net, Setting, data, loss_of, seeded
@@ -158,6 +164,59 @@ def extra_state_and_compiled(rank: int, world: int, path: str) -> None:
 
 def test_plain_values_are_restored_and_a_compiled_model_has_the_same_names(pool2: Any, tmp_path: Path) -> None:
     pool2(extra_state_and_compiled, str(tmp_path / "x"))
+
+
+def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {each.untyped_storage().data_ptr() for each in tensors if each.numel()}
+
+
+def lent_for_a_save(rank: int, world: int, setting: Setting) -> set[int]:
+    """Memory that a save would read, beside that of the shards, the optimizer, and what the model holds whole."""
+    trained = Trained(setting).train(0)
+    held = [handle.shard for unit in units_in(trained.model) for handle in unit.handles]
+    held += [*trained.model.buffers(), *trained.model.outside.parameters()]
+    held += [value for state in trained.optim.state.values() for value in state.values()]
+    read = []
+    for part in parts_of(trained.model, trained.optim):
+        part.take(lent=True)
+        read += [each for each in flatten(part.state)[0].values() if isinstance(each, torch.Tensor) and each.dim()]
+    assert len(read) > 20
+    return memory_of(getattr(each, "local", each) for each in read) - memory_of(held)
+
+
+@pytest.mark.parametrize("setting", [ORIG, FLAT, Setting("NO_SHARD")], ids=str)
+def test_a_save_takes_no_memory_for_copies(setting: Setting, pool2: Any) -> None:
+    assert pool2(lent_for_a_save, setting) == [set(), set()]
+
+
+class Waiting(Disk):
+    """Does nothing before it may."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+
+    def before(self, operation: str, path: Path, size: int) -> None:
+        assert self.may_go_on.wait(timeout=60)
+
+
+def saved_before_it_changed(rank: int, world: int, path: str) -> bool:
+    """A model that is no wrapper, of whose parameters some are in one."""
+    model = nn.Sequential(FSDP(nn.Linear(3, 3)), nn.Linear(3, 3))
+    before = {name: value.clone() for name, value in model[1].state_dict().items()}
+    disk = Waiting()
+    with through(disk):
+        saving = checkpoint.async_save(path, model=model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        disk.may_go_on.set()
+        saving.result()
+    checkpoint.load(path, model=model)
+    return all(torch.equal(value, before[name]) for name, value in model[1].state_dict().items())
+
+
+def test_a_save_in_the_background_has_the_values_of_its_call_outside_of_wrappers(pool2: Any, tmp_path: Path) -> None:
+    assert pool2(saved_before_it_changed, str(tmp_path / "x")) == [True, True]
 
 
 class Noted(nn.Linear):
