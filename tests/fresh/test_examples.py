@@ -10,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -18,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 import flatfsdp.examples
+from flatfsdp.errors import FlatFSDPWarning
 from tests.harness import fresh
 
 FOLDER = Path(flatfsdp.examples.__file__).parent
@@ -44,7 +46,12 @@ def run_in_turn(rank: int, world: int, programs: list[str]) -> list[str]:
     for program in programs:
         # Each finds the keys of its own group only: under torchrun it would have a store to itself.
         join = partial(dist.init_process_group, store=dist.PrefixStore(program, shared), rank=rank, world_size=world)
-        with contextlib.redirect_stdout(io.StringIO()) as printed, patch.object(dist, "init_process_group", join):
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+            patch.object(dist, "init_process_group", join),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error", FlatFSDPWarning)
             runpy.run_path(program, run_name="__main__")
         if dist.is_initialized():
             dist.destroy_process_group()
