@@ -702,6 +702,8 @@ class Root:
     def come_to_rest(self) -> None:
         """Shards are about to be written to: parameters show them. A backward that still comes gathers again."""
         self.settle_down()
+        if self._at_rest:
+            self._take_back(written=True)
         for unit in self.units:
             if unit.phase is not SUMMONED:
                 unit.rest()

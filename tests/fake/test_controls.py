@@ -346,7 +346,7 @@ def test_what_would_be_lost_with_requested_parameters_is_refused(
     with fake_world(4):
         model = wrapped("FULL_SHARD", use_orig_params=orig)
         settled(model)
-        for then in (lambda: forward(model), model.module.b.reshard):
+        for then in (lambda: forward(model), model.module.b.reshard, model.state_dict):
             b = model.module.b
             b.unshard()
             change(b.module.up.weight)

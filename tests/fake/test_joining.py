@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, MixedPrecision
-from flatfsdp.comm import Group, Grouping, Traffic
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm
+from flatfsdp.comm import Group, Traffic, served_as
 from flatfsdp.device import Device
 from flatfsdp.grads import Gradients
 from flatfsdp.storage import Ledger
@@ -260,10 +260,10 @@ def test_gradients_have_version_counters_of_their_own() -> None:
 
 
 def test_a_backend_that_groups_by_itself_needs_no_staging() -> None:
-    with fake_world(4) as group:
-        device, traffic, ledger = torch.device("cpu"), Traffic(), Ledger()
-        lane = Device(device).lane("any")
-        transport = Grouping(Group.of(group, device), Device(device), traffic=traffic, ledger=ledger)
+    with fake_world(4) as group, served_as("nccl"):
+        cpu, traffic, ledger = Device(torch.device("cpu")), Traffic(), Ledger()
+        lane = cpu.lane("any")
+        transport = comm.transport(Group.of(group, cpu.device), cpu, traffic=traffic, ledger=ledger)
         shards = [torch.full((2,), 3.0), torch.full((3,), 5.0)]
         outputs = [torch.zeros(8), torch.zeros(12)]
         nothing = torch.zeros(0)  # of parameters without elements, which do not hold up the others

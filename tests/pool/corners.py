@@ -32,22 +32,26 @@ LR = 0.05
 @dataclass(frozen=True)
 class Setting:
     """How a model is wrapped. `doubled`: under a late communicator and poisoned buffers. `nearby`: among how many ranks
-    parameters stay between forward and backward."""
+    parameters stay between forward and backward. `apart`: units, which are small here, share no collectives."""
 
     strategy: str = "FULL_SHARD"
     orig: bool = True
     doubled: bool = False
     offload: bool = False
     nearby: int | None = None
+    apart: bool = False
 
     def __str__(self) -> str:
         flags = {"doubled": self.doubled, "offload": self.offload, f"nearby {self.nearby}": self.nearby is not None}
+        flags["apart"] = self.apart
         return " ".join([self.strategy, "orig" if self.orig else "flat", *(word for word, on in flags.items() if on)])
 
     def wrap(self, model: nn.Module, units: Collection[type[nn.Module]], **more: Any) -> FullyShardedDataParallel:
         """`model` with the modules of the classes `units`, and the whole, as units."""
         if "HYBRID" in self.strategy:
             more["device_mesh"] = dist.init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        if self.apart:
+            more["join_units_below"] = 0
         return FullyShardedDataParallel(
             model,
             sharding_strategy=self.strategy,
@@ -68,10 +72,14 @@ class Setting:
 
 
 PLAIN = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-# Every strategy with and without original parameters, plain and doubled in turn.
-ALL = tuple(Setting(s, orig, doubled=(i + orig) % 2 == 1) for i, s in enumerate(PLAIN) for orig in (True, False))
+# Every strategy with and without original parameters; plain and doubled, joined and apart in turn.
+ALL = tuple(
+    Setting(s, orig, doubled=(i + orig) % 2 == 1, apart=orig) for i, s in enumerate(PLAIN) for orig in (True, False)
+)
 HYBRID = tuple(
-    Setting(s, orig, doubled=orig) for s in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2") for orig in (True, False)
+    Setting(s, orig, doubled=orig, apart=not orig)
+    for s in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+    for orig in (True, False)
 )
 
 

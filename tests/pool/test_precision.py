@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler
 from tests.conftest import Run
-from tests.pool.corners import full_gradients, full_parameters, joined
+from tests.pool.corners import at_rest, full_gradients, full_parameters, joined
 
 LOW, HALF, FULL, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -137,6 +137,7 @@ def kept_in_half(rank: int, world: int, orig: bool, accumulate: bool) -> list[st
         (parameter,) = model.parameters()
         if parameter.grad.dtype != HALF or not (parameter.grad.float() / 50000 - 1).abs().max() < 1e-3:
             lines.append(f"step {step}: {parameter.grad}")
+        lines += at_rest(model)
         model.zero_grad()
     return lines
 
