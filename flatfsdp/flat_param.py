@@ -42,6 +42,15 @@ class FlatParameter(nn.Parameter):
     _handle_ref: weakref.ref[FlatParamHandle] | None = None
 
     @property
+    def data(self) -> torch.Tensor:
+        """As of any parameter, but that what is written to it in place is noticed by version."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    @property
     def _handle(self) -> FlatParamHandle:
         handle = self._handle_ref() if self._handle_ref is not None else None
         if handle is None:
@@ -252,7 +261,7 @@ class FlatParamHandle:
         alike = self.shard.dtype == self.nothing.dtype and self.shard.device == self.nothing.device
         self.shard_is_alike = alike and not self.whole
         self._unsharded.clear()
-        self._shard_version = self._writes
+        self._shard_version = self._gathered_version = self._writes
         self._versions = Versions(self.leaves)
 
     def _facts(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Any], list[torch.dtype]]:
@@ -356,6 +365,7 @@ class FlatParamHandle:
         if GATHERING not in SHARD_STEPS[self.state]:
             refuse_step(self.state, GATHERING, SHARD_STEPS, self.name, None)
         self.state = GATHERING
+        self._gathered_version = self._writes
         target = self._active = self._unsharded.get(self.portion.dtype) or self._new_target(self.portion.dtype)
         assert target.buffer is not None
         with lane.running():
@@ -406,6 +416,7 @@ class FlatParamHandle:
         if GATHERING not in SHARD_STEPS[self.state]:
             refuse_step(self.state, GATHERING, SHARD_STEPS, self.name, None)
         self.state = GATHERING
+        self._gathered_version = self._writes
         target = self._active = self._unsharded.get(dtype) or self._new_target(dtype)
         self._pending = None
         if target.buffer is None:
@@ -430,10 +441,11 @@ class FlatParamHandle:
         if not active.views:
             active.views = full_views(self.shard if active.buffer is None else active.buffer.tensor, self.layout)
             active.shown = list(zip(self.leaves, active.views, strict=True))
-        writes = self._writes
         if active.buffer is not None:
+            writes = self._gathered_version
             self._versions.on_fill(changed=writes != self._shard_version)
         else:
+            writes = self._writes
             if writes != self._shard_version:
                 # The leaves see the write, made through the flat parameter, without having been told.
                 torch.autograd.graph.increment_version(self.leaves)
@@ -579,6 +591,11 @@ class FlatParamHandle:
     def is_stale(self) -> bool:
         """Whether the shard was written to since the unsharded buffer was filled."""
         return self._writes != self._shard_version or self.was_edited
+
+    @property
+    def was_written_since_gathered(self) -> bool:
+        """Whether the shard was written to since the last gather of it was issued."""
+        return self._writes != self._gathered_version
 
     @property
     def was_edited(self) -> bool:

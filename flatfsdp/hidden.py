@@ -5,6 +5,11 @@ backward, the leaf of a unit that has not run shows this rank's shard. A term ov
 zero, or another one on each rank, without a word, and its gradient of a shape that autograd refuses in words of its
 own. So for that time the leaf is of a class whose operations refuse. It stays the same object, a `Parameter`, and what
 only asks about it (shape, `.grad`, `requires_grad`, hooks) is answered.
+
+[Note: shards by hand] Momentum encoders update their weights inside a forward, element by element and without a graph:
+`k.mul_(m).add_(q, alpha=1 - m)`, or the same with `.data` or `detach()`. On every rank that is right for its shards,
+whatever the leaves show; so there, and nowhere else, such operations are carried out on them. A unit that was gathered
+before one of its shards was written to is gathered again.
 """
 
 from __future__ import annotations
@@ -18,7 +23,12 @@ from torch import nn
 
 from .errors import UsageError
 from .flat_param import FlatParamHandle
-from .placeholder import ASKS
+from .placeholder import asks, name_of, property_of
+
+# By their names without what marks variants: in place, reflected, of lists of tensors.
+_ELEMENTWISE = frozenset(
+    "mul add sub div true_divide truediv lerp copy neg clamp clamp_min clamp_max zero fill addcmul addcdiv".split()
+)
 
 
 class HiddenParameter(nn.Parameter):
@@ -28,9 +38,14 @@ class HiddenParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") in ASKS:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        raise UsageError(_refusal(getattr(func, "__name__", str(func)), (*args, *(kwargs or {}).values())))
+        kwargs = kwargs or {}
+        if asks(func):
+            return super().__torch_function__(func, types, args, kwargs)
+        if property_of(func) == "data":
+            return _data(*args)
+        if not torch.is_grad_enabled() and _is_elementwise(func):
+            return _on_shards(func, args, kwargs)
+        raise UsageError(_refusal(name_of(func), (*args, *kwargs.values())))
 
 
 def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
@@ -44,6 +59,93 @@ def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
                 leaf.__class__ = HiddenParameter
 
 
+# Where leaves lie that may be hidden, by their ids: asked when one is used.
+_places: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
+
+
+def may_hide(handle: FlatParamHandle) -> None:
+    """The leaves of `handle` will be hidden: what is done to them is looked up there."""
+    this = weakref.ref(handle)
+    ids = list(map(id, handle.leaves))
+    _places.update({each: (this, index) for index, each in enumerate(ids)})
+    weakref.finalize(handle, _forget, ids, this)
+
+
+def _forget(ids: Iterable[int], handle: weakref.ref[FlatParamHandle]) -> None:
+    for each in ids:
+        if (found := _places.get(each)) and found[0] is handle:
+            del _places[each]
+
+
+def _place_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
+    this, index = _places[id(leaf)]
+    handle = this()
+    assert handle is not None
+    return handle, index
+
+
+# -- shards by hand ----------------------------------------------------------------------------------------------------
+
+
+def _shard_of(leaf: torch.Tensor) -> torch.Tensor:
+    handle, index = _place_of(leaf)
+    return handle.sharded_views[index].detach()  # of one version counter with the shard, unlike `.data`
+
+
+def _data(leaf: torch.Tensor, *written: torch.Tensor) -> torch.Tensor | None:
+    """What `leaf.data` is; or write to it, as `leaf.data = written` would."""
+    shard = _shard_of(leaf)
+    if not written:
+        return shard
+    (value,) = written
+    if value.shape != shard.shape or value.dtype != shard.dtype:
+        raise UsageError(
+            f"the .data of parameter {_names([leaf])} was replaced, where it is sharded, by a tensor of shape "
+            f"{tuple(value.shape)} and {value.dtype}; expected this rank's shard of it, {tuple(shard.shape)} and "
+            f"{shard.dtype}. To replace whole values, use summon_full_params() between steps"
+        )
+    with torch.no_grad():
+        shard.copy_(value)
+    return None
+
+
+def _is_elementwise(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "").removeprefix("_foreach_").strip("_")
+    return name == "detach" or name in _ELEMENTWISE or (name[:1] in ("i", "r") and name[1:] in _ELEMENTWISE)
+
+
+def _on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`func` of shards in place of the hidden parameters."""
+    shards = {id(leaf): _shard_of(leaf) for leaf in _hidden_in((*args, *kwargs.values()))}
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [shown(each) for each in value]
+        return shards.get(id(value), value)
+
+    given, named = [shown(value) for value in args], {name: shown(value) for name, value in kwargs.items()}
+    _check_alike(func, (*args, *kwargs.values()), (*given, *named.values()))
+    result = func(*given, **named)
+    # In place: the parameter itself, as users expect of it.
+    return args[0] if args and result is not None and result is given[0] else result
+
+
+def _check_alike(func: Callable[..., Any], used: Sequence[Any], given: Sequence[Any]) -> None:
+    """Refuse what would broadcast: a shard of one element, say."""
+    lists = [value for value in given if isinstance(value, list)]
+    rows = list(zip(*lists, strict=False)) if lists else [given]
+    for row in rows:
+        shapes = {value.shape for value in row if isinstance(value, torch.Tensor) and value.dim()}
+        if len(shapes) > 1:
+            raise UsageError(
+                f"{_refusal(name_of(func), used)}. Its operands have shapes {sorted(map(tuple, shapes))}: those of "
+                "shards do not fit those of whole tensors"
+            )
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
 def _hidden_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if type(value) is HiddenParameter:
@@ -52,26 +154,18 @@ def _hidden_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _hidden_in(value)
 
 
-# Whose leaves may be hidden: asked for names only when one was used.
-_handles: weakref.WeakSet[FlatParamHandle] = weakref.WeakSet()
-
-
-def may_hide(handle: FlatParamHandle) -> None:
-    """The leaves of `handle` will be hidden: errors look for their names there."""
-    _handles.add(handle)
+def _names(leaves: Iterable[torch.Tensor]) -> str:
+    named = []
+    for leaf in {id(leaf): leaf for leaf in leaves}.values():
+        handle, index = _place_of(leaf)
+        named.append(f"{handle.layout.params[index].name!r} of unit {handle.name or '<root>'!r}")
+    return ", ".join(named)
 
 
 def _refusal(operation: str, arguments: Iterable[Any]) -> str:
-    used = {id(leaf) for leaf in _hidden_in(arguments)}
-    named = [
-        f"{spec.name!r} of unit {handle.name or '<root>'!r}"
-        for handle in _handles
-        for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)
-        if id(leaf) in used
-    ]
     return (
-        f"{operation}() reads parameter {', '.join(named) or '(unnamed)'} outside the forward of its unit, in a "
-        "forward of the model or between it and its backward, where it is sharded. Use it in the forward of the module "
-        "that holds it (a term over parameters, an L2 penalty say, too), call unshard() of that unit's wrapper before, "
-        "or let the unit be the module that uses it; to look at values, use summon_full_params() between steps"
+        f"{operation} reads parameter {_names(_hidden_in(arguments)) or '(unnamed)'} outside the forward of its unit, "
+        "in a forward of the model or between it and its backward, where it is sharded. Use it in the forward of the "
+        "module that holds it (a term over parameters, an L2 penalty say, too), call unshard() of that unit's wrapper "
+        "before, or let the unit be the module that uses it; to look at values, use summon_full_params() between steps"
     )

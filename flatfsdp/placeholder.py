@@ -18,13 +18,29 @@ from torch import nn
 from .errors import UsageError
 
 # What asks about a tensor, or hangs something on it, without reading its elements.
-ASKS = frozenset(
+_ASKS = frozenset(
     "__get__ __set__ __delete__ __repr__ __hash__ __len__ __format__ size dim ndimension numel nelement stride "
     "storage_offset element_size is_contiguous is_floating_point is_complex is_signed get_device data_ptr "
     "untyped_storage requires_grad_ register_hook register_post_accumulate_grad_hook".split()
 )
 # Properties that are the elements in another form.
 _READ = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+
+
+def asks(func: Callable[..., Any]) -> bool:
+    """Whether `func`, as `__torch_function__` gets it, reads and writes no elements of the tensors that it is given."""
+    return getattr(func, "__name__", "") in _ASKS and property_of(func) not in _READ
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """What users call `func`: "add()", or ".data" of a property."""
+    return f".{property_of(func)}" if property_of(func) else f"{getattr(func, '__name__', func)}()"
+
+
+def property_of(func: Callable[..., Any]) -> str:
+    """Which property of a tensor `func` gets or sets; "" for what does not."""
+    is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+    return getattr(getattr(func, "__self__", None), "__name__", "") if is_access else ""
 
 
 class ReadsValues(UsageError):
@@ -59,9 +75,9 @@ class Placeholder(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name in ASKS and getattr(getattr(func, "__self__", None), "__name__", "") not in _READ:
+        if asks(func):
             return super().__torch_function__(func, types, args, kwargs or {})
+        name = getattr(func, "__name__", "")
         target = args[0] if args else None
         if name == "detach":
             return target
@@ -70,6 +86,6 @@ class Placeholder(nn.Parameter):
                 target.received = args[1]
             return target
         raise ReadsValues(
-            f"{name}() of a parameter whose state dict is being made or loaded: it shows no values now. Call "
+            f"{name_of(func)} of a parameter whose state dict is being made or loaded: it shows no values now. Call "
             "state_dict() or load_state_dict() of the wrapper that it is in, which shows modules values where they ask"
         )

@@ -383,6 +383,9 @@ class Root:
             self._prefetch_in_forward(unit)
 
     def _gather(self, unit: Unit) -> None:
+        if not _torch.in_backward():
+            for each in (*unit.owners, unit):
+                each.take_writes()
         for owner in unit.owners:
             owner.launch_unshard()
         self._launch(unit, self._order.upcoming())

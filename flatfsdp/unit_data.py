@@ -263,6 +263,7 @@ class UnitData:
                     grads.return_inputs()
                 if root.limiter.held:
                     root.limiter.make_room(handle.buffer(self._dtype_gathered(handle)), ahead=ahead)
+                self._drop_old_host_copy(handle)
                 if handle.host_copy is not None and handle.host_copy.dtype == self.dtype_of(handle):
                     handle.launch_upload(root.lanes.unshard)
                     root.limiter.note_upload()
@@ -270,6 +271,19 @@ class UnitData:
                 else:
                     sharded.append(handle)
         return sharded
+
+    def take_writes(self) -> None:
+        """What was written to the shards earlier in this forward is what the unit is to compute with: free what was
+        gathered before. [Note: shards by hand]"""
+        for handle, shown, _ in self.kinds:
+            if shown.exposure is not SHARD:
+                continue
+            if not (handle.use_orig_params or handle.flat_shows_shard):
+                shown.adopt_flat()
+            if handle.state is not SHARDED and handle.was_written_since_gathered:
+                if handle.state is GATHERING:
+                    handle.wait_unshard()
+                self.root.free(handle)
 
     def wait_unshard(self) -> None:
         """Order the caller after the gathers and let the leaves show the whole."""
@@ -480,11 +494,14 @@ class UnitData:
                 elif handle.state is GATHERING and handle.versions != self._versions_asked[kind]:
                     handle.wait_unshard()
                     self.root.free(handle)
-                copy = handle.host_copy
-                if copy is not None and handle.state is SHARDED and copy.versions != handle.versions:
-                    handle.drop_host_copy()
+                self._drop_old_host_copy(handle)
             else:
                 check_exposed(handle, self.name)
+
+    def _drop_old_host_copy(self, handle: FlatParamHandle) -> None:
+        copy = handle.host_copy
+        if copy is not None and handle.state is SHARDED and copy.versions != handle.versions:
+            handle.drop_host_copy()
 
     def fetch(self, kind: int) -> None:
         """Gather a resident of this unit, which is not where it stays. Collective over the shard axis.

@@ -226,7 +226,7 @@ class Shown:
         was replaced. Raises UsageError where shape or dtype does not fit. Precondition: the leaves show the shard.
         """
         handle = self.handle
-        found = self._adopt_flat()
+        found = self.adopt_flat()
         replaced = handle.replaced_leaves()
         if replaced:
             found = True
@@ -251,7 +251,9 @@ class Shown:
             found = True
         return found
 
-    def _adopt_flat(self) -> bool:
+    def adopt_flat(self) -> bool:
+        """Copy what the user put in the place of the flat parameter's `.data` into the shard; True if there was
+        anything."""
         handle = self.handle
         flat = handle.flat_param
         if handle.flat_shows_shard:

@@ -9,7 +9,7 @@ import torch
 
 from .. import _torch
 from ..errors import InternalError, UsageError
-from ..placeholder import ASKS, Placeholder
+from ..placeholder import Placeholder, asks, name_of
 
 
 class Deferred(torch.Tensor):
@@ -40,11 +40,13 @@ class Deferred(torch.Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Answer what only asks; see `copy_`; refuse everything else."""
-        name = getattr(func, "__name__", str(func))
-        if name in ASKS:
+        if asks(func):
             with _torch.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
-        if name == "copy_" and isinstance(args[1], Deferred):
+        name = name_of(func)
+        if name == ".data":  # as modules ask for it that load parameters
+            return args[0]
+        if name == "copy_()" and isinstance(args[1], Deferred):
             target, source = args[0], args[1]
             if isinstance(target, Placeholder):
                 target.received = source
@@ -53,6 +55,6 @@ class Deferred(torch.Tensor):
                     source.arrive(target)
             return target
         raise UsageError(
-            f"{name}() of a value that {cls.why}, while its state dict is loaded: a hook or a _load_from_state_dict of "
+            f"{name} of a value that {cls.why}, while its state dict is loaded: a hook or a _load_from_state_dict of "
             "a module computes with it. Give every rank a FULL_STATE_DICT, without rank0_only"
         )
