@@ -1,13 +1,13 @@
 """One backward: gathers and reductions in the agreed order, from its first sign to its last reduction.
 
 [Note: passed over] A backward may not reach a unit that another rank's does. Its reduction is issued in its turn, with
-zeros: whoever waits for a gather must have issued the reductions that come before it, else two ranks would wait for
-each other.
+zeros, when something is reached that ended before it began ([Note: backward order]): it, and what lacks gradients that
+this backward does not compute, need not be awaited any longer.
 
-[Note: called again] The gradients of a unit that was called more than once have come when the backward is through with
-its first call. Where its last calls are detached on one rank, that rank may be done with the unit before another rank,
-which goes on to other units' last calls first and awaits their gathers. So whoever is about to wait for a reduction has
-issued the gathers of all that were called again.
+[Note: recomputed] A reentrant checkpoint runs its units without a graph first, and again inside the backward, where
+they are gathered without a turn in the plan: on every rank, since none can leave the checkpoint out. Where a unit is
+recomputed more than once it is freed and gathered for each, and its gradients are reduced when this backward is
+through with its first run, whichever of them brought some on this rank.
 
 [Note: running backward] It is disposable: begun at the first gradient that reaches a unit, dropped when its graph
 task ends or dies. What it issues, and in which order, is settled when it begins ([Note: backward order]); autograd says
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec
@@ -38,6 +39,7 @@ from .views import NOTHING
 P = ParamSpec("P")
 
 BACKWARD_PRE, BACKWARD_POST, BACKWARD_MID = BackwardPrefetch
+NEVER = math.inf  # when a unit ended that did not run in a pass, and when it began
 
 
 def explained(method: Callable[Concatenate[Backward, P], None]) -> Callable[Concatenate[Backward, P], None]:
@@ -83,6 +85,7 @@ class Backward:
     Attributes:
         record: the forwards that it covers.
         sync: whether there is a unit that reduces.
+        began: when units began that it may reach, in ticks of the record's clock.
         kept: units that stay unsharded after their part, and when it is over.
         double: `create_graph`: the parameters are needed again.
         fired: a gradient of a leaf arrived (`torch.autograd.grad` brings none).
@@ -114,7 +117,7 @@ class Backward:
         self._gathers: GatherPlan[Unit] = GatherPlan(record.anchored, targets, join=joins.gathers, together=together)
         self._reductions = ReducePlan(record)
         self._recomputes = record.may_recompute
-        self._called_again = tuple(record.entered_again) if record.calls_again else ()
+        self._span = record.span
         self._branching: tuple[Unit, ...] = ()  # units that reduce, and that maybe no rank has run
         self._midway: Midway[Unit] = Midway()
         self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
@@ -122,10 +125,15 @@ class Backward:
         self._unreduced = unreduced
         self._sequence = record.anchored[::-1]  # in which units are reached, if they are
         self._places = {unit: place for place, unit in enumerate(self._sequence)}
-        # The place of the first in a branch: until another unit is reached, any of it may be.
-        self._begins = {unit: min(map(self._places.__getitem__, units)) for unit, units in together.items()}
+        self._again = record.begun_again.difference(self._places)
+        self.began = self._span.began
+        if self._again:
+            began = self.began | {unit: record.began(unit) for unit in self._again}
+            self.began = dict(sorted(began.items(), key=lambda item: item[1]))
+        # Those that are not known to be over, the next last.
+        self._begun = [unit for unit in self.began if unit in self._places or unit in self._again]
+        self._ended = 0  # how many of the sequence ended later than what was reduced last began
         self._recomputed: dict[Unit, None] = {}  # outside of the plan, having had no graph
-        self._passed = 0  # how many of them were reached or are known not to be
         self._joins = joins
         self.task = _torch.graph_task()
         self.double = False
@@ -145,11 +153,13 @@ class Backward:
 
     def reaches_again(self, unit: Unit) -> bool:
         """Whether this backward may come to `unit` again, which other ranks' do not: it cannot be gathered for that."""
-        return unit.choices.schedule.branch is not None and not self.record.entered_once(unit)
+        return unit in self._span.again and not unit.is_through
 
     def is_over_with_gradients(self, unit: Unit) -> bool:
         """Whether nothing will read the parameters of `unit` once its gradients have come. [Note: slot sharing]"""
-        if unit.reads_once is not True or not self.record.entered_once(unit) or unit.is_tied:
+        if unit.reads_once is not True or unit not in self._places or unit.is_tied:
+            return False
+        if unit in self._span.again or unit in self.record.begun_again:
             return False
         return not (unit in self._unreduced or self.double or unit in self.kept or unit.needed_whole)
 
@@ -169,9 +179,8 @@ class Backward:
     def gather(self, unit: Unit) -> None:
         """Unshard `unit` in the agreed order, and start on the next. Collective over the shard axis."""
         if self._recomputed:
-            self._complete_what_was_recomputed(unit)
-        self._complete_what_was_passed(unit)  # before others are gathered: each takes memory
-        self._await_no_more(unit)
+            self._complete_what_was_recomputed(but=unit)
+        self._complete_what_is_over(unit)  # before others are gathered: each takes memory
         for each in (*unit.owners, unit):
             if not (each.is_whole and self._gathers.is_past(each)):
                 self.gather_in_turn(each)
@@ -192,7 +201,10 @@ class Backward:
     def gather_again(self, unit: Unit) -> None:
         """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
         if self._recomputed:
-            self._complete_what_was_recomputed(unit)
+            self._complete_what_was_recomputed()
+            if unit in self._recomputed and not (self.double or self.in_inner_task()):
+                unit.completed = True
+                unit.reshard(NOTHING)  # as on ranks that had all of its gradients when it was recomputed before
         if unit not in self._places:
             if not self.reduces(unit):
                 self._branches.refuse_window(unit)
@@ -227,7 +239,8 @@ class Backward:
         """Await half of the gradients of `unit`, unless none will come, it is around the next, or it is outside of the
         plan. [Note: half-way]"""
         following = tuple(self._gathers.following(unit))
-        if unit not in self._places or any(self.record.began_later(each, unit) for each in following):
+        began, own = self.began, self.began.get(unit, NEVER)
+        if unit not in self._places or any(began.get(each, NEVER) > own for each in following):
             self._prefetch(unit)
             return
         self._midway.begin(unit, unit.trainable_numel if self.brings_gradients() else 0, following)
@@ -248,9 +261,9 @@ class Backward:
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
-    def expect(self, unit: Unit) -> None:
-        """`unit` takes part with gradients."""
-        if unit not in self._places:
+    def expect(self, unit: Unit, *, reached: bool = True) -> None:
+        """`unit` takes part with gradients, of this backward if it was `reached`, or of earlier ones."""
+        if reached and unit not in self._places:
             self._recomputed[unit] = None
         if unit in self._unreduced:
             self._windows[unit] = None
@@ -274,14 +287,14 @@ class Backward:
         """All gradients of `unit` are in their slots: reduce it if it is its turn. Collective over the shard axis."""
         if unit.backward_prefetch is BACKWARD_MID and (following := self._midway.end(unit)):
             self._gather_midway(following)
-        if self.reduces(unit):
+        if self.reduces(unit) and unit not in self._again:
             self._reductions.ready(unit)
             self._reduce(self._reductions.due())
 
     def _reduce(self, groups: Iterable[Sequence[Unit]]) -> None:
-        if self._called_again and not self._gathers.is_over:
-            _launch(self._gathers.through(self._called_again), ahead=True)  # [Note: called again]
         for group in groups:
+            if not self._gathers.is_over:
+                self._gather_what_comes_before(group)
             # One input besides the one being filled, and one all-reduce: the previous make way first.
             older, newer = self._in_flight
             older.finish()
@@ -297,6 +310,15 @@ class Backward:
             self._make_way()
         elif midway and self._last_comes(after=newer.units[-1]):
             self._make_way()
+
+    def _gather_what_comes_before(self, group: Sequence[Unit]) -> None:
+        """`group` is reduced: issue the gathers of what ended after it began. [Note: backward order]"""
+        began = min(self.began.get(unit, NEVER) for unit in group)
+        ended, before = self._span.ended, self._ended
+        while self._ended < len(self._sequence) and ended.get(self._sequence[self._ended], NEVER) > began:
+            self._ended += 1
+        if self._ended > before:
+            _launch(self._gathers.through(self._sequence[before : self._ended]), ahead=True)
 
     def _make_way(self) -> None:
         """Let no reduction hold what it reads. Collective over both axes, and over what hooks use."""
@@ -365,37 +387,48 @@ class Backward:
 
         Unit by unit, as a backward goes. [Note: passed over]
         """
+        for unit in self._recomputed:
+            if unit.armed and not unit.completed:
+                self._complete(unit)
+        while self._begun:
+            self._complete_last()
         for unit in self._sequence:
             if not unit.completed:
                 self._complete(unit)
 
-    def _complete_what_was_passed(self, unit: Unit) -> None:
-        """`unit` was reached: those whose turn came before and that this backward does not reach get no gradients."""
-        place = self._begins.get(unit, self._places.get(unit, 0))
-        if place > self._passed and not self.double and self.brings_gradients():
-            for earlier in self._sequence[self._passed : place]:
-                if not (earlier.armed or self._may_come_to(earlier)):
-                    self._complete(earlier)
-            self._passed = place
-        if place == self._passed and unit not in self._begins:
-            self._passed += 1
-
-    def _await_no_more(self, unit: Unit) -> None:
-        """`unit` was reached: units in turn before it, which lack gradients that this backward does not compute, need
-        not await them. Other ranks may have reduced them, and gather nothing before this rank has, too."""
-        while (late := self._reductions.next) is not None and late is not unit and late.armed:
-            if late.completed or not self.record.began_later(late, unit):
+    def _complete_what_is_over(self, unit: Unit) -> None:
+        """`unit` was reached: this backward is through with what began after its end. [Note: backward order]"""
+        ended = self._span.ended.get(unit, NEVER)
+        while self._begun and self.began[over := self._begun[-1]] > ended:
+            awaited = self._is_awaited(over)
+            if awaited and (self.double or self.in_inner_task() or not self.brings_gradients()):
                 return
-            late.await_what_comes()
-            if not late.completed:
+            if awaited and over.awaits_gradients():  # on an accelerator, whose thread autograd has beside the CPU's
                 return
+            self._complete_last()
 
-    def _complete_what_was_recomputed(self, unit: Unit) -> None:
-        """`unit` was reached: gradients of units outside of the plan come in tasks of their own, which are over."""
+    def _is_awaited(self, unit: Unit) -> bool:
+        """Whether ranks await the part of `unit`, as far as this one knows."""
+        return not unit.completed and (unit in self._places or unit.armed)
+
+    def _complete_last(self) -> None:
+        """No call of what began last is left. Collective over the shard axis."""
+        over = self._begun.pop()
+        if self._is_awaited(over):
+            self._complete(over)
+        if over in self._again:
+            if over.completed and self.reduces(over):
+                self._reductions.ready(over)
+                self._reduce(self._reductions.due())
+        elif over in self._span.again and not self.keeps_whole(over):
+            over.reshard(NOTHING)
+
+    def _complete_what_was_recomputed(self, *, but: Unit | None = None) -> None:
+        """Another unit was reached: the tasks are over in which gradients of units outside of the plan come."""
         if self.double or self.in_inner_task():
             return
         for each in tuple(self._recomputed):
-            if each.armed and not each.completed and each is not unit and not self._may_come_to(each):
+            if each.armed and not each.completed and each is not but and not self._may_come_to(each):
                 self._complete(each)
 
     def _may_come_to(self, unit: Unit) -> bool:
@@ -412,10 +445,10 @@ class Backward:
         planned = unit in self._places
         if self.double or self.in_inner_task() or (planned and not self.brings_gradients()):
             return
-        missed = []
+        missed, ended = [], self._end_of(unit)
         for each in self._reductions.outstanding():
             if not each.completed:
-                if each.is_coming() or each not in self._places or not self.record.began_later(each, unit):
+                if each.is_coming() or each not in self._places or self.began.get(each, 0) < ended:
                     break
                 missed.append(each)
         if missed:  # ranks whose branches get gradients run all of `unit` again before they reduce any of these
@@ -425,13 +458,18 @@ class Backward:
             if not planned:
                 self._prefetch_after(each)
 
+    def _end_of(self, unit: Unit) -> float:
+        """When the last call of `unit` ended, with a graph or without."""
+        return self._span.ended.get(unit) or self.record.left(unit)
+
     def _gather_what_was_passed(self, unit: Unit) -> None:
         """The forward of `unit`, which is outside of the plan, runs again: gather what began later and was not reached,
         as ranks did that reached it, so that the gather of `unit` comes at the same place on all ranks."""
         if self.double or self.in_inner_task():
             return
+        ended = self._end_of(unit)
         for each in self._sequence:
-            if not self._gathers.is_past(each) and self.record.began_later(each, unit):
+            if not self._gathers.is_past(each) and self.began.get(each, NEVER) > ended:
                 _launch(self._gathers.through((each,)), ahead=True)
                 self._prefetch_after(each)
 
@@ -441,7 +479,7 @@ class Backward:
             _launch(self._gathers.through((unit,)))
             unit.arm(self)
         unit.completed = True
-        if self.reduces(unit) and any(grads.awaited for grads in unit.grads):
+        if self.reduces(unit) and unit not in self._again and any(grads.awaited for grads in unit.grads):
             self._reductions.ready(unit)
             self._reduce(self._reductions.due())
         if not (keep or self.keeps_whole(unit)):

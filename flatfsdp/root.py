@@ -376,6 +376,8 @@ class Root:
             self.residents.fetch(self)
         if torch.is_grad_enabled() or (self.branches.training and unit.choices.schedule.branch is not None):
             self.record.enter(unit)
+            for owner in unit.owners:
+                self.record.lend(owner)
         elif self.branches.training:
             self.record.enter_without_graph(unit)
         self._gather(unit)
@@ -507,7 +509,6 @@ class Root:
         if self._failed:  # the same graph again, after a backward that failed
             self.settle_down()
         self._follow_requests()
-        self._follow_loans()
         with _torch.as_plain_tensors():  # leaves may be hidden
             trained = {unit: unit.trained_kinds() for unit in self.record.anchored}
         self.agreement.check_backward(self, trained)
@@ -539,7 +540,7 @@ class Root:
         for unit in self.units:
             for grads in unit.grads:
                 if grads.pending:
-                    backward.expect(unit)
+                    backward.expect(unit, reached=False)
         for unit, kinds in trained.items():
             if kinds:
                 backward.expect(unit)
@@ -559,18 +560,9 @@ class Root:
         """What users unsharded and no forward entered takes part in the backward: they computed with it themselves."""
         for unit in self._asked:
             if unit.is_whole and not unit.needed_whole and unit not in self.record.entered:
-                self.record.enter(unit)
-                self.record.anchor(unit)
+                self.record.add(unit)
                 unit.needed_whole = True
         self._asked.clear()
-
-    def _follow_loans(self) -> None:
-        """Owners of tied parameters take part where they did not run, but those who hold their parameters too."""
-        for unit in tuple(self.record.anchored):
-            for owner in unit.owners:
-                if owner not in self.record.entered:
-                    self.record.enter(owner)
-                    self.record.anchor(owner)
 
     def end_backward(self, backward: Backward) -> None:
         """The graph task has ended: flush, and return to between iterations. Collective."""

@@ -38,12 +38,14 @@ class Call:
     ([Note: arrivals]).
 
     Attributes:
+        began: when, in ticks of the record's clock; None where that tells nothing.
         over_in: the graph task in which it was over before it began, if any: it returned what it was given.
     """
 
-    __slots__ = ("__weakref__", "kept", "over_in")
+    __slots__ = ("__weakref__", "began", "kept", "over_in")
 
-    def __init__(self) -> None:
+    def __init__(self, began: int | None) -> None:
+        self.began = began
         self.kept: object = None
         self.over_in: int | None = None
 
@@ -56,6 +58,7 @@ class Unit(UnitData):
         island: a full-precision module (batch norm) in a low-precision model: inputs are widened, outputs narrowed
             again.
         completed: every gradient that the running backward awaits has arrived.
+        is_through: the running backward is over with the first call, and so with all.
         reads_once: whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot
             sharing]
         needed_whole: nothing tells when its backward is over; unsharded until the end of the backward.
@@ -88,6 +91,7 @@ class Unit(UnitData):
         # parameters.
         self._open_calls: set[Call] = set()
         self.completed = False
+        self.is_through = False
         self._late = 0  # gradients that a segment recomputed in a task of its own brings again
         self.reads_once: bool | None = None
         self.needed_whole = False
@@ -232,7 +236,8 @@ class Unit(UnitData):
             awaited = inputs
         if not awaited:
             return None
-        call = Call()
+        timed = self.choices.schedule.branch is None and not _torch.in_backward()
+        call = Call(root.record.entered_at if timed else None)
         me, this = weakref.ref(self), weakref.ref(call)
         if len(awaited) == 1 and root.links.follow_anchor(awaited[0], me, call):
             return call
@@ -285,6 +290,10 @@ class Unit(UnitData):
         """
         if reached:
             self.root.record.anchor(self)
+            for owner in self.owners:
+                self.root.record.anchor(owner)
+        elif self.root.branches.training:
+            self.root.record.leave_without_graph(self)
         if not (keep or self._lent or not self.reshards_after_forward):
             self.reshard_after_forward(self)
         for owner in self.owners:
@@ -398,7 +407,7 @@ class Unit(UnitData):
                 "are written back later; leave the context first"
             )
         backward = root.begin_backward()
-        if self.completed and self._is_passed_through():
+        if self.completed and (self.is_through or self._is_passed_through()):
             return
         backward.stepping.check_untouched(self, "its backward began again")
         if call is not None and call.over_in is not None and call.over_in == _torch.graph_task():
@@ -509,6 +518,9 @@ class Unit(UnitData):
     def inputs_ready(self, call: Call) -> None:
         """The gradients of the inputs of one call are there."""
         self._open_calls.discard(call)
+        backward = self.root.backward
+        if backward is not None and call.began is not None and call.began == backward.began.get(self):
+            self.is_through = True
         if self.armed:
             self.await_what_comes()
         else:  # this backward does not begin here, unless an input is an output
@@ -516,10 +528,13 @@ class Unit(UnitData):
 
     def is_coming(self) -> bool:
         """Whether the running graph task will go on with this unit's backward, or begin it."""
+        return bool(self._open_calls) or self.awaits_gradients()
+
+    def awaits_gradients(self) -> bool:
+        """Whether the running graph task will bring gradients that this unit lacks."""
         if not self.armed:
             return any(map(hooks.will_accumulate, self.trainable_leaves()))
-        missing = (handle.leaves[i] for handle, _, grads in self.kinds for i in grads.missing)
-        return bool(self._open_calls) or any(map(hooks.will_accumulate, missing))
+        return any(hooks.will_accumulate(handle.leaves[i]) for handle, _, grads in self.kinds for i in grads.missing)
 
     def await_what_comes(self) -> None:
         """Reduce now if all has come that this backward computes, and reshard if nothing reads the parameters."""
@@ -539,8 +554,6 @@ class Unit(UnitData):
             return
         for handle, grads in awaiting:
             grads.excuse([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
-        if not backward.record.entered_once(self):
-            self.needed_whole = True  # another call may follow, for which ranks that await gradients gather nothing
 
     def _advance(self) -> None:
         """Reduce when every gradient is there, and reshard, unless something in this backward can still read the
@@ -597,7 +610,7 @@ class Unit(UnitData):
         self._end_backward()
 
     def _end_backward(self) -> None:
-        self.completed = False
+        self.completed = self.is_through = False
         self._late = 0
         self._open_calls.clear()
 

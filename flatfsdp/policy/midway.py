@@ -13,8 +13,7 @@ Ranks need not agree on when half has come: what is gathered then is settled whe
 next in the plan ([Note: backward order]). Only a gather that has no turn in the plan must find it at the same place on
 all ranks: what awaits half of a unit that has begun is gathered before it. Nor do ranks wait for each other: gradients
 of a unit come before those of units that began earlier, so every rank issues the reduction that is waited for before it
-needs a gather that the waiting rank has not issued. Gathers of units that are called again are issued by then ([Note:
-called again]).
+needs a gather that the waiting rank has not issued, and gathers that are due before a reduction are issued by then.
 """
 
 from __future__ import annotations

@@ -7,6 +7,15 @@ Hence: *gathers* of a backward are issued in the reverse of the order in which u
 *reductions* in the reverse of the order in which units began it; each on a communicator of its own, so the two
 sequences need no common interleaving. A unit that is ready before its turn waits; at the end of the backward all that
 remain are flushed in order. In a model that is nested like a tree, ready means on turn, and nobody waits.
+
+Ranks do wait for each other's gathers and reductions, and none may wait for one while another, which waits for this
+rank, has not issued it. So both are on one clock, which runs backwards from the end of the forward: the gather of a
+unit is due when it last *ended*, its reduction when it first *began*. Who waits for a collective has issued all that
+are due before it; of all that ranks wait for, the first to be due is then issued by every rank. Autograd makes that
+possible: it takes the newest node first, so when it reaches a unit's end, it has been through with all that began
+later, and gradients of those that have not come never will. For the same reason a unit that was called more than once
+stays gathered until its first call is over: a rank that got its gradients from the last calls, or has no graph of the
+others, would gather it again, alone.
 """
 
 from __future__ import annotations
@@ -26,31 +35,59 @@ class Pass:
     __slots__ = ("__weakref__",)
 
 
+class Span(Generic[U]):
+    """When units ran with a graph in one pass, or in several, in ticks of one clock.
+
+    Attributes:
+        began: when each was first entered; dict order = that order.
+        ended: when each last finished with an output that can bring it a gradient.
+        again: those that were entered more than once.
+    """
+
+    def __init__(self) -> None:
+        self.began: dict[U, int] = {}
+        self.ended: dict[U, int] = {}
+        self.again: set[U] = set()
+
+    @classmethod
+    def around(cls, spans: Iterable[Span[U]]) -> Span[U]:
+        """From the first begin to the last end in any of `spans`."""
+        whole: Span[U] = cls()
+        for span in sorted(spans, key=lambda span: min(span.began.values(), default=0)):
+            whole.again |= span.again | (span.began.keys() & whole.began.keys())
+            whole.began = span.began | whole.began
+            whole.ended |= span.ended
+        whole.began = dict(sorted(whole.began.items(), key=lambda item: item[1]))
+        return whole
+
+
 class ForwardRecord(Generic[U]):
     """Which units ran in the forward passes that one backward may cover.
 
     Attributes:
         running: the pass that runs, if one does.
-        entered_again: units that were entered more than once.
+        begun_again: units that began more than once, at least the last time without a graph.
+        entered_at: when a unit was entered last.
         consumed: a backward has begun: the next forward opens a new record.
     """
 
     def __init__(self) -> None:
-        self._entered: dict[U, int] = {}  # first entry; dict order = order of first entry
-        self._begun: dict[U, int] = {}  # as `_entered`, with those that began without a graph among them
-        self.entered_again: set[U] = set()
+        self._entered: dict[U, None] = {}  # in the order of first entry
+        self._begun: dict[U, int] = {}  # when, with those that began without a graph among them
+        self.begun_again: set[U] = set()
+        self._left: dict[U, int] = {}  # when those that had no graph finished last
+        self.entered_at = 0
         self.running: Pass | None = None
-        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
-        self._entered_now: set[U] = set()  # in the pass that ran last
-        self._loops = False  # a unit was entered more than once in one pass
+        self._spans: weakref.WeakKeyDictionary[Pass, Span[U]] = weakref.WeakKeyDictionary()
+        self._now: Span[U] = Span()  # of the pass that ran last
+        self._clock = 0
         self._anchored: dict[U, None] = {}  # last anchoring; dict order = order of last anchoring
         self.consumed = False
 
     def begin(self) -> None:
         """A pass begins."""
         self.running = Pass()
-        self._passes.add(self.running)
-        self._entered_now.clear()
+        self._now = self._spans[self.running] = Span()
 
     def end(self) -> None:
         """The pass has ended."""
@@ -58,21 +95,38 @@ class ForwardRecord(Generic[U]):
 
     def enter(self, unit: U) -> None:
         """`unit` began its forward."""
-        self.enter_without_graph(unit)
-        self._loops = self._loops or unit in self._entered_now
-        self._entered_now.add(unit)
-        if unit in self._entered:
-            self.entered_again.add(unit)
-        else:
-            self._entered[unit] = len(self._entered)
+        now = self.entered_at = self._tick(unit)
+        self._entered.setdefault(unit)
+        if self._now.began.setdefault(unit, now) != now:
+            self._now.again.add(unit)
 
     def enter_without_graph(self, unit: U) -> None:
         """`unit` began its forward; a recomputation may still make its graph."""
-        self._begun.setdefault(unit, len(self._begun))
+        if unit in self._begun:
+            self.begun_again.add(unit)
+        self._tick(unit)
 
-    def began_later(self, unit: U, than: U) -> bool:
-        """Whether `unit` began after another one, as far as that is known."""
-        return than not in self._begun or self._begun.get(unit, -1) > self._begun[than]
+    def leave_without_graph(self, unit: U) -> None:
+        """`unit` finished its forward, and no gradient can come to it unless it is recomputed."""
+        self._clock += 1
+        self._left[unit] = self._clock
+
+    def lend(self, owner: U) -> None:
+        """Parameters of `owner` are about to be used by another unit, in whose backward it takes part."""
+        self._entered.setdefault(owner)
+        self._now.began.setdefault(owner, self._tick(owner))
+
+    def _tick(self, unit: U) -> int:
+        self._clock += 1
+        self._begun.setdefault(unit, self._clock)
+        return self._clock
+
+    def add(self, unit: U) -> None:
+        """`unit` takes part, though it did not run: parameters of it were used at a time that is not known."""
+        self._tick(unit)
+        self._entered.setdefault(unit)
+        self._anchored.pop(unit, None)
+        self._anchored[unit] = None
 
     @property
     def may_recompute(self) -> bool:
@@ -81,25 +135,33 @@ class ForwardRecord(Generic[U]):
 
     def repeat(self, unit: U) -> None:
         """`unit` runs again, beside units that a backward gathers with it."""
-        self.entered_again.add(unit)
+        self._now.again.add(unit)
 
     def anchor(self, unit: U) -> None:
         """`unit` finished its forward and its output can bring it a gradient."""
         self._anchored.pop(unit, None)
         self._anchored[unit] = None
+        self._clock += 1
+        self._now.ended[unit] = self._clock
 
     def position(self, unit: U) -> int:
-        """The position at which `unit` was first entered; entering it now if it was not (a recomputation)."""
-        return self._entered.setdefault(unit, len(self._entered))
+        """When `unit` first began; it has a graph from now on, if it had none (a recomputation)."""
+        self._entered.setdefault(unit)
+        return self._begun[unit] if unit in self._begun else self._tick(unit)
 
-    def entered_once(self, unit: U) -> bool:
-        """Whether one call of `unit` is all that a backward can reach."""
-        return unit in self._entered and unit not in self.entered_again
+    def began(self, unit: U) -> int:
+        """When `unit`, which has run, first began."""
+        return self._begun[unit]
+
+    def left(self, unit: U) -> int:
+        """When `unit` last finished without a graph; 0 if it never did."""
+        return self._left.get(unit, 0)
 
     @property
-    def calls_again(self) -> bool:
-        """Whether a backward may reach several calls of units: of several passes whose graphs live, or of one."""
-        return self._loops or len(self._passes) > 1
+    def span(self) -> Span[U]:
+        """When units ran in the passes that a backward may reach, since their graphs live."""
+        spans = list(self._spans.values())
+        return spans[0] if len(spans) == 1 else Span.around(spans)
 
     def awaits(self, unit: U) -> bool:
         """Whether a gradient can reach `unit` in a backward that has not begun."""

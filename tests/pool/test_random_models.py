@@ -1,23 +1,67 @@
-"""Random models of which ranks use different parts: units that are nested, frozen, recomputed, passed through or cut
-off, against the same models in one process."""
+"""Random models of which ranks use different parts: units that are nested, frozen, recomputed, passed through, cut off,
+tied or called again, under random settings, against the same models in one process."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, ShardedGradScaler, optimizer_in_backward, step_flat
 from tests.conftest import Run
 
 WIDTH = 6
 STEPS = 3
+
+
+class How(NamedTuple):
+    """What is drawn beside a model."""
+
+    prefetch: str | None = "BACKWARD_PRE"
+    join_units_below: int = 0
+    world: int = 3
+    strategy: str = "FULL_SHARD"
+    neighbours: int | None = None
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    original: bool = True
+    corners: bool = False  # units are called again, tied, and return tuples
+    microbatches: int = 1
+    forwards: int = 1
+    evaluates: bool = False
+    summons: bool = False
+    stepping: str = ""
+
+    @classmethod
+    def drawn(cls, seed: int) -> How:
+        drawn = random.Random(seed)
+        world = drawn.choice((2, 3, 4))
+        strategies = ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] + ["HYBRID_SHARD"] * 2 * (world == 4)
+        strategy = drawn.choice(strategies)
+        return cls(
+            prefetch=drawn.choice(("BACKWARD_PRE", "BACKWARD_MID", "BACKWARD_POST", None)),
+            join_units_below=drawn.choice((0, 2000)),
+            world=world,
+            strategy=strategy,
+            neighbours=2 if (world, strategy) == (4, "FULL_SHARD") and drawn.random() < 0.5 else None,
+            forward_prefetch=drawn.random() < 0.3,
+            limit_all_gathers=drawn.random() < 0.7,
+            original=drawn.random() < 0.6,
+            corners=drawn.random() < 0.7,
+            microbatches=drawn.choice((1, 1, 2)),
+            forwards=drawn.choice((1, 1, 2)),
+            evaluates=drawn.random() < 0.25,
+            summons=drawn.random() < 0.25,
+            stepping=drawn.choice(("", "", "in the backward", "flat", "scaled")),
+        )
 
 
 def _weight() -> nn.Parameter:
@@ -30,11 +74,12 @@ class Leafy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = _weight(), _weight(), _weight()
+        self.in_tuple = False
 
-    def forward(self, x: Tensor, use: str) -> Tensor:
+    def forward(self, x: Tensor, use: str) -> Tensor | tuple[Tensor, None]:
         for name in use:
             x = x + (x @ getattr(self, name)).tanh() * 0.5
-        return x
+        return (x, None) if self.in_tuple else x
 
 
 class Nest(nn.Module):
@@ -52,9 +97,10 @@ class Nest(nn.Module):
         return x + (x @ self.b).tanh() if "b" in use else x
 
 
-def _run(module: Callable[[Tensor, str], Tensor], x: Tensor, use: str, recompute: bool | None) -> Tensor:
+def _run(module: Callable[[Tensor, str], Any], x: Tensor, use: str, recompute: bool | None) -> Tensor:
     """`recompute`: in the backward, reentrantly or not; None for not at all."""
-    return module(x, use) if recompute is None else checkpoint(partial(module, use=use), x, use_reentrant=recompute)
+    y = module(x, use) if recompute is None else checkpoint(partial(module, use=use), x, use_reentrant=recompute)
+    return y[0] if isinstance(y, tuple) else y
 
 
 class Part(NamedTuple):
@@ -66,7 +112,7 @@ class Part(NamedTuple):
 class Net(nn.Module):
     """A residual chain of units, drawn by `seed`."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, corners: bool = False) -> None:
         super().__init__()
         drawn = random.Random(seed)
         torch.manual_seed(seed)
@@ -77,43 +123,98 @@ class Net(nn.Module):
         self.units = nn.ModuleList(Nest(part.recompute) if part.nested else Leafy() for part in self.parts)
         for unit, part in zip(self.units, self.parts, strict=True):
             unit.requires_grad_(part.trained)
+        self.again = [corners and drawn.random() < 0.3 for _ in self.parts]
+        for place, unit in enumerate(self.units):
+            if corners and drawn.random() < 0.3:
+                owner = self.units[drawn.randrange(place + 1)]
+                if owner.b.requires_grad == unit.b.requires_grad:
+                    unit.b = owner.b
+            if corners and isinstance(unit, Leafy):
+                unit.in_tuple = drawn.random() < 0.3
 
     def forward(self, x: Tensor, seed: int) -> Tensor:
         """What is used is drawn by another `seed`."""
         drawn = random.Random(seed)
         x = x.clone().requires_grad_() * 1.0
-        for unit, part in zip(self.units, self.parts, strict=True):
-            use = "".join(name for name in "abc" if drawn.random() < 0.7)
-            cut = drawn.random() < 0.25 and part.recompute is None
-            y = _run(unit, x, use, None if part.nested else part.recompute)
-            x = x + (y.detach() if cut else y) * 0.5
+        for again in range(2):
+            for unit, part, twice in zip(self.units, self.parts, self.again, strict=True):
+                if again and not twice:
+                    continue
+                use = "".join(name for name in "abc" if drawn.random() < 0.7)
+                cut = drawn.random() < 0.25 and part.recompute is None
+                y = _run(unit, x, use, None if part.nested else part.recompute)
+                x = x + (y.detach() if cut else y) * 0.5
         return x
 
 
-def _train(rank: int, world: int, seed: int, prefetch: str, join_units_below: int) -> bool:
+def _train(rank: int, world: int, seed: int, how: How) -> bool:
+    """Whether parameters, and gradients where they are kept, are those of one process that runs all ranks' batches."""
+    mesh = init_device_mesh("cpu", (2, world // 2)) if how.strategy == "HYBRID_SHARD" else None
     model = FullyShardedDataParallel(
-        Net(seed),
+        Net(seed, corners=how.corners),
         auto_wrap_policy={Leafy, Nest},
-        use_orig_params=True,
-        backward_prefetch=prefetch,
-        join_units_below=join_units_below,
+        sharding_strategy=how.strategy,
+        device_mesh=mesh,
+        reshard_after_forward=how.neighbours,
+        use_orig_params=how.original,
+        forward_prefetch=how.forward_prefetch,
+        limit_all_gathers=how.limit_all_gathers,
+        backward_prefetch=how.prefetch,
+        join_units_below=how.join_units_below,
     )
-    nets = [Net(seed) for _ in range(world)]
+    alone = Net(seed, corners=how.corners)
+    optimizer, plain = (torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, alone))
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**10) if how.stepping == "scaled" else None
+    in_backward = how.stepping == "in the backward"
+    if in_backward:
+        optimizer_in_backward(model, optimizer)
+    elif how.stepping == "flat" and how.original:
+        step_flat(optimizer)
 
-    def run(net: nn.Module, of: int, step: int) -> None:
-        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(of))
-        loss: Tensor = net(x, 100 * seed + 10 * step + of).sum()
-        loss.backward()
+    def loss(net: nn.Module, of: int, step: int, microbatch: int) -> Tensor:
+        total = torch.zeros(())
+        for forward in range(how.forwards):
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(of + 10 * microbatch + 100 * forward))
+            total = total + net(x, 100 * seed + 10 * step + of + 10**6 * microbatch + 10**7 * forward).sum()
+        return total / how.microbatches
+
+    def same(found: Any, expected: Any) -> bool:
+        pairs = zip(found, expected, strict=True)
+        return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
 
     for step in range(STEPS):
-        run(model, rank, step)
-        for of, net in enumerate(nets):
-            run(net, of, step)
-    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-        grads = [[torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()] for net in nets]
-        means = [torch.stack(each).mean(0) for each in zip(*grads, strict=True)]
-        return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, means, strict=True))
+        if how.evaluates:
+            with torch.no_grad():
+                loss(model, 0, step, 0)
+        for microbatch in range(how.microbatches):
+            with nullcontext() if microbatch == how.microbatches - 1 else model.no_sync():
+                scaled = loss(model, rank, step, microbatch)
+                (scaled if scaler is None else scaler.scale(scaled)).backward()
+            for of in range(world):
+                (loss(alone, of, step, microbatch) / world).backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if step == STEPS - 1 and how.original and not in_backward:
+            with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+                if not same(_grads(model), _grads(alone)):
+                    return False
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif not in_backward:
+            optimizer.step()
+        plain.step()
+        for each in optimizer, plain:
+            each.zero_grad()
+        if how.summons or step == STEPS - 1:
+            with FullyShardedDataParallel.summon_full_params(model) if how.summons else nullcontext():
+                if not same(model.state_dict().values(), alone.state_dict().values()):
+                    return False
+    return True
+
+
+def _grads(net: nn.Module) -> list[Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
 
 
 # Each of them has waited for ever, ended the process or given wrong gradients in an earlier version.
@@ -121,4 +222,10 @@ def _train(rank: int, world: int, seed: int, prefetch: str, join_units_below: in
 @pytest.mark.parametrize("seed", [0, 17, 26, 31, 36, 39, 48, 51, 117, 132, 158, 163])
 def test_what_ranks_do_not_use_is_no_gradient_on_them(pool3: Run, seed: int, prefetch: str) -> None:
     for join_units_below in 0, 2000:
-        assert all(pool3(_train, seed, prefetch, join_units_below, timeout=60))
+        assert all(pool3(_train, seed, How(prefetch, join_units_below), timeout=60))
+
+
+@pytest.mark.parametrize("seed", [2, 5, 9])
+def test_so_it_is_under_any_settings(run: Run, seed: int) -> None:
+    how = How.drawn(seed)
+    assert all(run(how.world, _train, seed, how, timeout=60))

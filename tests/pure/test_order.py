@@ -101,13 +101,17 @@ def pairs(units: Iterable[str]) -> Iterator[tuple[str, ...]]:
     return join(units, lambda unit: (1, None), most=2)
 
 
-def test_a_record_knows_what_began_later_of_what_had_no_graph() -> None:
+def test_a_record_knows_when_units_without_a_graph_ran() -> None:
     record: ForwardRecord[str] = ForwardRecord()
     for unit, has_graph in (("a", True), ("b", False), ("c", True)):
         (record.enter if has_graph else record.enter_without_graph)(unit)
-    assert record.began_later("c", than="b") and not record.began_later("a", than="b")
-    assert record.began_later("a", than="elsewhere")
-    assert record.entered == ("a", "c")
+        (record.anchor if has_graph else record.leave_without_graph)(unit)
+    assert record.entered == record.anchored == ("a", "c") and record.may_recompute
+    assert [record.began(unit) for unit in "abc"] == [1, 3, 5]
+    assert record.left("b") == 4 and record.left("a") == 0
+    assert not record.begun_again
+    record.enter_without_graph("b")
+    assert record.begun_again == {"b"} and record.began("b") == 3
 
 
 def test_joined_gathers_are_handed_out_as_one() -> None:
@@ -156,22 +160,31 @@ def test_upcoming_units_are_those_of_the_forward_before() -> None:
     assert "".join(order.upcoming()) == "d"
 
 
-def test_calls_that_a_backward_may_reach_several_of() -> None:
+def test_a_span_is_of_the_passes_whose_graphs_live() -> None:
     record: ForwardRecord[str] = ForwardRecord()
     graphs = []
-    for _ in range(2):
+    for units in "ab", "ba":
         record.begin()
         graphs.append(record.running)
-        record.enter("a")
+        for unit in units:
+            record.enter(unit)
+            record.anchor(unit)
         record.end()
-    assert record.calls_again and record.entered_again == {"a"}
+    assert record.span.again == {"a", "b"}
+    assert record.span.began == {"a": 1, "b": 3} and record.span.ended == {"b": 6, "a": 8}
     del graphs[0]
-    assert not record.calls_again
+    assert record.span.began == {"b": 5, "a": 7} and list(record.span.began) == ["b", "a"]
+    assert record.span.ended == {"b": 6, "a": 8} and not record.span.again
+
+
+def test_an_owner_begins_with_the_first_that_uses_its_parameters() -> None:
+    record: ForwardRecord[str] = ForwardRecord()
     record.begin()
-    record.enter("a")
-    record.enter("a")
-    record.end()
-    assert record.calls_again
+    for unit in "ab":
+        record.enter(unit)
+        if unit == "a":
+            record.lend("b")
+    assert record.entered == ("a", "b") and record.span.began == {"a": 1, "b": 2}
 
 
 def test_units_that_are_gathered_together_are_so_when_one_of_them_is_needed() -> None:
