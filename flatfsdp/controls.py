@@ -48,10 +48,11 @@ class ScheduleControls:
         """Gather this wrapper's parameters before its forward does; not those of wrappers inside.
 
         They stay whole for that forward, or until the end of the forward or backward in which they are not used. What
-        is written to the shards meanwhile, on any rank, is seen: the forward gathers anew. Called between a forward and
-        its backward it is for a loss that takes parameters itself, of a wrapper that the forward did not call; their
-        gradients are reduced with the others. Collective over the shard group; every rank calls it at the same point,
-        between iterations or inside the forward of an outer wrapper.
+        is written to the shards meanwhile, on any rank, is seen: the forward gathers anew. What is whole is a copy: the
+        forward refuses what was written to it, or put in the place of its `.data` or `.grad`. Called between a forward
+        and its backward it is for a loss that takes parameters itself, of a wrapper that the forward did not call;
+        their gradients are reduced with the others. Collective over the shard group; every rank calls it at the same
+        point, between iterations or inside the forward of an outer wrapper.
 
         Args:
             async_op: whether to return at once, with a handle; else the parameters are whole, in their own shapes, when

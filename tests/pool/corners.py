@@ -13,13 +13,14 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, grads
 from flatfsdp.comm import Late, doubled
 from flatfsdp.storage import poison
 from flatfsdp.wrap import ModuleWrapPolicy
@@ -31,26 +32,30 @@ LR = 0.05
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is wrapped. `doubled`: under a late communicator and poisoned buffers. `nearby`: among how many ranks
-    parameters stay between forward and backward. `apart`: units, which are small here, share no collectives."""
+    """How a model is wrapped.
+
+    `doubled`: under a late communicator and poisoned buffers. `nearby`: among how many ranks parameters stay between
+    forward and backward. `large`: units and gradients, which are small here, are treated as large ones: exchanged, and
+    moved, one by one as they come.
+    """
 
     strategy: str = "FULL_SHARD"
     orig: bool = True
     doubled: bool = False
     offload: bool = False
     nearby: int | None = None
-    apart: bool = False
+    large: bool = False
 
     def __str__(self) -> str:
         flags = {"doubled": self.doubled, "offload": self.offload, f"nearby {self.nearby}": self.nearby is not None}
-        flags["apart"] = self.apart
+        flags["large"] = self.large
         return " ".join([self.strategy, "orig" if self.orig else "flat", *(word for word, on in flags.items() if on)])
 
     def wrap(self, model: nn.Module, units: Collection[type[nn.Module]], **more: Any) -> FullyShardedDataParallel:
         """`model` with the modules of the classes `units`, and the whole, as units."""
         if "HYBRID" in self.strategy:
             more["device_mesh"] = dist.init_device_mesh("cpu", (2, dist.get_world_size() // 2))
-        if self.apart:
+        if self.large:
             more["join_units_below"] = 0
         return FullyShardedDataParallel(
             model,
@@ -63,8 +68,10 @@ class Setting:
         )
 
     def doubles(self) -> AbstractContextManager[Any]:
-        """The doubles, where asked for."""
+        """The doubles, where asked for, and what makes gradients large."""
         stack = ExitStack()
+        if self.large:
+            stack.enter_context(patch.object(grads, "SMALL_BYTES", 0))
         if self.doubled:
             stack.enter_context(doubled(Late))
             stack.enter_context(poison())
@@ -72,12 +79,12 @@ class Setting:
 
 
 PLAIN = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-# Every strategy with and without original parameters; plain and doubled, joined and apart in turn.
+# Every strategy with and without original parameters; plain and doubled, small and large in turn.
 ALL = tuple(
-    Setting(s, orig, doubled=(i + orig) % 2 == 1, apart=orig) for i, s in enumerate(PLAIN) for orig in (True, False)
+    Setting(s, orig, doubled=(i + orig) % 2 == 1, large=orig) for i, s in enumerate(PLAIN) for orig in (True, False)
 )
 HYBRID = tuple(
-    Setting(s, orig, doubled=orig, apart=not orig)
+    Setting(s, orig, doubled=orig, large=not orig)
     for s in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
     for orig in (True, False)
 )

@@ -12,13 +12,12 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, grads
+from flatfsdp import FullyShardedDataParallel
 from flatfsdp.comm import Base, Transport, doubled
 from flatfsdp.device import DONE, Lane, Pending
 from flatfsdp.errors import FlatFSDPWarning, UsageError
@@ -69,7 +68,7 @@ class Detached(nn.Module):
 refused: list[int] = []  # the steps at which autograd refused
 
 
-def detached(rank: int, world: int, at_once: bool) -> tuple[list[str], list[int]]:
+def detached(rank: int, world: int) -> tuple[list[str], list[int]]:
     def program(model: Any, rank: int, step: int) -> Any:
         x = data(rank, step).requires_grad_()
         loss = loss_of(model(x))
@@ -84,10 +83,7 @@ def detached(rank: int, world: int, at_once: bool) -> tuple[list[str], list[int]
         return loss, x.grad
 
     refused.clear()
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        patch.object(grads, "SMALL_BYTES", 0 if at_once else grads.SMALL_BYTES),
-    ):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lines = differences(rank, world, lambda: nn.Sequential(Detached(), Detached()), program, units=(Detached,))
     told = [str(each.message) for each in caught if issubclass(each.category, FlatFSDPWarning)]
@@ -96,18 +92,18 @@ def detached(rank: int, world: int, at_once: bool) -> tuple[list[str], list[int]
     return lines, refused
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_2_detached_use_of_a_parameter(at_once: bool, pool2: Run) -> None:
-    """Right, or, where gradients are moved at once, refused by autograd once and right ever after; never a wrong
+def test_2_detached_use_of_a_parameter(pool2: Run) -> None:
+    """Right, or, where gradients are moved as they come, refused by autograd once and right ever after; never a wrong
     gradient. [Note: slot sharing]"""
-    for lines, steps in pool2(detached, at_once):
+    for lines, steps in pool2(detached):
         assert not lines
-        assert set(steps) == ({1} if at_once else set())  # the first shows that sharing pays, the second that not
+        assert set(steps) == {1}  # the first step shows that sharing pays, the second that it does not
 
 
 def test_2_a_parameter_whose_place_its_gradient_has_taken_is_not_read() -> None:
-    with fake_world(2), patch.object(grads, "SMALL_BYTES", 0):
-        model = Setting(apart=True).wrap(seeded(Net), (Feedforward,))
+    setting = Setting(large=True)
+    with fake_world(2), setting.doubles():
+        model = setting.wrap(seeded(Net), (Feedforward,))
         block = model.blocks[1].module
         for step in range(3):
             if step == 2:  # in the second one places were taken
