@@ -25,7 +25,7 @@ from .state_dict_configs import OptimStateDictConfig, StateDictConfig, StateDict
 from .state_dicts import loading, saving
 from .state_dicts.kinds import set_type, settings_of, type_for_a_while
 from .summary import group_line
-from .traversal import units_at, units_in
+from .traversal import units_at, units_in, with_owners
 from .unit import Unit
 from .wrapper import flat_params_hidden, keep_root, no_sync, register_comm_hook, register_flat_params, root_of
 
@@ -387,10 +387,12 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
         """A context in which parameters are whole, in their own shapes and the dtype that optimizers see. Collective.
 
         With `use_orig_params=False` it also lists them, instead of flat parameters, in `module.named_parameters()`.
+        Forwards may run inside, without gradients: of what is whole there without communication, of wrappers inside
+        that are not as ever.
 
         Args:
             module: a wrapper, or any module with wrappers inside.
-            recurse: whether all wrappers inside, or only `module` itself.
+            recurse: whether all wrappers inside, or only `module` itself, with what is tied to its parameters.
             writeback: whether changes made inside are kept. Every rank must make the same, but see `rank0_only`.
             rank0_only: only rank 0 gets whole parameters, others keep seeing their shards; with `writeback`, rank 0's
                 changes reach all.
@@ -398,10 +400,10 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
             with_grads: whether `.grad` is whole, too, and written back like the parameters.
 
         Raises:
-            UsageError: inside itself, and inside a forward or a backward.
+            UsageError: inside itself, and inside a forward or a backward; a forward with gradients inside.
         """
         loading.forget(module)
-        units = units_in(module) if recurse else units_at(module)
+        units = with_owners(units_in(module) if recurse else units_at(module))
         with (
             flat_params_hidden(module),
             full_params.summon(

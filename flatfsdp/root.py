@@ -263,12 +263,6 @@ class Root:
 
     def enter(self, unit: Unit) -> bool:
         """A forward of `unit` begins; True if it is the outermost."""
-        if unit.phase is SUMMONED:
-            raise UsageError(
-                f"unit {unit.label}: forward inside summon_full_params() would train on parameters that are written "
-                "back later; "
-                "leave the context first"
-            )
         outermost = self.depth == 0
         if outermost:
             self._begin(unit)
@@ -389,7 +383,8 @@ class Root:
             for each in (*unit.owners, unit):
                 each.take_writes()
         for owner in unit.owners:
-            owner.launch_unshard()
+            if owner.phase is not SUMMONED:
+                owner.launch_unshard()
         self._launch(unit, self._order.upcoming())
 
     def _verify_replicas(self) -> None:
@@ -700,8 +695,7 @@ class Root:
         if self._at_rest:
             self._take_back(written=True)
         for unit in self.units:
-            if unit.phase is not SUMMONED:
-                unit.rest()
+            unit.rest()
         self.limiter.settle()
         self._at_rest = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -60,6 +60,11 @@ def units_at(module: nn.Module) -> list[Unit]:
     """The unit whose wrapper `module` is, if it is one."""
     unit = module.__dict__.get("_unit")
     return [unit] if isinstance(unit, Unit) else []
+
+
+def with_owners(units: Sequence[Unit]) -> list[Unit]:
+    """`units`, and those of which they hold tied parameters, before them."""
+    return list(dict.fromkeys([owner for unit in units for owner in unit.owners] + list(units)))
 
 
 def check_outermost(unit: Unit, call: str) -> None:

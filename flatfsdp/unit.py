@@ -24,7 +24,7 @@ from .midway import CountedLeaves
 from .policy.order import Pass
 from .trees import cast_floating, map_tensors, move, tensors_in
 from .unit_data import UnitData, check_hooks
-from .views import GUARDED, Home, check_exposed, check_unwritten
+from .views import GUARDED, WHOLE, Home, check_exposed, check_unwritten
 
 if TYPE_CHECKING:
     from .backward import Backward
@@ -105,6 +105,8 @@ class Unit(UnitData):
         root = self.root
         if root.depth == 0 and root.follow_profiler():
             return self.run(args, kwargs, method=method)  # by the class that it has now
+        if self.phase is SUMMONED:
+            return self._run_summoned(root, args, kwargs, method)
         outermost = root.enter(self)
         phase, recomputing = self.phase, _torch.in_backward()
         try:
@@ -134,6 +136,22 @@ class Unit(UnitData):
             self.enter_phase(IDLE)
         root.leave(self)
         return output
+
+    def _run_summoned(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
+        """The module's forward, or another `method`, with the parameters as the user has them. No communication, but of
+        units inside that are not summoned."""
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"unit {self.label}: forward inside summon_full_params() would train on parameters that are written "
+                "back later; leave the context first. Without gradients (torch.no_grad()) it may run there"
+            )
+        if any(shown.exposure is not WHOLE for unit in (self, *self.owners) for shown in unit.shown):
+            raise UsageError(
+                f"unit {self.label}: forward inside summon_full_params(rank0_only=True), which gives this rank no "
+                "whole parameters; leave the context first, or run it on rank 0 alone with all units summoned"
+            )
+        args, kwargs = move((args, kwargs), root.device.device)
+        return (self.module if method is None else getattr(self.module, method))(*args, **kwargs)
 
     def take_part(self) -> None:
         """Do what this unit's forward does together with other ranks, and nothing else. Collective over the shard axis.
@@ -338,7 +356,7 @@ class Unit(UnitData):
     def lent_no_more(self, borrower: Unit) -> None:
         """`borrower`, which holds some of these parameters too, has run its forward: reshard, unless they are needed
         still."""
-        in_use = self.phase is FORWARD or self.needed_whole or self._lent
+        in_use = self.phase in (FORWARD, SUMMONED) or self.needed_whole or self._lent
         if not in_use and self.reshards_after_forward:
             self.reshard_after_forward(self, borrower)
 
@@ -593,6 +611,8 @@ class Unit(UnitData):
     # -- the end of an iteration -------------------------------------------------------------------------------------
 
     def rest(self, *, keep_whole: bool = False) -> None:
+        if self.phase is SUMMONED:  # the parameters are the user's; units around it may have run
+            return
         super().rest(keep_whole=keep_whole)
         self.needed_whole = False
         self._end_backward()
