@@ -134,6 +134,7 @@ class Backward:
         self._begun = [unit for unit in self.began if unit in self._places or unit in self._again]
         self._ended = 0  # how many of the sequence ended later than what was reduced last began
         self._recomputed: dict[Unit, None] = {}  # outside of the plan, having had no graph
+        self._runs: dict[Unit, int] = {}  # how many of their runs were recomputed, the last first
         self._joins = joins
         self.task = _torch.graph_task()
         self.double = False
@@ -192,6 +193,10 @@ class Backward:
             else:
                 each.show_shapes()
 
+    def has_yet_to_gather(self, unit: Unit) -> bool:
+        """Whether the turn of `unit` is to come."""
+        return self._gathers.has_turn(unit)
+
     def gather_in_turn(self, unit: Unit) -> None:
         """Issue the gathers of `unit` and of all whose turn comes before. Collective over the shard axis."""
         if not (self._gathers.has_turn(unit) or unit.is_whole):
@@ -210,6 +215,8 @@ class Backward:
                 self._branches.refuse_window(unit)
             self._complete_what_comes_no_more(unit)
             self._gather_what_was_passed(unit)
+            if not self.in_inner_task():
+                self._runs[unit] = self._runs.get(unit, 0) + 1
         for each in (*unit.owners, unit):
             self.gather_in_turn(each)
         if unit in self._places:
@@ -417,7 +424,7 @@ class Backward:
         if self._is_awaited(over):
             self._complete(over)
         if over in self._again:
-            if over.completed and self.reduces(over):
+            if over.completed and self.reduces(over) and any(grads.awaited for grads in over.grads):
                 self._reductions.ready(over)
                 self._reduce(self._reductions.due())
         elif over in self._span.again and not self.keeps_whole(over):
@@ -459,17 +466,17 @@ class Backward:
                 self._prefetch_after(each)
 
     def _end_of(self, unit: Unit) -> float:
-        """When the last call of `unit` ended, with a graph or without."""
-        return self._span.ended.get(unit) or self.record.left(unit)
+        """When the last call of `unit` ended, or the one that is recomputed now where it had no graph."""
+        return self._span.ended.get(unit) or self.record.left(unit, later=self._runs.get(unit, 0))
 
     def _gather_what_was_passed(self, unit: Unit) -> None:
-        """The forward of `unit`, which is outside of the plan, runs again: gather what began later and was not reached,
+        """The forward of `unit`, which is outside of the plan, runs again: gather what ended later and was not reached,
         as ranks did that reached it, so that the gather of `unit` comes at the same place on all ranks."""
         if self.double or self.in_inner_task():
             return
         ended = self._end_of(unit)
         for each in self._sequence:
-            if not self._gathers.is_past(each) and self.began.get(each, NEVER) > ended:
+            if not self._gathers.is_past(each) and self._span.ended.get(each, NEVER) > ended:
                 _launch(self._gathers.through((each,)), ahead=True)
                 self._prefetch_after(each)
 

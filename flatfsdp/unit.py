@@ -430,6 +430,8 @@ class Unit(UnitData):
         backward.stepping.check_untouched(self, "its backward began again")
         if call is not None and call.over_in is not None and call.over_in == _torch.graph_task():
             call = None
+            if self.armed and not (self.is_whole or backward.has_yet_to_gather(self)):
+                return  # freed when that was over
         if call is not None and call not in self._open_calls:
             self._open_calls.add(call)
             if backward.in_inner_task():
@@ -535,14 +537,15 @@ class Unit(UnitData):
 
     def inputs_ready(self, call: Call) -> None:
         """The gradients of the inputs of one call are there."""
-        self._open_calls.discard(call)
+        if call in self._open_calls:
+            self._open_calls.discard(call)
+        else:  # its backward does not begin, unless an input is an output
+            call.over_in = _torch.graph_task()
         backward = self.root.backward
         if backward is not None and call.began is not None and call.began == backward.began.get(self):
             self.is_through = True
         if self.armed:
             self.await_what_comes()
-        else:  # this backward does not begin here, unless an input is an output
-            call.over_in = _torch.graph_task()
 
     def is_coming(self) -> bool:
         """Whether the running graph task will go on with this unit's backward, or begin it."""

@@ -75,7 +75,7 @@ class ForwardRecord(Generic[U]):
         self._entered: dict[U, None] = {}  # in the order of first entry
         self._begun: dict[U, int] = {}  # when, with those that began without a graph among them
         self.begun_again: set[U] = set()
-        self._left: dict[U, int] = {}  # when those that had no graph finished last
+        self._left: dict[U, list[int]] = {}  # when those that had no graph finished
         self.entered_at = 0
         self.running: Pass | None = None
         self._spans: weakref.WeakKeyDictionary[Pass, Span[U]] = weakref.WeakKeyDictionary()
@@ -109,7 +109,7 @@ class ForwardRecord(Generic[U]):
     def leave_without_graph(self, unit: U) -> None:
         """`unit` finished its forward, and no gradient can come to it unless it is recomputed."""
         self._clock += 1
-        self._left[unit] = self._clock
+        self._left.setdefault(unit, []).append(self._clock)
 
     def lend(self, owner: U) -> None:
         """Parameters of `owner` are about to be used by another unit, in whose backward it takes part."""
@@ -153,9 +153,10 @@ class ForwardRecord(Generic[U]):
         """When `unit`, which has run, first began."""
         return self._begun[unit]
 
-    def left(self, unit: U) -> int:
-        """When `unit` last finished without a graph; 0 if it never did."""
-        return self._left.get(unit, 0)
+    def left(self, unit: U, *, later: int = 0) -> int:
+        """When `unit` finished without a graph, so many times before it did last; 0 if it never did."""
+        left = self._left.get(unit, ())
+        return left[max(0, len(left) - 1 - later)] if left else 0
 
     @property
     def span(self) -> Span[U]:

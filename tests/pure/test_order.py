@@ -111,7 +111,9 @@ def test_a_record_knows_when_units_without_a_graph_ran() -> None:
     assert record.left("b") == 4 and record.left("a") == 0
     assert not record.begun_again
     record.enter_without_graph("b")
+    record.leave_without_graph("b")
     assert record.begun_again == {"b"} and record.began("b") == 3
+    assert record.left("b") == 8 and record.left("b", later=1) == record.left("b", later=2) == 4
 
 
 def test_joined_gathers_are_handed_out_as_one() -> None:
