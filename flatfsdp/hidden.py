@@ -45,7 +45,10 @@ class HiddenParameter(nn.Parameter):
             return _data(*args)
         if not torch.is_grad_enabled() and _is_elementwise(func):
             return _on_shards(func, args, kwargs)
-        raise UsageError(_refusal(name_of(func), (*args, *kwargs.values())))
+        used = (*args, *kwargs.values())
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            raise UsageError(_refusal_to_ask(name_of(func), used))
+        raise UsageError(_refusal(name_of(func), used))
 
 
 def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
@@ -168,4 +171,12 @@ def _refusal(operation: str, arguments: Iterable[Any]) -> str:
         "in a forward of the model or between it and its backward, where it is sharded. Use it in the forward of the "
         "module that holds it (a term over parameters, an L2 penalty say, too), call unshard() of that unit's wrapper "
         "before, or let the unit be the module that uses it; to look at values, use summon_full_params() between steps"
+    )
+
+
+def _refusal_to_ask(operation: str, arguments: Iterable[Any]) -> str:
+    return (
+        f"{operation} was asked for the gradients of parameter {_names(_hidden_in(arguments))}, which are reduced over "
+        "ranks as they come, and show as .grad when the backward is over. Call backward() without inputs=, and read "
+        ".grad; what is not to be trained by it can be frozen before the forward (requires_grad_(False))"
     )

@@ -381,6 +381,9 @@ pickle""",
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.ones(2, 4)).sum().backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.fill_(1)  # a fake group leaves there what was in memory
     optimizer.step()
 
 
@@ -593,6 +596,20 @@ between steps"""
     output.backward()
     assert type(weight) is nn.Parameter
     (2 * weight).sum()
+
+
+@pytest.mark.parametrize("call", ["grad", "backward"])
+def test_gradients_of_parameters_are_not_asked_for(world: None, call: str) -> None:
+    model = FullyShardedDataParallel(
+        nn.Sequential(linear(), linear()), auto_wrap_policy={nn.Linear}, use_orig_params=True
+    )
+    parameters = list(model.parameters())
+    loss = model(torch.ones(1, 4)).sum()
+    asks = {"grad": lambda: torch.autograd.grad(loss, parameters), "backward": lambda: loss.backward(inputs=parameters)}
+    words = said(asks[call])
+    assert words.startswith(f"{call}() was asked for the gradients of parameter 'weight' of unit '0'")
+    loss.backward()
+    assert parameters[0].grad is not None
 
 
 class Reader(nn.Module):
