@@ -128,7 +128,10 @@ def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Uni
     found = None
     while traceback is not None:
         frame, at = traceback.tb_frame, traceback.tb_lasti
-        found = holders.get(id(frame.f_locals.get("self")), found)
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Unit):  # it runs: its parameters were whole
+            holders = {key: held for key, held in holders.items() if held[0] is not owner}
+        found = holders.get(id(owner), found)
         traceback = traceback.tb_next
     is_torchs = frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
     return None if not is_torchs and frame.f_code.co_code[at] == _RAISE else found

@@ -52,6 +52,10 @@ class Model(nn.Module):
             tokens = self(tokens).argmax(-1) % 9
         return tokens
 
+    def encode(self, x: Tensor) -> Tensor:
+        encoded: Tensor = self.encoder(x)
+        return encoded
+
     def scaled(self, x: Tensor) -> Tensor:
         return x @ torch.outer(self.scale, self.scale)
 
@@ -158,6 +162,8 @@ def test_other_failures_stay_what_they_are() -> None:
         model(TOKENS)
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             model.encoder.project(torch.ones(2, WIDTH + 1))
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"^mat1 and mat2"):
+            model.encode(torch.ones(2, WIDTH + 1))  # in a unit that runs
         assert model.length() <= WIDTH
 
 
