@@ -129,8 +129,8 @@ def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Uni
     while traceback is not None:
         frame, at = traceback.tb_frame, traceback.tb_lasti
         owner = frame.f_locals.get("self")
-        if isinstance(owner, Unit):  # it runs: its parameters were whole
-            holders = {key: held for key, held in holders.items() if held[0] is not owner}
+        if isinstance(owner, Unit):  # it runs: its parameters were whole, and those around it are not computed with
+            holders, found = {key: held for key, held in holders.items() if held[0] is not owner}, None
         found = holders.get(id(owner), found)
         traceback = traceback.tb_next
     is_torchs = frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
