@@ -132,6 +132,7 @@ class Backward:
             self.began = dict(sorted(began.items(), key=lambda item: item[1]))
         # Those that are not known to be over, the next last.
         self._begun = [unit for unit in self.began if unit in self._places or unit in self._again]
+        self._called_again = self._span.again | self._again
         self._ended = 0  # how many of the sequence ended later than what was reduced last began
         self._recomputed: dict[Unit, None] = {}  # outside of the plan, having had no graph
         self._runs: dict[Unit, int] = {}  # how many of their runs were recomputed, the last first
@@ -320,9 +321,9 @@ class Backward:
 
     def _gather_what_comes_before(self, group: Sequence[Unit]) -> None:
         """`group` is reduced: issue the gathers of what ended after it began. [Note: backward order]"""
-        began = min(self.began.get(unit, NEVER) for unit in group)
-        ended, before = self._span.ended, self._ended
-        while self._ended < len(self._sequence) and ended.get(self._sequence[self._ended], NEVER) > began:
+        began = self.began.get(group[0], NEVER) if len(group) == 1 else min(self.began.get(u, NEVER) for u in group)
+        ended, sequence, before = self._span.ended, self._sequence, self._ended
+        while self._ended < len(sequence) and ended.get(sequence[self._ended], NEVER) > began:
             self._ended += 1
         if self._ended > before:
             _launch(self._gathers.through(self._sequence[before : self._ended]), ahead=True)
@@ -405,8 +406,11 @@ class Backward:
 
     def _complete_what_is_over(self, unit: Unit) -> None:
         """`unit` was reached: this backward is through with what began after its end. [Note: backward order]"""
-        ended = self._span.ended.get(unit, NEVER)
-        while self._begun and self.began[over := self._begun[-1]] > ended:
+        ended, begun = self._span.ended.get(unit, NEVER), self._begun
+        while begun and self.began[over := begun[-1]] > ended:
+            if over.completed and over not in self._called_again:
+                begun.pop()
+                continue
             awaited = self._is_awaited(over)
             if awaited and (self.double or self.in_inner_task() or not self.brings_gradients()):
                 return

@@ -95,7 +95,8 @@ class ForwardRecord(Generic[U]):
 
     def enter(self, unit: U) -> None:
         """`unit` began its forward."""
-        now = self.entered_at = self._tick(unit)
+        now = self.entered_at = self._clock = self._clock + 1
+        self._begun.setdefault(unit, now)
         self._entered.setdefault(unit)
         if self._now.began.setdefault(unit, now) != now:
             self._now.again.add(unit)
