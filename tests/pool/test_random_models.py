@@ -226,7 +226,9 @@ def test_what_ranks_do_not_use_is_no_gradient_on_them(pool3: Run, seed: int, pre
         assert all(pool3(_train, seed, How(prefetch, join_units_below), timeout=60))
 
 
-@pytest.mark.parametrize("seed", [2, 7, 9, 10, 16, 20, 23, 32, 36])
+# Without what [Note: backward order] says, 2, 20 and 23 fail where units do not stay for their first call, 44 and 71
+# where gathers are not issued before reductions; 64 and 85 where a recomputation is taken for that of the last run.
+@pytest.mark.parametrize("seed", [2, 7, 9, 10, 16, 20, 23, 32, 44, 64, 71, 85])
 def test_so_it_is_where_units_are_called_again_or_tied_under_any_settings(run: Run, seed: int) -> None:
     how = How.drawn(seed)
     assert all(run(how.world, _train, seed, how, timeout=60))
