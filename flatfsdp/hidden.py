@@ -50,6 +50,13 @@ class HiddenParameter(nn.Parameter):
             raise UsageError(_refusal_to_ask(name_of(func), used))
         raise UsageError(_refusal(name_of(func), used))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter of the shard, which is nobody's leaf and hides nothing."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(_shard_of(self).clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
 
 def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
     """Let `leaves` show `nothing`, unless they do, and refuse operations on them; those of users' own classes stay what

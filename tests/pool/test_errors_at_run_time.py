@@ -593,8 +593,10 @@ between steps"""
     assert weight.requires_grad
     assert weight.grad is None
     assert isinstance(weight, nn.Parameter)
+    copied = copy.deepcopy([weight, weight])
+    assert copied[0] is copied[1] and type(copied[0]) is nn.Parameter
     output.backward()
-    assert type(weight) is nn.Parameter
+    assert type(weight) is nn.Parameter and torch.equal(copied[0], weight)
     (2 * weight).sum()
 
 
