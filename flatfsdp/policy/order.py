@@ -301,12 +301,6 @@ class ReducePlan(Generic[U]):
         """What is expected and was not handed out, the next first."""
         return reversed(self._sorted())
 
-    @property
-    def next(self) -> U | None:
-        """What is expected and was not handed out, and comes first."""
-        in_order = self._sorted()
-        return in_order[-1] if in_order else None
-
     def due(self) -> list[tuple[U, ...]]:
         """The groups whose turn has come, in order; each is handed out once."""
         out = []
