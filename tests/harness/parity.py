@@ -18,11 +18,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import pool, reference
+from tests.harness.meshes import shared_mesh
 from tests.harness.plain_fsdp import PlainFSDP
 from tests.harness.reference import Recipe, Story, Tensors
 
@@ -78,7 +78,7 @@ class FSDP:
         if "cpu_offload" in arguments:
             arguments["cpu_offload"] = package.CPUOffload(offload_params=arguments["cpu_offload"])
         if "mesh" in arguments:
-            arguments["device_mesh"] = _mesh(arguments.pop("mesh"))
+            arguments["device_mesh"] = shared_mesh(*arguments.pop("mesh"))
         if recipe.nested:
             arguments["auto_wrap_policy"] = policies.ModuleWrapPolicy(recipe.model.units)
         if recipe.mixed:
@@ -153,12 +153,6 @@ def _recomputed(forward: Callable[[Tensor], Tensor], reentrant: bool, x: Tensor)
         x = x.detach().requires_grad_()
     result: Tensor = checkpoint(forward, x, use_reentrant=reentrant)
     return result
-
-
-@lru_cache(maxsize=8)
-def _mesh(shape: tuple[int, ...]) -> Any:
-    """A mesh of the worker's world, whose process groups all jobs share."""
-    return dist.init_device_mesh("cpu", shape)
 
 
 class Unsharded:

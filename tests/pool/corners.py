@@ -2,7 +2,8 @@
 
 A *program* is `program(model, rank, step)`: it runs forwards and backwards with that rank's data and returns what else
 is to be compared (losses, gradients of inputs). The oracle runs it on one plain copy of the model per rank and averages
-`.grad` in rank order; the engine runs it once per rank. Each step is compared, then SGD steps.
+`.grad` in rank order, once for all settings; the engine runs it once per rank under each. Each step is compared, then
+SGD steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,6 +24,7 @@ from flatfsdp import FullyShardedDataParallel, grads
 from flatfsdp.comm import Late, doubled
 from flatfsdp.storage import poison
 from flatfsdp.wrap import ModuleWrapPolicy
+from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
 
 Program = Callable[[Any, int, int], Any]
@@ -54,7 +55,7 @@ class Setting:
     def wrap(self, model: nn.Module, units: Collection[type[nn.Module]], **more: Any) -> FullyShardedDataParallel:
         """`model` with the modules of the classes `units`, and the whole, as units."""
         if "HYBRID" in self.strategy:
-            more["device_mesh"] = dist.init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+            more["device_mesh"] = replicas_of_shards()
         if self.large:
             more["join_units_below"] = 0
         return FullyShardedDataParallel(
@@ -104,35 +105,42 @@ def differences(
     """A line for each thing that differs between engine and oracle: bit by bit, unless `bound` allows a relative
     error."""
     lines: list[str] = []
+    expected = _oracle(rank, world, build, program, steps)
     for setting in under:
         try:
-            for line in _differences(rank, world, build, program, units, setting, steps, bound):
+            for line in _differences(expected, rank, build, program, units, setting, bound):
                 lines.append(f"{setting}: rank {rank}: {line}")
         except Exception:
             lines.append(f"{setting}: rank {rank} raised: {traceback.format_exc(limit=-8)}")
     return lines
 
 
+@dataclass
+class Expected:
+    """What a program gives on plain models: each step's results on this rank with the averaged gradients, and how the
+    parameters ended."""
+
+    steps: list[tuple[list[Tensor], dict[str, Tensor]]]
+    parameters: dict[str, Tensor]
+
+
 def _differences(
+    expected: Expected,
     rank: int,
-    world: int,
     build: Callable[[], nn.Module],
     program: Program,
     units: Collection[type[nn.Module]],
     setting: Setting,
-    steps: int,
     bound: float,
 ) -> Iterator[str]:
-    plain = [seeded(build) for _ in range(world)]
     with setting.doubles():
         model = setting.wrap(seeded(build), units)
         identities = {id(p) for p in model.parameters()}
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        for step in range(steps):
-            expected, averaged = _oracle(plain, program, rank, step)
+        for step, (results, averaged) in enumerate(expected.steps):
             optimizer.zero_grad()
             found = program(model, rank, step)
-            yield from (f"step {step}: {line}" for line in _compared("result", flat(found), flat(expected), bound))
+            yield from (f"step {step}: {line}" for line in _compared("result", flat(found), results, bound))
             yield from (f"step {step}: {line}" for line in at_rest(model))
             gradients = full_gradients(model)
             if gradients.keys() != averaged.keys():
@@ -145,26 +153,30 @@ def _differences(
             if {id(p) for p in model.parameters()} != identities:
                 yield f"step {step}: parameters are other objects than before"
         trained = full_parameters(model)
-        for name, parameter in plain[0].named_parameters():
-            yield from _compared(f"at the end: {name}", [trained[name]], [parameter.detach()], bound)
+        for name, parameter in expected.parameters.items():
+            yield from _compared(f"at the end: {name}", [trained[name]], [parameter], bound)
 
 
-def _oracle(plain: list[nn.Module], program: Program, rank: int, step: int) -> tuple[Any, dict[str, Tensor]]:
-    """What the program returns for `rank`, and the averaged gradients; the plain models have stepped afterwards."""
-    for model in plain:
-        model.zero_grad()
-    results = [program(model, r, step) for r, model in enumerate(plain)]
-    averaged: dict[str, Tensor] = {}
-    for parameters in zip(*(model.named_parameters() for model in plain), strict=True):
-        name, first = parameters[0]
-        if not first.requires_grad:
-            continue
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in parameters]
-        averaged[name] = reduce(torch.add, grads) * (1.0 / len(plain))
-        with torch.no_grad():
-            for _, parameter in parameters:
-                parameter.add_(averaged[name], alpha=-LR)  # as SGD does, to the bit
-    return results[rank], averaged
+def _oracle(rank: int, world: int, build: Callable[[], nn.Module], program: Program, steps: int) -> Expected:
+    """The program on a plain model per rank, which all step alike."""
+    plain = [seeded(build) for _ in range(world)]
+    expected = []
+    for step in range(steps):
+        for model in plain:
+            model.zero_grad()
+        results = [program(model, r, step) for r, model in enumerate(plain)]
+        averaged: dict[str, Tensor] = {}
+        for parameters in zip(*(model.named_parameters() for model in plain), strict=True):
+            name, first = parameters[0]
+            if not first.requires_grad:
+                continue
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in parameters]
+            averaged[name] = reduce(torch.add, grads) * (1.0 / world)
+            with torch.no_grad():
+                for _, parameter in parameters:
+                    parameter.add_(averaged[name], alpha=-LR)  # as SGD does, to the bit
+        expected.append((flat(results[rank]), averaged))
+    return Expected(expected, {name: parameter.detach() for name, parameter in plain[0].named_parameters()})
 
 
 def full_gradients(model: Any) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import AgreementError, ConfigValueError, UsageError
 from tests.conftest import Run
+from tests.harness.meshes import shared_mesh
 
 WIDTH = 6
 Used = tuple[int, ...]  # the layers that a rank's data asks for, in order
@@ -138,7 +139,7 @@ def wrap(net: nn.Module, **options: Any) -> FullyShardedDataParallel:
     options.setdefault("auto_wrap_policy", {Layer, Tower, Block})
     options.setdefault("use_orig_params", True)
     if "mesh" in options:
-        options["device_mesh"] = torch.distributed.init_device_mesh("cpu", options.pop("mesh"))
+        options["device_mesh"] = shared_mesh(*options.pop("mesh"))
     return FullyShardedDataParallel(net, **options)
 
 

@@ -18,6 +18,7 @@ from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm_hooks
 from flatfsdp.errors import AgreementError, FlatFSDPWarning
 from flatfsdp.joining import apart
 from tests.conftest import Run
+from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import (
     ALL,
@@ -410,7 +411,7 @@ def test_copies_miss_hooks_in_words_and_have_lists(pool2: Run) -> None:
 
 def with_all_reduce_hooks(rank: int, world: int) -> None:
     """An all-reduce hook sees what a communication hook left, and may return a work."""
-    mesh = dist.init_device_mesh("cpu", (2, 2))
+    mesh = replicas_of_shards()
     replicas, shards = mesh.get_group(0), mesh.get_group(1)
     ours = FullyShardedDataParallel(seeded(Net), shards, auto_wrap_policy={Feedforward}, use_orig_params=True)
     register(ours, comm_hooks.reduce_scatter_hook, comm_hooks.DefaultState)

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
@@ -18,6 +17,7 @@ from flatfsdp.comm import Base
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.memory import Recording
+from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import Net, data, full_parameters, joined, loss_of, seeded
 
@@ -244,7 +244,7 @@ def synchronised(rank: int, world: int, hybrid: bool, meta: bool) -> list[str]:
     lines = []
     options: dict[str, Any] = {}
     if hybrid:
-        options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": dist.init_device_mesh("cpu", (2, world // 2))}
+        options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": replicas_of_shards()}
     for orig in (True, False):
         torch.manual_seed(rank)
         net = on_meta(Normed) if meta and rank else Normed()

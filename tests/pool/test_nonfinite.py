@@ -13,6 +13,7 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, nonfinite
 from flatfsdp.errors import ConfigTypeError, NonFiniteError, UsageError
 from tests.conftest import Run
+from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import full_parameters, seeded
 
@@ -40,7 +41,7 @@ class Net(nn.Module):
 
 def wrapped(world: int, kind: str, *, orig: bool = True, **options: Any) -> Any:
     if kind == "HYBRID_SHARD":
-        options["device_mesh"] = torch.distributed.init_device_mesh("cpu", (2, world // 2))
+        options["device_mesh"] = replicas_of_shards()
     net = seeded(Net)
     return FullyShardedDataParallel(
         net, sharding_strategy=kind, auto_wrap_policy={Feedforward}, use_orig_params=orig, **options

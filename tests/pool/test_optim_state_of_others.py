@@ -15,6 +15,7 @@ from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import ShardedOptimStateDictConfig
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
+from tests.harness.meshes import shared_mesh
 from tests.harness.models import Feedforward
 from tests.harness.parity import deprecations_allowed
 from tests.pool.corners import Net, Setting, data, joined, loss_of, seeded
@@ -40,7 +41,7 @@ def ours(setting: Setting, rank: int, *, steps: int = 2) -> tuple[Any, torch.opt
 
 def theirs(orig: bool, rank: int, *, steps: int = 2, mesh: bool = False) -> tuple[Any, torch.optim.Optimizer]:
     """The same training under FSDP1, which sums gradients in another order."""
-    more: dict[str, Any] = {"device_mesh": dist.init_device_mesh("cpu", (dist.get_world_size(),))} if mesh else {}
+    more: dict[str, Any] = {"device_mesh": shared_mesh(dist.get_world_size())} if mesh else {}
     policy = ModuleWrapPolicy({Feedforward})
     model = Theirs(seeded(Net), auto_wrap_policy=policy, use_orig_params=orig, device_id=torch.device("cpu"), **more)
     optim = adam(model)

@@ -23,6 +23,7 @@ from flatfsdp import FullyShardedDataParallel, ShardedGradScaler
 from flatfsdp.errors import ConfigTypeError, UsageError
 from tests.conftest import Run
 from tests.harness.memory import Recording
+from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import full_parameters, seeded
 from tests.pool.test_memory import BLOCK, Block
@@ -234,8 +235,7 @@ def test_no_step_lets_reduced_gradients_add_up(pool2: Run, how: str) -> None:
 
 def partial_sums(rank: int, world: int, in_backward: bool) -> dict[str, Tensor]:
     """Sums over replicas that are put off: the shard axis's alone step nothing."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
-    model = wrapped(sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
+    model = wrapped(sharding_strategy="HYBRID_SHARD", device_mesh=replicas_of_shards())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     if in_backward:
         flatfsdp.optimizer_in_backward(model, optimizer)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel, ShardedGradScaler, optimizer_in_backward, step_flat
 from tests.conftest import Run
+from tests.harness.meshes import replicas_of_shards
 
 WIDTH = 6
 STEPS = 3
@@ -149,7 +149,7 @@ class Net(nn.Module):
 
 def _train(rank: int, world: int, seed: int, how: How) -> bool:
     """Whether parameters, and gradients where they are kept, are those of one process that runs all ranks' batches."""
-    mesh = init_device_mesh("cpu", (2, world // 2)) if how.strategy == "HYBRID_SHARD" else None
+    mesh = replicas_of_shards() if how.strategy == "HYBRID_SHARD" else None
     model = FullyShardedDataParallel(
         Net(seed, corners=how.corners),
         auto_wrap_policy={Leafy, Nest},

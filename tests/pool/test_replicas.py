@@ -15,6 +15,7 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import AgreementError, ConfigTypeError, UsageError
 from tests.conftest import Run
+from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import seeded
 
@@ -25,7 +26,7 @@ def build() -> nn.Module:
 
 def wrapped(world: int, kind: str, *, orig: bool = True, **options: Any) -> Any:
     if kind == "HYBRID_SHARD":
-        options["device_mesh"] = dist.init_device_mesh("cpu", (2, world // 2))
+        options["device_mesh"] = replicas_of_shards()
     return FullyShardedDataParallel(
         seeded(build), sharding_strategy=kind, auto_wrap_policy={Feedforward}, use_orig_params=orig, **options
     )

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import flatfsdp
 import flatfsdp.checkpoint
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler
 from tests.conftest import Run
+from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import full_parameters, seeded
 
@@ -42,7 +42,7 @@ class Stack(nn.Module):
 
 def wrapped(**settings: Any) -> Any:
     if settings.get("sharding_strategy") == "HYBRID_SHARD":
-        settings["device_mesh"] = dist.init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        settings["device_mesh"] = replicas_of_shards()
     return FullyShardedDataParallel(seeded(Stack), auto_wrap_policy={Feedforward}, use_orig_params=True, **settings)
 
 

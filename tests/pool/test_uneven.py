@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, comm_hooks
 from flatfsdp.errors import AgreementError, ConfigTypeError, ConfigValueError, FlatFSDPError, UsageError
 from tests.conftest import Run
+from tests.harness.meshes import shared_mesh
 
 WIDTH = 6
 
@@ -27,7 +27,7 @@ def build() -> nn.Module:
 def wrap(net: nn.Module, **options: Any) -> FullyShardedDataParallel:
     options.setdefault("use_orig_params", True)
     if "mesh" in options:
-        options["device_mesh"] = dist.init_device_mesh("cpu", options.pop("mesh"))
+        options["device_mesh"] = shared_mesh(*options.pop("mesh"))
     return FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, **options)
 
 

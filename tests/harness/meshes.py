@@ -1,0 +1,23 @@
+"""Meshes of a pool's ranks whose process groups all jobs share.
+
+gloo gives each group a thread that wakes up a hundred times a second, for as long as the process lives: the groups that
+jobs left behind took a quarter of the cores from the jobs that ran.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@lru_cache(maxsize=8)
+def shared_mesh(*shape: int) -> DeviceMesh:
+    """A mesh of this worker's world, made at the first call. Collective."""
+    return dist.init_device_mesh("cpu", shape)
+
+
+def replicas_of_shards() -> DeviceMesh:
+    """The mesh of the hybrid strategies: two replicas. Collective at the first call."""
+    return shared_mesh(2, dist.get_world_size() // 2)
