@@ -89,6 +89,7 @@ class Backward:
         kept: units that stay unsharded after their part, and when it is over.
         double: `create_graph`: the parameters are needed again.
         fired: a gradient of a leaf arrived (`torch.autograd.grad` brings none).
+        recomputes: whether units ran without a graph, which reentrant checkpoints may still make.
         collecting: the graph task in which nothing but their arrival is to be noted of gradients; None until that is
             known.
         task: autograd's graph task, which others may run inside of.
@@ -116,7 +117,7 @@ class Backward:
         together = branches.together(record.anchored)
         self._gathers: GatherPlan[Unit] = GatherPlan(record.anchored, targets, join=joins.gathers, together=together)
         self._reductions = ReducePlan(record)
-        self._recomputes = record.may_recompute
+        self.recomputes = record.may_recompute
         self._span = record.span
         self._branching: tuple[Unit, ...] = ()  # units that reduce, and that maybe no rank has run
         self._midway: Midway[Unit] = Midway()
@@ -227,7 +228,7 @@ class Backward:
         """`unit` was resharded after its part."""
         # Ranks need not be at the same place when a unit's last gradient comes, but have to be for a gather that has no
         # turn in the plan.
-        ahead = unit.backward_prefetch is BACKWARD_POST and not self._recomputes
+        ahead = unit.backward_prefetch is BACKWARD_POST and not self.recomputes
         if ahead and not unit.choices.backward_targets:
             self._prefetch(unit)
 

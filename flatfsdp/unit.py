@@ -93,6 +93,10 @@ class Unit(UnitData):
         self.completed = False
         self.is_through = False
         self._late = 0  # gradients that a segment recomputed in a task of its own brings again
+        self._armed_in = -1  # graph task
+        self._came_inside: set[tuple[int, int]] = (
+            set()
+        )  # by kind and leaf: only tasks inside it brought their gradients
         self.reads_once: bool | None = None
         self.needed_whole = False
         self._encloses: bool | None = None  # whether the module has modules of others inside; found when it matters
@@ -444,7 +448,7 @@ class Unit(UnitData):
             return
         for handle in self.handles:
             check_exposed(handle, self.name)
-        if call is None and self._passes_through_frozen():
+        if call is None and self._may_be_read_after_its_gradients(backward):
             self.needed_whole = True
         backward.gather(self)
         if not self.completed:
@@ -459,12 +463,14 @@ class Unit(UnitData):
         every = len(leaves) == sum(len(handle.leaves) for handle in self.handles)
         return every and not (self.is_tied or any(map(hooks.will_accumulate, leaves)))
 
-    def _passes_through_frozen(self) -> bool:
-        """Whether gradients may pass through frozen parameters of this unit to others inside its module, when all of
-        its own have come."""
+    def _may_be_read_after_its_gradients(self, backward: Backward) -> bool:
+        """Whether something inside its module may read parameters of this unit when all of its own gradients have come:
+        gradients pass through frozen ones to others, and a segment with others reads what it is recomputed with."""
         if self._encloses is None:
             self._encloses = not set(self.module.modules()).issubset(self.modules)
-        return self._encloses and not all(leaf.requires_grad for handle in self.handles for leaf in handle.leaves)
+        if not self._encloses:
+            return False
+        return backward.recomputes or not all(leaf.requires_grad for handle in self.handles for leaf in handle.leaves)
 
     def arm(self, backward: Backward, *, share: bool = False) -> None:
         """Await the gradients of all leaves that require one. `share`: in the parameters' own places."""
@@ -485,6 +491,8 @@ class Unit(UnitData):
             elif users:
                 hooks.defer_user_hooks(handle.leaves)
             grads.let_collect(backward.collecting)
+        self._armed_in = _torch.graph_task()
+        self._came_inside.clear()
         self._expect(backward)
 
     def _expect(self, backward: Backward) -> None:
@@ -517,10 +525,15 @@ class Unit(UnitData):
         if grad is None:
             return
         again = index in grads.arrived
-        if again or _torch.graph_task() != backward.task:
+        task = _torch.graph_task()
+        if again or task != backward.task:
             self.reads_once = False
         if again or self.completed:
             self._late -= 1
+        if task == self._armed_in:
+            self._came_inside.discard((kind, index))
+        elif not (again or self.completed):
+            self._came_inside.add((kind, index))
         if not backward.fired:
             backward.gradient_arrived(watched=root.detector is not None)
         if root.detector is not None:
@@ -534,6 +547,17 @@ class Unit(UnitData):
             grads.let_collect(backward.collecting)
         if (self.completed or not grads.missing) and not self._open_calls:
             self._advance()
+
+    def _awaits_more(self) -> bool:
+        """Whether gradients that came in tasks inside have another part to come, or may have: a segment that is
+        recomputed there may share parameters with the rest of this unit's forward."""
+        if _torch.graph_task() != self._armed_in:
+            return True
+        for kind, index in self._came_inside:
+            if hooks.will_accumulate(self.handles[kind].leaves[index]):
+                self.grads[kind].missing.add(index)
+        self._came_inside.clear()
+        return any(grads.missing for grads in self.grads)
 
     def inputs_ready(self, call: Call) -> None:
         """The gradients of the inputs of one call are there."""
@@ -587,6 +611,8 @@ class Unit(UnitData):
             expecting = expecting or bool(grads.expected)
             missing = missing or bool(grads.missing)
         if expecting and not self.completed and not missing and self._late <= 0:
+            if self._came_inside and self._awaits_more():
+                return
             self.completed = True
             if self.reads_once is None:
                 self.reads_once = True
@@ -635,6 +661,7 @@ class Unit(UnitData):
     def _end_backward(self) -> None:
         self.completed = self.is_through = False
         self._late = 0
+        self._came_inside.clear()
         self._open_calls.clear()
 
 
