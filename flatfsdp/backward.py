@@ -78,6 +78,11 @@ class Flight:
         for reduction in self.reductions:
             reduction.finish()
 
+    @property
+    def may_linger(self) -> bool:
+        """Whether it may be waited for after the backward. [Note: awaited]"""
+        return all(unit.may_linger for unit in self.units)
+
 
 class Backward:
     """What lives for one backward.
@@ -87,6 +92,7 @@ class Backward:
         sync: whether there is a unit that reduces.
         began: when units began that it may reach, in ticks of the record's clock.
         kept: units that stay unsharded after their part, and when it is over.
+        lingering: units whose gradients are reduced still when it is over. [Note: awaited]
         double: `create_graph`: the parameters are needed again.
         fired: a gradient of a leaf arrived (`torch.autograd.grad` brings none).
         recomputes: whether units ran without a graph, which reentrant checkpoints may still make.
@@ -107,8 +113,10 @@ class Backward:
         joins: Joining,
         steppers: Sequence[Stepper],
         branches: Branches,
+        last: bool,
     ) -> None:
-        """Plan it. `unreduced`: units that add their gradients up unsharded; `kept`: those that stay whole after it."""
+        """Plan it. `unreduced`: units that add their gradients up unsharded; `kept`: those that stay whole after it;
+        `last`: whether it ends with all of its reductions."""
         targets = {unit: tuple(chosen.units()) for unit in record.anchored if (chosen := unit.choices.backward_targets)}
         self.record = record
         self.sync = sync
@@ -122,6 +130,9 @@ class Backward:
         self._branching: tuple[Unit, ...] = ()  # units that reduce, and that maybe no rank has run
         self._midway: Midway[Unit] = Midway()
         self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
+        self._ends_with_all = last or bool(steppers)
+        self._reduced_last: Sequence[Unit] = ()  # that may linger
+        self.lingering: Sequence[Unit] = ()
         self.kept = kept
         self._unreduced = unreduced
         self._sequence = record.anchored[::-1]  # in which units are reached, if they are
@@ -162,7 +173,7 @@ class Backward:
         """Whether nothing will read the parameters of `unit` once its gradients have come. [Note: slot sharing]"""
         if unit.reads_once is not True or unit not in self._places or unit.is_tied:
             return False
-        if unit in self._span.again or unit in self.record.begun_again:
+        if unit in self._span.again or unit in self.record.begun_again or unit in self._reduced_last:
             return False
         return not (unit in self._unreduced or self.double or unit in self.kept or unit.needed_whole)
 
@@ -283,6 +294,8 @@ class Backward:
         """All units that take part are known, as far as they are the same on all ranks: let small ones go together."""
         self._branching = tuple(unit for unit in self._reductions.outstanding() if unit.choices.schedule.branch)
         self._reductions.join(self._joins.reductions)
+        if not (self._ends_with_all or self._branching):
+            self._reduced_last = self._reductions.at_the_end()
 
     def gradient_arrived(self, *, watched: bool) -> None:
         """The first gradient of a parameter is there. `watched`: somebody looks at each."""
@@ -364,8 +377,12 @@ class Backward:
                     unit.arm(self)
             self._reductions.rest()
             self._reduce(rest)
-            for flight in self._in_flight:
-                flight.finish()
+            older, newer = self._in_flight
+            older.finish()
+            if self._reduced_last and newer.may_linger:
+                self.lingering = newer.units
+            else:
+                newer.finish()
             self._leave_out_what_no_rank_used()
             for unit in windows:
                 for grads in unit.grads:

@@ -341,15 +341,24 @@ class ScheduleControls:
         root.set_unshard_async_op(async_op)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Without effect: every backward ends with its reductions waited for, and may be the last. For FSDP2's users.
+        """Whether the next backwards of the whole model end with all of their reductions, as the last of several does.
+
+        With False the reduction that is issued last goes on beside what follows, until somebody reads a `.grad` that it
+        brings, or the next backward begins. It is that of the wrapper whose forward begins first, and holds its whole
+        gradients for so long, in the reduce dtype, which then lie in no parameter's place. A backward ends with all
+        nevertheless where parameters are replicated or not sharded, gradients are offloaded or of another dtype than
+        they are reduced in, or hooks or an optimizer wait for them.
 
         Args:
-            is_last_backward: checked for its type.
+            is_last_backward: False before the microbatches that others follow; True before the last.
 
         Raises:
             ConfigTypeError: no bool.
+            UsageError: inside a forward or a backward.
         """
         _check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
+        check_outside(self._unit, "set_is_last_backward")
+        self._unit.root.is_last_backward = is_last_backward
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Without effect: all reductions are sums, scaled before or after them. For FSDP2's users.

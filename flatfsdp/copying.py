@@ -77,6 +77,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
             "tied": [owner.module for owner in unit.owners],
             "groups": unit.groups,
             "root": unit.root.settings,
+            "is_last_backward": unit.root.is_last_backward,
             "schedule": unit.choices.schedule,
             "state_dict": unit.choices.state_dict,
             **{name: getattr(unit, name) for name in _SETTINGS},
@@ -120,7 +121,8 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     for module, attributes in plan["left_alone"]:
         leave_alone(module, attributes)
     nested = units_in(unit.module)
-    new_root(unit, handles[0].device if handles else plan["root"].device, ledger, plan["root"], nested)
+    root = new_root(unit, handles[0].device if handles else plan["root"].device, ledger, plan["root"], nested)
+    root.is_last_backward = plan["is_last_backward"]
     unit.tied_modules = plan["tied"]
     for each in [*nested, unit]:
         each.borrow_from([other for other in nested for module in each.tied_modules if other.module is module])
@@ -132,6 +134,7 @@ def _at_rest(wrapper: nn.Module) -> list[Unit]:
     """The units inside, at rest: what a user put in a parameter's place lies in their shards."""
     units = units_in(wrapper)
     for unit in units:
+        unit.root.await_gradients()
         if unit.phase is not IDLE or not unit.is_between():
             raise UsageError(
                 f"a wrapped model can be copied or pickled between steps only; unit {unit.label} is in "

@@ -334,7 +334,8 @@ class Gradients:
             wide.free()
         if self.handle.whole or self._hooked:
             del self._buffers[buffer.tensor.dtype]
-        give_back = FlatBuffer.disown if self._hooked else self._return_place or FlatBuffer.free
+        return_place = self._return_place
+        give_back = FlatBuffer.disown if self._hooked else return_place or FlatBuffer.free
         self._forget_buffer()
         self._completes = completes
         part = Part(
@@ -345,6 +346,7 @@ class Gradients:
             earlier=None if self.reducing else self._partial,
             hook=hook if completes else None,
             download=completes and self.handle.offload and self.handle.pin_memory,
+            borrows=return_place is not None,
         )
         self.reducing.append(part)
         return part
@@ -381,29 +383,61 @@ class Gradients:
         if not self._completes:
             self.restore()
             return False
+        _add(self._show(downloaded if downloaded is not None else self._at_home(total), trained))
+        return True
+
+    @property
+    def may_linger(self) -> bool:
+        """Whether what is being reduced can become `.grad` before it is there. [Note: awaited]"""
         handle = self.handle
-        total = downloaded if downloaded is not None else self._at_home(total)
+        if len(self.reducing) != 1 or self._partial is not None or self.left_out:
+            return False
+        (part,) = self.reducing
+        arrives_at_home = part.dtype == handle.precision.grad and not handle.offload
+        return arrives_at_home and part.may_linger
+
+    def settle_later(self) -> Callable[[], None]:
+        """`settle` without waiting. Returns what waits; until then `.grad` is there, and its values are not.
+
+        Preconditions: `may_linger`; leaves show the shard.
+        """
+        (part,) = self.reducing
+        self.reducing = []
+        trained = self.expected
+        self._forget_expectations()
+        sums = self._show(part.result, trained)
+
+        def finish() -> None:
+            part.wait()
+            _add(sums)
+
+        return finish
+
+    def _show(self, total: torch.Tensor, trained: frozenset[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Make `total` the `.grad` of `trained` leaves, or show the old one again. Returns what is to be added up: old
+        gradients with new ones."""
+        handle = self.handle
         taken, self._taken = self._taken or {}, None
         if not handle.use_orig_params:
-            _accumulate(handle.flat_param, total)
-            return True
+            flat = handle.flat_param
+            if flat.grad is not None:
+                return [(flat.grad, total)]
+            assign_grad(flat, total)
+            return []
         leaves, fits = handle.leaves, total.dtype == handle.shard.dtype
-        added: list[tuple[torch.Tensor, torch.Tensor]] = []
+        sums = []
         for i, grad in handle.pieces_of(total):
             if i not in trained:
                 continue
             if i in taken:
-                added.append((taken[i], grad))
+                sums.append((taken[i], grad))
             elif fits:
                 leaves[i].grad = grad
             else:
                 assign_grad(leaves[i], grad)
         for i, old in taken.items():
             assign_grad(leaves[i], old)
-        if added:
-            with _torch.no_grad():
-                _torch.foreach_add_([old for old, _ in added], [new for _, new in added])
-        return True
+        return sums
 
     def _at_home(self, total: torch.Tensor) -> torch.Tensor:
         """`total` in the optimizer's dtype, where the optimizer steps."""
@@ -517,13 +551,11 @@ class Gradients:
             self._close_window()
 
 
-def _accumulate(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    old = parameter.grad
-    if old is None:
-        assign_grad(parameter, grad)
-    else:
+def _add(sums: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add to the first of each pair the second."""
+    if sums:
         with _torch.no_grad():
-            old.add_(grad)
+            _torch.foreach_add_([old for old, _ in sums], [new for _, new in sums])
 
 
 __all__ = ["COLLECT_BYTES", "SMALL_BYTES", "Gradients"]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .awaited import AwaitedParameter, arrive
 from .errors import UsageError
 from .flat_param import FlatParamHandle
 from .placeholder import asks, name_of, property_of
@@ -40,6 +41,8 @@ class HiddenParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if asks(func):
+            if property_of(func) == "grad":
+                arrive(args[0])
             return super().__torch_function__(func, types, args, kwargs)
         if property_of(func) == "data":
             return _data(*args)
@@ -65,8 +68,14 @@ def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
         kind = type(leaf)
         if kind is not HiddenParameter:
             leaf.data = nothing
-            if kind is nn.Parameter:
-                leaf.__class__ = HiddenParameter
+            refuse_use(leaf)
+
+
+def refuse_use(leaf: nn.Parameter) -> None:
+    """Refuse operations on `leaf`, unless it is of a class of the user's."""
+    kind = type(leaf)
+    if kind is nn.Parameter or kind is AwaitedParameter:
+        leaf.__class__ = HiddenParameter
 
 
 # Where leaves lie that may be hidden, by their ids: asked when one is used.

@@ -105,6 +105,12 @@ def user_hooked(leaves: Sequence[torch.Tensor]) -> list[int]:
     ]
 
 
+def are_users(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether a post-accumulate hook of a user's is on any of `parameters`."""
+    registries = [hooks for hooks in map(_torch.hooks_on, parameters) if hooks]
+    return any(not isinstance(hook, LeafHook) for hooks in registries for hook in hooks.values())
+
+
 def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:
     """Call `callback` before a gradient is accumulated into `leaf`."""
 

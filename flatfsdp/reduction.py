@@ -32,6 +32,7 @@ class Part:
         bytes: of the result; 0 where it lies in the buffer.
         result: this rank's shard of the sum: shape (shard_numel,), reduce dtype; undefined until `reduction` is over.
         scale: what the result is to be multiplied by still.
+        borrows: whether the buffer is the parameters' place.
         downloads: whether the result is sent on to the host.
         downloaded: the scaled result in host memory, in the optimizer's dtype; None where it is not sent there.
     """
@@ -48,9 +49,11 @@ class Part:
         earlier: torch.Tensor | None,
         hook: Callable[[torch.Tensor], Any] | None,
         download: bool,
+        borrows: bool,
     ) -> None:
         """`buffer` belongs to the reduction from now on, until it is given back. `earlier` is added between the stages;
-        `hook` sees the sum of both, before it is multiplied by `scale`. `download`: it is all that the host awaits."""
+        `hook` sees the sum of both, before it is multiplied by `scale`. `download`: it is all that the host awaits.
+        `borrows`: the buffer is the parameters' place."""
         self.handle = handle
         self.reduction: Reduction | None = None
         self.buffer: FlatBuffer | None = buffer
@@ -59,6 +62,7 @@ class Part:
         self.bytes = 0
         self.earlier = earlier
         self.hook = hook
+        self.borrows = borrows
         self.downloaded: torch.Tensor | None = None
         self._give_back = give_back
         self.scale = scale
@@ -70,6 +74,13 @@ class Part:
         """Bytes that are held for the first stage."""
         held = self.buffer is not None and not self.in_place
         return self.handle.layout.padded_numel * self.result.element_size() if held else 0
+
+    @property
+    def may_linger(self) -> bool:
+        """Whether the result may come while nobody waits for it: one exchange brings it, from memory of its own."""
+        if self.reduction is None or self.reduction.has_more_to_issue or self.handle.whole or self.buffer is None:
+            return False
+        return not (self.borrows or self.hook is not None or self.downloads)
 
     def release_buffer(self) -> None:
         """Nobody reads the input any more."""
@@ -166,6 +177,11 @@ class Reduction:
     def input_bytes(self) -> int:
         """Bytes that the first stage reads and that are held for it."""
         return sum(part.input_bytes for part in self._parts)
+
+    @property
+    def has_more_to_issue(self) -> bool:
+        """Whether a second stage follows that was not issued."""
+        return self._replicate is not None
 
     def release_input(self) -> None:
         """Wait for the first stage, free its input and issue the second. Collective over the replicate axis."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ import torch
 
 from . import _torch, hooks, joining
 from .agree import Agreement
+from .awaited import Arrival, can_await
 from .backward import Backward
 from .branches import Branches
 from .comm import Group, Traffic, Transport, transport
@@ -82,6 +83,7 @@ class Root:
         ledger, traffic, trace: bytes by kind, collectives by kind, events.
         record: the forward passes that the next backward may cover.
         sync: False inside `no_sync()`.
+        is_last_backward: whether backwards end with all of their reductions. [Note: awaited]
         depth: forwards of units that run, one in the other.
         weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
         steppers: optimizers that step in backwards. [Note: stepping]
@@ -97,6 +99,7 @@ class Root:
         self.traffic = Traffic()
         self.trace = Trace()
         self.sync = True
+        self.is_last_backward = True
         self.weight = 1.0
         self.ready = False
         self.placed = False  # whether everything was found where it computes since it last moved
@@ -119,6 +122,7 @@ class Root:
         self._failed = False
         self._at_rest = True  # between iterations, where shards may be written to
         self._whole_for_double = False
+        self._awaited: Arrival | None = None  # gradients of the last backward that are reduced still
         self.agreement = Agreement(check_values=settings.check_values)
         self._told: str | None = None  # what was set, None when it has to be put together anew
         self._excepted: dict[bool, tuple[frozenset[Unit], frozenset[Unit]]] = {}  # found before, by `sync`
@@ -132,6 +136,8 @@ class Root:
         self.units = [*nested, self.unit]
         self._excepted.clear()
         for unit in nested:
+            unit.root.await_gradients()
+            self.is_last_backward = self.is_last_backward and unit.root.is_last_backward
             unit.join(self)
 
     def transport(self, group: Group, role: str) -> Transport:
@@ -503,6 +509,7 @@ class Root:
             )
         if self._failed:  # the same graph again, after a backward that failed
             self.settle_down()
+        self.await_gradients()
         self._follow_requests()
         with _torch.as_plain_tensors():  # leaves may be hidden
             trained = {unit: unit.trained_kinds() for unit in self.record.anchored}
@@ -521,6 +528,7 @@ class Root:
             joins=self._joins,
             steppers=self.steppers.active,
             branches=self.branches,
+            last=self.is_last_backward or self.detector is not None,
         )
         backward.double = torch.is_grad_enabled()
         self.follow_profiler()
@@ -591,11 +599,15 @@ class Root:
         self.lanes.await_downloads()
         stepping = backward.stepping if backward is not None else NO_STEPPING
         steps = bool(stepping)
+        lingering = backward.lingering if backward is not None else ()
+        awaited = [unit for unit in lingering if all(map(can_await, unit.parameters))]
         for unit in self.units:
             if steps:
                 stepping.step(unit)
-            else:
+            elif unit not in awaited:
                 unit.settle()
+        if awaited:
+            self._await_later(awaited)
         self.limiter.settle()
         self._failed = False
         self.agreement.rest()
@@ -603,6 +615,28 @@ class Root:
         for unit in self.units:
             if unit not in stepping.stepped:
                 unit.run_user_hooks()
+
+    def _await_later(self, units: Sequence[Unit]) -> None:
+        """Give `units` the gradients that are reduced still. [Note: awaited]"""
+        finishes = [finish for unit in units for finish in unit.settle_later()]
+        agreement = self.agreement  # in a circle with what awaits, a root would live until the collector comes
+
+        def finish() -> None:
+            with agreement.waiting("the reductions of a backward that was not the last"):
+                for each in finishes:
+                    each()
+
+        self._awaited = Arrival([parameter for unit in units for parameter in unit.parameters], finish)
+
+    def await_gradients(self) -> None:
+        """Wait for what the last backward left to be reduced, if it did."""
+        if self._awaited is not None:
+            awaited, self._awaited = self._awaited, None
+            awaited.wait()
+
+    def __del__(self) -> None:
+        if self.device.has_streams:  # whose memory would go back while a lane writes to it
+            self.await_gradients()
 
     def fail_backward(self, backward: Backward) -> None:
         """The graph task died: `.grad` is as before at once; the rest waits for the next forward (`settle_down`)."""
@@ -684,6 +718,7 @@ class Root:
 
     def show_shards(self) -> None:
         """An optimizer is about to step: parameters show their shards, and gradients are there."""
+        self.await_gradients()
         if self.is_unsettled:
             self.come_to_rest()
         elif not self.in_forward:
@@ -691,6 +726,7 @@ class Root:
 
     def come_to_rest(self) -> None:
         """Shards are about to be written to: parameters show them. A backward that still comes gathers again."""
+        self.await_gradients()
         self.settle_down()
         if self._at_rest:
             self._take_back(written=True)

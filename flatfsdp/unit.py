@@ -637,6 +637,13 @@ class Unit(UnitData):
             self.reshard(GUARDED)
             backward.released(self)
 
+    @property
+    def may_linger(self) -> bool:
+        """Whether what this unit reduces may be waited for after the backward: only readers of `.grad` need it."""
+        if self.choices.comm_hook is not None or hooks.are_users(self.parameters):
+            return False
+        return all(grads.may_linger for grads in self.grads if grads.reducing)
+
     # -- the end of an iteration -------------------------------------------------------------------------------------
 
     def rest(self, *, keep_whole: bool = False) -> None:

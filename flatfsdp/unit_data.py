@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -193,6 +193,11 @@ class UnitData:
     def trained_kinds(self) -> list[int]:
         """Which of the handles have a leaf that requires a gradient."""
         return [k for k, handle in enumerate(self.handles) if True in map(_requires_grad, handle.leaves)]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that an optimizer sees."""
+        return [parameter for handle in self.handles for parameter in handle.steppable]
 
     @property
     def trainable_numel(self) -> int:
@@ -450,6 +455,14 @@ class UnitData:
     def settle(self) -> list[FlatParamHandle]:
         """Make the reduced gradients `.grad`; the handles of which that completes them."""
         return [handle for handle, _, grads in self.kinds if grads.settle()]
+
+    def settle_later(self) -> Iterator[Callable[[], None]]:
+        """`settle` without waiting for what is being reduced; what waits for it, by handle. [Note: awaited]"""
+        for grads in self.grads:
+            if grads.reducing:
+                yield grads.settle_later()
+            else:
+                grads.settle()
 
     def undo(self) -> bool:
         """After a failed backward, at once: leaves show the shard, `.grad` is what it was. True if a window was lost.

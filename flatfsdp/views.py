@@ -26,9 +26,10 @@ from torch import nn
 
 from . import hooks
 from ._torch import has_hooks, hooks_on
+from .awaited import show_awaited
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle, dense
-from .hidden import HiddenParameter, hide, may_hide
+from .hidden import HiddenParameter, hide, may_hide, refuse_use
 from .lifecycle import UNSHARDED
 
 if TYPE_CHECKING:
@@ -158,8 +159,7 @@ class Shown:
 
     def _refuse_use(self) -> None:
         for leaf in self.handle.leaves:
-            if type(leaf) is nn.Parameter:
-                leaf.__class__ = HiddenParameter
+            refuse_use(leaf)
         self.some_hidden = True
 
     def unhide(self) -> None:
@@ -169,6 +169,7 @@ class Shown:
             for leaf in self.handle.leaves:
                 if type(leaf) is HiddenParameter:
                     leaf.__class__ = nn.Parameter  # type: ignore[assignment]
+            show_awaited(self.handle.leaves)
 
     def used_at_rest(self) -> list[str]:
         """The names of parameters that a graph read while they showed the shard: autograd refuses gradients of the

@@ -301,6 +301,11 @@ class ReducePlan(Generic[U]):
         """What is expected and was not handed out, the next first."""
         return reversed(self._sorted())
 
+    def at_the_end(self) -> tuple[U, ...]:
+        """The last group of what is expected so far."""
+        in_order = self._sorted()
+        return (self._joined.get(in_order[0]) or (in_order[0],)) if in_order else ()
+
     def due(self) -> list[tuple[U, ...]]:
         """The groups whose turn has come, in order; each is handed out once."""
         out = []

@@ -584,3 +584,32 @@ def test_wrapping_takes_time_in_proportion_to_the_blocks() -> None:
     with fake_world(1):
         wrapping(2)  # what is done once
         assert wrapping(200) < 2.2 * wrapping(100)
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_bytes_after_a_backward_that_is_not_the_last(orig: bool) -> None:
+    """The gradients of the unit that is reduced last, the root here, and its shard of them, until the next backward."""
+    with fake_world(4):
+        model = wrapped("FULL_SHARD", use_orig_params=orig)
+        settled(model)
+        live = root_of(model).ledger.live
+        for last in (False, False, True):
+            model.set_is_last_backward(last)
+            forward(model).backward()
+            whole = 0 if last else 4 * model._unit.handles[0].layout.padded_numel
+            assert (live["slots"], live["reduced"]) == (whole, whole // 4)
+            assert live["unsharded"] == 0
+
+
+@pytest.mark.parametrize("world", [2, 1024])
+def test_a_backward_that_is_not_the_last_issues_the_same(world: int) -> None:
+    with fake_world(world):
+        model = wrapped("FULL_SHARD")
+        settled(model)
+        schedules = []
+        for last in (True, False):
+            model.set_is_last_backward(last)
+            with root_of(model).trace.listening() as events:
+                forward(model).backward()
+            schedules.append(list(map(str, events)))
+        assert schedules[0] == schedules[1]

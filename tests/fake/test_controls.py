@@ -433,10 +433,11 @@ def test_settings_are_checked() -> None:
             setter(True)
 
 
-def test_settings_do_not_change_inside_a_backward() -> None:
+@pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_is_last_backward"])
+def test_settings_do_not_change_inside_a_backward(setter: str) -> None:
     with tower() as model:
-        model.module.between = lambda: model.set_requires_gradient_sync(False)
-        with refused(UsageError, "set_requires_gradient_sync of unit <root> was called inside a backward"):
+        model.module.between = lambda: getattr(model, setter)(False)
+        with refused(UsageError, f"{setter} of unit <root> was called inside a backward"):
             forward(model).backward()
 
 

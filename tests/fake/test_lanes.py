@@ -5,6 +5,7 @@ A wait that nothing needs would hide here as well as one that is missing, so eac
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, comm,
 from flatfsdp.device import Device, Lane, Pending
 from flatfsdp.reduction import Reduction
 from flatfsdp.trace import Event
-from tests.fake.test_communication import NUMELS, WIDTH, Block, forward, padded, root_of, wrapped
+from tests.fake.test_communication import NUMELS, WIDTH, Block, forward, padded, root_of, settled, wrapped
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
 
@@ -38,7 +39,8 @@ def train(model: FullyShardedDataParallel, device: FakeDevice, *, steps: int = 2
         optimizer.zero_grad()
         with model.no_sync():
             forward(model).backward()
-        for _ in range(2):
+        for is_last in (False, True):
+            model.set_is_last_backward(is_last)
             forward(model).backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
@@ -340,4 +342,17 @@ def test_a_failed_backward_leaves_lanes_in_order() -> None:
         with pytest.raises(Fails):
             model(x).sum().backward()
         train(model, device, steps=1)
+    assert device.races == []
+
+
+def test_a_model_that_is_deleted_keeps_its_memory_until_the_last_reduction() -> None:
+    """Which a backward that is not the last leaves under way."""
+    with device_of() as device:
+        model = wrapped("FULL_SHARD")
+        settled(model)
+        model.set_is_last_backward(False)
+        forward(model).backward()
+        del model
+        gc.collect()
+        device.reap()
     assert device.races == []

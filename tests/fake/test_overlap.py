@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -164,8 +164,9 @@ class Halves(nn.Module):
 @contextmanager
 def steps(
     clock: Clock, strategy: str, *, kind: type[Block] | type[Halves] = Block, **options: Any
-) -> Iterator[Callable[[], None]]:
-    """A function that runs a step of `UNITS` units, and what happens once is over."""
+) -> Iterator[Callable[..., None]]:
+    """A function that runs a step of `UNITS` units, with a microbatch for each of `last`, and what happens once is
+    over."""
     with fake_world(4), comm.doubled(lambda inner: Slow(inner, clock)):
         if strategy == "HYBRID_SHARD":
             options["device_mesh"] = torch.distributed.init_device_mesh("cpu", (2, 2))
@@ -177,8 +178,10 @@ def steps(
             **options,
         )
 
-        def step() -> None:
-            model(torch.ones(1, 4)).sum().backward()
+        def step(*, last: Sequence[bool] = (True,)) -> None:
+            for is_last in last:
+                model.set_is_last_backward(is_last)
+                model(torch.ones(1, 4)).sum().backward()
             model.zero_grad()
 
         step()
@@ -209,6 +212,16 @@ def test_beats_of_a_step(strategy: str, options: dict[str, Any], forward: int, b
         before = clock.now
         step()
         assert clock.now - before == forward + backward
+
+
+# The last reduction of a backward that is not the last one runs beside the next forward.
+@pytest.mark.parametrize(("last", "hidden"), [((True, True, True), 0), ((False, False, True), 2)], ids=str)
+def test_beats_of_a_step_of_three_microbatches(last: Sequence[bool], hidden: int) -> None:
+    clock = Wound()
+    with steps(clock, "FULL_SHARD", forward_prefetch=True) as step:
+        before = clock.now
+        step(last=last)
+        assert clock.now - before == 3 * (2 * N + 3) - hidden
 
 
 # Two beats a unit: a gather and a reduction hide behind one of them each. The last reduction but one is waited for.

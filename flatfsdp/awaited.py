@@ -1,0 +1,125 @@
+"""Parameters whose gradients are still being reduced, and are waited for where somebody reads them.
+
+[Note: awaited] After a backward that is not the last (`set_is_last_backward`) the reduction issued last goes on beside
+what the user does next. Its parameters have their `.grad` already: what was there, to which the sum will be added, or
+the memory that the sum arrives in. Nobody may look at it before, so the parameters are of a class whose `.grad` waits.
+They are the same objects, and whoever drops a `.grad` drops what arrives in it.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .flat_param import FlatParameter
+
+_GRAD: Any = torch.Tensor.grad
+
+
+class _Awaiting:
+    """What a parameter does differently while its gradient is awaited."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient, once it is there. Waits for it."""
+        arrive(self)
+        found: torch.Tensor | None = _GRAD.__get__(self)
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        arrive(self)
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        arrive(self)
+        _GRAD.__delete__(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        arrive(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        arrive(self)
+        return self.__reduce_ex__(protocol)
+
+
+class AwaitedParameter(_Awaiting, nn.Parameter):
+    """What `nn.Parameter` objects are while their gradients are awaited; never constructed."""
+
+
+class AwaitedFlatParameter(_Awaiting, FlatParameter):
+    """What `FlatParameter` objects are while their gradients are awaited; never constructed."""
+
+
+_WHILE_AWAITED: dict[type, type] = {nn.Parameter: AwaitedParameter, FlatParameter: AwaitedFlatParameter}
+_AFTERWARDS = {awaited: kind for kind, awaited in _WHILE_AWAITED.items()}
+
+_arrivals: dict[int, weakref.ref[Arrival]] = {}  # by id of the parameter
+
+
+class Arrival:
+    """Gradients that are awaited together."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
+        """`finish` makes the `.grad` of `parameters` what it is to be; it is called where that is asked for."""
+        self._parameters = parameters
+        self._finish = finish
+        ids = list(map(id, parameters))
+        _arrivals.update(dict.fromkeys(ids, weakref.ref(self)))
+        self._forget = weakref.finalize(self, _forget, ids)
+        show_awaited(parameters)
+
+    def wait(self) -> None:
+        """Return when the gradients are there.
+
+        Raises:
+            RuntimeError: the communication failed. The parameters have no `.grad` then.
+        """
+        if not self._forget.alive:
+            return
+        self._forget()
+        for parameter in self._parameters:
+            if (kind := _AFTERWARDS.get(type(parameter))) is not None:
+                parameter.__class__ = kind
+        try:
+            self._finish()
+        except BaseException:
+            for parameter in self._parameters:
+                parameter.grad = None
+            raise
+
+
+def can_await(parameter: nn.Parameter) -> bool:
+    """Whether a read of the parameter's `.grad` can be made to wait: not with a class of the user's."""
+    return type(parameter) in _WHILE_AWAITED
+
+
+def is_awaited(parameter: nn.Parameter) -> bool:
+    """Whether the parameter's gradient is awaited."""
+    return id(parameter) in _arrivals
+
+
+def show_awaited(parameters: Iterable[nn.Parameter]) -> None:
+    """Let those of `parameters` whose gradients are awaited wait for them again, after they were hidden, say."""
+    if _arrivals:
+        for parameter in parameters:
+            if is_awaited(parameter):
+                parameter.__class__ = _WHILE_AWAITED[type(parameter)]
+
+
+def arrive(parameter: object) -> None:
+    """Wait for the gradient of `parameter`, if it is awaited."""
+    if (found := _arrivals.get(id(parameter))) is not None and (arrival := found()) is not None:
+        arrival.wait()
+
+
+def _forget(ids: Iterable[int]) -> None:
+    for each in ids:
+        del _arrivals[each]
