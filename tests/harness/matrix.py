@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import Any
 
 import torch
@@ -174,13 +174,14 @@ def covering_array(cells: Iterable[Cell]) -> list[Cell]:
 
     Greedy: always the first of the cells with the most pairs that none before it had.
     """
-    remaining = {cell: pairs_of(cell) for cell in cells}
-    uncovered = frozenset().union(*remaining.values())
+    bits: dict[Pair, int] = {}
+    remaining = {cell: sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs_of(cell)) for cell in cells}
+    uncovered = (1 << len(bits)) - 1
     chosen: list[Cell] = []
     while uncovered:
-        best = max(remaining, key=lambda cell: len(remaining[cell] & uncovered))
+        best = max(remaining, key=lambda cell: (remaining[cell] & uncovered).bit_count())
         chosen.append(best)
-        uncovered -= remaining.pop(best)
+        uncovered &= ~remaining.pop(best)
     return chosen
 
 
@@ -188,7 +189,8 @@ def crossed(count: int) -> list[Cell]:
     """``count`` of the `crossed_cells`, the same at every call: first those in which all pairs occur."""
     shuffled = random.Random(20261121).sample(crossed_cells(), len(crossed_cells()))
     covering = covering_array(shuffled[:400])
-    return [*covering, *(cell for cell in shuffled if cell not in covering)][:count]
+    others = (cell for cell in shuffled if cell not in covering)
+    return [*covering, *islice(others, count - len(covering))]
 
 
 def each_alone() -> list[Cell]:
