@@ -84,6 +84,8 @@ PLAIN = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 ALL = tuple(
     Setting(s, orig, doubled=(i + orig) % 2 == 1, large=orig) for i, s in enumerate(PLAIN) for orig in (True, False)
 )
+# For many programs in turn: every strategy, and both of everything else, in each half.
+HALVES = tuple(ALL[i] for i in (0, 2, 5)), tuple(ALL[i] for i in (1, 3, 4))
 HYBRID = tuple(
     Setting(s, orig, doubled=orig, large=not orig)
     for s in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")

@@ -7,6 +7,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from flatfsdp import ShardedGradScaler
 from tests.conftest import Run
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import (
-    ALL,
+    HALVES,
     HYBRID,
     Net,
     Program,
@@ -43,7 +44,6 @@ class Corner:
     program: Program
     bound: float = 0.0
     units: tuple[type[nn.Module], ...] = (Feedforward,)
-    under: tuple[Setting, ...] = ALL
     steps: int = 2
 
 
@@ -60,11 +60,9 @@ def corner(build: Callable[[], nn.Module], **options: Any) -> Callable[[Program]
     return enter
 
 
-def job(rank: int, world: int, name: str, under: tuple[Setting, ...] | None = None) -> list[str]:
+def job(rank: int, world: int, name: str, under: tuple[Setting, ...]) -> list[str]:
     it = CORNERS[name]
-    return differences(
-        rank, world, it.build, it.program, units=it.units, under=under or it.under, steps=it.steps, bound=it.bound
-    )
+    return differences(rank, world, it.build, it.program, units=it.units, under=under, steps=it.steps, bound=it.bound)
 
 
 # --- one after the other ----------------------------------------------------------------------------------------------
@@ -733,9 +731,10 @@ def _without(block: nn.Module, x: Tensor) -> Tensor:
         return block(x)
 
 
-@pytest.mark.parametrize("name", sorted(CORNERS))
-def test_like_one_process(name: str, pool2: Run) -> None:
-    assert not joined(pool2(job, name, timeout=40))
+# Programs whose names are neighbours, which differ in one thing, are tried under different halves.
+@pytest.mark.parametrize(("name", "half"), list(zip(sorted(CORNERS), cycle(range(2)))))
+def test_like_one_process(name: str, half: int, pool2: Run) -> None:
+    assert not joined(pool2(job, name, HALVES[half], timeout=40))
 
 
 @pytest.mark.parametrize(

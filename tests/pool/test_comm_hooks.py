@@ -94,11 +94,17 @@ def name_of(value: Any) -> str | None:
     return getattr(value, "__name__", None)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+UNDER = {
+    2: (*SHARDED, *REPLICATED),
+    3: (SHARDED[0], SHARDED[3], REPLICATED[1]),
+    4: (SHARDED[0], REPLICATED[1], *HYBRID),
+}
+
+
+@pytest.mark.parametrize("world", UNDER)
 @pytest.mark.parametrize(("hook", "bound"), OWN, ids=name_of)
 def test_our_hooks(hook: Any, bound: float, world: int, run: Run) -> None:
-    under = (*SHARDED, *REPLICATED) if world < 4 else (SHARDED[0], REPLICATED[1], *HYBRID)
-    assert not joined(run(world, trained, hook, comm_hooks.DefaultState, under, bound, "s"))
+    assert not joined(run(world, trained, hook, comm_hooks.DefaultState, UNDER[world], bound, "s"))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

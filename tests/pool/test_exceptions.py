@@ -19,6 +19,7 @@ from tests.conftest import Run
 from tests.harness.models import WIDTH
 from tests.pool.corners import (
     ALL,
+    HALVES,
     Net,
     Setting,
     at_rest,
@@ -145,10 +146,9 @@ def program(model: Any, rank: int, step: int, *, place: str, earlier: bool, twic
 def caught(rank: int, world: int, place: str) -> list[str]:
     twice = partial(program, place=place, earlier=False, twice=True)
     with apart():  # reductions are under way when a backward fails
-        lines = differences(rank, world, build, twice, units=(Trapped,), steps=3)
-    return lines + differences(
-        rank, world, build, partial(program, place=place, earlier=True), units=(Trapped,), bound=1e-6
-    )
+        lines = differences(rank, world, build, twice, units=(Trapped,), under=HALVES[0], steps=3)
+    once = partial(program, place=place, earlier=True)
+    return lines + differences(rank, world, build, once, units=(Trapped,), under=HALVES[1], bound=1e-6)
 
 
 @pytest.mark.parametrize("place", PLACES)

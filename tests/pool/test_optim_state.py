@@ -18,7 +18,7 @@ from flatfsdp.optim_state.facts import alike, shown
 from flatfsdp.state_dict_configs import FullOptimStateDictConfig
 from tests.conftest import Run
 from tests.harness.models import WIDTH, Convolution, Feedforward, Low, Motley, Pooled
-from tests.pool.corners import ALL, HYBRID, Setting, data, full_gradients, joined, loss_of, seeded
+from tests.pool.corners import ALL, HALVES, HYBRID, Setting, data, full_gradients, joined, loss_of, seeded
 
 UNITS = (Feedforward, Low, Motley)
 BOTH = (Setting(orig=True), Setting(orig=False))
@@ -148,7 +148,7 @@ def different(found: Mapping[str, Any], expected: Mapping[str, Any], *, bound: f
         else:
             for state, value in expected[name].items():
                 other = found[name][state]
-                if bound and isinstance(value, Tensor) and value.dim():
+                if bound and isinstance(value, Tensor) and state != "step":
                     if not torch.allclose(other, value, rtol=bound, atol=0.0):
                         yield f"{name}: {state} differs by {(other - value).abs().max()}"
                 elif not alike(other, value):
@@ -169,9 +169,9 @@ def gathered(rank: int, world: int, settings: tuple[Setting, ...], optimizer: st
     return lines
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_whole_states_are_those_of_the_plain_optimizer(optimizer: str, pool2: Run) -> None:
-    assert not joined(pool2(gathered, ALL, optimizer))
+@pytest.mark.parametrize(("number", "optimizer"), list(enumerate(OPTIMIZERS)))
+def test_whole_states_are_those_of_the_plain_optimizer(number: int, optimizer: str, pool2: Run) -> None:
+    assert not joined(pool2(gathered, HALVES[number % 2], optimizer))
 
 
 def test_in_channels_last(pool2: Run) -> None:
@@ -232,7 +232,7 @@ def resumed(rank: int, world: int, setting: Setting, optimizer: str, way: str) -
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", ["adam", "odd"])
 def test_what_is_loaded_steps_on(optimizer: str, way: str, pool2: Run) -> None:
-    for setting in ALL:
+    for setting in HALVES[(WAYS.index(way) + (optimizer == "odd")) % 2]:
         if setting.strategy != "SHARD_GRAD_OP":
             assert not joined(pool2(resumed, setting, optimizer, way))
 
