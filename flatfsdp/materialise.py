@@ -2,7 +2,7 @@
 
 [Note: materialise] A parameter on the meta device gets its memory in place: it stays the same object, so that ties
 inside a unit and across units, and optimizers that hold it, survive. A module whose initialisation raises is put back
-on the meta device, so that wrapping it can be tried again.
+on the meta device, so that wrapping it can be tried again. `param_init_fn` is told that it is on the meta device still.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .as_on_meta import AsOnMeta
 from .errors import UsageError
 from .memoryless import is_memoryless, stand_in
 
@@ -48,17 +49,22 @@ def materialise(
             )
         with torch.no_grad(), ExitStack() as undo, ExitStack() as after:
             given: set[int] = set()
+            from_meta: list[str] = []
             for registry, name, tensor in _held(module):
                 if id(tensor) in given:  # tied within the module
                     continue
                 given.add(id(tensor))
                 if tensor.is_meta and tensor not in skip:
                     undo.callback(_give_memory(module, tensor, device))
+                    from_meta.append(name)
                 elif (owner := owner_of(tensor)) is not None:
                     after.callback(_lend_stand_in(registry, name, tensor, owner))
                 else:
                     after.callback(tensor.copy_, tensor.clone())
-            (initialise or _reset_parameters)(module)
+            if initialise is None:
+                module.reset_parameters()  # type: ignore[operator]  # checked above
+            else:
+                _initialise_by(initialise, module, path, from_meta)
             left = [name for _, name, tensor in _held(module) if tensor.is_meta and tensor not in skip]
             if left:
                 raise UsageError(
@@ -117,5 +123,22 @@ def _lend_stand_in(registry: dict[str, Any], name: str, leaf: torch.Tensor, owne
     return lambda: registry.__setitem__(name, leaf)
 
 
-def _reset_parameters(module: nn.Module) -> None:
-    module.reset_parameters()  # type: ignore[operator]  # checked by the caller
+def _initialise_by(initialise: Callable[[nn.Module], Any], module: nn.Module, path: str, names: list[str]) -> None:
+    """Call `initialise` as if the tensors of these names were still on the meta device.
+
+    A function that looks at their devices, to create others there, must see the true ones. So it is told otherwise only
+    when it has done nothing.
+    """
+    tensors = [getattr(module, name) for name in names]
+    for device in (False, True):
+        with AsOnMeta(tensors, device=device) as told:
+            initialise(module)
+        untouched = told.untouched()
+        replaced = any(getattr(module, name) is not tensor for name, tensor in zip(names, tensors, strict=True))
+        if replaced or len(untouched) < len(tensors) or not any(tensor.numel() for tensor in tensors):
+            return
+    raise UsageError(
+        f"param_init_fn did nothing with {', '.join(names)} of module {path or '<root>'!r} ({type(module).__name__}), "
+        "which came from the meta device and would have no values. Fill them in place, or, if values come later, call "
+        "module.to_empty(device=..., recurse=False)"
+    )

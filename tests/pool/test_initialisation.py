@@ -93,6 +93,56 @@ def test_param_init_fn(pool2: Run) -> None:
     assert not joined(pool2(by_function))
 
 
+def guarded(rank: int, world: int, told: Callable[[nn.Parameter], bool]) -> list[str]:
+    """A function for FSDP1: leaves alone what is not on the meta device, and ties anew what to_empty() would part."""
+    net = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+    net[2].weight = net[0].weight
+    lines = []
+
+    def initialise(module: nn.Module) -> None:
+        if not any(told(p) for p in module.parameters(recurse=False)):
+            return
+        module.to_empty(device="cpu", recurse=False)
+        for p in module.parameters(recurse=False):
+            if told(p):
+                lines.append("on the meta device after to_empty()")
+            nn.init.constant_(p, 0.25)
+        if module is net[0]:
+            net[2].weight = module.weight
+
+    model = FullyShardedDataParallel(net, param_init_fn=initialise, use_orig_params=True)
+    lines += [f"{n} has no values" for n, p in full_parameters(model).items() if not (p == 0.25).all()]
+    return lines if len(list(model.parameters())) == 3 else [*lines, "the tie is lost"]
+
+
+def is_meta(parameter: nn.Parameter) -> bool:
+    return parameter.is_meta
+
+
+def has_meta_device(parameter: nn.Parameter) -> bool:
+    return parameter.device == torch.device("meta")
+
+
+@pytest.mark.parametrize("told", [is_meta, has_meta_device])
+def test_a_param_init_fn_that_looks_for_the_meta_device(told: Callable[[nn.Parameter], bool], pool2: Run) -> None:
+    assert not joined(pool2(guarded, told))
+
+
+def values_beside(rank: int, world: int) -> list[str]:
+    """A function may make values on the device of a parameter, after it has looked at it."""
+
+    def initialise(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            p.data.copy_(torch.full(p.shape, 0.25, device=p.device))
+
+    model = wrap(on_meta(Net), param_init_fn=initialise)
+    return [f"{n} differs" for n, p in full_parameters(model).items() if not (p == 0.25).all()]
+
+
+def test_a_param_init_fn_that_makes_values_on_a_parameters_device(pool2: Run) -> None:
+    assert not joined(pool2(values_beside))
+
+
 class Bare(nn.Module):
     """Has a parameter and no way to initialise it."""
 
@@ -106,7 +156,8 @@ class Bare(nn.Module):
 
 def refusals(rank: int, world: int) -> list[str]:
     texts = []
-    for init in (None, lambda module: setattr(module, "scale", nn.Parameter(torch.empty(3, device="meta")))):
+    inits: list[Any] = [None, lambda module: setattr(module, "scale", nn.Parameter(torch.empty(3, device="meta")))]
+    for init in (*inits, lambda module: None):
         net = on_meta(Bare)
         with pytest.raises(UsageError) as info:
             FullyShardedDataParallel(net, param_init_fn=init)
@@ -121,6 +172,8 @@ def test_what_cannot_be_initialised(pool2: Run) -> None:
         "module '<root>' (Bare) is on the meta device and has no reset_parameters(); give it one, or pass "
         "param_init_fn=, a function of the module that fills its own parameters and buffers",
         "param_init_fn left scale of module '<root>' on the meta device",
+        "param_init_fn did nothing with scale of module '<root>' (Bare), which came from the meta device and would "
+        "have no values. Fill them in place, or, if values come later, call module.to_empty(device=..., recurse=False)",
     ]
 
 

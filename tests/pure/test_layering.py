@@ -21,6 +21,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (0, "errors waits farewell"),
     (0, "_torch"),
     (0, "memoryless"),
+    (0, "as_on_meta"),
     (0, "api"),
     (0, "state_dict_configs"),
     (0, "arguments"),
