@@ -30,6 +30,9 @@ REASONS = {
     "torch._C._current_graph_task_id": "a forward inside a backward is a recomputation; nothing public tells",
     "torch.autograd.graph.Node._input_metadata": "autograd's refusal of a gradient that has another shape "
     "than its leaf had when it was first read names no parameter, and only this says which",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "which units a checkpoint without reentrance will recompute "
+    "together; ranks whose backwards do not reach all of them must know",
+    "torch._C._current_autograd_node": "units that run in one reentrant checkpoint's backward are recomputed together",
     "torch._C._will_engine_execute_node": "which of several gradients a backward will bring; nothing public tells",
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded "
@@ -62,6 +65,10 @@ def missing() -> list[str]:
         "torch._C._autograd._unsafe_set_version_counter": lambda: torch._C._autograd._unsafe_set_version_counter,
         "torch._C._current_graph_task_id": lambda: torch._C._current_graph_task_id,
         "torch.autograd.graph.Node._input_metadata": lambda: torch.autograd.graph.Node._input_metadata,
+        "torch._C._autograd._top_saved_tensors_default_hooks": lambda: (
+            torch._C._autograd._top_saved_tensors_default_hooks
+        ),
+        "torch._C._current_autograd_node": lambda: torch._C._current_autograd_node,
         "torch._C._will_engine_execute_node": lambda: torch._C._will_engine_execute_node,
         "torch.autograd.Variable._execution_engine.queue_callback": lambda: (
             torch.autograd.Variable._execution_engine.queue_callback
@@ -196,6 +203,25 @@ graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lamb
 def in_backward() -> bool:
     """Whether the calling thread runs inside an autograd graph task."""
     return graph_task() != -1
+
+
+_top_hooks: Callable[[bool], tuple[Any, Any] | None] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
+)
+
+
+def segment() -> object | None:
+    """What stands for the innermost non-reentrant checkpoint whose function runs, for as long as its graph lives."""
+    hooks = _top_hooks(True)
+    if hooks is None:
+        return None
+    unpack: object = hooks[1]
+    return unpack if getattr(unpack, "__module__", None) == "torch.utils.checkpoint" else None
+
+
+def running_node() -> int:
+    """What stands for the node of the graph whose backward runs, as long as that lives."""
+    return id(torch._C._current_autograd_node())
 
 
 def will_compute(node: Any) -> bool:

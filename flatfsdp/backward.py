@@ -7,7 +7,8 @@ this backward does not compute, need not be awaited any longer.
 [Note: recomputed] A reentrant checkpoint runs its units without a graph first, and again inside the backward, where
 they are gathered without a turn in the plan: on every rank, since none can leave the checkpoint out. Where a unit is
 recomputed more than once it is freed and gathered for each, and its gradients are reduced when this backward is
-through with its first run, whichever of them brought some on this rank.
+through with its first run, whichever of them brought some on this rank. What is trained and was recomputed is reduced
+on all ranks, also where a rank's data brings it no gradient: when the node that recomputed it is over.
 
 [Note: running backward] It is disposable: begun at the first gradient that reaches a unit, dropped when its graph
 task ends or dies. What it issues, and in which order, is settled when it begins ([Note: backward order]); autograd says
@@ -127,6 +128,9 @@ class Backward:
         self._reductions = ReducePlan(record)
         self.recomputes = record.may_recompute
         self._span = record.span
+        self._due = self._span.due  # when gathers of the plan are
+        self._segments = tuple(self._span.segments.values())
+        self._held: dict[Unit, int] = {}  # passed over, and when what they may be recomputed with began
         self._branching: tuple[Unit, ...] = ()  # units that reduce, and that maybe no rank has run
         self._midway: Midway[Unit] = Midway()
         self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
@@ -145,8 +149,9 @@ class Backward:
         # Those that are not known to be over, the next last.
         self._begun = [unit for unit in self.began if unit in self._places or unit in self._again]
         self._called_again = self._span.again | self._again
-        self._ended = 0  # how many of the sequence ended later than what was reduced last began
-        self._recomputed: dict[Unit, None] = {}  # outside of the plan, having had no graph
+        self._ended = 0  # how many of the sequence were due to be gathered later than what was reduced last began
+        self._recomputed: dict[Unit, None] = {}  # outside of the plan, having had no graph; with what is trained
+        self._recomputing = 0  # the node whose backward ran units again last
         self._runs: dict[Unit, int] = {}  # how many of their runs were recomputed, the last first
         self._joins = joins
         self.task = _torch.graph_task()
@@ -220,7 +225,8 @@ class Backward:
         """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
         if self._recomputed:
             self._complete_what_was_recomputed()
-            if unit in self._recomputed and not (self.double or self.in_inner_task()):
+            before = unit in self._recomputed and _torch.running_node() != self._recomputing
+            if before and not (self.double or self.in_inner_task()):
                 unit.completed = True
                 unit.reshard(NOTHING)  # as on ranks that had all of its gradients when it was recomputed before
         if unit not in self._places:
@@ -290,6 +296,13 @@ class Backward:
         else:
             self._reductions.expect(unit)
 
+    def expect_recomputed(self, unit: Unit) -> None:
+        """`unit` has a graph from now on, if it had none: on all ranks, of which maybe some bring it no gradient."""
+        if unit not in self._places and unit not in self._recomputed and unit.trainable_leaves():
+            self.expect(unit)
+            if not self.in_inner_task():
+                self._recomputing = _torch.running_node()
+
     def join_reductions(self) -> None:
         """All units that take part are known, as far as they are the same on all ranks: let small ones go together."""
         self._branching = tuple(unit for unit in self._reductions.outstanding() if unit.choices.schedule.branch)
@@ -334,10 +347,10 @@ class Backward:
             self._make_way()
 
     def _gather_what_comes_before(self, group: Sequence[Unit]) -> None:
-        """`group` is reduced: issue the gathers of what ended after it began. [Note: backward order]"""
+        """`group` is reduced: issue the gathers that are due after it began. [Note: backward order]"""
         began = self.began.get(group[0], NEVER) if len(group) == 1 else min(self.began.get(u, NEVER) for u in group)
-        ended, sequence, before = self._span.ended, self._sequence, self._ended
-        while self._ended < len(sequence) and ended.get(sequence[self._ended], NEVER) > began:
+        due, sequence, before = self._due, self._sequence, self._ended
+        while self._ended < len(sequence) and due.get(sequence[self._ended], NEVER) > began:
             self._ended += 1
         if self._ended > before:
             _launch(self._gathers.through(self._sequence[before : self._ended]), ahead=True)
@@ -413,8 +426,8 @@ class Backward:
 
         Unit by unit, as a backward goes. [Note: passed over]
         """
-        for unit in self._recomputed:
-            if unit.armed and not unit.completed:
+        for unit in tuple(self._recomputed):
+            if not unit.completed:
                 self._complete(unit)
         while self._begun:
             self._complete_last()
@@ -428,6 +441,7 @@ class Backward:
         while begun and self.began[over := begun[-1]] > ended:
             if over.completed and over not in self._called_again:
                 begun.pop()
+                self._let_go(over)
                 continue
             awaited = self._is_awaited(over)
             if awaited and (self.double or self.in_inner_task() or not self.brings_gradients()):
@@ -438,7 +452,7 @@ class Backward:
 
     def _is_awaited(self, unit: Unit) -> bool:
         """Whether ranks await the part of `unit`, as far as this one knows."""
-        return not unit.completed and (unit in self._places or unit.armed)
+        return not unit.completed and (unit in self._places or unit in self._recomputed)
 
     def _complete_last(self) -> None:
         """No call of what began last is left. Collective over the shard axis."""
@@ -451,14 +465,24 @@ class Backward:
                 self._reduce(self._reductions.due())
         elif over in self._span.again and not self.keeps_whole(over):
             over.reshard(NOTHING)
+        self._let_go(over)
+
+    def _let_go(self, over: Unit) -> None:
+        """Free what was held since it might have been recomputed with `over`, or with what began later."""
+        for unit, began in tuple(self._held.items()) if self._held else ():
+            if began >= self.began[over]:
+                del self._held[unit]
+                unit.reshard(NOTHING)
 
     def _complete_what_was_recomputed(self, *, but: Unit | None = None) -> None:
         """Another unit was reached: the tasks are over in which gradients of units outside of the plan come."""
         if self.double or self.in_inner_task():
             return
+        begins = _torch.running_node() == self._recomputing  # the task of their gradients
         for each in tuple(self._recomputed):
-            if each.armed and not each.completed and each is not but and not self._may_come_to(each):
-                self._complete(each)
+            if each.completed or each is but or (begins and not each.armed) or self._may_come_to(each):
+                continue
+            self._complete(each)
 
     def _may_come_to(self, unit: Unit) -> bool:
         leaves = unit.trainable_leaves()
@@ -488,8 +512,9 @@ class Backward:
                 self._prefetch_after(each)
 
     def _end_of(self, unit: Unit) -> float:
-        """When the last call of `unit` ended, or the one that is recomputed now where it had no graph."""
-        return self._span.ended.get(unit) or self.record.left(unit, later=self._runs.get(unit, 0))
+        """When the last call of `unit` ended, and what is recomputed with it; or the one that is recomputed now where
+        it had no graph."""
+        return self._due.get(unit) or self.record.left(unit, later=self._runs.get(unit, 0))
 
     def _gather_what_was_passed(self, unit: Unit) -> None:
         """The forward of `unit`, which is outside of the plan, runs again: gather what ended later and was not reached,
@@ -511,7 +536,13 @@ class Backward:
         if self.reduces(unit) and unit not in self._again and any(grads.awaited for grads in unit.grads):
             self._reductions.ready(unit)
             self._reduce(self._reductions.due())
-        if not (keep or self.keeps_whole(unit)):
+        if keep or self.keeps_whole(unit):
+            return
+        own, begun = self.began.get(unit, NEVER), self._begun
+        held_for = min((each.began for each in self._segments if each.began < own < each.ended), default=NEVER)
+        if begun and self.began[begun[-1]] >= held_for:
+            self._held[unit] = int(held_for)
+        else:
             unit.reshard(NOTHING)
 
 

@@ -375,7 +375,7 @@ class Root:
             self._follow_other_ranks()
             self.residents.fetch(self)
         if torch.is_grad_enabled() or (self.branches.training and unit.choices.schedule.branch is not None):
-            self.record.enter(unit)
+            self.record.enter(unit, segment=_torch.segment())
             for owner in unit.owners:
                 self.record.lend(owner)
         elif self.branches.training:

@@ -295,6 +295,8 @@ class Unit(UnitData):
             if keep:
                 self._stay_whole()
         if recomputing:
+            if root.backward is not None and torch.is_grad_enabled():
+                root.backward.expect_recomputed(self)
             return output
         if branching:
             if root.branches.training:

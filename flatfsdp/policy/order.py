@@ -16,13 +16,18 @@ possible: it takes the newest node first, so when it reaches a unit's end, it ha
 later, and gradients of those that have not come never will. For the same reason a unit that was called more than once
 stays gathered until its first call is over: a rank that got its gradients from the last calls, or has no graph of the
 others, would gather it again, alone.
+
+A checkpoint without reentrance recomputes all units in its *segment* when a backward reaches the first of them, and
+gathers them for it: their gathers are due when the last of them ended, also on ranks that do not reach that one.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
@@ -35,6 +40,14 @@ class Pass:
     __slots__ = ("__weakref__",)
 
 
+@dataclass
+class Segment:
+    """What one checkpoint without reentrance recomputes: from the begin of its first unit to the end of its last."""
+
+    began: int
+    ended: int = 0
+
+
 class Span(Generic[U]):
     """When units ran with a graph in one pass, or in several, in ticks of one clock.
 
@@ -42,12 +55,14 @@ class Span(Generic[U]):
         began: when each was first entered; dict order = that order.
         ended: when each last finished with an output that can bring it a gradient.
         again: those that were entered more than once.
+        segments: what checkpoints will recompute, by what lives as long as they can.
     """
 
     def __init__(self) -> None:
         self.began: dict[U, int] = {}
         self.ended: dict[U, int] = {}
         self.again: set[U] = set()
+        self.segments: weakref.WeakKeyDictionary[object, Segment] = weakref.WeakKeyDictionary()
 
     @classmethod
     def around(cls, spans: Iterable[Span[U]]) -> Span[U]:
@@ -57,8 +72,23 @@ class Span(Generic[U]):
             whole.again |= span.again | (span.began.keys() & whole.began.keys())
             whole.began = span.began | whole.began
             whole.ended |= span.ended
+            whole.segments.update(span.segments)
         whole.began = dict(sorted(whole.began.items(), key=lambda item: item[1]))
         return whole
+
+    @property
+    def due(self) -> Mapping[U, int]:
+        """When the gathers of units are due that `ended`."""
+        segments = sorted(self.segments.values(), key=lambda segment: segment.ended)
+        if not segments:
+            return self.ended
+        due = dict(self.ended)
+        in_order = sorted(due, key=due.__getitem__)
+        ends = [due[unit] for unit in in_order]
+        for segment in segments:  # one that is around others ended last
+            inside = slice(bisect_right(ends, segment.began), bisect_left(ends, segment.ended))
+            due.update(dict.fromkeys(in_order[inside], segment.ended))
+        return due
 
 
 class ForwardRecord(Generic[U]):
@@ -80,6 +110,7 @@ class ForwardRecord(Generic[U]):
         self.running: Pass | None = None
         self._spans: weakref.WeakKeyDictionary[Pass, Span[U]] = weakref.WeakKeyDictionary()
         self._now: Span[U] = Span()  # of the pass that ran last
+        self._inside: dict[U, Segment] = {}  # units that were entered last in one
         self._clock = 0
         self._anchored: dict[U, None] = {}  # last anchoring; dict order = order of last anchoring
         self.consumed = False
@@ -93,9 +124,13 @@ class ForwardRecord(Generic[U]):
         """The pass has ended."""
         self.running = None
 
-    def enter(self, unit: U) -> None:
-        """`unit` began its forward."""
+    def enter(self, unit: U, *, segment: object | None = None) -> None:
+        """`unit` began its forward, in a `segment` if there is one."""
         now = self.entered_at = self._clock = self._clock + 1
+        if segment is not None:
+            self._inside[unit] = self._now.segments.setdefault(segment, Segment(now))
+        elif self._inside:
+            self._inside.pop(unit, None)
         self._begun.setdefault(unit, now)
         self._entered.setdefault(unit)
         if self._now.began.setdefault(unit, now) != now:
@@ -144,6 +179,8 @@ class ForwardRecord(Generic[U]):
         self._anchored[unit] = None
         self._clock += 1
         self._now.ended[unit] = self._clock
+        if self._inside and unit in self._inside:
+            self._inside[unit].ended = self._clock
 
     def position(self, unit: U) -> int:
         """When `unit` first began; it has a graph from now on, if it had none (a recomputation)."""

@@ -3,6 +3,7 @@ tied or called again, under random settings, against the same models in one proc
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,6 +35,7 @@ class How(NamedTuple):
     limit_all_gathers: bool = True
     original: bool = True
     corners: bool = False  # units are called again, tied, and return tuples
+    siblings: bool = False  # several units are recomputed together
     microbatches: int = 1
     forwards: int = 1
     evaluates: bool = False
@@ -109,10 +111,21 @@ class Part(NamedTuple):
     trained: bool
 
 
+class Stretch(NamedTuple):
+    """Parts from `first` to before `end`, recomputed together like a `Part`."""
+
+    first: int
+    end: int
+    recompute: bool | None
+
+
+Step = Callable[[Tensor], Tensor]
+
+
 class Net(nn.Module):
     """A residual chain of units, drawn by `seed`."""
 
-    def __init__(self, seed: int, *, corners: bool = False) -> None:
+    def __init__(self, seed: int, *, corners: bool = False, siblings: bool = False) -> None:
         super().__init__()
         drawn = random.Random(seed)
         torch.manual_seed(seed)
@@ -131,27 +144,48 @@ class Net(nn.Module):
                     unit.b = owner.b
             if corners and isinstance(unit, Leafy):
                 unit.in_tuple = drawn.random() < 0.3
+        self.stretches = [Stretch(place, place + 1, None) for place in range(len(self.parts))]
+        if siblings:
+            cuts = sorted({0, len(self.parts), *(drawn.randrange(len(self.parts)) for _ in range(2))})
+            self.stretches = [Stretch(*ends, drawn.choice(ways)) for ends in itertools.pairwise(cuts)]
 
     def forward(self, x: Tensor, seed: int) -> Tensor:
         """What is used is drawn by another `seed`."""
         drawn = random.Random(seed)
         x = x.clone().requires_grad_() * 1.0
         for again in range(2):
-            for unit, part, twice in zip(self.units, self.parts, self.again, strict=True):
-                if again and not twice:
-                    continue
-                use = "".join(name for name in "abc" if drawn.random() < 0.7)
-                cut = drawn.random() < 0.25 and part.recompute is None
-                y = _run(unit, x, use, None if part.nested else part.recompute)
-                x = x + (y.detach() if cut else y) * 0.5
+            for first, end, recompute in self.stretches:
+                steps = [self._drawn(place, drawn) for place in range(first, end) if not again or self.again[place]]
+                if recompute is None or not steps:
+                    x = _one_after_the_other(steps, x)
+                else:
+                    x = checkpoint(partial(_one_after_the_other, steps), x, use_reentrant=recompute)
         return x
+
+    def _drawn(self, place: int, drawn: random.Random) -> Step:
+        """How one part is used now."""
+        part, unit = self.parts[place], self.units[place]
+        use = "".join(name for name in "abc" if drawn.random() < 0.7)
+        cut = drawn.random() < 0.25 and part.recompute is None
+
+        def step(x: Tensor) -> Tensor:
+            y = _run(unit, x, use, None if part.nested else part.recompute)
+            return x + (y.detach() if cut else y) * 0.5
+
+        return step
+
+
+def _one_after_the_other(steps: list[Step], x: Tensor) -> Tensor:
+    for step in steps:
+        x = step(x)
+    return x
 
 
 def _train(rank: int, world: int, seed: int, how: How) -> bool:
     """Whether parameters, and gradients where they are kept, are those of one process that runs all ranks' batches."""
     mesh = replicas_of_shards() if how.strategy == "HYBRID_SHARD" else None
     model = FullyShardedDataParallel(
-        Net(seed, corners=how.corners),
+        Net(seed, corners=how.corners, siblings=how.siblings),
         auto_wrap_policy={Leafy, Nest},
         sharding_strategy=how.strategy,
         device_mesh=mesh,
@@ -162,7 +196,7 @@ def _train(rank: int, world: int, seed: int, how: How) -> bool:
         backward_prefetch=how.prefetch,
         join_units_below=how.join_units_below,
     )
-    alone = Net(seed, corners=how.corners)
+    alone = Net(seed, corners=how.corners, siblings=how.siblings)
     optimizer, plain = (torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, alone))
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10) if how.stepping == "scaled" else None
     in_backward = how.stepping == "in the backward"
@@ -232,3 +266,11 @@ def test_what_ranks_do_not_use_is_no_gradient_on_them(pool3: Run, seed: int, pre
 def test_so_it_is_where_units_are_called_again_or_tied_under_any_settings(run: Run, seed: int) -> None:
     how = How.drawn(seed)
     assert all(run(how.world, _train, seed, how, timeout=60))
+
+
+# 24 has waited for ever where ranks pass over some of the units that others recompute without reentrance; 25 and 44
+# where units that are recomputed reentrantly get gradients on some ranks only.
+@pytest.mark.parametrize("seed", [1, 24, 25, 39, 44, 50, 58, 61])
+def test_so_it_is_where_several_units_are_recomputed_together(pool3: Run, seed: int) -> None:
+    prefetch = ("BACKWARD_PRE", "BACKWARD_MID", "BACKWARD_POST", None)[seed % 4]
+    assert all(pool3(_train, seed, How(prefetch, siblings=True), timeout=60))

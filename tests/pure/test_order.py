@@ -202,3 +202,19 @@ def test_units_that_are_gathered_together_are_so_when_one_of_them_is_needed() ->
     assert plan.until("c") == (("c",),)
     plan = GatherPlan(("a", *branch, "e"), together=together)
     assert plan.until("c") == (("e",), ("d",), ("c",), ("b",))
+
+
+def test_gathers_of_units_that_are_recomputed_together_are_due_when_the_last_of_them_ended() -> None:
+    class Checkpoint:
+        pass
+
+    outer, inner = Checkpoint(), Checkpoint()
+    record: ForwardRecord[str] = ForwardRecord()
+    record.begin()
+    for unit, segment in {"a": None, "b": outer, "c": inner, "d": inner, "e": outer, "f": None}.items():
+        record.enter(unit, segment=segment)
+        record.anchor(unit)
+    ended = record.span.ended
+    assert record.span.due == ended | dict.fromkeys("bcd", ended["e"])
+    del outer, segment  # as its graph is freed
+    assert record.span.due == ended | {"c": ended["d"]}
