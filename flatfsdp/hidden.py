@@ -68,14 +68,16 @@ def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
         kind = type(leaf)
         if kind is not HiddenParameter:
             leaf.data = nothing
-            refuse_use(leaf)
+            if kind is nn.Parameter or kind is AwaitedParameter:
+                leaf.__class__ = HiddenParameter
 
 
-def refuse_use(leaf: nn.Parameter) -> None:
-    """Refuse operations on `leaf`, unless it is of a class of the user's."""
-    kind = type(leaf)
-    if kind is nn.Parameter or kind is AwaitedParameter:
-        leaf.__class__ = HiddenParameter
+def refuse_use(leaves: Iterable[nn.Parameter]) -> None:
+    """Refuse operations on `leaves`; those of users' own classes stay what they are."""
+    for leaf in leaves:
+        kind = type(leaf)
+        if kind is nn.Parameter or kind is AwaitedParameter:
+            leaf.__class__ = HiddenParameter
 
 
 # Where leaves lie that may be hidden, by their ids: asked when one is used.

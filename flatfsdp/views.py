@@ -158,8 +158,7 @@ class Shown:
             self._refuse_use()
 
     def _refuse_use(self) -> None:
-        for leaf in self.handle.leaves:
-            refuse_use(leaf)
+        refuse_use(self.handle.leaves)
         self.some_hidden = True
 
     def unhide(self) -> None:
