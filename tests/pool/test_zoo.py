@@ -125,7 +125,9 @@ def program(model: Any, rank: int, step: int) -> Tensor:
 
 
 def like_one_process(rank: int, world: int, name: str) -> list[str]:
-    return differences(rank, world, partial(stacked, name), program, units=(Layer,), under=UNDER, steps=3)
+    # Products of a matrix with a vector round by where the matrix lies, on some processors.
+    bound = 1e-6 if "spectral" in name else 0.0
+    return differences(rank, world, partial(stacked, name), program, units=(Layer,), under=UNDER, steps=3, bound=bound)
 
 
 @pytest.mark.parametrize("name", LAYERS)
