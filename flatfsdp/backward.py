@@ -10,6 +10,10 @@ recomputed more than once it is freed and gathered for each, and its gradients a
 through with its first run, whichever of them brought some on this rank. What is trained and was recomputed is reduced
 on all ranks, also where a rank's data brings it no gradient: when the node that recomputed it is over.
 
+[Note: issued alike] Collectives of two ranks meet by their order alone: where ranks issue those of different units that
+are of one size, nobody notices. So the order is part of what ranks compare, when it is over and nothing has become
+`.grad`.
+
 [Note: running backward] It is disposable: begun at the first gradient that reaches a unit, dropped when its graph
 task ends or dies. What it issues, and in which order, is settled when it begins ([Note: backward order]); autograd says
 when.
@@ -35,6 +39,7 @@ from .reduction import Reduction
 from .stepping import Stepper, Stepping
 from .traversal import units_in
 from .unit import Unit
+from .unit_data import UnitData
 from .views import NOTHING
 
 P = ParamSpec("P")
@@ -96,6 +101,7 @@ class Backward:
         lingering: units whose gradients are reduced still when it is over. [Note: awaited]
         double: `create_graph`: the parameters are needed again.
         fired: a gradient of a leaf arrived (`torch.autograd.grad` brings none).
+        gathered, reduced: the units whose collectives were issued, in order. [Note: issued alike]
         recomputes: whether units ran without a graph, which reentrant checkpoints may still make.
         collecting: the graph task in which nothing but their arrival is to be noted of gradients; None until that is
             known.
@@ -157,6 +163,8 @@ class Backward:
         self.task = _torch.graph_task()
         self.double = False
         self.fired = False
+        self.gathered: list[UnitData] = []
+        self.reduced: list[UnitData] = []
         self.collecting: int | None = None
         # Of the units before the last and of the last: their all-reduces and their inputs are in flight.
         self._in_flight = Flight(), Flight()
@@ -335,6 +343,7 @@ class Backward:
             older.finish()
             newer.release_input()
             self._in_flight = newer, Flight(group, joining.reduce(group))
+            self.reduced += group
             self._step(older)  # beside what was issued just now
         older, newer = self._in_flight
         last = self._reductions.last
@@ -402,6 +411,8 @@ class Backward:
                     grads.keep()
         elif self.sync and self._reductions.rest():
             self.agreement.check_gradients(came=False)
+        if self.sync and self.reduced:  # on all ranks, or on none
+            self.agreement.check_issued(self.gathered, self.reduced)
 
     def _gather_what_others_reached(self) -> None:
         """No gradient completes units here: gather those that other ranks may have, where branches tell them apart."""

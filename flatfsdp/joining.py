@@ -119,7 +119,7 @@ def _launch_joined(units: Sequence[Unit], *, ahead: bool) -> None:
         for handle in sharded:
             by_dtype[unit.dtype_of(handle)].append(handle)
         if sharded:
-            unit.note("gather")
+            unit.note_gather(root)
     for dtype, handles in by_dtype.items():
         flats = [flat for handle in handles if (flat := handle.open_unshard(lane, dtype=dtype)) is not None]
         pending = units[0].gather.all_gather_joined(flats, [handle.shard for handle in handles], lane)

@@ -513,17 +513,18 @@ class Root:
         self._follow_requests()
         with _torch.as_plain_tensors():  # leaves may be hidden
             trained = {unit: unit.trained_kinds() for unit in self.record.anchored}
-        self.agreement.check_backward(self, trained)
+        unreduced, kept = self._exceptions()
+        sync = len(unreduced) < len(self.units)
+        self.agreement.check_backward(self, trained, reduces=sync)
         self._verify_replicas()
         if self._at_rest:  # a graph older than the last rest
             self._follow_writes()
         self.record.consumed = True
-        unreduced, kept = self._exceptions()
         backward = self.backward = Backward(
             self.record,
             unreduced=unreduced,
             kept=kept,
-            sync=len(unreduced) < len(self.units),
+            sync=sync,
             agreement=self.agreement,
             joins=self._joins,
             steppers=self.steppers.active,

@@ -34,6 +34,7 @@ from .watch import PATIENCE, end_process_unless, is_lost_connection, speak
 if TYPE_CHECKING:
     from .root import Root
     from .unit import Unit
+    from .unit_data import UnitData
 
 TRAINING, EVALUATION = "a training", "an evaluation"  # kinds of forward, with and without gradients
 SAME, DIFFERENT = "same", "different"  # what a meeting of notes ends with
@@ -61,6 +62,12 @@ _NONE_CAME = Symbol(number("none came"), "ended a backward that computed no grad
 # Where ranks differ in nothing but which units a forward runs.
 _IN_FORWARD = operator.methodcaller("startswith", ("entered unit ", "ended its forward"))
 _REMEDY = ", except in what is given to ensure_unit_participation()"
+_ISSUED = "gathered in its backward the units"
+_MIXED = (
+    "Values of different units were exchanged for each other, so what this backward brought is wrong: go on from the "
+    "checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units by "
+    "itself, not of several together or one inside another; otherwise please report this"
+)
 _ENDED = {kind: Symbol(number(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
 
 
@@ -75,6 +82,7 @@ class Stream(Peers):
         self._forwards: dict[int, str] = {}  # what runs, in words
         self._places: dict[int, int] = {}
         self._backwards: dict[tuple[Any, ...], Symbol] = {}  # by plan
+        self._issues: dict[tuple[UnitData | None, ...], Symbol] = {}  # what they issued, by units
         # What is expected, what came, and how far it has come.
         self._habit = Habit()
         self._said: deque[tuple[int, Symbol, int]] = deque(maxlen=REMEMBERED)  # made `Said` when somebody looks
@@ -232,10 +240,11 @@ class Stream(Peers):
             self._next(_ENDED[self._kind], completes=self._kind != TRAINING)
         self.rest()
 
-    def check_backward(self, root: Root, trained: Mapping[Unit, Sequence[int]]) -> None:
+    def check_backward(self, root: Root, trained: Mapping[Unit, Sequence[int]], *, reduces: bool) -> None:
         """A backward begins: will all ranks issue the same collectives in it? Collective in the first iteration.
 
-        `trained`: the kinds of handles, of units that can get gradients, that have a leaf that requires one.
+        `trained`: the kinds of handles, of units that can get gradients, that have a leaf that requires one. `reduces`:
+        whether there is a unit that reduces them.
 
         Raises:
             AgreementError: on every rank, within seconds.
@@ -254,7 +263,27 @@ class Stream(Peers):
         self.busy = True
         self._meet_abandoned()
         self._start("a backward")
-        self._next(symbol, opens=not self._sharded, completes=True)
+        self._next(symbol, opens=not self._sharded, completes=not reduces)
+
+    def check_issued(self, gathered: Sequence[UnitData], reduced: Sequence[UnitData]) -> None:
+        """A backward that reduces has issued its collectives, those of these units: are they the same on all ranks?
+        Collective in the first iteration.
+
+        Raises:
+            AgreementError: on every rank, within seconds.
+        """
+        if not self._axes:
+            return
+        issued = (*gathered, None, *reduced)
+        symbol = self._issues.get(issued)
+        if symbol is None:
+            if len(self._issues) == PLANS:
+                self._issues.clear()
+            places = [unit and self._places[id(unit)] for unit in issued]
+            told = [", ".join(unit.label for unit in units) or "none" for units in (gathered, reduced)]
+            words = f"{_ISSUED} {told[0]}, and reduced {told[1]}"
+            symbol = self._issues[issued] = Symbol(number(f"issued {places}"), words)
+        self._next(symbol, completes=True)
 
     def _symbol_of(
         self,
@@ -454,8 +483,11 @@ class Stream(Peers):
 
     def _parting(self, texts: dict[tuple[int, ...], str], step: int) -> str:
         told = "; ".join(f"{ranks_in_words(ranks)} {text}" for ranks, text in sorted(texts.items()))
+        told = f"ranks part ways in step {max(1, step)}: {told}"
+        if all(text.startswith(_ISSUED) for text in texts.values()):
+            return f"{told}. {_MIXED}"
         return (
-            f"ranks part ways in step {max(1, step)}: {told}. All ranks must run the same units in the same order, as "
+            f"{told}. All ranks must run the same units in the same order, as "
             "many forwards and backwards, and catch an exception at the same point or not at all; what depends on a "
             f"rank's own data must not decide{_REMEDY if all(map(_IN_FORWARD, texts.values())) else ''}"
         )

@@ -252,7 +252,13 @@ class UnitData:
             if handle.offload:
                 root.limiter.note_upload()
         if sharded:
-            self.note("gather")
+            self.note_gather(root)
+
+    def note_gather(self, root: Root) -> None:
+        """Gathers of this unit were issued."""
+        self.note("gather")
+        if root.backward is not None:
+            root.backward.gathered.append(self)
 
     def prepare_unshard(self, root: Root, *, ahead: bool) -> list[FlatParamHandle]:
         """The handles that are sharded, and may take memory to be gathered now, maybe `ahead` of their use.

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from flatfsdp.errors import AgreementError, FlatFSDPWarning
+from flatfsdp.policy.order import GatherPlan
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
 
@@ -253,6 +255,45 @@ def test_no_unit_is_gathered_out_of_order_before_the_others_agree(pool2: Run) ->
     assert gathered == ([], [])
 
 
+def mix(rank: int, world: int, after: int) -> tuple[str, bool]:
+    """Rank 1 gathers two units of equal size in the other order in a backward; whether `.grad` is as before."""
+    model = wrap(Net(), join_units_below=0)
+    for _ in range(after):
+        step(model)
+    before = copy.deepcopy([parameter.grad for parameter in model.parameters()])
+
+    def swapped(plan: Any, anchored: tuple[Any, ...], *args: Any, **kwargs: Any) -> None:
+        first, second, *rest = anchored
+        planned(plan, (second, first, *rest), *args, **kwargs)
+
+    planned = GatherPlan.__init__
+    with patch.object(GatherPlan, "__init__", swapped if rank == 1 else planned):
+        if after and rank == 0:  # who does as ever waits for nobody, and hears of it later
+            step(model)
+            while model._unit.root.agreement._verdict is None:
+                time.sleep(0.05)
+        message = message_of(lambda: step(model))
+    after_it = [parameter.grad for parameter in model.parameters()]
+    kept = [one is other or torch.equal(one, other) for one, other in zip(before, after_it, strict=True)]  # type: ignore[arg-type]
+    return message, all(kept)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_backward_that_mixed_units_brings_no_gradients(pool2: Run, after: int) -> None:
+    """Nothing else would notice, their collectives being of one size."""
+    messages, kept = zip(*pool2(mix, after), strict=True)
+    reduced = "and reduced 'blocks.2', 'blocks.1', 'blocks.0'"
+    assert same(messages) == (
+        f"ranks part ways in step {after + 1}: "
+        f"rank 0 gathered in its backward the units 'blocks.2', 'blocks.1', 'blocks.0', {reduced}; "
+        f"rank 1 gathered in its backward the units 'blocks.2', 'blocks.0', 'blocks.1', {reduced}. Values of "
+        "different units were exchanged for each other, so what this backward brought is wrong: go on from the "
+        "checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units "
+        "by itself, not of several together or one inside another; otherwise please report this"
+    )
+    assert kept == (after == 0, True)
+
+
 # -- what all ranks do alike -----------------------------------------------------------------------------------------
 
 
@@ -279,10 +320,12 @@ def costs(rank: int, world: int) -> list[int]:
 
 
 def test_orders_are_agreed_once(pool2: Run) -> None:
-    """One exchange for the models and values, one for each of four units, the end of the forward and the backward;
-    none later, whatever all ranks do alike, but for what follows something that never happened before."""
-    first = 1 + 4 + 2
-    assert pool2(costs) == [[*[first] * 6, first + 1]] * 2  # the unit after the second visit of a block
+    """One exchange for the models and values, one for each of four units, the end of the forward, the backward and what
+    that issued; none later, whatever all ranks do alike, but for what follows something that never happened before."""
+    first = 1 + 4 + 3
+    second = first + 1  # after a backward in another order
+    third = second + 2  # the unit after the second visit of a block, and after the backward
+    assert pool2(costs) == [[*[first] * 2, *[second] * 4, third]] * 2
 
 
 def accumulate(rank: int, world: int) -> list[int]:
@@ -350,7 +393,7 @@ def without_shards(rank: int, world: int) -> int:
 
 
 def test_unsharded_forwards_are_a_rank_s_own_business(pool2: Run) -> None:
-    assert pool2(without_shards) == [3, 3]  # the models, the first backward, the replicas
+    assert pool2(without_shards) == [4, 4]  # the models, the first backward and what it issued, the replicas
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
@@ -419,20 +462,20 @@ ALL = different(6, "blocks.0.linear.weight, blocks.0.linear.bias, blocks.1.linea
 @pytest.mark.parametrize(
     ("case", "expected", "exchanges"),
     [
-        ("warn", [ALL], 8),
+        ("warn", [ALL], 9),
         ("raise", [f"raised: {ALL}"], 2),
-        ("off", [], 7),
-        ("sync_module_states", [], 7),
-        ("loaded", [], 8),
-        ("replaced", [], 8),
-        ("summoned", [], 10),  # the summons, then the values apart: the models were compared before
+        ("off", [], 8),
+        ("sync_module_states", [], 8),
+        ("loaded", [], 9),
+        ("replaced", [], 9),
+        ("summoned", [], 11),  # the summons, then the values apart: the models were compared before
         (
             "one loaded",
             [different(5, "blocks.0.linear.bias, blocks.1.linear.weight, blocks.1.linear.bias and 2 more")],
-            8,
+            9,
         ),
-        ("one parameter", [different(1, "blocks.2.linear.bias")], 8),
-        ("evaluates first", [ALL], 9),
+        ("one parameter", [different(1, "blocks.2.linear.bias")], 9),
+        ("evaluates first", [ALL], 10),
     ],
 )
 def test_values_to_begin_with(pool2: Run, case: str, expected: list[str], exchanges: int) -> None:
