@@ -85,13 +85,15 @@ class Arrival:
         if not self._forget.alive:
             return
         self._forget()
-        for parameter in self._parameters:
+        parameters, finish = self._parameters, self._finish
+        del self._parameters, self._finish  # with the sum, which is no `.grad` where it was added to one
+        for parameter in parameters:
             if (kind := _AFTERWARDS.get(type(parameter))) is not None:
                 parameter.__class__ = kind
         try:
-            self._finish()
+            finish()
         except BaseException:
-            for parameter in self._parameters:
+            for parameter in parameters:
                 parameter.grad = None
             raise
 

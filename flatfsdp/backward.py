@@ -11,8 +11,8 @@ through with its first run, whichever of them brought some on this rank. What is
 on all ranks, also where a rank's data brings it no gradient: when the node that recomputed it is over.
 
 [Note: issued alike] Collectives of two ranks meet by their order alone: where ranks issue those of different units that
-are of one size, nobody notices. So the order is part of what ranks compare, when it is over and nothing has become
-`.grad`.
+are of one size, nobody notices. So the order is part of what ranks compare, when it is over: the rank whose backward is
+new to it hears before anything has become `.grad`, one that did as ever by its next call.
 
 [Note: running backward] It is disposable: begun at the first gradient that reaches a unit, dropped when its graph
 task ends or dies. What it issues, and in which order, is settled when it begins ([Note: backward order]); autograd says

@@ -346,8 +346,10 @@ class ScheduleControls:
         With False the reduction that is issued last goes on beside what follows, until somebody reads a `.grad` that it
         brings, or the next backward begins. It is that of the wrapper whose forward begins first, and holds its whole
         gradients for so long, in the reduce dtype, which then lie in no parameter's place. A backward ends with all
-        nevertheless where parameters are replicated or not sharded, gradients are offloaded or of another dtype than
-        they are reduced in, or hooks or an optimizer wait for them.
+        nevertheless where parameters are replicated or not sharded, or of a class of your own, where gradients are
+        offloaded or of another dtype than they are reduced in, where hooks or an optimizer wait for them, inside
+        `detect_nonfinite()`, and for what `ensure_unit_participation()` was given and no rank used. Unlike with the
+        other methods ranks may differ: no collective moves.
 
         Args:
             is_last_backward: False before the microbatches that others follow; True before the last.

@@ -93,22 +93,13 @@ def run_hooks(parameter: torch.Tensor) -> None:
             hook(parameter)
 
 
-def user_hooked(leaves: Sequence[torch.Tensor]) -> list[int]:
-    """The indices of those of `leaves` that have a post-accumulate hook of a user's."""
-    if not _torch.accumulate_hooks(leaves):
-        return []
+def user_hooked(parameters: Iterable[torch.Tensor]) -> list[int]:
+    """The indices of those of `parameters` that have a post-accumulate hook of a user's."""
     return [
         index
-        for index, leaf in enumerate(leaves)
-        for hooks in _torch.accumulate_hooks([leaf])
-        if not all(isinstance(hook, LeafHook) for hook in hooks.values())
+        for index, hooks in enumerate(map(_torch.hooks_on, parameters))
+        if hooks and not all(isinstance(hook, LeafHook) for hook in hooks.values())
     ]
-
-
-def are_users(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether a post-accumulate hook of a user's is on any of `parameters`."""
-    registries = [hooks for hooks in map(_torch.hooks_on, parameters) if hooks]
-    return any(not isinstance(hook, LeafHook) for hooks in registries for hook in hooks.values())
 
 
 def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:

@@ -161,7 +161,7 @@ class Stats:
     @property
     def bytes_grads(self) -> int:
         """Bytes of the `.grad` of all parameters that units own; 0 after `zero_grad(set_to_none=True)`."""
-        grads = [parameter.grad for unit in self._units() for h in unit.handles for parameter in h.steppable]
+        grads = [parameter.grad for unit in self._units() for parameter in unit.parameters]
         return sum(grad.numel() * grad.element_size() for grad in grads if grad is not None)
 
     @property

@@ -94,9 +94,8 @@ class Unit(UnitData):
         self.is_through = False
         self._late = 0  # gradients that a segment recomputed in a task of its own brings again
         self._armed_in = -1  # graph task
-        self._came_inside: set[tuple[int, int]] = (
-            set()
-        )  # by kind and leaf: only tasks inside it brought their gradients
+        # Leaves whose gradients only tasks inside that one brought, as (kind, index).
+        self._came_inside: set[tuple[int, int]] = set()
         self.reads_once: bool | None = None
         self.needed_whole = False
         self._encloses: bool | None = None  # whether the module has modules of others inside; found when it matters
@@ -533,7 +532,8 @@ class Unit(UnitData):
         if again or self.completed:
             self._late -= 1
         if task == self._armed_in:
-            self._came_inside.discard((kind, index))
+            if self._came_inside:
+                self._came_inside.discard((kind, index))
         elif not (again or self.completed):
             self._came_inside.add((kind, index))
         if not backward.fired:
@@ -642,7 +642,7 @@ class Unit(UnitData):
     @property
     def may_linger(self) -> bool:
         """Whether what this unit reduces may be waited for after the backward: only readers of `.grad` need it."""
-        if self.choices.comm_hook is not None or hooks.are_users(self.parameters):
+        if self.choices.comm_hook is not None or hooks.user_hooked(self.parameters):
             return False
         return all(grads.may_linger for grads in self.grads if grads.reducing)
 

@@ -5,6 +5,7 @@ Counted are the operations that torch's dispatcher sees, not what the engine say
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -599,6 +600,27 @@ def test_bytes_after_a_backward_that_is_not_the_last(orig: bool) -> None:
             whole = 0 if last else 4 * model._unit.handles[0].layout.padded_numel
             assert (live["slots"], live["reduced"]) == (whole, whole // 4)
             assert live["unsharded"] == 0
+
+
+def bytes_of_live_tensors() -> int:
+    """Of all there are, once per storage."""
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    return sum({s._cdata: s.nbytes() for s in (each.untyped_storage() for each in tensors)}.values())
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_bytes_after_a_gradient_that_was_awaited_was_read(orig: bool) -> None:
+    """As after any other backward: neither the whole gradients nor the sum that was added to `.grad` are left."""
+    with fake_world(4):
+        model = wrapped("FULL_SHARD", use_orig_params=orig)
+        settled(model)
+        found = []
+        for last in (True, True, False, False):
+            model.set_is_last_backward(last)
+            forward(model).backward()
+            assert any(p.grad is not None for p in model.parameters())
+            found.append(bytes_of_live_tensors())
+        assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize("world", [2, 1024])

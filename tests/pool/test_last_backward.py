@@ -234,25 +234,37 @@ def test_what_comes_between(between: Callable[[Any], Any], pool2: Run) -> None:
     assert not joined(pool2(seen, [between.__name__], timeout=40))
 
 
-def checkpoints(rank: int, world: int, folder: str) -> list[bool]:
-    """A checkpoint is written while a reduction is under way, and loaded into the model whose reduction it is."""
+def saved_and_loaded(rank: int, folder: str, *, last: bool) -> list[list[Tensor]]:
+    """A checkpoint is written while a reduction is under way, and loaded while one of the model that loads it is."""
     model = LINGER[0].wrap(seeded(Net), (nn.Linear,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     microbatch(model, rank, 0, 0)
     optimizer.step()
     optimizer.zero_grad()
-    model.set_is_last_backward(False)
-    before = [p.detach().clone() for p in model.parameters()]
-    microbatch(model, rank, 0, 1)
-    save(folder, model=model, optimizer=optimizer)
-    load(folder, model=model, optimizer=optimizer)
-    after = [p.detach().clone() for p in model.parameters()]
-    assert isinstance(model, FullyShardedDataParallel)
-    return [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
+    model.set_is_last_backward(last)
+    found = []
+
+    def look() -> None:
+        found.append([p.detach().clone() for p in model.parameters()] + read(model))
+
+    for call in (save, load):
+        microbatch(model, rank, 0, 1)
+        call(folder, model=model, optimizer=optimizer)
+        look()
+    microbatch(model, rank, 0, 2)
+    optimizer.step()
+    look()
+    return found
+
+
+def checkpoints(rank: int, world: int, folder: str) -> bool:
+    one, other = (saved_and_loaded(rank, f"{folder}-{last}", last=last) for last in (True, False))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    return len(one[0]) > len(list(Net().parameters()))  # there are gradients
 
 
 def test_checkpoints(pool2: Run, tmp_path: Any) -> None:
-    assert all(map(all, pool2(checkpoints, str(tmp_path / "saved"), timeout=40)))
+    assert all(pool2(checkpoints, str(tmp_path / "saved"), timeout=40))
 
 
 def held_elsewhere(rank: int, world: int) -> list[bool]:
