@@ -38,7 +38,6 @@ class Notes(board.Board):
         self._ask()[key] = text
 
     def read(self, key: str) -> str | None:
-        self.requests += key in self._shared  # a check, and then the value
         return self._ask().get(key)
 
     def first(self, key: str, text: str) -> str:

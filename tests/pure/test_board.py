@@ -1,0 +1,61 @@
+"""Notes in a store that several write to and read from."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from flatfsdp.board import Board
+
+
+class Notes(Board):
+    """A board over a store of its own."""
+
+    def __init__(self, store: dist.Store) -> None:
+        store.set_timeout(timedelta(seconds=1))
+        self._store, self._line = dist.PrefixStore("notes", store), None
+
+
+def tcp() -> dist.Store:
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+STORES = pytest.mark.parametrize("make", [dist.HashStore, tcp])
+
+
+@STORES
+def test_what_stands_there(make: Callable[[], dist.Store]) -> None:
+    notes = Notes(make())
+    assert notes.read("verdict") is None
+    assert notes.first("verdict", "same") == notes.first("verdict", "different") == notes.read("verdict") == "same"
+    notes.post("empty", "")
+    assert notes.read("empty") == ""
+    notes.erase("verdict")
+    assert notes.read("verdict") is None
+
+
+@STORES
+def test_what_another_erases_meanwhile_is_not_waited_for(make: Callable[[], dist.Store]) -> None:
+    store = make()
+    reader, writer, over = Notes(store), Notes(store.clone()), threading.Event()
+
+    def write() -> None:
+        while not over.is_set():
+            writer.post("verdict", "same")
+            writer.erase("verdict")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    found = Counter[str | None]()
+    try:
+        while found["same"] < 1000 or found[None] < 1000:
+            found[reader.read("verdict")] += 1
+        assert set(found) == {"same", None}
+    finally:
+        over.set()
+        thread.join()
