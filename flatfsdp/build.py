@@ -22,6 +22,7 @@ from .flat_param import FlatParamHandle
 from .groups import plan_groups
 from .materialise import materialise
 from .optimizers import guard_optimizers
+from .packed import is_packed
 from .placement import compute_device, move_buffers
 from .policy.schedule import AS_BUILT, Schedule, reshard_choice
 from .policy.strategy import traits
@@ -62,7 +63,8 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         homes, transformed = transform(homes)
         leaves = leaves_of(homes)
         beginnings = Beginnings(leaves) if config.check_values != "off" else None
-        handles = _flatten(leaves, config, groups, device, ledger)
+        packed = {id(home.leaf) for home in homes if is_packed(home)}
+        handles = _flatten(leaves, packed, config, groups, device, ledger)
         undo.pop_all()
     _drop_gradients(leaves)
     unit = Unit(
@@ -123,12 +125,20 @@ def _homes(
 
 
 def _flatten(
-    leaves: list[tuple[nn.Parameter, str]], config: Config, groups: GroupPlan, device: torch.device, ledger: Ledger
+    leaves: list[tuple[nn.Parameter, str]],
+    packed: set[int],
+    config: Config,
+    groups: GroupPlan,
+    device: torch.device,
+    ledger: Ledger,
 ) -> list[FlatParamHandle]:
-    """A handle for each kind among `leaves`, given with their paths. They still show their own memory."""
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[nn.Parameter, str]]] = {}
+    """A handle for each kind among `leaves`, given with their paths. They still show their own memory.
+
+    `packed`: the ids of those that are packed bytes.
+    """
+    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves:
-        kinds.setdefault((leaf.dtype, leaf.requires_grad), []).append((leaf, path))
+        kinds.setdefault((leaf.dtype, leaf.requires_grad, id(leaf) in packed), []).append((leaf, path))
     return [
         FlatParamHandle.flatten(
             [leaf for leaf, _ in members],
@@ -140,9 +150,10 @@ def _flatten(
             offload=config.cpu_offload.offload_params,
             pin_memory=config.cpu_offload.pin_memory,
             use_orig_params=config.use_orig_params,
+            packed=is_packed_kind,
             ledger=ledger,
         )
-        for members in kinds.values()
+        for (_, _, is_packed_kind), members in kinds.items()
     ]
 
 

@@ -41,6 +41,7 @@ _HANDLE_SETTINGS = (
     "pin_memory",
     "use_orig_params",
     "trainable",
+    "packed",
 )
 
 T = TypeVar("T")

@@ -5,7 +5,8 @@
 (zero elements) between a forward that resharded and the backward. The `FlatParameter` holds the shard; with
 `use_orig_params=False` it is what modules register and optimizers step.
 
-[Note: kinds] One handle holds parameters of one dtype and of one trainability (as it was at construction).
+[Note: kinds] One handle holds parameters of one dtype and of one trainability (as it was at construction); packed bytes
+have one of their own.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class FlatParamHandle:
         whole: whether the shard is the whole (an axis of one rank).
         rank: this rank on the shard axis.
         precision: the dtypes ([Note: dtypes]).
+        packed: whether elements are no numbers, and stay as they are. [Note: packed bytes]
         shard: shape (layout.shard_numel,), master dtype, on `home`.
         flat_param: the shard as a parameter.
         state: [Note: lifecycle].
@@ -145,6 +147,7 @@ class FlatParamHandle:
         pin_memory: bool,
         use_orig_params: bool,
         trainable: bool,
+        packed: bool,
         ledger: Ledger,
     ) -> None:
         """Take `shard` as this rank's piece of `leaves` laid out by `layout`; use `flatten` to make one from whole
@@ -154,8 +157,9 @@ class FlatParamHandle:
         self.layout = layout
         self.whole = layout.world == 1
         self.rank = rank
-        self.mixed_precision = mixed_precision
-        self.precision = resolve(mixed_precision, shard.dtype)
+        self.mixed_precision = MixedPrecision() if packed else mixed_precision
+        self.packed = packed
+        self.precision = resolve(self.mixed_precision, shard.dtype)
         self.device = device
         self.offload = offload
         self.pin_memory = pin_memory
@@ -196,6 +200,7 @@ class FlatParamHandle:
         offload: bool,
         pin_memory: bool,
         use_orig_params: bool,
+        packed: bool,
         ledger: Ledger,
     ) -> FlatParamHandle:
         """Lay whole `leaves` (one dtype) out and copy this rank's shard from them. No communication.
@@ -206,7 +211,7 @@ class FlatParamHandle:
             if not _is_dense(leaf):
                 leaf.data = leaf.data.contiguous()
         master = leaves[0].dtype
-        compute = resolve(mixed_precision, master).compute
+        compute = master if packed else resolve(mixed_precision, master).compute
         layout = FlatLayout.pack(
             [spec_of(name, leaf) for name, leaf in zip(names, leaves, strict=True)],
             world=world,
@@ -230,6 +235,7 @@ class FlatParamHandle:
             pin_memory=pin_memory,
             use_orig_params=use_orig_params,
             trainable=any(leaf.requires_grad for leaf in leaves),
+            packed=packed,
             ledger=ledger,
         )
 

@@ -96,6 +96,9 @@ def _give_memory(module: nn.Module, tensor: torch.Tensor, device: torch.device) 
     empty = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        if type(empty) is nn.Parameter:
+            empty.__class__ = type(tensor)
+    vars(empty).update(vars(tensor))  # what its own class knows of it, the state of a quantised weight say
     try:
         torch.utils.swap_tensors(tensor, empty)
         return lambda: torch.utils.swap_tensors(tensor, empty)

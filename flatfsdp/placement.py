@@ -72,6 +72,13 @@ def apply_to_tensors(
             f"unit {unit.label}: moving it to the meta device would throw away its values; use "
             "model.to_empty(device=...) for memory without values, or wrap a module that is on the meta device"
         )
+    for handle in unit.handles:
+        if handle.packed and (dtype := change(handle.shard.new_empty(0)).dtype) != handle.shard.dtype:
+            raise UsageError(
+                f"unit {unit.label}: parameter {handle.layout.params[0].name!r} is a quantised weight, whose bytes are "
+                f"stored as {handle.shard.dtype}: as {dtype} they would be others. Change the dtype of single modules "
+                "before wrapping, or compute in another one with mixed_precision="
+            )
     unit.write_back()
     unit.rest()
     unit.evict_all()

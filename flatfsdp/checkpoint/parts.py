@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import ConfigValueError, refuse_type
+from ..errors import CheckpointError, ConfigValueError, refuse_type
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from ..layout import ParamSpec
 from ..optim_state.facts import value_of
@@ -81,10 +81,15 @@ class _Model:
     def take(self, *, lent: bool) -> None:
         with _sharded(self._model), lending() if lent else nullcontext():
             self._own: dict[str, Any] = self._model.state_dict()
-        # Around the outermost wrapper modules of torch.compile show their prefix.
-        self.state = {clean(key): each if _is_tensor(each) else value_of(each) for key, each in self._own.items()}
         named = [each.names for each in named_state(self._model)]
         named += [each.names for each in buffers_of(self._model)]
+        known = {name for names in named for name in names}
+        known = {name for names in named for name in names}
+        # What modules tell of themselves beside parameters and buffers, which may be in use, and is filled here.
+        self._told = {} if lent else {key: each for key, each in self._own.items() if _is_told(key, each, known)}
+        self._own.update((key, each.clone()) for key, each in self._told.items())
+        # Around the outermost wrapper modules of torch.compile show their prefix.
+        self.state = {clean(key): each if _is_tensor(each) else value_of(each) for key, each in self._own.items()}
         self.ties = {name: names[0] for names in named for name in names[1:] if {name, names[0]} <= self.state.keys()}
 
     def expect(self, there: Mapping[str, Described]) -> None: ...
@@ -94,7 +99,19 @@ class _Model:
             if not _is_tensor(value):  # extra state of a module, as it was saved
                 self._own[key] = read.get(clean(key), value)
         with _sharded(self._model):
-            self._model.load_state_dict(self._own)
+            incompatible = self._model.load_state_dict(self._own, strict=False)
+        missing, unread = incompatible.missing_keys, incompatible.unexpected_keys
+        others = [key for key in unread if key not in self._told or not torch.equal(self._own[key], self._told[key])]
+        if missing or others:
+            raise CheckpointError(
+                f"modules do not load what they tell of themselves: {', '.join((missing + others)[:3])} "
+                f"({len(missing + others)} in all), and it is not what they have. Make the model as the run did that "
+                "saved (a quantised base of the same weights), and load then"
+            )
+
+
+def _is_told(key: str, value: Any, known: Collection[str]) -> bool:
+    return _is_tensor(value) and not isinstance(value, OwnedInterval) and clean(key) not in known
 
 
 class _Optimizer:

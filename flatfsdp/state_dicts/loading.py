@@ -49,18 +49,39 @@ class Load:
         errors: where torch collects what to complain of.
     """
 
-    def __init__(self, unit: Unit, errors: list[str], *, within: nn.Module | None = None) -> None:
+    def __init__(
+        self, unit: Unit, state_dict: dict[str, Any], prefix: str, errors: list[str], *, within: nn.Module | None = None
+    ) -> None:
         self.unit = unit
         self.errors = errors
         self._told = len(errors)
         self._whole = ExitStack()
         self._stand_ins: StandIns | None = None
         if has_own_classes(unit) or unit in _read_values or (within is None and not _asked.get() and _may_read(unit)):
+            taken = self._take_intervals(state_dict, prefix, within)
             self._whole.enter_context(
                 summon([unit], writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False)
             )
+            state_dict.update((key, leaf.detach().clone()) for key, leaf in taken.items())
         else:
             self._stand_ins = StandIns(unit, receives=True, within=within)
+
+    def _take_intervals(
+        self, state_dict: dict[str, Any], prefix: str, within: nn.Module | None
+    ) -> dict[str, nn.Parameter]:
+        """Store the intervals that this rank owns, before modules are shown whole values; the leaves, by their keys."""
+        homes = {id(home.leaf): home for home in self.unit.homes if within is None or home.module is within}
+        taken: dict[str, nn.Parameter] = {}
+        for handle in self.unit.handles:
+            values: dict[int, Any] = {}
+            for index, leaf in enumerate(handle.leaves):
+                home = homes.get(id(leaf))
+                key = f"{prefix}{home.path if within is None else home.attribute}" if home is not None else ""
+                if isinstance(state_dict.get(key), OwnedInterval):
+                    values[index] = state_dict[key]
+                    taken[key] = leaf
+            self._store_each(self.unit, handle, values)
+        return taken
 
     def close(self) -> None:
         """Store what was received. Collective if it comes from the first rank, or in distributed tensors."""
@@ -72,20 +93,24 @@ class Load:
             for owner in (self.unit, *self.unit.owners):
                 for kind, handle in enumerate(owner.handles):
                     values = {i: received[id(leaf)] for i, leaf in enumerate(handle.leaves) if id(leaf) in received}
-                    if values:
-                        self._store(owner, kind, handle, values)
-                        torch.autograd.graph.increment_version([handle.shard])  # also where this rank owns none
+                    if any(isinstance(value, FromFirst) for value in values.values()):
+                        self._store_from_first(owner, kind, handle, values)
+                    else:
+                        self._store_each(owner, handle, values)
 
-    def _store(self, owner: Unit, kind: int, handle: FlatParamHandle, values: dict[int, torch.Tensor]) -> None:
-        if any(isinstance(value, FromFirst) for value in values.values()):
-            whole: list[torch.Tensor | None] = [None] * len(handle.leaves)
-            for index, value in values.items():
-                whole[index] = value.held if isinstance(value, FromFirst) else value
-            shard = scatter(owner, kind, whole)
-            for owned in handle.layout.owned(handle.rank):
-                if owned.index in values:
-                    handle.shard[owned.in_shard.slice].copy_(shard[owned.in_shard.slice])
-            return
+    def _store_from_first(
+        self, owner: Unit, kind: int, handle: FlatParamHandle, values: dict[int, torch.Tensor]
+    ) -> None:
+        whole: list[torch.Tensor | None] = [None] * len(handle.leaves)
+        for index, value in values.items():
+            whole[index] = value.held if isinstance(value, FromFirst) else value
+        shard = scatter(owner, kind, whole)
+        for owned in handle.layout.owned(handle.rank):
+            if owned.index in values:
+                handle.shard[owned.in_shard.slice].copy_(shard[owned.in_shard.slice])
+        torch.autograd.graph.increment_version([handle.shard])  # also where this rank owns none
+
+    def _store_each(self, owner: Unit, handle: FlatParamHandle, values: dict[int, torch.Tensor]) -> None:
         for index, value in values.items():
             try:
                 given = value.whole() if isinstance(value, Distributed) else value
@@ -97,6 +122,8 @@ class Load:
             except Exception as error:
                 name = handle.layout.params[index].name
                 self.errors.append(f"{name!r} of unit {owner.label} keeps its value: {error}")
+        if values:
+            torch.autograd.graph.increment_version([handle.shard])  # also where this rank owns none
 
     def abandon(self) -> None:
         """Forget what was received: something raised on the way."""
@@ -196,10 +223,10 @@ def begin(
         unit.root.lazy_init()
         spread(unit, state_dict, prefix)
     _unpack_flat(unit, state_dict, prefix)
+    wrapper.__dict__[UNDER_WAY] = Load(unit, state_dict, prefix, errors)
     _rename(state_dict, prefix, wrapper)
     if local_metadata.get("assign_to_params_buffers"):
         _tell_dtypes(unit, state_dict, prefix)
-    wrapper.__dict__[UNDER_WAY] = Load(unit, errors)
 
 
 def begin_unit(unit: Unit, state_dict: dict[str, Any]) -> None:
@@ -263,8 +290,8 @@ def _path_of(name: str, module: nn.Module | None) -> str:
             if wrappers and parts[0] not in wrappers:
                 module = module._modules[wrappers[0]]
                 continue
-        out.append(parts[0])
-        module = module._modules.get(parts.pop(0)) if module is not None else None
+        out.append(parts.pop(0))
+        module = module._modules.get(out[-1]) if module is not None else None
     return ".".join(out)
 
 

@@ -111,7 +111,7 @@ def before_loading(
     if isinstance(config, FullStateDictConfig) and config.rank0_only:
         _refuse(unit, module, "is to be loaded from rank 0 (rank0_only=True), which takes its wrapper")
     begin_unit(unit, state_dict)
-    module.__dict__[_UNDER_WAY] = Load(unit, errors, within=module)
+    module.__dict__[_UNDER_WAY] = Load(unit, state_dict, prefix, errors, within=module)
 
 
 def after_loading(module: nn.Module, incompatible: Any) -> None:

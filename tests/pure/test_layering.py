@@ -47,7 +47,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (3, "hidden"),
     (3, "hooks"),
     (3, "views"),
-    (3, "extensions"),
+    (3, "extensions packed"),
     (3, "reduction"),
     (3, "grads"),
     (4, "trees buffers materialise limiter choices midway unit_data unit"),
