@@ -24,7 +24,7 @@ from .midway import CountedLeaves
 from .policy.order import Pass
 from .trees import cast_floating, map_tensors, move, tensors_in
 from .unit_data import UnitData, check_hooks
-from .views import GUARDED, WHOLE, Home, check_exposed, check_unwritten
+from .views import GUARDED, WHOLE, Home, check_exposed, check_unwritten, keep_packed
 
 if TYPE_CHECKING:
     from .backward import Backward
@@ -278,6 +278,8 @@ class Unit(UnitData):
         for unit in (self, *self.owners):
             for handle in unit.handles:
                 check_unwritten(handle, unit.name)
+                if handle.packed and handle.state is UNSHARDED:
+                    keep_packed(handle, unit.homes, unit.name)
         output = self._own_output(output)
         if self.island and self._outer_dtype is not None:
             output = cast_floating(output, self._outer_dtype)

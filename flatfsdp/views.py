@@ -347,6 +347,31 @@ def check_unwritten(handle: FlatParamHandle, name: str) -> None:
         _refuse_writes(handle, name, "inside a forward")
 
 
+def keep_packed(handle: FlatParamHandle, homes: Iterable[Home], name: str) -> None:
+    """After a forward: what modules did to quantised weights, which show the whole, stays right. [Note: packed bytes]
+
+    One that was made anew around the same bytes, to carry the state that undoes their quantisation, is our leaf with
+    that state. Bytes in another order are refused: the next gather brings them as they were, the state says otherwise.
+    """
+    for spec, (leaf, view) in zip(handle.layout.params, handle.shown_unsharded, strict=True):
+        if leaf.shape != view.shape or leaf.dtype != view.dtype:
+            fail(
+                UsageError(
+                    f"parameter {spec.name!r} of unit {name or '<root>'!r}: its forward replaced the .data of a "
+                    f"quantised weight, {tuple(view.shape)}, by {tuple(leaf.shape)} of {leaf.dtype}, which would be "
+                    "lost when the unit is freed. bitsandbytes does so in evaluation on CPUs with AVX512-BF16: set "
+                    "support_avx512bf16_for_cpu = False on its modules, on models that were not evaluated yet"
+                )
+            )
+    leaves = set(map(id, handle.leaves))
+    for home in Home.changed([home for home in homes if id(home.leaf) in leaves]):
+        held = home.held
+        if isinstance(held, nn.Parameter) and held.data_ptr() == home.leaf.data_ptr():
+            home.leaf.__class__ = type(held)
+            vars(home.leaf).update(vars(held))
+            home.register() if handle.use_orig_params else home.unregister()
+
+
 def check_exposed(handle: FlatParamHandle, name: str) -> None:
     """Refuse a change of parameters between forward and backward while they are kept unsharded."""
     if handle.state is UNSHARDED and handle.is_stale:

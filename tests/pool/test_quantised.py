@@ -139,6 +139,40 @@ def test_the_dtype_of_packed_bytes_stays() -> None:
             model.to(torch.bfloat16)
 
 
+def test_bytes_in_another_order_are_refused() -> None:
+    with fake_world(2):
+        plain = build()
+        layer = plain[1].base
+        model = wrapped(plain)
+        layer.register_forward_pre_hook(lambda *_: setattr(layer.weight, "data", layer.weight.data.view(4, 4)))
+        layer.forward = lambda x: x
+        refusal = (
+            r"'base.weight' of unit '1': its forward replaced the .data of a quantised weight, \(16, 1\), by \(4, 4\)"
+        )
+        with pytest.raises(UsageError, match=refusal), torch.no_grad():
+            model(batch(0, 0))
+
+
+def remade(rank: int, world: int) -> Iterator[str]:
+    """A module that lost the state of its weight makes the weight anew in its forward."""
+    for setting in (Setting(), Setting(orig=False), Setting("SHARD_GRAD_OP", doubled=True), Setting("NO_SHARD")):
+        plain, inside = build(), build()
+        for block in inside:
+            block.base.weight = nn.Parameter(block.base.weight.data, requires_grad=False)
+        model = wrapped(inside, setting)
+        leaves = list(model.parameters())
+        if trained(model, [rank]) != pytest.approx(trained(plain, range(world))[rank::world], rel=1e-6):
+            yield f"{setting}: other losses"
+        if list(map(id, leaves)) != list(map(id, model.parameters())):
+            yield f"{setting}: other parameters"
+        if not same_bits(model, plain):
+            yield f"{setting}: another state dict"
+
+
+def test_a_weight_may_be_made_anew(pool2: Run) -> None:
+    assert not joined(pool2(listed, remade))
+
+
 # -- from the meta device ----------------------------------------------------------------------------------------------
 
 
