@@ -138,7 +138,11 @@ class UnitData:
         """What exists once for the tree of units that this one belongs to."""
         root = self._root() if self._root is not None else None
         if root is None:
-            raise UsageError(f"unit {self.label}: the model that it was part of has been deleted")
+            raise UsageError(
+                f"unit {self.label}: the model that it was part of has been deleted, and with it what its parts share: "
+                "communicators, and the order of their collectives. Hold on to the outermost wrapper for as long as a "
+                "part of it is used; what is to be used otherwise is built anew and loads the model's state dict"
+            )
         return root
 
     def join(self, root: Root) -> None:

@@ -714,6 +714,19 @@ no_sync(), or leave with_grads out""",
     )
 
 
+def test_a_part_of_a_model_that_is_gone(world: None) -> None:
+    """Also where the part is wrapped anew, as a library does that wraps a module for each of its runs."""
+    module = nn.Sequential(FullyShardedDataParallel(linear()))
+    model = FullyShardedDataParallel(module)
+    model(torch.ones(1, 4)).sum().backward()
+    del model
+    expected = """\
+unit '0': the model that it was part of has been deleted, and with it what its parts share:
+communicators, and the order of their collectives. Hold on to the outermost wrapper for as long as a
+part of it is used; what is to be used otherwise is built anew and loads the model's state dict"""
+    assert said(lambda: module(torch.ones(1, 4))) == said(lambda: FullyShardedDataParallel(module)) == expected
+
+
 # --- arguments of methods, and objects that other programs hand over --------------------------------------------------
 
 
