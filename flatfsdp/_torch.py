@@ -20,7 +20,7 @@ import torch
 from .waits import blocked
 
 # Versions this release was tested with; a newer one works or fails in words, and warns once.
-TESTED = ((2, 11), (2, 13))
+TESTED = ((2, 11), (2, 14))
 
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 

@@ -8,7 +8,8 @@ this backward does not compute, need not be awaited any longer.
 they are gathered without a turn in the plan: on every rank, since none can leave the checkpoint out. Where a unit is
 recomputed more than once it is freed and gathered for each, and its gradients are reduced when this backward is
 through with its first run, whichever of them brought some on this rank. What is trained and was recomputed is reduced
-on all ranks, also where a rank's data brings it no gradient: when the node that recomputed it is over.
+on all ranks, also where a rank's data brings it no gradient: when the node that recomputed it is over. An owner of
+tied parameters takes part as if it were run where a unit that holds them is.
 
 [Note: issued alike] Collectives of two ranks meet by their order alone: where ranks issue those of different units that
 are of one size, nobody notices. So the order is part of what ranks compare, when it is over: the rank whose backward is
@@ -27,6 +28,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec
+
+import torch
 
 from . import _torch, hooks, joining
 from .agree import Agreement
@@ -158,6 +161,7 @@ class Backward:
         self._ended = 0  # how many of the sequence were due to be gathered later than what was reduced last began
         self._recomputed: dict[Unit, None] = {}  # outside of the plan, having had no graph; with what is trained
         self._recomputing = 0  # the node whose backward ran units again last
+        self._frozen_in: dict[Unit, int] = {}  # the node whose backward recomputed a frozen unit last
         self._runs: dict[Unit, int] = {}  # how many of their runs were recomputed, the last first
         self._joins = joins
         self.task = _torch.graph_task()
@@ -180,7 +184,7 @@ class Backward:
 
     def reaches_again(self, unit: Unit) -> bool:
         """Whether this backward may come to `unit` again, which other ranks' do not: it cannot be gathered for that."""
-        return unit in self._span.again and not unit.is_through
+        return unit in self._span.again and unit not in self._again and not unit.is_through
 
     def is_over_with_gradients(self, unit: Unit) -> bool:
         """Whether nothing will read the parameters of `unit` once its gradients have come. [Note: slot sharing]"""
@@ -233,11 +237,9 @@ class Backward:
         """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
         if self._recomputed:
             self._complete_what_was_recomputed()
-            before = unit in self._recomputed and _torch.running_node() != self._recomputing
-            if before and not (self.double or self.in_inner_task()):
-                unit.completed = True
-                unit.reshard(NOTHING)  # as on ranks that had all of its gradients when it was recomputed before
         if unit not in self._places:
+            if not (self.double or self.in_inner_task()):
+                self._end_last_run(unit)
             if not self.reduces(unit):
                 self._branches.refuse_window(unit)
             self._complete_what_comes_no_more(unit)
@@ -248,6 +250,19 @@ class Backward:
             self.gather_in_turn(each)
         if unit in self._places:
             self._complete_what_comes_no_more(unit)
+
+    def _end_last_run(self, unit: Unit) -> None:
+        """`unit` is recomputed: if it was before, or was used by others, free it as it is on ranks where all gradients
+        came of its parameters and inputs."""
+        now = _torch.running_node()
+        if unit in self._recomputed:
+            if self._recomputing != now:
+                unit.completed = True
+                unit.reshard(NOTHING)
+        elif torch.is_grad_enabled() and not unit.trainable_leaves():
+            before, self._frozen_in[unit] = self._frozen_in.get(unit, now), now
+            if before != now:
+                unit.reshard(NOTHING)
 
     def released(self, unit: Unit) -> None:
         """`unit` was resharded after its part."""
@@ -330,7 +345,18 @@ class Backward:
         """All gradients of `unit` are in their slots: reduce it if it is its turn. Collective over the shard axis."""
         if unit.backward_prefetch is BACKWARD_MID and (following := self._midway.end(unit)):
             self._gather_midway(following)
-        if self.reduces(unit) and unit not in self._again:
+        if self.reduces(unit) and not self._waits_for_first_call(unit):
+            self._reductions.ready(unit)
+            self._reduce(self._reductions.due())
+
+    def _waits_for_first_call(self, unit: Unit) -> bool:
+        """Whether `unit` is reduced when this backward is through with its first call, wherever its gradients come
+        from: units that have no graph yet, and are none of the plan, may have begun later. [Note: recomputed]"""
+        return unit in self._again or (self.recomputes and unit in self._span.again)
+
+    def _reduce_in_turn(self, unit: Unit) -> None:
+        """No gradient of `unit` is to come: reduce it, if there is something to reduce, and all whose turn it is."""
+        if self._reductions.expects(unit) and any(grads.awaited for grads in unit.grads):
             self._reductions.ready(unit)
             self._reduce(self._reductions.due())
 
@@ -470,11 +496,9 @@ class Backward:
         over = self._begun.pop()
         if self._is_awaited(over):
             self._complete(over)
-        if over in self._again:
-            if over.completed and self.reduces(over) and any(grads.awaited for grads in over.grads):
-                self._reductions.ready(over)
-                self._reduce(self._reductions.due())
-        elif over in self._span.again and not self.keeps_whole(over):
+        if over.completed and self._waits_for_first_call(over):
+            self._reduce_in_turn(over)
+        if over in self._span.again and over not in self._again and not self.keeps_whole(over):
             over.reshard(NOTHING)
         self._let_go(over)
 
@@ -509,18 +533,22 @@ class Backward:
         planned = unit in self._places
         if self.double or self.in_inner_task() or (planned and not self.brings_gradients()):
             return
-        missed, ended = [], self._end_of(unit)
+        over, ended = [], self._end_of(unit)
         for each in self._reductions.outstanding():
-            if not each.completed:
+            if not each.completed or self._waits_for_first_call(each):
                 if each.is_coming() or each not in self._places or self.began.get(each, 0) < ended:
                     break
-                missed.append(each)
+                over.append(each)
+        missed = [each for each in over if not each.completed]
         if missed:  # ranks whose branches get gradients run all of `unit` again before they reduce any of these
             _launch(self._gathers.through(units_in(unit.module)), ahead=True)
-        for each in missed:
-            self._complete(each, keep=True)
-            if not planned:
-                self._prefetch_after(each)
+        for each in over:
+            if not each.completed:
+                self._complete(each, keep=True)
+                if not planned:
+                    self._prefetch_after(each)
+            if self._waits_for_first_call(each):
+                self._reduce_in_turn(each)
 
     def _end_of(self, unit: Unit) -> float:
         """When the last call of `unit` ended, and what is recomputed with it; or the one that is recomputed now where
@@ -534,7 +562,7 @@ class Backward:
             return
         ended = self._end_of(unit)
         for each in self._sequence:
-            if not self._gathers.is_past(each) and self._span.ended.get(each, NEVER) > ended:
+            if not (self._gathers.is_past(each) and each.armed) and self._span.ended.get(each, NEVER) > ended:
                 _launch(self._gathers.through((each,)), ahead=True)
                 self._prefetch_after(each)
 
@@ -544,9 +572,8 @@ class Backward:
             _launch(self._gathers.through((unit,)))
             unit.arm(self)
         unit.completed = True
-        if self.reduces(unit) and unit not in self._again and any(grads.awaited for grads in unit.grads):
-            self._reductions.ready(unit)
-            self._reduce(self._reductions.due())
+        if not self._waits_for_first_call(unit):
+            self._reduce_in_turn(unit)
         if keep or self.keeps_whole(unit):
             return
         own, begun = self.began.get(unit, NEVER), self._begun

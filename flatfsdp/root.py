@@ -380,6 +380,8 @@ class Root:
                 self.record.lend(owner)
         elif self.branches.training:
             self.record.enter_without_graph(unit)
+            for owner in unit.owners:
+                self.record.lend_without_graph(owner)
         self._gather(unit)
         if unit.forward_prefetch or unit.choices.forward_targets:
             self._prefetch_in_forward(unit)
@@ -538,7 +540,7 @@ class Root:
             functools.partial(self.end_backward, backward), functools.partial(self.fail_backward, backward)
         )
         with _torch.as_plain_tensors():
-            for unit in self.record.entered:
+            for unit in self.record.begun:
                 for grads in unit.grads:
                     grads.take()
         for unit in self.units:

@@ -297,7 +297,8 @@ class Unit(UnitData):
                 self._stay_whole()
         if recomputing:
             if root.backward is not None and torch.is_grad_enabled():
-                root.backward.expect_recomputed(self)
+                for unit in (self, *self.owners):
+                    root.backward.expect_recomputed(unit)
             return output
         if branching:
             if root.branches.training:
@@ -442,11 +443,8 @@ class Unit(UnitData):
         if call is not None and call not in self._open_calls:
             self._open_calls.add(call)
             if backward.in_inner_task():
-                self._late = sum(
-                    hooks.will_accumulate(handle.leaves[i])
-                    for handle, _, grads in self.kinds
-                    for i in (grads.expected if self.completed else grads.arrived)
-                )
+                for unit in (self, *self.owners):
+                    unit._late = unit._come_late()
         if self.phase is PRE_BACKWARD and (self.is_whole or not self.choices.schedule.unshard_in_backward):
             return
         for handle in self.handles:
@@ -458,6 +456,14 @@ class Unit(UnitData):
             self.arm(backward, share=backward.is_over_with_gradients(self))
         self.enter_phase(PRE_BACKWARD)
         self.note("backward")
+
+    def _come_late(self) -> int:
+        """How many gradients the running graph task brings that came before, or are awaited no more."""
+        return sum(
+            hooks.will_accumulate(handle.leaves[i])
+            for handle, _, grads in self.kinds
+            for i in (grads.expected if self.completed else grads.arrived)
+        )
 
     def _is_passed_through(self) -> bool:
         """Whether no parameter is read by the running backward, which may have passed this unit over by now, as other

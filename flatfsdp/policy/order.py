@@ -96,7 +96,8 @@ class ForwardRecord(Generic[U]):
 
     Attributes:
         running: the pass that runs, if one does.
-        begun_again: units that began more than once, at least the last time without a graph.
+        begun_again: units that began more than once, at least the last time without a graph, and those that were lent
+            without one.
         entered_at: when a unit was entered last.
         consumed: a backward has begun: the next forward opens a new record.
     """
@@ -151,6 +152,13 @@ class ForwardRecord(Generic[U]):
         """Parameters of `owner` are about to be used by another unit, in whose backward it takes part."""
         self._entered.setdefault(owner)
         self._now.began.setdefault(owner, self._tick(owner))
+
+    def lend_without_graph(self, owner: U) -> None:
+        """Parameters of `owner` are about to be used by a unit that began without a graph: gradients may come to them
+        from two recomputations, of that unit and of `owner`, or from one beside a graph."""
+        self._now.began.setdefault(owner, self._tick(owner))
+        self._now.again.add(owner)
+        self.begun_again.add(owner)
 
     def _tick(self, unit: U) -> int:
         self._clock += 1
@@ -210,6 +218,11 @@ class ForwardRecord(Generic[U]):
     def entered(self) -> tuple[U, ...]:
         """Units in the order in which they began."""
         return tuple(self._entered)
+
+    @property
+    def begun(self) -> tuple[U, ...]:
+        """The same, with those that have no graph, or not yet."""
+        return tuple(self._begun)
 
     @property
     def anchored(self) -> tuple[U, ...]:
@@ -321,6 +334,10 @@ class ReducePlan(Generic[U]):
         if unit not in self._outstanding:
             self._outstanding[unit] = self._record.position(unit)
             self._in_order = None
+
+    def expects(self, unit: U) -> bool:
+        """Whether a reduction of `unit` is outstanding."""
+        return unit in self._outstanding
 
     def ready(self, unit: U) -> None:
         """All gradients that `unit` expects have arrived."""

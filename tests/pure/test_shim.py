@@ -74,7 +74,7 @@ def test_a_tested_torch_is_not_told() -> None:
         FullyShardedDataParallel(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.1+cu130", "2.12.0a0+git1234"])
+@pytest.mark.parametrize("version", ["2.11.0", "2.14.1+cu130", "2.12.0a0+git1234"])
 def test_tested_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     assert _torch.untested() is None

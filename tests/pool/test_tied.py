@@ -1,0 +1,107 @@
+"""Parameters that several units hold, of which some are recomputed, against one process."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatfsdp import FullyShardedDataParallel
+from tests.conftest import Run
+
+WIDTH = 4
+
+
+class Leaf(nn.Module):
+    """Uses those of its parameters that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in "ab")
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        for name in use:
+            x = x + (x @ getattr(self, name)).tanh() / 2
+        return x
+
+
+class Net(nn.Module):
+    """Runs units in the order of `calls`, a place and what is used each, and recomputes those at `recomputed`.
+
+    The last unit holds parameter b of the first.
+    """
+
+    def __init__(self, calls: list[str], recomputed: str, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.units = nn.ModuleList(Leaf() for _ in range(3))
+        self.units[2].b = self.units[0].b
+        self.calls, self.recomputed, self.reentrant = calls, recomputed, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, *use in self.calls:
+            call = partial(self.units[int(place)], use="".join(use))
+            x = x + (checkpoint(call, x, use_reentrant=self.reentrant) if place in self.recomputed else call(x)) / 2
+        return x
+
+
+def _train(rank: int, world: int, calls: list[list[str]], recomputed: str, reentrant: bool, strategy: str) -> list[str]:
+    """What differs from one process that runs all ranks' batches, of which each rank makes the calls of its own."""
+    wrong = []
+    for original, accumulate in itertools.product((True, False), ("", "synced", "no_sync")):
+        model, alone = (Net(calls[rank], recomputed, reentrant) for _ in range(2))
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy={Leaf}, sharding_strategy=strategy, use_orig_params=original
+        )
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, alone)]
+        for step in range(3):
+            for last in (True,) if not accumulate else (False, True):
+                of_ranks = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step)) for _ in range(world)]
+                with model.no_sync() if accumulate == "no_sync" and not last else nullcontext():
+                    model(of_ranks[rank].requires_grad_() * 1.0).square().sum().backward()
+                for x, alone.calls in zip(of_ranks, calls, strict=True):
+                    (alone(x.detach().requires_grad_() * 1.0).square().sum() / world).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found, expected = model.state_dict(), alone.state_dict()
+        different = [name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)]
+        wrong += [f"{name}, use_orig_params={original}, {accumulate}" for name in different]
+    return wrong
+
+
+CALLS = [
+    ["0ab", "1ab", "2ab"],
+    ["0a", "1ab", "2ab"],
+    ["2ab", "1ab", "0ab"],
+    ["0ab", "1a", "2b", "1a", "2b"],
+    ["0ab", "2b", "2b"],
+    ["2b", "1ab"],
+    ["2ab", "0b", "2a"],
+]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recomputed", ["02", "0", "2", "012"])
+def test_recomputed_units_that_share_a_parameter(recomputed: str, reentrant: bool, pool2: Run) -> None:
+    for calls, strategy in zip(CALLS, itertools.cycle(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))):
+        assert pool2(_train, [calls, calls], recomputed, reentrant, strategy) == [[], []]
+
+
+DIFFERENT = [
+    (["0ab", "1ab", "2ab"], ["0ab", "1ab", "2a"]),
+    (["0a", "1ab", "2ab"], ["0ab", "1ab", "2"]),
+    (["0ab", "1a", "2b", "2b"], ["0ab", "1a", "2b", "2a"]),
+    (["2ab", "1ab", "0a"], ["2a", "1ab", "0ab"]),
+]
+
+
+@pytest.mark.parametrize("recomputed", ["02", "2", "012"])
+def test_where_ranks_use_different_ones(recomputed: str, pool2: Run) -> None:
+    for calls, strategy in zip(DIFFERENT, itertools.cycle(("FULL_SHARD", "SHARD_GRAD_OP"))):
+        assert pool2(_train, list(calls), recomputed, True, strategy) == [[], []]
