@@ -61,6 +61,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         for home in homes:
             undo.callback(home.register)
         homes, transformed = transform(homes)
+        _check_plain(homes)
         leaves = leaves_of(homes)
         beginnings = Beginnings(leaves) if config.check_values != "off" else None
         packed = {id(home.leaf) for home in homes if is_packed(home)}
@@ -214,6 +215,16 @@ def _check_untransformed(homes: Iterable[Home]) -> None:
                         f"{home.path!r} is tied to a parameter of another unit ({type(unit.module).__name__}) that an "
                         "extension transformed. Put both modules into one unit"
                     )
+
+
+def _check_plain(homes: Iterable[Home]) -> None:
+    for home in homes:
+        if hasattr(type(home.leaf), "__tensor_flatten__"):
+            raise UsageError(
+                f"{home.path!r} is a {type(home.leaf).__name__}, a tensor made of others: a flat parameter holds plain "
+                "elements. Name its module in ignored_modules=, which leaves it whole on each rank, or say what is "
+                "stored of it with flatfsdp.extensions.set_extensions()"
+            )
 
 
 def _drop_gradients(leaves: list[tuple[nn.Parameter, str]]) -> None:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from flatfsdp import FullyShardedDataParallel, groups
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
@@ -712,6 +713,20 @@ summon_full_params(with_grads=True): the gradients of unit <root> were accumulat
 and differ between ranks, so there is no whole one. Summon them after a backward outside of
 no_sync(), or leave with_grads out""",
     )
+
+
+def test_a_tensor_made_of_others(world: None) -> None:
+    module = linear()
+    mesh = init_device_mesh("cpu", (2,))
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
+    assert_expected_inline(
+        said(lambda: FullyShardedDataParallel(nn.Sequential(module))),
+        """\
+'0.weight' is a DTensor, a tensor made of others: a flat parameter holds plain elements. Name its
+module in ignored_modules=, which leaves it whole on each rank, or say what is stored of it with
+flatfsdp.extensions.set_extensions()""",
+    )
+    FullyShardedDataParallel(nn.Sequential(module, linear()), ignored_modules=[module])
 
 
 def test_a_part_of_a_model_that_is_gone(world: None) -> None:
