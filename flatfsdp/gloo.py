@@ -7,7 +7,8 @@ host; `AllToAll` is a collective of gloo's, for all others.
 [Note: messages] What gloo asks of messages, and what it costs not to heed it:
 
 - *All are posted before the first is waited for*, or ranks wait for each other. A rank's wait then depends on what the
-  others have issued, never on what they wait for.
+  others have issued, never on what they wait for. (Where there is no room to receive all, a thread goes on as there is:
+  [Note: turns].)
 - *Sends are posted before receives.* A receive lets the peer's data come at once, and gloo's thread that wants to read
   them spins while the main thread posts more to the same connection. Where other work takes the processor from the main
   thread at that moment, it spins for milliseconds: small exchanges (below `SMALLEST`) are better left to gloo's own.
@@ -36,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from .device import Pending, Work
+from .in_turns import Sum, Turns
 from .memoryless import is_memoryless
 from .storage import Ledger
 from .waits import blocked
@@ -43,18 +45,14 @@ from .waits import blocked
 FIRST_TAG, TAGS = 2**30, 2**20  # more than can be in flight
 PARCEL_TAG = FIRST_TAG + TAGS  # of messages that are waited for at once, and so need no other
 MOST_RANKS = 8  # as far as was measured; at some point W-1 messages each way cost more than a ring
+MOST_ROOM = 2  # pieces that a sum holds beside its output; more cost time, too, from 16 MiB on (measured with 8 ranks)
 SMALLEST = 2 * 1024 * 1024  # bytes of the whole; measured on two busy cores (on idle ones messages always cost less)
 
 
 class Messages:
-    """The messages of one exchange, under way. [Note: messages]
-
-    Attributes:
-        count: how many were posted.
-    """
+    """Messages that are waited for together, under way. [Note: messages]"""
 
     def __init__(self, works: list[Work], line: Line) -> None:
-        self.count = len(works)
         self._works = works  # the last one is waited for first
         self._line = line
         line.under_way.add(self)
@@ -75,29 +73,32 @@ class Line:
     """What the exchanges over one process group share.
 
     Attributes:
+        peers: all other ranks, in an order in which not all send to the same one first.
         under_way: exchanges that have not been waited for.
+        turns: runs the sums that receive in turns.
     """
 
     def __init__(self, process_group: Any) -> None:
         self._group = weakref.ref(process_group)
+        rank, world = process_group.rank(), process_group.size()
+        self.peers = [*range(rank + 1, world), *range(rank)]
         self._tags = itertools.cycle(range(FIRST_TAG, FIRST_TAG + TAGS))
         self.under_way: set[Messages] = set()
+        self.turns = Turns()
 
     def tag(self) -> int:
         """The tag of the next exchange. Every rank takes it at the same point of the group's order."""
         return next(self._tags)
 
-    def post(self, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Messages:
-        """Send `outgoing[p]` to, and receive `incoming[p]` from, every other rank p.
-
-        Contiguous tensors, one per rank, this rank's own unused. Empty ones are not sent.
-        """
+    def send(self, peer: int, tag: int, tensor: torch.Tensor) -> list[Work]:
+        """Send a contiguous tensor, and its end. An empty one is not sent."""
         group: Any = self._group()
-        rank, world = group.rank(), group.size()
-        peers = [*range(rank + 1, world), *range(rank)]  # not all to the same rank first
-        sends = [group.send([part], peer, tag) for peer in peers for part in _with_end(outgoing[peer])]
-        receives = [group.recv([part], peer, tag) for peer in peers for part in _with_end(incoming[peer])]
-        return Messages([*sends, *receives], self)
+        return [group.send([part], peer, tag) for part in _with_end(tensor)]
+
+    def receive(self, peer: int, tag: int, tensor: torch.Tensor) -> list[Work]:
+        """Receive into a contiguous tensor what `peer` sends, and its end. For an empty one nothing comes."""
+        group: Any = self._group()
+        return [group.recv([part], peer, tag) for part in _with_end(tensor)]
 
 
 _lines: weakref.WeakKeyDictionary[Any, Line] = weakref.WeakKeyDictionary()
@@ -126,12 +127,13 @@ def _on_one_host(process_group: Any) -> bool:
 
 
 class Pairs:
-    """Exchanges by messages: 2(W-1) a rank, each with its end. [Note: messages]"""
+    """Exchanges by messages: 2(W-1) a rank, each followed by its end. [Note: messages]"""
 
     def __init__(
         self, process_group: Any, *, ledger: Ledger, log: Callable[[int], None], issue: Callable[[], None]
     ) -> None:
-        """`log` is told how many messages were posted, ends included, and `issue` that a second half was."""
+        """`log` is told how many messages an exchange takes, their ends left out, and `issue` that a second half was
+        issued."""
         self._rank, self._world = process_group.rank(), process_group.size()
         self._line = _lines.setdefault(process_group, Line(process_group))
         self._ledger = ledger
@@ -163,37 +165,52 @@ class Pairs:
         return Pending(work=scattered, finish=share)
 
     def _gather(self, tag: int, slots: Sequence[torch.Tensor], mine: torch.Tensor) -> Pending:
-        work = self._post(tag, [mine] * self._world, slots)
+        work = self._exchange(tag, [mine] * self._world, slots)
         own = slots[self._rank]
         if own.data_ptr() != mine.data_ptr():
             own.copy_(mine)
         return Pending(work=work, keep=(mine, *slots))
 
     def _scatter(self, tag: int, output: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Pending:
-        """Scratch for W-2 pieces: the first peer's arrives in `output`.
-
-        With fewer the later ones could be received only as earlier ones are summed, that is in `wait()`, and one rank's
-        wait would need the others to wait for the same.
-        """
-        rank, own = self._rank, pieces[self._rank]
-        scratch = output.new_empty((self._world - 2, own.numel()))
+        """The first peer's piece arrives in `output`, others in scratch, in turns where it has no room for all."""
+        rank, own, others = self._rank, pieces[self._rank], self._world - 2
+        scratch = output.new_empty((min(others, MOST_ROOM), own.numel())).unbind()
+        held = self._ledger.hold("exchange", len(scratch) * own.numel() * own.element_size())
         arriving = [output, *scratch]
+        if others > MOST_ROOM:
+            work = self._add_in_turns(tag, pieces, arriving)
+            return Pending(work=work, keep=(*pieces, *arriving), finish=held.close)
         in_order = [*arriving[:rank], own, *arriving[rank:]]
-        work = self._post(tag, pieces, in_order)
-        self._ledger.add("exchange", scratch.numel() * scratch.element_size())
+        work = self._exchange(tag, pieces, in_order)
 
         def add_up() -> None:
             torch.add(in_order[0], in_order[1], out=output)  # `output` is one of them
             for piece in in_order[2:]:
                 output.add_(piece)
-            self._ledger.remove("exchange", scratch.numel() * scratch.element_size())
+            held.close()
 
-        return Pending(work=work, keep=(output, *pieces, *in_order), finish=add_up)
+        return Pending(work=work, keep=(*pieces, *in_order), finish=add_up)
 
-    def _post(self, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Messages:
-        messages = self._line.post(tag, outgoing, incoming)
-        self._log(messages.count)
-        return messages
+    def _add_in_turns(self, tag: int, pieces: Sequence[torch.Tensor], room: Sequence[torch.Tensor]) -> Messages:
+        line = self._line
+
+        def receive(peer: int, tensor: torch.Tensor) -> Messages:
+            return Messages(line.receive(peer, tag, tensor), line)
+
+        sends = self._send(tag, pieces)
+        total = Sum(self._rank, self._world, own=pieces[self._rank], room=room, receive=receive)
+        line.turns.hand_over(total)
+        return Messages([*sends, total], line)
+
+    def _exchange(self, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Messages:
+        line = self._line
+        sends = self._send(tag, outgoing)
+        receives = [work for peer in line.peers for work in line.receive(peer, tag, incoming[peer])]
+        return Messages([*sends, *receives], line)
+
+    def _send(self, tag: int, outgoing: Sequence[torch.Tensor]) -> list[Work]:
+        self._log(2 * len(self._line.peers))  # as many come back
+        return [work for peer in self._line.peers for work in self._line.send(peer, tag, outgoing[peer])]
 
 
 class AllToAll:

@@ -120,7 +120,7 @@ def over_all() -> Transport:
 
 
 def die(rank: int, world: int, kind: str) -> str:
-    """Rank 1 dies with an exchange under way; what rank 0 is told."""
+    """Rank 1 dies with an exchange under way; what the others are told."""
     transport = over_all()
     lane, size = Device(CPU).lane("test"), 8 * 1024 * 1024
     shard, whole = torch.ones(size), torch.empty(world * size)
@@ -141,29 +141,37 @@ def die(rank: int, world: int, kind: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("kind", ["gather", "reduce-scatter", "all-reduce"])
-def test_a_peer_dies_in_the_middle_of_a_large_message(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world"), [("gather", 2), ("reduce-scatter", 2), ("reduce-scatter", 5), ("all-reduce", 2)]
+)
+def test_a_peer_dies_in_the_middle_of_a_large_message(kind: str, world: int) -> None:
     """Where the dead one's part was through, and only the survivor's was not, gloo wakes nobody: that is for the watch
     to end (`test_faults.py`), and another try here."""
     for _ in range(6):
-        survivor, dead = fresh.run(2, die, kind, timeout=20)
+        first, dead, *others = fresh.run(world, die, kind, timeout=20)
+        survivors = [first, *others]
         assert dead.exit_code == 7
-        if survivor.exit_code is not None:
+        if all(each.exit_code is not None for each in survivors):
             break
-    assert survivor.error is None, survivor
-    assert "Connection closed by peer" in survivor.result or "reset by peer" in survivor.result
+    for survivor in survivors:
+        assert survivor.error is None, survivor
+        assert "Connection closed by peer" in survivor.result or "reset by peer" in survivor.result
 
 
 def forget(rank: int, world: int) -> None:
-    """Neither rank keeps what it has posted."""
+    """No rank keeps what it has posted."""
     transport = over_all()
-    lane, size = Device(CPU).lane("test"), 8 * 1024 * 1024
+    lane, size = Device(CPU).lane("test"), 2 * 1024 * 1024
     for _ in range(3):
-        transport.all_gather_base(torch.empty(2 * size), torch.ones(size), lane)
+        transport.all_gather_base(torch.empty(world * size), torch.ones(size), lane)
+        transport.reduce_scatter_base(torch.empty(size), torch.ones(world * size), lane)
     dist.barrier()
-    transport.all_gather_base(torch.empty(2 * size), torch.ones(size), lane).wait()
+    output = torch.empty(size)
+    transport.reduce_scatter_base(output, torch.ones(world * size), lane).wait()
+    assert output.eq(world).all()
 
 
-def test_an_exchange_that_nobody_waits_for_does_no_harm() -> None:
-    for outcome in fresh.run(2, forget, timeout=120):
+@pytest.mark.parametrize("world", [2, 5])
+def test_an_exchange_that_nobody_waits_for_does_no_harm(world: int) -> None:
+    for outcome in fresh.run(world, forget, timeout=120):
         assert (outcome.exit_code, outcome.error) == (0, None), outcome

@@ -14,6 +14,9 @@ class Group:
     def __init__(self, ranks: int = 2) -> None:
         self._ranks = ranks
 
+    def rank(self) -> int:
+        return 0
+
     def size(self) -> int:
         return self._ranks
 

@@ -33,7 +33,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (1, "lifecycle"),
     (2, "device"),
     (2, "storage"),
-    (2, "at_exit gloo"),
+    (2, "at_exit in_turns gloo"),
     (2, "comm"),
     (2, "comm_hooks"),
     (2, "hooked"),

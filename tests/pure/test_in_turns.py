@@ -1,0 +1,124 @@
+"""Sums whose pieces are received in turns, without a backend. [Note: turns]"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from flatfsdp.in_turns import Sum, Turns
+
+WORLD = 7
+
+
+class Message:
+    """A piece that arrives when somebody waits for it, and not before it was `sent`."""
+
+    def __init__(self, tensor: Tensor, piece: Tensor, sent: threading.Event) -> None:
+        self._tensor, self._piece, self._sent = tensor, piece, sent
+
+    def wait(self) -> None:
+        assert self._sent.wait(timeout=20)
+        self._tensor.copy_(self._piece)
+
+
+class Lost:
+    def wait(self) -> None:
+        raise RuntimeError("gloo: connection closed")
+
+
+def pieces_of(seed: int) -> Tensor:
+    """One piece per rank, of very different sizes, so that the order of a sum shows."""
+    torch.manual_seed(seed)
+    return torch.randn(WORLD, 5) * 10.0 ** torch.randint(-3, 4, (WORLD, 5))
+
+
+def in_order(pieces: Tensor) -> Tensor:
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total = total + piece
+    return total
+
+
+def room_for(count: int) -> list[Tensor]:
+    return [torch.full((5,), torch.nan) for _ in range(count)]
+
+
+SENT = threading.Event()
+SENT.set()
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("count", [2, 3, WORLD - 1])
+def test_pieces_are_added_in_rank_order_and_received_as_there_is_room(rank: int, count: int) -> None:
+    pieces, room, posted = pieces_of(rank), room_for(count), []
+
+    def receive(peer: int, tensor: Tensor) -> Message:
+        posted.append((peer, next(index for index, each in enumerate(room) if each is tensor)))
+        return Message(tensor, pieces[peer], SENT)
+
+    total = Sum(rank, WORLD, own=pieces[rank].clone(), room=room, receive=receive)
+    assert [index for _, index in posted] == list(range(count))
+    total.run()
+    total.wait()
+    assert torch.equal(room[0], in_order(pieces))
+    assert [peer for peer, _ in posted] == [peer for peer in range(WORLD) if peer != rank]
+    assert all(index != 0 for _, index in posted[1:])  # the sum is not received into
+
+
+def sums(turns: Turns, count: int, receive: Callable[[int, int, Tensor], object]) -> list[tuple[Sum, Tensor]]:
+    handed_over = []
+    for number in range(count):
+        room = room_for(3)
+        total = Sum(
+            0,
+            WORLD,
+            own=pieces_of(number)[0],
+            room=room,
+            receive=lambda peer, tensor, number=number: receive(number, peer, tensor),
+        )
+        turns.hand_over(total)
+        handed_over.append((total, room[0]))
+    return handed_over
+
+
+def test_handing_over_waits_for_nobody_and_sums_run_in_that_order() -> None:
+    sent, order = threading.Event(), []
+
+    def receive(number: int, peer: int, tensor: Tensor) -> Message:
+        order.append((number, peer))
+        return Message(tensor, pieces_of(number)[peer], sent)
+
+    handed_over = sums(Turns(), 3, receive)
+    assert order == [(number, peer) for number in range(3) for peer in (1, 2, 3)]  # what there was room for
+    sent.set()
+    for number, (total, output) in reversed(list(enumerate(handed_over))):
+        total.wait()
+        assert torch.equal(output, in_order(pieces_of(number)))
+    assert order[9:] == [(number, peer) for number in range(3) for peer in (4, 5, 6)]
+
+
+def test_a_lost_connection_is_raised_where_its_sum_is_waited_for_each_time() -> None:
+    def receive(number: int, peer: int, tensor: Tensor) -> Message | Lost:
+        return Lost() if (number, peer) == (1, 5) else Message(tensor, pieces_of(number)[peer], SENT)
+
+    before, lost, after = sums(Turns(), 3, receive)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="connection closed"):
+            lost[0].wait()
+    for number, (total, output) in ((0, before), (2, after)):
+        total.wait()
+        assert torch.equal(output, in_order(pieces_of(number)))
+
+
+def test_no_thread_is_left_where_nothing_is_under_way() -> None:
+    turns = Turns()
+    for _ in range(2):  # and another begins with the next sum
+        for total, _ in sums(turns, 2, lambda number, peer, tensor: Message(tensor, tensor, SENT)):
+            total.wait()
+        for thread in [each for each in threading.enumerate() if each.name == "flatfsdp sums"]:
+            thread.join(timeout=20)
+            assert not thread.is_alive()
