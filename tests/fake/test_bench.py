@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tools.benchmark import __main__ as bench
-from tools.benchmark import host, rounds
+from tools.benchmark import host, profile, rounds
 from tools.benchmark.models import tiny_case
 from tools.benchmark.ranks import World
 
@@ -91,3 +91,26 @@ def test_an_engine_that_fails_does_not_go_unnoticed(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(bench, "QUICK", (TINY.name,))
     assert bench.main() == 1
     assert "- one process: ValueError: no" in (tmp_path / "results.md").read_text()
+
+
+SAMPLER = """#!/bin/bash
+while [ "$1" != --output ]; do shift; done
+trap 'printf "train_step (clock.py:1);run (flatfsdp/unit.py:1) 3\\ntrain_step (clock.py:1) 1\\n" > "$2"; exit' INT
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_steps_are_sampled_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "SAMPLED", 0.01)
+    monkeypatch.setattr(sys, "argv", ["bench", "--profile", "--engines", "flatfsdp,ddp", "--out", str(tmp_path)])
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert bench.main() == 2
+    (tmp_path / "py-spy").write_text(SAMPLER)
+    (tmp_path / "py-spy").chmod(0o755)
+    assert bench.main() == 0
+    found = json.loads((tmp_path / "profile.json").read_text())["profile"]
+    assert [cell["ranks"][0]["owners"] for cell in found] == [{"flatfsdp/unit.py": 3, "rest": 1}] * 2
+    whole = found[0]["ranks"][0]["cpu"] * 1000
+    text = (tmp_path / "profile.md").read_text()
+    assert f"flatfsdp, by file: flatfsdp/unit.py {0.75 * whole:.1f}." in text

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tools.benchmark import machine, memory
+from tools.benchmark import machine, memory, profile
 from tools.benchmark.gpu import kernels_of, overlap
 from tools.benchmark.models import MODELS
 from tools.benchmark.rows import Timings
@@ -176,3 +176,27 @@ def test_what_failed_stands_in_the_table() -> None:
     )
     assert "- FSDP2: ValueError: no\n" in text
     assert "- FSDP2, FULL_SHARD: failed, ValueError: no\n" in text
+
+
+STEP = "main (run.py:1);train_step (tools/benchmark/clock.py:54)"
+CALL = "_call_impl (torch/nn/modules/module.py:9)"
+ENGINE = "run (/here/flatfsdp/unit.py:3)"
+AUTOGRAD = "backward (torch/_tensor.py:5);_engine_run_backward (torch/autograd/graph.py:7)"
+
+
+@pytest.mark.parametrize(
+    ("stack", "owner"),
+    [
+        (f"{STEP};{CALL};{ENGINE};{CALL};forward (tools/benchmark/models.py:71)", profile.FORWARD),
+        (f"{STEP};{CALL};{ENGINE};{CALL};layer_norm (torch/nn/functional.py:1)", profile.FORWARD),
+        (f"{STEP};{CALL};{ENGINE};split (torch/_tensor.py:2)", "flatfsdp/unit.py"),  # nobody's, so its caller's
+        (f"{STEP};{CALL};forward (/x/torch/distributed/fsdp/api.py:1)", "torch/distributed/fsdp/api.py"),
+        (f"{STEP};{AUTOGRAD}", profile.BACKWARD),
+        (f"{STEP};{AUTOGRAD};__call__ (/here/flatfsdp/hooks.py:1)", "flatfsdp/hooks.py"),
+        (f"{STEP};step (/x/torch/optim/adam.py:1)", profile.OPTIMIZER),
+        (STEP, profile.REST),
+    ],
+)
+def test_a_sample_is_the_innermost_owners(stack: str, owner: str) -> None:
+    beside = "main (run.py:1);_run (/here/flatfsdp/watch.py:1) 50"  # another thread
+    assert profile.owners(f"{stack} 3\n{beside}\n{stack} 4\n") == {owner: 7}

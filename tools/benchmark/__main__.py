@@ -1,7 +1,7 @@
 """`tools/bench`: flatfsdp beside torch's FSDP1, FSDP2, DDP and a process without communication, in one table.
 
 Two ranks on gloo, one thread each, every measurement in fresh processes. It writes results.md, results.json and
-results.png; with --sweep, sweep.md and so on.
+results.png; with --sweep, sweep.md and so on; with --profile, profile.md and profile.json.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import memory, rounds
+from . import memory, profile, rounds
 from .engines import ENGINES, TRUTH
 from .host import host_rounds
 from .machine import ROOT, describe
@@ -26,7 +26,7 @@ from .table import render
 RESULTS = ROOT / "tools" / "bench_results"
 SKETCH = Path("/tmp/flatfsdp-bench")
 HOST_WORLDS = (1, 8, 64, 512)
-PARTS = ("cells", "figures", "host")
+PARTS = ("cells", "figures", "host", "profile")
 QUICK = ("small", "mlp")
 
 
@@ -55,6 +55,7 @@ def arguments() -> argparse.Namespace:
     add("--steps", type=int, help="timed steps per round (default: by model; 2 with --quick)")
     add("--quick", action="store_true", help=f"for a look: {', '.join(QUICK)}, one round, few steps")
     add("--sweep", action="store_true", help="instead, MLP stacks of 1 to 64 units, and of 1 to 8 times the size")
+    add("--profile", action="store_true", help="instead, whose code a step's CPU time goes to (takes py-spy)")
     add(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL over all GPUs, and a fake group of 8 ranks"
     )
@@ -75,18 +76,23 @@ def main() -> int:
     if given.device == "cuda" and not torch.cuda.is_available():
         print("tools/bench: this machine has no GPU that torch can use", file=sys.stderr)
         return 2
-    if given.device == "cpu" and not memory.preload():
+    if given.profile and not profile.is_possible():
+        print("tools/bench: profiles are taken by py-spy, which is not there: pip install py-spy", file=sys.stderr)
+        return 2
+    if given.device == "cpu" and not given.profile and not memory.preload():
         print("no C compiler (cc): the table has no bytes of live tensors", file=sys.stderr)
     command = f"tools/bench {shlex.join(sys.argv[1:])}".strip()
     results: dict[str, Any] = {"machine": {**describe(given.device), "command": command}}
-    results |= sweep(given) if given.sweep else compare(given)
+    kind = "profile" if given.profile else "sweep" if given.sweep else "results"
+    results |= MEASURE[kind](given)
     given.out.mkdir(parents=True, exist_ok=True)
-    stem = ("sweep" if given.sweep else "results") + ("-cuda" if given.device == "cuda" else "")
+    stem = kind + ("-cuda" if given.device == "cuda" else "")
     (given.out / f"{stem}.json").write_text(json.dumps(results) + "\n")
-    text = render(results)
+    text = profile.render(results) if given.profile else render(results)
     (given.out / f"{stem}.md").write_text(text)
-    (draw_sweep if given.sweep else draw)(results, given.out / f"{stem}.png")
-    print("", text, f"Written to {given.out}/{stem}.md, .json and .png", sep="\n")
+    if not given.profile:
+        (draw_sweep if given.sweep else draw)(results, given.out / f"{stem}.png")
+    print("", text, f"Written to {given.out}/{stem}.*", sep="\n")
     return 1 if any("error" in cell for part in PARTS for cell in results.get(part, [])) else 0
 
 
@@ -109,6 +115,13 @@ def sweep(given: argparse.Namespace) -> dict[str, Any]:
         **rounds.time_rounds(list(cases.values()), given.engines, given.rounds, given.steps, given.device),
     }
 
+
+def profiles(given: argparse.Namespace) -> dict[str, Any]:
+    """Where steps' time goes."""
+    return {"profile": profile.profile_all([MODELS[name] for name in given.models], given.engines)}
+
+
+MEASURE = {"results": compare, "sweep": sweep, "profile": profiles}
 
 if __name__ == "__main__":
     sys.exit(main())

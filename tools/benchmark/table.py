@@ -38,12 +38,19 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def machine_line(machine: dict[str, Any]) -> str:
+    """When, of what and on what a measurement was taken."""
+    return (
+        f"{machine['date']}, commit {machine['commit']}, torch {machine['torch']}, Python {machine['python']}; "
+        f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB, device {machine['device']}."
+    )
+
+
 def _head(machine: dict[str, Any]) -> list[str]:
     return [
         "# flatfsdp beside other engines",
         "",
-        f"{machine['date']}, commit {machine['commit']}, torch {machine['torch']}, Python {machine['python']}; "
-        f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB, device {machine['device']}.",
+        machine_line(machine),
         "",
         f"Made by `{machine['command']}`. Times are medians over rounds [lowest to highest]; ratios are to {BASE} in "
         f"the same round; a row whose losses are not those of {TRUTH} in its round is invalid. The limit is, of wall "
