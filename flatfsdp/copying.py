@@ -136,12 +136,14 @@ def _at_rest(wrapper: nn.Module) -> list[Unit]:
     units = units_in(wrapper)
     for unit in units:
         unit.root.await_gradients()
-        if unit.phase is not IDLE or not unit.is_between():
+        unit.root.forget_failure()
+        if unit.phase is not IDLE:
             raise UsageError(
                 f"a wrapped model can be copied or pickled between steps only; unit {unit.label} is in "
-                f"{unit.phase.value}, with a graph that awaits its backward. Run or drop the "
-                "backward first (a forward under no_grad ends the iteration)"
+                f"{unit.phase.value}. Do so after its forward or backward"
             )
+        if not unit.is_between():
+            unit.root.come_to_rest()
         if any(grads.pending for grads in unit.grads):
             raise UsageError(
                 "a wrapped model cannot be copied or pickled while gradients accumulate under no_sync(), or without "

@@ -468,6 +468,7 @@ class Root:
     def reshard(self, unit: Unit) -> None:
         """Free the unsharded parameters of `unit` because a user asks for it."""
         self.lazy_init()
+        self.forget_failure()
         if self._whole_for_double or unit.needed_whole or unit.phase is not IDLE:
             raise UsageError(
                 f"reshard() of unit {unit.label}: its parameters are still read, by its own forward or by a backward "
@@ -691,17 +692,22 @@ class Root:
 
     def settle_down(self) -> None:
         """Bring what a failed or a double backward left behind to rest."""
+        if not self.forget_failure() and self._whole_for_double:
+            self._finish()
+
+    def forget_failure(self) -> bool:
+        """Bring what a failed backward left behind to rest, if one failed; waits for what it had issued."""
         if self.backward is not None and not _torch.in_backward():
             self.fail_backward(self.backward)  # autograd has not let it go yet
-        if self._failed:
-            self._failed = False
-            for unit in self.units:
-                for grads in unit.grads:
-                    grads.drop()
-                unit.rest()
-            self.limiter.settle()
-        elif self._whole_for_double:
-            self._finish()
+        if not self._failed:
+            return False
+        self._failed = False
+        for unit in self.units:
+            for grads in unit.grads:
+                grads.drop()
+            unit.rest()
+        self.limiter.settle()
+        return True
 
     @property
     def is_unsettled(self) -> bool:

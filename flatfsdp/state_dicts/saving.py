@@ -131,6 +131,8 @@ def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> Job:
 
 def check_between(what: str, units: Sequence[Unit]) -> None:
     """Refuse `what` while a unit computes."""
+    for root in {id(unit.root): unit.root for unit in units}.values():
+        root.forget_failure()  # after which nothing does
     for unit in units:
         if unit.phase is not IDLE:
             hint = "; leave summon_full_params() first, or call it on the whole model inside" * (unit.phase is SUMMONED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, StateDictType
 from flatfsdp.errors import FlatFSDPWarning
 from flatfsdp.joining import apart
+from flatfsdp.owned import OwnedInterval
 from tests.conftest import Run
 from tests.harness.models import WIDTH
 from tests.pool.corners import (
@@ -272,3 +274,37 @@ def next_thing(rank: int, world: int, place: str) -> list[str]:
 @pytest.mark.parametrize("place", ["between units", "backward between units"])
 def test_clipping_and_summoning_after_a_failure(place: str, pool2: Run) -> None:
     assert not joined(pool2(next_thing, place, timeout=40))
+
+
+def saved_after(rank: int, world: int, place: str) -> list[str]:
+    """An emergency checkpoint, and what else asks for a model between steps."""
+    lines = []
+    asked: dict[str, Callable[[FullyShardedDataParallel], Any]] = {
+        "state_dict": lambda model: list(model.state_dict().values()),
+        "load_state_dict": lambda model: model.load_state_dict(model.state_dict()) and None,
+        "local": lambda model: local_state(model),
+        "a unit's": lambda model: list(next(iter(model.module.children())).state_dict().values()),
+        "deepcopy": lambda model: [each.clone() for each in copy.deepcopy(model).parameters()],
+        "reshard": lambda model: model.reshard(),
+    }
+    for setting in (Setting("FULL_SHARD", True), Setting("SHARD_GRAD_OP", False, True), Setting("NO_SHARD", True)):
+        for name, ask in asked.items():
+            with setting.doubles():
+                model, other = (setting.wrap(seeded(build), (Trapped,)) for _ in range(2))
+                for each in (model, other):
+                    run(each, data(rank, 0))
+                fail(model, data(rank, 1), place)
+                if not all(map(torch.equal, ask(model) or (), ask(other) or ())):
+                    lines.append(f"{setting}: {name}")
+                lines += at_rest(model)
+    return lines
+
+
+def local_state(model: FullyShardedDataParallel) -> list[Tensor]:
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        return [each.local for each in model.state_dict().values() if isinstance(each, OwnedInterval)]
+
+
+@pytest.mark.parametrize("place", ["between units", "backward between units", "backward inside a unit"])
+def test_saving_and_copying_after_a_failure(place: str, pool2: Run) -> None:
+    assert not joined(pool2(saved_after, place, timeout=40))

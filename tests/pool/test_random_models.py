@@ -36,6 +36,7 @@ class How(NamedTuple):
     original: bool = True
     corners: bool = False  # units are called again, tied, and return tuples
     siblings: bool = False  # several units are recomputed together
+    alike: bool = False  # ranks use the same parts
     microbatches: int = 1
     forwards: int = 1
     evaluates: bool = False
@@ -209,7 +210,8 @@ def _train(rank: int, world: int, seed: int, how: How) -> bool:
         total = torch.zeros(())
         for forward in range(how.forwards):
             x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(of + 10 * microbatch + 100 * forward))
-            total = total + net(x, 100 * seed + 10 * step + of + 10**6 * microbatch + 10**7 * forward).sum()
+            use = 100 * seed + 10 * step + (0 if how.alike else of) + 10**6 * microbatch + 10**7 * forward
+            total = total + net(x, use).sum()
         return total / how.microbatches
 
     def same(found: Any, expected: Any) -> bool:
@@ -266,6 +268,12 @@ def test_what_ranks_do_not_use_is_no_gradient_on_them(pool3: Run, seed: int, pre
 @pytest.mark.parametrize("seed", [2, 7, 9, 10, 16, 17, 20, 23, 26, 32, 41, 44, 50, 64, 68, 71, 85, 124])
 def test_so_it_is_where_units_are_called_again_or_tied_under_any_settings(run: Run, seed: int) -> None:
     how = How.drawn(seed)
+    assert all(run(how.world, _train, seed, how, timeout=60))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_so_it_is_where_ranks_use_the_same(run: Run, seed: int) -> None:
+    how = How.drawn(seed)._replace(alike=True, siblings=True)
     assert all(run(how.world, _train, seed, how, timeout=60))
 
 

@@ -130,14 +130,14 @@ def render(results: dict[str, Any]) -> str:
         header = ["ms of CPU per step", *(ENGINES[engine].title for engine in chosen)]
         rows = [["all", *(f"{found['cpu'] * 1000:.1f}" for found in chosen.values())]]
         for part in (FORWARD, BACKWARD, OPTIMIZER, REST):
-            rows.append([part, *(_cell(share.get(part)) for share in shares.values())])
-        files = [{name: each for name, each in share.items() if name.endswith(".py")} for share in shares.values()]
-        rows.append(["the engine", *(_cell(sum(each.values())) for each in files)])
+            rows.append([part, *(_cell(share, [part]) for share in shares.values())])
+        files = {engine: [name for name in share if name.endswith(".py")] for engine, share in shares.items()}
+        rows.append(["the engine", *(_cell(shares[engine], names) for engine, names in files.items())])
         lines += [f"## {model}", "", *markdown(header, rows)]
-        for engine, each in zip(chosen, files, strict=True):
-            largest = sorted(each.items(), key=lambda item: -item[1])[:FILES]
+        for engine, names in files.items():
+            largest = sorted(names, key=shares[engine].__getitem__, reverse=True)[:FILES]
             if largest:
-                listed = ", ".join(f"{name} {value:.1f}" for name, value in largest)
+                listed = ", ".join(f"{name} {shares[engine][name]:.1f}" for name in largest)
                 lines += [f"{ENGINES[engine].title}, by file: {listed}.", ""]
         lines += [f"{ENGINES[cell['engine']].title}: {cell['error']}" for cell in cells if cell.get("error")]
     return "\n".join(lines).rstrip() + "\n"
@@ -148,5 +148,6 @@ def _milliseconds(found: dict[str, Any]) -> dict[str, float]:
     return {name: count / whole * found["cpu"] * 1000 for name, count in found["owners"].items()}
 
 
-def _cell(value: float | None) -> str:
-    return f"{value:.1f}" if value else ""
+def _cell(share: dict[str, float], names: Sequence[str]) -> str:
+    value = sum(share.get(name, 0.0) for name in names)
+    return f"{value:.1f} ({value / sum(share.values()):.0%})" if value else ""

@@ -1,0 +1,543 @@
+"""Random training programs: forwards and backwards of many kinds, some of which fail, between steps, clips, checkpoints
+and summons, under random settings, against the same program in one process. All ranks do the same on data of their
+own."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, StateDictType, step_flat
+from tests.conftest import Run
+from tests.harness.meshes import replicas_of_shards
+
+WIDTH = 6
+LENGTH = 14  # of a program
+
+
+class Planned(Exception):
+    """What a program raises and catches."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(self.norm(x))
+        if self.fails == "forward":
+            raise Planned
+        if self.fails == "backward" and y.requires_grad:
+            y.register_hook(_fail)
+        return x + self.down(F.gelu(y))
+
+
+def _fail(grad: Tensor) -> Tensor:
+    raise Planned
+
+
+class Outer(nn.Module):
+    """A unit around another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.block, self.scale = nn.Linear(WIDTH, WIDTH), Block(), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x + self.before(x)) * self.scale
+
+
+class Net(nn.Module):
+    def __init__(self, drawn: random.Random) -> None:
+        super().__init__()
+        torch.manual_seed(drawn.randrange(1000))
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList(drawn.choice((Block, Outer))() for _ in range(drawn.randint(2, 4)))
+        self.recompute = [drawn.choice((None, None, True, False)) for _ in self.parts]
+        self.order = [*range(len(self.parts))]
+        if drawn.random() < 0.3:
+            self.order.append(drawn.choice(self.order))  # is called again
+        if drawn.random() < 0.3:
+            drawn.choice(self.parts).requires_grad_(False)
+        if drawn.random() < 0.3:
+            self.last.weight = self.first.weight
+
+    def blocks(self) -> list[Block]:
+        return [module for module in self.modules() if isinstance(module, Block)]
+
+    def forward(self, x: Tensor, most: int = 99) -> Tensor:
+        """`most`: of its parts, run as many."""
+        x = self.first(x)
+        for index in self.order[:most]:
+            part, recompute = self.parts[index], self.recompute[index]
+            x = part(x) if recompute is None else checkpoint(part, x, use_reentrant=recompute)
+        return self.last(x)
+
+
+class Player:
+    """Plays one program with a sharded model, and on the side with the same model in one process."""
+
+    def __init__(self, rank: int, world: int, seed: int) -> None:
+        drawn = random.Random(seed)
+        self.rank, self.world, self.drawn = rank, world, drawn
+        state = drawn.getstate()
+        self.alone = Net(drawn)
+        drawn.setstate(state)
+        net = Net(drawn)
+        strategies = ["FULL_SHARD"] * 3 + ["SHARD_GRAD_OP", "NO_SHARD"] + ["HYBRID_SHARD"] * 2 * (world == 4)
+        strategy = drawn.choice(strategies)
+        self.original = drawn.random() < 0.6
+        self.settings: dict[str, Any] = dict(
+            sharding_strategy=strategy,
+            device_mesh=replicas_of_shards() if strategy == "HYBRID_SHARD" else None,
+            use_orig_params=self.original,
+            cpu_offload=CPUOffload(offload_params=drawn.random() < 0.15),
+            mixed_precision=MixedPrecision(reduce_dtype=torch.float64) if drawn.random() < 0.2 else None,
+            backward_prefetch=drawn.choice(("BACKWARD_PRE", "BACKWARD_MID", "BACKWARD_POST", None)),
+            forward_prefetch=drawn.random() < 0.3,
+            limit_all_gathers=drawn.random() < 0.7,
+            join_units_below=drawn.choice((0, 2000, 2**20)),
+        )
+        self.model: Any = FullyShardedDataParallel(net, auto_wrap_policy={Block, Outer}, **self.settings)
+        self.momentum = drawn.choice((0.0, 0.9))
+        self.flat_steps = self.original and drawn.random() < 0.3
+        self.optimizer, self.plain = self._optimizer(self.model), self._optimizer(self.alone)
+        if self.flat_steps:
+            step_flat(self.optimizer)
+        self.number = 0
+        self.reduced = True  # no gradient is this rank's own
+        self.before: list[Tensor | None] = []  # where some are: those of `alone` without them
+        self.exposed = False  # parameters may be whole
+        self.wrong: list[str] = []
+
+    def _optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), lr=0.05, momentum=self.momentum)
+
+    def play(self) -> list[str]:
+        """What was not the same, by operation."""
+        for _ in range(LENGTH):
+            operations = ANYTIME if not self.reduced else ANYTIME + WHEN_REDUCED
+            operation = self.drawn.choice(operations)
+            operation(self)
+            if operation in (drop, show_whole, ask_for_the_inputs_gradient):
+                self.exposed = True
+            elif operation in (train, accumulate, look):
+                self.exposed = False
+            if self.wrong:
+                return [f"after {operation.__name__}: {each}" for each in self.wrong]
+        if not self.reduced:
+            self.train(sync=True)
+        step(self)
+        compare(self)
+        return self.wrong
+
+    def data(self, of: int) -> Tensor:
+        return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * self.number + of))
+
+    def same(self, what: str, found: Any, expected: Any) -> None:
+        if (found is None) != (expected is None):
+            found, expected = (torch.zeros(()) if each is None else each for each in (found, expected))
+        if found is not None and not torch.allclose(*torch.broadcast_tensors(found, expected), rtol=1e-3, atol=1e-5):
+            self.wrong.append(f"{what}: {(found - expected).abs().max():.2e}")
+
+    def both(self, work: Callable[[nn.Module, Tensor, float], Any]) -> None:
+        """`work(net, x, weight)` returns what is to be the same."""
+        self.number += 1
+        found = work(self.model, self.data(self.rank), 1.0)
+        for of in range(self.world):
+            expected = work(self.alone, self.data(of), 1.0 / self.world)
+            if of == self.rank and found is not None:
+                self.same("output", found, expected)
+
+    def train(self, *, sync: bool) -> None:
+        how = self.drawn.choice(BACKWARDS)
+        if (how is with_a_penalty and any(self.alone.recompute)) or (how is some_parts and self.momentum):
+            how = once  # reentrant checkpoints refuse it; what is not used is zero, and None in one process
+        if how is with_an_interlude:
+            how = partial(with_an_interlude, self.drawn.choice((look, save, show_whole, peek)), self)
+        manual = self.drawn.random() < 0.5
+        context: AbstractContextManager[Any] = nullcontext()
+        if not sync and manual:
+            self.model.set_requires_gradient_sync(False)
+        elif not sync:
+            context = self.model.no_sync()
+        if self.reduced:
+            self.before = [None if each.grad is None else each.grad.clone() for each in self.alone.parameters()]
+        with context:
+            self.both(how)
+        if not sync and manual:
+            self.model.set_requires_gradient_sync(True)
+        self.reduced = sync
+
+
+def _loss(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def once(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    y = net(x)
+    (_loss(y) * weight).backward()
+    return y.detach()
+
+
+def twice_through_one_graph(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    y = net(x)
+    loss = _loss(y) * weight
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return y.detach()
+
+
+def two_losses(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    y = net(x)
+    (y[0].square().mean() * weight).backward(retain_graph=True)
+    (y[1:].sin().mean() * weight).backward()
+    return y.detach()
+
+
+def two_forwards(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    y, z = net(x), net(x + 1)
+    ((_loss(y) + z.sin().mean()) * weight).backward()
+    return z.detach()
+
+
+def two_forwards_backwards_apart(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    y, z = net(x), net(x + 1)
+    (_loss(y) * weight).backward()
+    (_loss(z) * weight).backward()
+    return z.detach()
+
+
+def backwards_in_reverse(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    y, z = net(x), net(x + 1)
+    (_loss(z) * weight).backward()
+    (_loss(y) * weight).backward()
+    return z.detach()
+
+
+def one_after_the_other(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    """The second forward reads what the first returned."""
+    y = net(net(x))
+    (_loss(y) * weight).backward()
+    return y.detach()
+
+
+def with_the_inputs_gradient(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    x.requires_grad_()
+    (_loss(net(x)) * weight).backward()
+    assert x.grad is not None
+    return x.grad / weight
+
+
+def beside_an_evaluation(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    y = net(x)
+    with torch.no_grad():
+        z = net(x * 2)
+    (_loss(y) * weight).backward()
+    return z
+
+
+def some_parts(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    y = net(x, most=1)
+    (_loss(y) * weight).backward()
+    return y.detach()
+
+
+def with_a_penalty(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    loss = _loss(net(x.requires_grad_()))
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    ((loss + gradient.square().sum()) * weight).backward()
+    return gradient.detach()
+
+
+def with_an_interlude(
+    operation: Callable[[Player], None], player: Player, net: nn.Module, x: Tensor, weight: float
+) -> Tensor:
+    y = net(x)
+    if net is player.model:
+        operation(player)
+    (_loss(y) * weight).backward()
+    return y.detach()
+
+
+def peek(player: Player) -> None:
+    with torch.no_grad():
+        player.model(torch.ones(1, WIDTH))
+
+
+BACKWARDS = (
+    some_parts,
+    with_a_penalty,
+    with_an_interlude,
+    with_an_interlude,
+    once,
+    once,
+    twice_through_one_graph,
+    two_losses,
+    two_forwards,
+    two_forwards_backwards_apart,
+    backwards_in_reverse,
+    one_after_the_other,
+    with_the_inputs_gradient,
+    beside_an_evaluation,
+)
+
+
+def train(player: Player) -> None:
+    player.train(sync=True)
+
+
+def accumulate(player: Player) -> None:
+    player.train(sync=False)
+
+
+def evaluate(player: Player) -> None:
+    inside = player.drawn.choice((torch.no_grad, torch.inference_mode))
+    training = player.drawn.random() < 0.5
+
+    def work(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+        net.train(training)
+        with inside():
+            y = net(x)
+        net.train()
+        return y.clone()
+
+    player.both(work)
+
+
+def drop(player: Player) -> None:
+    """A forward without a backward."""
+    player.both(lambda net, x, weight: net(x).detach())
+
+
+def ask_for_the_inputs_gradient(player: Player) -> None:
+    if any(recompute for recompute in player.alone.recompute):
+        return  # which reentrant checkpoints refuse
+
+    def work(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+        (found,) = torch.autograd.grad(_loss(net(x.requires_grad_())), x)
+        return found
+
+    player.both(work)
+
+
+def fail(player: Player) -> None:
+    """A forward or a backward that a block ends. Gradients stay as they were; a backward takes along what was
+    accumulated and not reduced."""
+    index = player.drawn.randrange(len(player.alone.blocks()))
+    block = [each for each in player.model.modules() if isinstance(each, Block)][index]
+    player.number += 1
+    block.fails = player.drawn.choice(("forward", "backward"))
+    with nullcontext() if player.drawn.random() < 0.5 else player.model.no_sync():
+        try:
+            loss = _loss(player.model(player.data(player.rank)))
+            if block.fails == "forward":
+                player.wrong.append("nothing failed")
+            loss.backward()
+            player.wrong.append("nothing failed")
+        except Planned:
+            pass
+    if block.fails == "backward" and not player.reduced:
+        for parameter, grad in zip(player.alone.parameters(), player.before, strict=True):
+            parameter.grad = grad
+        player.reduced = True
+    block.fails = ""
+
+
+def look(player: Player) -> None:
+    with FullyShardedDataParallel.summon_full_params(player.model, writeback=False):
+        for (name, found), expected in zip(player.model.named_parameters(), player.alone.parameters(), strict=True):
+            player.same(name, found, expected)
+
+
+def write(player: Player) -> None:
+    with FullyShardedDataParallel.summon_full_params(player.model), torch.no_grad():
+        for parameter in player.model.parameters():
+            parameter.mul_(0.95)
+    with torch.no_grad():
+        for parameter in player.alone.parameters():
+            parameter.mul_(0.95)
+
+
+def save(player: Player) -> None:
+    expected = player.alone.state_dict()
+    found = player.model.state_dict()
+    for name in expected:
+        player.same(name, found[name], expected[name])
+
+
+def load(player: Player) -> None:
+    state = {name: value * 0.9 for name, value in player.alone.state_dict().items()}
+    player.model.load_state_dict(state)
+    player.alone.load_state_dict(state)
+
+
+def show_whole(player: Player) -> None:
+    units = FullyShardedDataParallel.fsdp_modules(player.model)
+    chosen = player.drawn.sample(units, player.drawn.randint(1, len(units)))
+    for unit in chosen:
+        unit.unshard()
+    if player.drawn.random() < 0.5:
+        for unit in chosen:
+            unit.reshard()
+
+
+def compare(player: Player) -> None:
+    """Parameters, and gradients."""
+    with FullyShardedDataParallel.summon_full_params(player.model, with_grads=player.original, writeback=False):
+        for (name, found), expected in zip(player.model.named_parameters(), player.alone.parameters(), strict=True):
+            player.same(name, found, expected)
+            if player.original:
+                player.same(f"gradient of {name}", found.grad, expected.grad)
+
+
+def step(player: Player) -> None:
+    set_to_none = player.drawn.random() < 0.6
+    for optimizer in player.optimizer, player.plain:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+
+
+def clip(player: Player) -> None:
+    kind = player.drawn.choice((2.0, 1.0, float("inf")))
+    found = player.model.clip_grad_norm_(0.01, kind)
+    expected = nn.utils.clip_grad_norm_(player.alone.parameters(), 0.01, kind)
+    player.same("norm", found, expected)
+
+
+def resume(player: Player) -> None:
+    """The optimizer's state goes into another optimizer."""
+    state = FullyShardedDataParallel.optim_state_dict(player.model, player.optimizer)
+    player.optimizer = player._optimizer(player.model)
+    player.optimizer.load_state_dict(
+        FullyShardedDataParallel.optim_state_dict_to_load(player.model, player.optimizer, state)
+    )
+    if player.flat_steps:
+        step_flat(player.optimizer)
+
+
+def edit_gradients(player: Player) -> None:
+    for net in player.model, player.alone:
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+def edit_shards(player: Player) -> None:
+    if player.exposed:
+        return  # what is written to whole parameters would be lost, and is refused
+    with torch.no_grad():
+        for net in player.model, player.alone:
+            for index, parameter in enumerate(net.parameters()):
+                (parameter.data if index % 2 else parameter).mul_(0.9)
+
+
+def clear(player: Player) -> None:
+    for net in player.model, player.alone:
+        net.zero_grad(set_to_none=player.momentum == 0)
+
+
+def go_on_with_a_copy(player: Player) -> None:
+    state = FullyShardedDataParallel.optim_state_dict(player.model, player.optimizer)
+    player.model = copy.deepcopy(player.model)
+    player.optimizer = player._optimizer(player.model)
+    player.optimizer.load_state_dict(
+        FullyShardedDataParallel.optim_state_dict_to_load(player.model, player.optimizer, state)
+    )
+    player.alone.zero_grad()  # copies of parameters have no gradients
+
+
+def save_and_load(player: Player) -> None:
+    kind = player.drawn.choice(list(StateDictType))
+    with FullyShardedDataParallel.state_dict_type(player.model, kind):
+        state = {name: value.clone() for name, value in player.model.state_dict().items()}
+        if not player.exposed:
+            with torch.no_grad():
+                for parameter in player.model.parameters():
+                    parameter.zero_()
+        player.model.load_state_dict(state)
+
+
+def freeze_or_thaw(player: Player) -> None:
+    if not player.original:
+        return
+    index = player.drawn.randrange(len(player.alone.blocks()))
+    for net in player.model, player.alone:
+        block = [each for each in net.modules() if isinstance(each, Block)][index]
+        clear(player)
+        block.requires_grad_(not block.down.bias.requires_grad)
+
+
+def control(player: Player) -> None:
+    drawn, model = player.drawn, player.model
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    unit, flag, recurse = drawn.choice(units), drawn.random() < 0.5, drawn.random() < 0.5
+    others = drawn.sample([each for each in units if each is not unit], 1)
+    drawn.choice(
+        (
+            lambda: unit.set_reshard_after_forward(flag, recurse=recurse),
+            lambda: unit.set_reshard_after_backward(flag, recurse=recurse),
+            lambda: unit.set_modules_to_forward_prefetch(others),
+            lambda: unit.set_modules_to_backward_prefetch(others),
+            lambda: model.set_requires_all_reduce(True),
+            lambda: model.set_is_last_backward(flag),
+        )
+    )()
+
+
+ANYTIME = [
+    control,
+    train,
+    train,
+    accumulate,
+    accumulate,
+    evaluate,
+    drop,
+    ask_for_the_inputs_gradient,
+    fail,
+    look,
+    save,
+    show_whole,
+]
+WHEN_REDUCED = [
+    edit_gradients,
+    edit_shards,
+    clear,
+    go_on_with_a_copy,
+    save_and_load,
+    freeze_or_thaw,
+    step,
+    step,
+    step,
+    step,
+    compare,
+    clip,
+    resume,
+    write,
+    load,
+]
+
+
+def _play(rank: int, world: int, seed: int) -> list[str]:
+    return Player(rank, world, seed).play()
+
+
+def world_of(seed: int) -> int:
+    return (2, 2, 3, 4)[seed % 4]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_programs_do_what_they_do_in_one_process(run: Run, seed: int) -> None:
+    assert run(world_of(seed), _play, seed, timeout=60) == [[]] * world_of(seed)
