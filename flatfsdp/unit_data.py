@@ -532,14 +532,8 @@ class UnitData:
         Precondition: its leaves show the shard.
         """
         handle, root = self.handles[kind], self.root
-        dtype = self.dtype_of(handle)
-        if root.limiter.held:
-            root.limiter.make_room(handle.buffer(dtype), ahead=False)
-        if handle.host_copy is not None and handle.host_copy.dtype == dtype:
-            handle.launch_upload(root.lanes.unshard)
-            root.limiter.note_upload()
-        else:
-            handle.launch_unshard(self.gather, root.lanes.unshard, dtype=dtype)
+        if handle.state is not GATHERING:  # it is where a user has asked for the unit, and not waited
+            self._launch_fetch(handle)
         handle.wait_unshard()
         self.note("keep")
         if handle.residence is HOST:
@@ -547,6 +541,16 @@ class UnitData:
             root.free(handle)
             assert handle.host_copy is not None
             handle.host_copy.versions = handle.versions
+
+    def _launch_fetch(self, handle: FlatParamHandle) -> None:
+        root, dtype = self.root, self.dtype_of(handle)
+        if root.limiter.held:
+            root.limiter.make_room(handle.buffer(dtype), ahead=False)
+        if handle.host_copy is not None and handle.host_copy.dtype == dtype:
+            handle.launch_upload(root.lanes.unshard)
+            root.limiter.note_upload()
+        else:
+            handle.launch_unshard(self.gather, root.lanes.unshard, dtype=dtype)
 
     def evict(self, kind: int) -> None:
         """Free what stays of a resident, at once unless a backward is to read it: then it is no resident any more."""

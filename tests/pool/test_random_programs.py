@@ -7,17 +7,28 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, StateDictType, step_flat
+from flatfsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    StateDictType,
+    comm_hooks,
+    inference,
+    register_fsdp_forward_method,
+    step_flat,
+)
 from tests.conftest import Run
 from tests.harness.meshes import replicas_of_shards
 
@@ -77,6 +88,9 @@ class Net(nn.Module):
     def blocks(self) -> list[Block]:
         return [module for module in self.modules() if isinstance(module, Block)]
 
+    def encode(self, x: Tensor) -> Tensor:
+        return self.parts[0](self.first(x))
+
     def forward(self, x: Tensor, most: int = 99) -> Tensor:
         """`most`: of its parts, run as many."""
         x = self.first(x)
@@ -110,7 +124,14 @@ class Player:
             limit_all_gathers=drawn.random() < 0.7,
             join_units_below=drawn.choice((0, 2000, 2**20)),
         )
-        self.model: Any = FullyShardedDataParallel(net, auto_wrap_policy={Block, Outer}, **self.settings)
+        if (world, strategy) == (4, "FULL_SHARD") and drawn.random() < 0.4:
+            self.settings["reshard_after_forward"] = 2
+        units = drawn.choice(({Block, Outer}, {Block, Outer}, {Block}, {Outer}, None))
+        self.model: Any = FullyShardedDataParallel(net, auto_wrap_policy=units, **self.settings)
+        register_fsdp_forward_method(self.model, "encode")
+        if strategy != "HYBRID_SHARD" and drawn.random() < 0.15:
+            hooks = comm_hooks.reduce_scatter_hook, comm_hooks.allreduce_hook
+            self.model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), hooks[strategy == "NO_SHARD"])
         self.momentum = drawn.choice((0.0, 0.9))
         self.flat_steps = self.original and drawn.random() < 0.3
         self.optimizer, self.plain = self._optimizer(self.model), self._optimizer(self.alone)
@@ -131,7 +152,7 @@ class Player:
             operations = ANYTIME if not self.reduced else ANYTIME + WHEN_REDUCED
             operation = self.drawn.choice(operations)
             operation(self)
-            if operation in (drop, show_whole, ask_for_the_inputs_gradient):
+            if operation in (drop, show_whole, ask_for_the_inputs_gradient, show_while_computing, keep):
                 self.exposed = True
             elif operation in (train, accumulate, look):
                 self.exposed = False
@@ -255,6 +276,27 @@ def some_parts(net: nn.Module, x: Tensor, weight: float) -> Tensor:
     return y.detach()
 
 
+def through_a_method(net: Any, x: Tensor, weight: float) -> Tensor:
+    y = net.encode(x)
+    (_loss(net(y)) * weight).backward()
+    return y.detach()
+
+
+def edited_in_place(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    y = net(x)
+    y.mul_(2)
+    z = net(x.flip(0))
+    ((y.double() * z.double()).mean().float() * weight).backward()
+    return y.detach()
+
+
+def in_a_thread(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    y = net(x)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit((_loss(y) * weight).backward).result()
+    return y.detach()
+
+
 def with_a_penalty(net: nn.Module, x: Tensor, weight: float) -> Tensor:
     loss = _loss(net(x.requires_grad_()))
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -278,6 +320,9 @@ def peek(player: Player) -> None:
 
 
 BACKWARDS = (
+    through_a_method,
+    edited_in_place,
+    in_a_thread,
     some_parts,
     with_a_penalty,
     with_an_interlude,
@@ -484,7 +529,7 @@ def control(player: Player) -> None:
     drawn, model = player.drawn, player.model
     units = FullyShardedDataParallel.fsdp_modules(model)
     unit, flag, recurse = drawn.choice(units), drawn.random() < 0.5, drawn.random() < 0.5
-    others = drawn.sample([each for each in units if each is not unit], 1)
+    others = [each for each in units if each is not unit and drawn.random() < 0.5]
     drawn.choice(
         (
             lambda: unit.set_reshard_after_forward(flag, recurse=recurse),
@@ -497,7 +542,52 @@ def control(player: Player) -> None:
     )()
 
 
+def infer(player: Player) -> None:
+    def work(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+        with inference(net) if net is player.model else torch.no_grad():
+            return (net(x) + net(x)).clone()
+
+    player.both(work)
+
+
+def keep(player: Player) -> None:
+    player.model.keep_frozen_unsharded()
+
+
+def show_while_computing(player: Player) -> None:
+    units = FullyShardedDataParallel.fsdp_modules(player.model)
+    handles = [unit.unshard(async_op=True) for unit in units]
+    player.number += 1
+    player.same("output", player.model(player.data(0)), player.alone(player.data(0)))
+    for handle in handles:
+        handle.wait()
+
+
+def summon_a_part(player: Player) -> None:
+    index = player.drawn.randrange(len(player.alone.parts))
+    part, alone = player.model.module.parts[index], player.alone.parts[index]
+    with FullyShardedDataParallel.summon_full_params(part, recurse=player.drawn.random() < 0.5):
+        pass
+    with FullyShardedDataParallel.summon_full_params(player.model, offload_to_cpu=True, writeback=False):
+        for found, expected in zip(part.parameters(), alone.parameters(), strict=True):
+            player.same("part", found, expected)
+
+
+def save_a_part(player: Player) -> None:
+    index = player.drawn.randrange(len(player.alone.parts))
+    if not isinstance(player.model.module.parts[index], FullyShardedDataParallel):
+        return
+    found = player.model.module.parts[index].state_dict()
+    for name, expected in player.alone.parts[index].state_dict().items():
+        player.same(name, found[name], expected)
+
+
 ANYTIME = [
+    infer,
+    keep,
+    show_while_computing,
+    summon_a_part,
+    save_a_part,
     control,
     train,
     train,

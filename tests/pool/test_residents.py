@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -267,3 +268,25 @@ def leaving(rank: int, world: int, how: str) -> str:
 def test_ranks_that_enter_or_leave_alone_are_told(how: str, words: str, pool2: Run) -> None:
     for said in pool2(leaving, how, timeout=40):
         assert "rank 0" in said and "rank 1" in said and words in said
+
+
+def asked_for(rank: int, world: int, on: str, wait: bool) -> list[str]:
+    """A user asks for units that are to be kept from the next forward on, and waits later than that."""
+    torch.manual_seed(0)
+    net = small()
+    model = FullyShardedDataParallel(copy.deepcopy(net), auto_wrap_policy={nn.Linear}, use_orig_params=True)
+    model.keep_frozen_unsharded(on=on)
+    handles = [unit.unshard(async_op=True) for unit in FullyShardedDataParallel.fsdp_modules(model)]
+    if wait:
+        for handle in handles:
+            handle.wait()
+    wrong = [] if torch.allclose(outputs_of(model), outputs_of(net)) else ["first"]
+    for handle in handles:
+        handle.wait()
+    return wrong if torch.allclose(outputs_of(model), outputs_of(net)) else [*wrong, "second"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("on", ["device", "host"])
+def test_units_that_a_user_has_asked_for(on: str, wait: bool, pool2: Run) -> None:
+    assert pool2(asked_for, on, wait) == [[], []]
