@@ -40,10 +40,14 @@ def together(units: Iterable[Unit], call: str, *, always: bool = False) -> Itera
     Raises:
         AgreementError: on every rank: some do something else.
     """
+    by_root: dict[int, list[Unit]] = {}
+    for unit in units:
+        by_root.setdefault(id(unit.root), []).append(unit)
     with ExitStack() as calls:
-        for root in {id(unit.root): unit.root for unit in units}.values():
+        for those in by_root.values():
+            root = those[0].root
             root.lazy_init()
-            calls.enter_context(root.agreement.together(call, always=always))
+            calls.enter_context(root.agreement.together(call, those, always=always))
         yield
 
 

@@ -188,7 +188,7 @@ def summon(
             root.come_to_rest()
     with ExitStack() as undo:
         summoned = []
-        with together(units, "summon_full_params()"):
+        with together(units, f"summon_full_params({'with_grads=True' if with_grads else ''})"):
             for unit in units:
                 unit.write_back()
                 for kind in range(len(unit.handles)):

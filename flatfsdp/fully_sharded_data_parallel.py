@@ -425,9 +425,10 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
 
         Raises:
             NonFiniteError: for such a norm, on every rank.
+            AgreementError: on every rank, within seconds where the others do something else.
             UsageError: on a nested wrapper; an optimizer steps in backwards.
             ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
         """
         root = root_of(self._unit, "clip_grad_norm_")
-        with root.agreement.waiting("clip_grad_norm_()"):
+        with root.agreement.together("clip_grad_norm_()"):
             return clip_grad_norm(root, self, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

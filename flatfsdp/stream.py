@@ -172,9 +172,9 @@ class Stream(Peers):
                 self._next(symbol)
 
     @contextmanager
-    def together(self, call: str, *, always: bool = False) -> Iterator[None]:
-        """A `call` of the user's, between iterations, which all ranks make: is it so? Inside, this rank may wait for
-        them. Where no unit is sharded only an `always` call communicates.
+    def together(self, call: str, units: Sequence[Unit] = (), *, always: bool = False) -> Iterator[None]:
+        """A `call` of the user's, between iterations, which all ranks make for the same `units`: is it so? Inside, this
+        rank may wait for them. Where no unit is sharded only an `always` call communicates.
 
         Raises:
             AgreementError: on every rank, within seconds where the others do something else.
@@ -184,8 +184,15 @@ class Stream(Peers):
             return
         with self.waiting(call):
             self._meet_abandoned()
-            self._next(Symbol(number(call), f"called {call}"))
+            self._next(self._called(call, units))
             yield
+
+    def _called(self, call: str, units: Sequence[Unit]) -> Symbol:
+        if not units or len(units) == len(self._places):
+            return Symbol(number(call), f"called {call}")
+        others = f" and {len(units) - 1} inside" if len(units) > 1 else ""
+        places = [self._places[id(unit)] for unit in units]
+        return Symbol(number(f"{call} {places}"), f"called {call} of unit {units[0].label}{others}")
 
     def ask(self, what: str, mine: int) -> dict[int, int]:
         """Every rank's number, as all ranks ask for `what` between iterations. Collective over all axes: 24 bytes of

@@ -255,6 +255,42 @@ def test_no_unit_is_gathered_out_of_order_before_the_others_agree(pool2: Run) ->
     assert gathered == ([], [])
 
 
+def call(rank: int, world: int, what: str, before: int) -> str:
+    """Ranks call different things between iterations, or the same for different units."""
+    model = wrap(Net(), join_units_below=0)
+    for _ in range(before):
+        step(model)
+        model.clip_grad_norm_(1.0)
+
+    def calls() -> None:
+        if what == "clip" and rank == 1:
+            model.clip_grad_norm_(1.0)
+        with FullyShardedDataParallel.summon_full_params(
+            model.blocks[rank] if what == "part" else model, with_grads=what == "gradients" and rank == 1
+        ):
+            pass
+
+    return message_of(calls)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("clip", "rank 0 called summon_full_params(); rank 1 called clip_grad_norm_()"),
+        (
+            "part",
+            "rank 0 called summon_full_params() of unit 'blocks.0'; "
+            "rank 1 called summon_full_params() of unit 'blocks.1'",
+        ),
+        ("gradients", "rank 0 called summon_full_params(); rank 1 called summon_full_params(with_grads=True)"),
+    ],
+)
+def test_ranks_call_different_things_between_iterations(pool2: Run, what: str, told: str, before: int) -> None:
+    """Whose collectives would be taken for each other: of other sizes, for which gloo ends the process, or not."""
+    assert same(pool2(call, what, before)) == f"ranks part ways in step {max(1, before)}: {told}{PARTING}"
+
+
 def mix(rank: int, world: int, after: int) -> tuple[str, bool]:
     """Rank 1 gathers two units of equal size in the other order in a backward; whether `.grad` is as before."""
     model = wrap(Net(), join_units_below=0)
