@@ -326,7 +326,7 @@ def sharded_tensor_of_rows(rows: torch.Tensor, first: int, shape: Sequence[int],
     from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 
     offsets = [first, *(0,) * (len(shape) - 1)]
-    rank = torch.distributed.get_rank(process_group)
+    rank = torch.distributed.get_rank()  # placements name ranks of the whole job
     shards = [Shard.from_tensor_and_offsets(rows, offsets, rank)] if rows.shape[0] else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # that it is deprecated: the user asked for it by name

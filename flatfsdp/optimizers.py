@@ -1,7 +1,8 @@
-"""Before an optimizer steps: its models come to rest, and one that holds what it cannot step is told so.
+"""Around an optimizer's step: before it its models come to rest, and one that holds what it cannot step is told so;
+after it what was written is known to have been.
 
-One global pre-step hook of torch.optim serves all optimizers; after an optimizer's first step it costs a look at the
-set of live models.
+One global hook of torch.optim on either side serves all optimizers; after an optimizer's first step they cost a look at
+the set of live models, and for those that write unnoticed one at their parameters.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import weakref
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import registry
 from .errors import UsageError
+from .flat_param import FlatParameter
 from .stepping import is_at_work
 
 # The registry's generation at which an optimizer was last checked.
@@ -22,11 +24,12 @@ _installed = False
 
 
 def guard_optimizers() -> None:
-    """Install the hook, once per process."""
+    """Install the hooks, once per process."""
     global _installed
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -36,6 +39,23 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if _checked.get(optimizer) != registry.generation:
         check_parameters(optimizer)
         _checked[optimizer] = registry.generation
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    groups = [group for group in optimizer.param_groups if _writes_unnoticed(optimizer, group)]
+    stepped = [p for group in groups for p in group["params"] if p.grad is not None and _is_managed(p)]
+    if stepped:
+        torch.autograd.graph.increment_version(stepped)
+
+
+def _writes_unnoticed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether parameters may keep their versions: torch's fused kernels leave them, and so do other libraries' own.
+    Whole parameters that outlive the step, and graphs of before, would not be known to be out of date."""
+    return bool(group.get("fused")) or not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _is_managed(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, FlatParameter) or registry.owner_of(parameter) is not None
 
 
 def bring_to_rest(optimizer: torch.optim.Optimizer) -> None:

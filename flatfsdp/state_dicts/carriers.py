@@ -83,7 +83,7 @@ def rows_of(whole: torch.Tensor, axis: Group, *, as_dtensor: bool, offload_to_cp
     """This rank's rows of `whole` as a DTensor or a ShardedTensor over `axis`, in (host) memory of its own.
 
     Rows are split as `torch.chunk` does, the last ranks may have none. What has no rows stays a tensor (DTensor:
-    replicated). Collective over the axis.
+    replicated where it has no dimensions). Collective over the axis.
     """
     _require_ranks(axis)
     chunks = whole.chunk(axis.size, 0) if whole.dim() else ()
@@ -91,7 +91,7 @@ def rows_of(whole: torch.Tensor, axis: Group, *, as_dtensor: bool, offload_to_cp
     own = own.cpu() if offload_to_cpu else own
     if as_dtensor:
         return _torch.dtensor_of_rows(own, whole, axis.process_group)
-    if not whole.dim():
-        return own
+    if not whole.dim() or not whole.shape[0]:
+        return own  # of nothing torch makes no ShardedTensor
     first = sum(chunk.shape[0] for chunk in chunks[: axis.rank])
     return _torch.sharded_tensor_of_rows(own, first, whole.shape, axis.process_group)

@@ -24,6 +24,7 @@ from flatfsdp import (
 from flatfsdp.errors import FlatFSDPError
 from flatfsdp.owned import OwnedInterval
 from tests.conftest import Run
+from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import CASES, WIDTH, Feedforward
 from tests.pool.corners import HYBRID, Net, Setting, data, joined, loss_of, seeded
 
@@ -697,6 +698,26 @@ def carriers(rank: int, world: int) -> list[str]:
 
 def test_torchs_carriers_on_request(pool3: Run) -> None:
     assert not joined(pool3(carriers))
+
+
+def carriers_of_hybrids(rank: int, world: int) -> list[str]:
+    """Over axes that begin with another rank than the job; a parameter without elements is among them."""
+    lines = []
+    for carrier in ("dtensor", "sharded_tensor"):
+        module = nn.Linear(WIDTH, 3)
+        module.nothing = nn.Parameter(torch.empty(0, 3))
+        model = FullyShardedDataParallel(module, sharding_strategy="HYBRID_SHARD", device_mesh=replicas_of_shards())
+        expected = {key: value.clone() for key, value in model.state_dict().items()}
+        with as_type(model, SHARDED, ShardedStateDictConfig(sharded_as=carrier)):
+            state = model.state_dict()
+        model.load_state_dict({key: torch.zeros_like(value) for key, value in expected.items()})
+        model.load_state_dict(state)
+        lines += [f"{carrier}: {line}" for line in unlike(model.state_dict(), expected)]
+    return lines
+
+
+def test_torchs_carriers_over_each_axis_of_hybrids(pool4: Run) -> None:
+    assert not joined(pool4(carriers_of_hybrids))
 
 
 def exchanges(rank: int, world: int, path: str) -> list[int]:
