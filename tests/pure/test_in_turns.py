@@ -32,8 +32,8 @@ class Lost:
 
 def pieces_of(seed: int) -> Tensor:
     """One piece per rank, of very different sizes, so that the order of a sum shows."""
-    torch.manual_seed(seed)
-    return torch.randn(WORLD, 5) * 10.0 ** torch.randint(-3, 4, (WORLD, 5))
+    generator = torch.Generator().manual_seed(seed)  # of its own: threads ask for them
+    return torch.randn(WORLD, 5, generator=generator) * 10.0 ** torch.randint(-3, 4, (WORLD, 5), generator=generator)
 
 
 def in_order(pieces: Tensor) -> Tensor:
