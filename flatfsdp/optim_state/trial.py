@@ -3,8 +3,10 @@
 [Note: trial step] A copy of the optimizer steps on stand-ins: parameters of zeros, with gradients of zeros. Of each
 value of its state the first one assigned is kept: where an optimizer lays out its state before it computes, as most do,
 that is the state before the step (a step count of zero, moments of zero). What it assigns after it has computed is the
-state of one step without gradients (SGD's momentum: zero). Neither the optimizer nor the parameters take part, nor do
-hooks of the optimizer, a scheduler that counts its steps, or the random numbers of torch and Python.
+state of one step without gradients (SGD's momentum: zero). A state that begins as a copy of its parameter (an average,
+schedule-free's z) shows in a second trial, on the parameters' values, which optimizers of torch do without. Neither the
+optimizer nor the parameters take part, nor do hooks of the optimizer, a scheduler that counts its steps, or the random
+numbers of torch and Python.
 """
 
 from __future__ import annotations
@@ -70,7 +72,24 @@ def state_before_first_step(
     on gradients of zeros (one that needs a closure, or sparse gradients), or of which no copy can be made, is left
     without state, and a warning says so.
     """
-    stand_ins = {id(held.parameter): _stand_in(held) for group in groups for held in group}
+    found = _state_of_trial(optimizer, groups, on_values=False)
+    if found and not type(optimizer).__module__.startswith("torch.optim."):
+        on_values = _state_of_trial(optimizer, groups, on_values=True)
+        for held in (each for group in groups for each in group):
+            began = on_values.get(held.key, {})
+            found.get(held.key, {}).update({name: value for name, value in began.items() if _is_copy(value, held)})
+    return found
+
+
+def _is_copy(value: Any, held: Held) -> bool:
+    at_rest = _at_rest(held)
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and torch.equal(value, at_rest.to(value))
+
+
+def _state_of_trial(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Held]], *, on_values: bool
+) -> dict[Key, dict[str, Any]]:
+    stand_ins = {id(held.parameter): _stand_in(held, on_values=on_values) for group in groups for held in group}
     states = _States()
     numbers = random.getstate()
     on = {each.device for each in stand_ins.values() if each.device.type != "cpu"}
@@ -97,15 +116,21 @@ def state_before_first_step(
     return found
 
 
-def _stand_in(held: Held) -> nn.Parameter:
+def _at_rest(held: Held) -> torch.Tensor:
     handle = held.handle
     if handle is None:
-        at_rest = held.parameter.detach()
-    else:  # between forward and backward the parameter shows nothing
-        at_rest = handle.shard if held.is_flat else handle.sharded_views[held.params[0].index]
-    steps = held.parameter.requires_grad
-    zeros = torch.zeros_like(at_rest) if steps else at_rest.new_zeros(()).expand(at_rest.shape)
-    made = nn.Parameter(zeros, requires_grad=steps)
+        return held.parameter.detach()
+    # Between forward and backward the parameter shows nothing.
+    return (handle.shard if held.is_flat else handle.sharded_views[held.params[0].index]).detach()
+
+
+def _stand_in(held: Held, *, on_values: bool) -> nn.Parameter:
+    at_rest, steps = _at_rest(held), held.parameter.requires_grad
+    if steps:
+        values = at_rest.clone() if on_values else torch.zeros_like(at_rest)
+    else:
+        values = at_rest.new_zeros(()).expand(at_rest.shape)
+    made = nn.Parameter(values, requires_grad=steps)
     for name, value in vars(held.parameter).items():
         if name != "_handle_ref":
             setattr(made, name, value)

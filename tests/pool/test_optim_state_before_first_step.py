@@ -223,3 +223,42 @@ def told(rank: int, world: int, kind: str) -> list[str]:
 def test_an_optimizer_that_cannot_be_tried_says_so(kind: str, words: str, pool2: Run) -> None:
     for lines in pool2(told, kind):
         assert len(lines) == 1 and words in lines[0] and "before its first step is not known" in lines[0]
+
+
+class Averaging(torch.optim.Optimizer):
+    """Keeps an average of each parameter, which begins as a copy of it, and a moment, which begins with zeros."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["average"], state["moment"] = p.to(torch.float64), torch.zeros_like(p)
+                state["moment"].add_(p.grad + 0.1 * p)
+                p.sub_(group["lr"] * state["moment"])
+                state["average"].lerp_(p.double(), 0.5)
+
+
+def averaged(rank: int, world: int) -> list[str]:
+    lines = []
+    for setting in (Setting(orig=True), Setting(orig=False), Setting("NO_SHARD"), Setting(offload=True)):
+        model = setting.wrap(seeded(Net), (Feedforward,))
+        optim = Averaging(model.parameters())
+        expected = full_parameters(model)
+        found = FSDP.full_optim_state_dict(model, optim, rank0_only=False)["state"]
+        for name, value in expected.items():
+            if not torch.equal(found[name]["average"], value.double()):
+                lines.append(f"{setting}: {name}: not its copy")
+            if found[name]["moment"].any():
+                lines.append(f"{setting}: {name}: a step on its values")
+        if full_parameters(model).keys() != expected.keys() or optim.state:
+            lines.append(f"{setting}: the trial was no trial")
+    return lines
+
+
+def test_a_state_that_begins_as_a_copy_of_its_parameter(pool2: Run) -> None:
+    assert not joined(pool2(averaged))
