@@ -15,19 +15,25 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-from tests.harness import sharing  # noqa: E402
+from tests.harness import sharing, thorough  # noqa: E402
 
 Run = Callable[..., list[Any]]  # run(fn, *args, timeout=60, **kwargs): every rank's result
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     sharing.options(parser)
+    thorough.options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     sharing.register(config)
+    thorough.register(config)
     # FutureWarning is an error by the settings in pyproject.toml; this is the other form that torch uses.
     config.addinivalue_line("filterwarnings", r"error::DeprecationWarning:torch\.distributed")
+
+
+def pytest_report_header() -> str | None:
+    return thorough.header()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,6 +19,7 @@ from flatfsdp.wrap import CustomPolicy
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
 
+CALLS_PER_UNIT = 396  # torch.nn's own among them; lower it with what was gained
 HIDDEN, HEADS, KEYS, INNER, BLOCKS, VOCABULARY = 8192, 64, 8, 28672, 80, 128256
 
 
@@ -175,3 +176,24 @@ def test_a_small_parameter_more_takes_few_calls_in_a_step(use_orig_params: bool)
     plain = calls(6, wrapped=False) - calls(1, wrapped=False)
     per = (of_ten - plain) / 40
     assert per < 6, per  # four of them are those of the hook that takes its gradient
+
+
+def test_a_unit_more_takes_a_bounded_number_of_calls_in_a_step() -> None:
+    """The host's cost of a unit, as a number that only falls: two tensors, nothing optional switched on."""
+
+    def calls(count: int) -> int:
+        with fake_world(8):
+            units = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(count)))
+            policy = CustomPolicy(lambda module: module in list(units))
+            model = FullyShardedDataParallel(units, auto_wrap_policy=policy, use_orig_params=True, join_units_below=0)
+
+            def step() -> None:
+                model(torch.ones(2, 8)).sum().backward()
+                model.zero_grad()
+
+            for _ in range(3):
+                step()
+            return calls_of(step)
+
+    per_unit = (calls(12) - calls(4)) / 8
+    assert per_unit <= CALLS_PER_UNIT, per_unit

@@ -31,6 +31,7 @@ from flatfsdp import (
 )
 from tests.conftest import Run
 from tests.harness.meshes import replicas_of_shards
+from tests.harness.thorough import seeds
 
 WIDTH = 6
 LENGTH = 14  # of a program
@@ -628,6 +629,6 @@ def world_of(seed: int) -> int:
     return (2, 2, 3, 4)[seed % 4]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12, 200))
 def test_programs_do_what_they_do_in_one_process(run: Run, seed: int) -> None:
     assert run(world_of(seed), _play, seed, timeout=60) == [[]] * world_of(seed)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, checkpoint, step_flat
 from tests.conftest import Run
 from tests.harness.meshes import replicas_of_shards
+from tests.harness.thorough import seeds
 from tests.pool.test_random_programs import WIDTH, Block, Outer
 
 FSDP = FullyShardedDataParallel
@@ -163,7 +164,7 @@ def _resume(rank: int, world: int, seed: int, how: str, path: str) -> list[str]:
     return pair.wrong
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12, 200))
 def test_another_number_of_ranks_goes_on_as_one_process_does(run: Run, tmp_path: Path, seed: int) -> None:
     before, after = WORLDS[seed % len(WORLDS)]
     how = FORMATS[seed % len(FORMATS)]

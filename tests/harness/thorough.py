@@ -1,0 +1,46 @@
+"""How much of what is random is played: a little in every run, all of it with ``pytest --thorough``.
+
+``--seed N`` begins elsewhere, so that two thorough runs see different programs; the header of the run names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+
+@dataclass
+class _Extent:
+    thorough: bool = False
+    first: int = 0
+
+
+_extent = _Extent()
+
+
+def options(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="play all random models, programs, files and faults")
+    parser.addoption("--seed", type=int, default=0, help="the first seed that --thorough plays beside the usual ones")
+
+
+def register(config: pytest.Config) -> None:
+    """Before test modules are imported, whose parameters depend on it."""
+    _extent.thorough, _extent.first = config.getoption("--thorough"), config.getoption("--seed")
+
+
+def header() -> str | None:
+    return f"thorough, seeds from {_extent.first}" if _extent.thorough else None
+
+
+def is_thorough() -> bool:
+    return _extent.thorough
+
+
+def seeds(few: int, many: int) -> list[int]:
+    """`range(few)`, the same in every run; with --thorough also seeds from --seed on, `many` in all."""
+    usual = list(range(few))
+    if not _extent.thorough:
+        return usual
+    start = max(few, _extent.first)
+    return usual + list(range(start, start + many - few))
