@@ -21,6 +21,7 @@ from .extensions import transform
 from .flat_param import FlatParamHandle
 from .groups import plan_groups
 from .materialise import materialise
+from .optim_state.stamp import stamp_state_dicts
 from .optimizers import guard_optimizers
 from .packed import is_packed
 from .placement import compute_device, move_buffers
@@ -167,6 +168,7 @@ def new_root(unit: Unit, device: torch.device, ledger: Ledger, settings: RootSet
     own(unit)
     roots.add(root)
     guard_optimizers()
+    stamp_state_dicts()
     return root
 
 

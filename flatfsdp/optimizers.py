@@ -93,8 +93,9 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
                     raise UsageError(
-                        f"the optimizer has state from before wrapping: {key!r} of {where} has shape "
-                        f"{tuple(value.shape)}, but this rank's shard of it "
-                        f"has {tuple(parameter.shape)}. Build the optimizer after wrapping, or wrap before its first "
-                        "step"
+                        f"the optimizer has state from before wrapping, or of another rank: {key!r} of {where} has "
+                        f"shape {tuple(value.shape)}, but this rank's shard of it has {tuple(parameter.shape)}. Build "
+                        "the optimizer after wrapping, or wrap before its first step; and save and load "
+                        "FullyShardedDataParallel.optim_state_dict(model, optimizer), because optimizer.state_dict() "
+                        "holds the pieces of one rank"
                     )

@@ -406,9 +406,11 @@ def test_an_optimizer_from_before_that_has_state(world: None) -> None:
     assert_expected_inline(
         said(lambda: step(model, optimizer)),
         """\
-the optimizer has state from before wrapping: 'exp_avg' of parameter 'weight' of unit <root> (param
-group 0) has shape (4, 4), but this rank's shard of it has (10,). Build the optimizer after
-wrapping, or wrap before its first step""",
+the optimizer has state from before wrapping, or of another rank: 'exp_avg' of parameter 'weight' of
+unit <root> (param group 0) has shape (4, 4), but this rank's shard of it has (10,). Build the
+optimizer after wrapping, or wrap before its first step; and save and load
+FullyShardedDataParallel.optim_state_dict(model, optimizer), because optimizer.state_dict() holds
+the pieces of one rank""",
     )
 
 
