@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,8 @@ import torch
 from .api import MixedPrecision
 from .comm import Transport
 from .errors import AgreementError, few, ranks_in_words, warn
-from .peers import Peers, number
+from .foreign_text import parse
+from .peers import NO_ANSWER, Peers, number
 from .stream import Stream, Symbol
 from .watch import expecting
 
@@ -56,7 +57,7 @@ class Agreement(Stream):
         models = {rank: answer[0] for rank, answer in answers.items()}
         if len(set(models.values())) > 1:
             texts = self._publish(json.dumps(facts), models)
-            self._fail(AgreementError(_first_difference({ranks: json.loads(text) for ranks, text in texts.items()})))
+            self._fail(AgreementError(_first_difference({ranks: _facts(text) for ranks, text in texts.items()})))
         if training:
             self._judge_values(root, values, {rank: answer[1] for rank, answer in answers.items()})
 
@@ -147,7 +148,7 @@ def compare_facts(
         peers._know(list(answers))
         told = [(subject, value if reason is None else f"{value}: {reason}"), *rest]
         texts = peers._publish(json.dumps(told), {rank: code for rank, (code, _) in answers.items()})
-        peers._fail(AgreementError(_first_difference({ranks: json.loads(found) for ranks, found in texts.items()})))
+        peers._fail(AgreementError(_first_difference({ranks: _facts(text) for ranks, text in texts.items()})))
 
 
 def _axes(root: Root) -> list[Transport]:
@@ -196,7 +197,14 @@ def _unlike_default(precision: MixedPrecision) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings if value != getattr(plain, name)) or "none"
 
 
-def _first_difference(texts: dict[tuple[int, ...], list[list[str]]]) -> str:
+def _facts(text: str) -> list[list[str]]:
+    """The (subject, value) pairs that a rank published as `text`; one without a subject where it did not."""
+    found = parse(text)
+    pairs = [pair for pair in found if isinstance(pair, list) and len(pair) == 2] if isinstance(found, list) else []
+    return [[str(subject), str(value)] for subject, value in pairs] or [[NO_ANSWER, ""]]
+
+
+def _first_difference(texts: Mapping[tuple[int, ...], list[list[str]]]) -> str:
     for rows in itertools.zip_longest(*texts.values(), fillvalue=["nothing more", ""]):
         if any(row != rows[0] for row in rows):
             break

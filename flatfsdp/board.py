@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 PERIOD = 1.0  # seconds between two readings of it by a rank
 READS = 1024  # such readings per second, of all ranks together
-_NOTHING = "\0"  # stands nowhere
+_NOTHING = os.urandom(16).hex()  # stands nowhere, and nobody else can know it
+MOST = 2**62  # that a counter can hold
 KEPT = 16  # alarms that stay readable; one that many others followed was settled
 
 
@@ -43,15 +44,22 @@ class Board:
     def read(self, key: str) -> str | None:
         """What stands at `key`, None if nothing does."""
         # `get` would wait for what another rank erased since it was there; an exchange that never takes place does not.
-        text: str = self._reachable().compare_set(key, _NOTHING, _NOTHING).decode()
+        text = _decoded(self._reachable().compare_set(key, _NOTHING, _NOTHING))
         return None if text == _NOTHING else text
 
     def first(self, key: str, text: str) -> str:
         """Write `text` at `key` unless something stands there; what stands there now."""
-        return str(self._reachable().compare_set(key, "", text).decode())
+        return _decoded(self._reachable().compare_set(key, "", text))
 
     def count(self, key: str, step: int = 1) -> int:
-        """Add `step` to the number at `key` (0 at first) and return it."""
+        """Add `step` to the number at `key` (0 at first) and return it; what is no number there counts for 0."""
+        found = self.read(key)
+        number = _number(found)
+        if not step:
+            return number
+        if found is not None and str(number) != found:
+            # The store drops the connection of whoever adds to what is no number.
+            self.post(key, "0")
         return int(self._reachable().add(key, step))
 
     def erase(self, *keys: str) -> None:
@@ -80,6 +88,17 @@ class Board:
         if self._line is not None and _is_closed(self._line):
             raise StoreGone(f"the store of the process group{where_it_was()} is gone, and the process that served it")
         return self._store
+
+
+def _decoded(stored: bytes) -> str:
+    return stored.decode(errors="replace")
+
+
+def _number(text: str | None) -> int:
+    """The number that a counter holds; 0 for what no counter holds."""
+    if text is None or len(text) > len(str(MOST)) or not text.lstrip("-").isdecimal():
+        return 0
+    return min(int(text), MOST)
 
 
 def where_it_was() -> str:

@@ -22,6 +22,8 @@ from .comm import Transport
 from .errors import AgreementError, fail
 from .watch import Watch, current_watch
 
+NO_ANSWER = "does not answer"
+
 # Models over the same ranks are told apart by the order in which they first run, which all their ranks share.
 _models: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
@@ -96,7 +98,8 @@ class Peers:
         texts: dict[tuple[int, ...], str] = {}
         for ranks in alike.values():
             key = f"{place}/{ranks[0]}"
-            texts[tuple(ranks)] = notes.wait(functools.partial(notes.read, key), 10 * board.PERIOD) or "does not answer"
+            found = notes.wait(functools.partial(notes.read, key), 10 * board.PERIOD)
+            texts[tuple(ranks)] = found or NO_ANSWER
         self._let_all_read(place)
         return texts
 

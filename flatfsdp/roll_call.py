@@ -15,13 +15,14 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, cast, get_args
 
 from . import board
 from .board import Board
 from .errors import ranks_in_words
+from .foreign_text import parse
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
 REFUSALS = 5  # looks after which one that asked first, and is not heard of, counts for nothing
@@ -30,6 +31,7 @@ OBITUARIES = 64  # ends of processes that a roll call reads at most
 # Why it is asked: what ranks wait for may never come ("meet"); a wait is to be reported, or to be an error; a
 # connection was lost.
 Purpose = Literal["meet", "report", "raise", "lost"]
+PURPOSES: tuple[str, ...] = get_args(Purpose)
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,12 @@ class Answer:
         return json.dumps([self.doing, self.seconds, self.waits_for])
 
     @classmethod
-    def of(cls, text: str) -> Answer:
-        """The answer of that `text`."""
-        doing, seconds, waits_for = json.loads(text)
-        return cls(doing, seconds, tuple(waits_for))
+    def of(cls, text: str | None) -> Answer | None:
+        """The answer of that `text`, None if it is none."""
+        match parse(text):
+            case [str(doing), int(seconds) | float(seconds), [*waits_for]] if _are_ranks(waits_for):
+                return cls(doing, seconds, tuple(waits_for))
+        return None
 
 
 class Process(NamedTuple):
@@ -76,6 +80,18 @@ class Process(NamedTuple):
     def to_text(self) -> str:
         """As one line."""
         return json.dumps(self)
+
+    @classmethod
+    def of(cls, text: str | None) -> Process | None:
+        """The process of that `text`, None if it is none."""
+        return cls._of(parse(text))
+
+    @classmethod
+    def _of(cls, found: object) -> Process | None:
+        match found:
+            case [int(pid), str(host), str(namespace), str(started)]:
+                return cls(pid, host, namespace, started)
+        return None
 
     def is_gone(self) -> bool | None:
         """Whether it has ended; None where that cannot be told from here, of other machines or without Linux."""
@@ -119,24 +135,45 @@ class Result:
     by: int
     lines: list[str] = field(default_factory=list)
     lost: list[tuple[int, str, str | None]] = field(default_factory=list)
-    silent: dict[int, list[Any]] = field(default_factory=dict)
+    silent: dict[int, Process] = field(default_factory=dict)
     parted: str = ""
     answered: int = 0
 
     def silent_processes(self) -> list[tuple[int, Process]]:
         """`silent` as (rank, process)."""
-        return [(rank, Process(*process)) for rank, process in self.silent.items()]
+        return list(self.silent.items())
 
     def to_text(self) -> str:
         """As one line."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def of(cls, text: str) -> Result:
-        """The result of that `text`."""
-        found: dict[str, Any] = json.loads(text)
-        found["silent"] = {int(rank): process for rank, process in found["silent"].items()}
-        return cls(**found)
+    def of(cls, text: str) -> Result | None:
+        """The result of that `text`, None if it is none."""
+        match parse(text):
+            case {
+                "purpose": str(purpose),
+                "by": int(by),
+                "lines": [*lines],
+                "lost": [*lost],
+                "silent": dict(silent),
+                "parted": str(parted),
+                "answered": int(answered),
+            } if purpose in PURPOSES and all(isinstance(line, str) for line in lines):
+                return cls(
+                    cast(Purpose, purpose),
+                    by,
+                    lines,
+                    [astuple(each) for each in map(Obituary.of, lost) if each is not None],
+                    {
+                        int(rank): process
+                        for rank, each in silent.items()
+                        if rank.isdecimal() and (process := Process._of(each)) is not None
+                    },
+                    parted,
+                    answered,
+                )
+        return None
 
 
 @dataclass
@@ -198,7 +235,8 @@ class RollCalls:
                 self._collect(roll, late=waited > ANSWER * self.period)
             if (text := self._board.read(f"roll/{roll.number}/result")) is not None:
                 self._open.remove(roll)
-                yield roll.number, Result.of(text)
+                if (result := Result.of(text)) is not None:
+                    yield roll.number, result
             elif waited > 2 * ANSWER * self.period:  # who asked has ended
                 self._open.remove(roll)
 
@@ -221,10 +259,10 @@ class RollCalls:
         for rank in range(self._world):
             if rank in ended:
                 continue
-            if (text := self._board.read(f"{place}/{rank}")) is not None:
-                answers[rank] = Answer.of(text)
-            elif (process := self._board.read(f"here/{rank}")) is not None:
-                silent[rank] = Process(*json.loads(process))
+            if (answer := Answer.of(self._board.read(f"{place}/{rank}"))) is not None:
+                answers[rank] = answer
+            elif (process := Process.of(self._board.read(f"here/{rank}"))) is not None:
+                silent[rank] = process
             else:
                 absent.append(rank)
         if (silent or absent) and not late:  # some answered and ended
@@ -242,7 +280,7 @@ class RollCalls:
                 *([f"{ranks_in_words(absent)}: nothing of flatfsdp's was used yet"] if absent else []),
             ],
             lost=[astuple(each) for each in ended.values()],
-            silent={rank: list(process) for rank, process in silent.items()},
+            silent=silent,
             parted=parted(answers, patience=2 * self.period),
             answered=len(answers),
         )
@@ -274,8 +312,15 @@ class Obituary:
     @classmethod
     def read(cls, notes: Board, number: int) -> Obituary | None:
         """The one of that `number`, from 1 on in the order of ends."""
-        text = notes.read(f"ended/{number}")
-        return cls(*json.loads(text)) if text is not None else None
+        return cls.of(parse(notes.read(f"ended/{number}")))
+
+    @classmethod
+    def of(cls, found: object) -> Obituary | None:
+        """The one that these values are, None if they are none."""
+        match found:
+            case [int(rank), str(words), str() | None as cause]:
+                return cls(rank, words, cause)
+        return None
 
     @classmethod
     def read_all(cls, notes: Board) -> dict[int, Obituary]:
@@ -283,6 +328,10 @@ class Obituary:
         count = min(notes.count("ended", 0), OBITUARIES)
         found = [each for number in range(1, count + 1) if (each := cls.read(notes, number)) is not None]
         return {each.rank: each for each in sorted(found, key=lambda each: each.rank)}
+
+
+def _are_ranks(values: Sequence[object]) -> bool:
+    return all(type(each) is int for each in values)
 
 
 def in_one_sentence(obituaries: Iterable[Obituary]) -> str:

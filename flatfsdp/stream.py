@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import board
 from .comm import Traffic
 from .errors import AgreementError, FlatFSDPError, LostRankError, logger, ranks_in_words
+from .foreign_text import one_line, parse
 from .peers import Peers, number
 from .policy.habit import Habit
 from .roll_call import Obituary, in_one_sentence
@@ -422,7 +423,8 @@ class Stream(Peers):
 
     def _require_same(self, codes: dict[int, int], symbol: Symbol) -> None:
         if len(set(codes.values())) > 1:
-            self._fail(AgreementError(self._parting(self._publish(symbol.words, codes), self._step)))
+            texts = {ranks: one_line(text) for ranks, text in self._publish(symbol.words, codes).items()}
+            self._fail(AgreementError(self._parting(texts, self._step)))
 
     def _leave_note(self, at: int, symbol: Symbol, *, alarm: bool, issued: int | None = None) -> None:
         """Say what this rank does at `at`, and the verdict if that decides it.
@@ -475,7 +477,7 @@ class Stream(Peers):
         def all_there() -> bool:
             for rank in self.ranks:
                 if rank not in said and (found := notes.read(f"{place}/says/{rank}")) is not None:
-                    said[rank] = found
+                    said[rank] = one_line(found)
             return len(said) == len(self.ranks)
 
         notes.wait(all_there, 2.5 * board.PERIOD)
@@ -528,7 +530,11 @@ class Stream(Peers):
 
     def consider(self, alarm: str) -> bool:
         """Judge the alarm of a rank; True when it is settled or does not concern this one. Called by the watch."""
-        scope, at, issued = json.loads(alarm)
+        match parse(alarm):
+            case [str(scope), int(at), int() | None as issued]:
+                pass
+            case _:
+                return True
         if scope != self._scope or self._verdict is not None or self._meeting == at:
             return True
         passed = self._place > at  # read before `_met`: whoever meets says so first

@@ -15,6 +15,8 @@ What it costs in a world of W ranks, in requests to the store:
 - per roll call ([Note: roll call]), four requests by every rank and its looks for the result, and 3 W by one rank;
 - at its beginning and at its end, two or three requests by every process.
 
+A count that adds is two requests: what stands there is looked at first. [Note: trust]
+
 Where communicators are made, models compared and notes met, every wait of more than two periods leads to roll calls,
 ever more rarely: two ranks that wait for each other in different places never meet, and no connection breaks there when
 a rank dies.
@@ -39,7 +41,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 
@@ -47,7 +49,8 @@ from . import waits
 from .board import KEPT, Board, StoreGone, where_it_was
 from .errors import AgreementError, FlatFSDPError, LostRankError, WaitError
 from .farewell import at_end, in_words
-from .roll_call import ANSWER, Answer, Obituary, Process, Purpose, Result, RollCalls, in_one_sentence
+from .foreign_text import parse
+from .roll_call import ANSWER, PURPOSES, Answer, Obituary, Process, Purpose, Result, RollCalls, in_one_sentence
 
 GRACE = 4.0  # seconds that a blocked main thread gets to come back before its process is ended
 JOIN = 10.0  # seconds that the thread gets to finish what it says, when the interpreter ends
@@ -104,6 +107,7 @@ class Watch:
         self._calls = RollCalls(board, rank=rank, world=world)
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._heard = board.count("alarms", 0)
+        self._gap_since = math.inf  # when an alarm was found counted, but not written
         board.post(f"here/{rank}", Process.this().to_text())
         self._open: list[str] = []
         self._lock = threading.Lock()
@@ -259,23 +263,26 @@ class Watch:
     def _hear(self) -> None:
         ended = []
         sounded = self.board.count("alarms", 0)
+        if not sounded - KEPT <= self._heard <= sounded:  # those before were erased; or somebody else counted
+            self._heard = max(0, sounded - KEPT)
         while self._heard < sounded:
             alarm = self.board.read(f"alarm/{self._heard + 1}")
-            if alarm is None and self._heard + KEPT >= sounded:  # counted, not written yet
-                break
-            self._heard += 1
-            if alarm is None:
-                continue
-            kind, *rest = json.loads(alarm)
-            if kind == "roll":
-                number, by, purpose = rest
-                self._calls.hear(number, by, purpose, self._answer())
-            elif kind == "ended":
-                ended += rest
-            elif kind == "failed":
-                self._failures.append(Failure(*rest))
+            if alarm is None:  # counted, not written yet; or somebody else counted
+                self._gap_since = min(self._gap_since, time.monotonic())
+                if time.monotonic() - self._gap_since < 2 * self._calls.period:
+                    break
             else:
-                self._open.append(alarm)
+                self._gap_since = math.inf
+            self._heard += 1
+            match parse(alarm):
+                case ["roll", int(number), int(by), str(purpose)] if purpose in PURPOSES:
+                    self._calls.hear(number, by, cast(Purpose, purpose), self._answer())
+                case ["ended", int(number)]:
+                    ended.append(number)
+                case ["failed", str(block), int(rank), str(words)]:
+                    self._failures.append(Failure(block, rank, words))
+                case [str(), int(), int() | None]:
+                    self._open.append(alarm or "")
         watched = list(self._watched)
         self._open = [alarm for alarm in self._open if not all([each.consider(alarm) for each in watched])]
         for number in ended:  # after the alarms that led to it

@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "flatfsdp"
 
 ROWS: tuple[tuple[int, str], ...] = (
     (0, "errors waits farewell"),
+    (0, "foreign_text"),
     (0, "_torch"),
     (0, "memoryless"),
     (0, "as_on_meta"),

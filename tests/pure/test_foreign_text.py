@@ -1,0 +1,110 @@
+"""What others write into the store: plain values on one line, or nothing; whatever stands there, the watch goes on."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from flatfsdp import watch
+from flatfsdp.board import Board
+from flatfsdp.errors import AgreementError
+from flatfsdp.foreign_text import LONGEST, one_line, parse
+from flatfsdp.roll_call import Answer, Obituary, Process, Result
+from flatfsdp.watch import Watch
+from tests.harness.thorough import seeds
+
+FORGED = "was promoted\n[flatfsdp, rank 0] all is well \x1b[2J\x1b[31mFORGED \u202edesrever\u2028"
+
+
+def test_text_takes_one_line_without_control_characters() -> None:
+    line = one_line(FORGED)
+    assert line == "was promoted [flatfsdp, rank 0] all is well \\x1b[2J\\x1b[31mFORGED \\u202edesrever"
+    assert one_line("as it is, für alle") == "as it is, für alle"
+    assert len(one_line("x" * 10 * LONGEST)) < LONGEST + 10
+
+
+def test_json_of_a_known_shape_or_nothing() -> None:
+    assert parse('["a\\nb", 1, {"k": null}]') == ["a b", 1, {"k": None}]
+    for garbage in ("", "no json", "NaN", "[1e999]", "[-Infinity]", "[" * 100_000, "[[[[[[[[[[1]]]]]]]]]]", None):
+        assert parse(garbage) is None, garbage
+    assert Answer.of('["waits", "long", []]') is Answer.of('["waits", 1.0, ["1"]]') is Answer.of("7") is None
+    assert Answer.of('["waits", 1.0, [0, 1]]') == Answer("waits", 1.0, (0, 1))
+    assert Process.of('["../..", "host", "", ""]') is None
+    assert Obituary.of([0, 1, None]) is None
+    assert Result.of('{"purpose": "joke"}') is Result.of("[]") is None
+
+
+def test_what_is_told_comes_back() -> None:
+    told = Result("lost", 1, ["rank 0: computes"], [(1, "was killed", None)], {2: Process(7, "h", "n", "5")}, "", 3)
+    assert Result.of(told.to_text()) == told
+
+
+@pytest.mark.parametrize("make", [dist.HashStore, lambda: dist.TCPStore("localhost", 0, is_master=True)])
+def test_a_counter_that_others_wrote_over_counts_on(make: type[dist.Store]) -> None:
+    notes = Notes(make())
+    assert notes.count("alarms", 0) == 0
+    assert [notes.count("alarms"), notes.count("alarms"), notes.count("alarms", 0)] == [1, 2, 2]
+    for garbage in ("garbage", "", "9" * 40, "1_0", "\0"):
+        notes.post("alarms", garbage)
+        assert notes.count("alarms", 0) >= 0
+        assert notes.count("alarms") >= 1
+        assert notes.count("alarms", 0) >= 1
+
+
+class Notes(Board):
+    """A board over a store of its own."""
+
+    def __init__(self, store: dist.Store) -> None:
+        store.set_timeout(timedelta(seconds=5))
+        self._store, self._line = dist.PrefixStore("notes", store), None
+
+
+class Model:
+    """A model that never runs."""
+
+    busy, doing, last_step = False, ("in the program's own code", 0.0), ""
+
+    def consider(self, alarm: str) -> bool:
+        return True
+
+    def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
+        return True
+
+
+KEYS = ("alarms", "alarm/1", "alarm/2", "alarm/3", "ended", "ended/1", "rolls", "roll/1/result", "roll/1/here", "here/1")
+TEXTS = ("", "garbage", "[]", "{}", "7", "-7", "9" * 18, "[" * 5000, '"text"', "[1e999]", "\0", '["roll"]')
+
+
+def garbage(drawn: random.Random) -> str:
+    values = ["roll", "ended", "failed", "lost", "meet", "\x1b[2J", 0, 1, -1, 10**30, 1.5, None, [], [0], {"a": [1]}]
+    if drawn.random() < 0.3:
+        return drawn.choice(TEXTS)
+    return json.dumps([drawn.choice(values) for _ in range(drawn.randint(1, 5))])
+
+
+@pytest.mark.parametrize("seed", seeds(20, 2000))
+def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(watch, "speak", said.append)
+    monkeypatch.setattr("flatfsdp.board.PERIOD", 0.001)
+    drawn, notes, model = random.Random(seed), Notes(dist.HashStore()), Model()
+    looking = Watch(notes, rank=0, world=2)
+    for _ in range(30):
+        notes.post(drawn.choice(KEYS), garbage(drawn))
+        looking.look()
+    # It still hears what is true.
+    monkeypatch.setattr("flatfsdp.watch.end_process_unless", lambda come_back: None)
+    looking._watched.add(model)
+    before = looking._lost
+    Obituary(1, "ended with FileNotFoundError: no such file").leave(notes, alarm=True)
+    for _ in range(2000):
+        looking.look()
+        if looking._lost is not before:
+            break
+    assert "no such file" in str(looking._lost)
+    assert not any(ord(each) < 32 for line in said for each in line if each != "\n")
