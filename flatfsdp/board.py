@@ -96,7 +96,7 @@ def _decoded(stored: bytes) -> str:
 
 def _number(text: str | None) -> int:
     """The number that a counter holds; 0 for what no counter holds."""
-    if text is None or len(text) > len(str(MOST)) or not text.lstrip("-").isdecimal():
+    if text is None or len(text) > len(str(MOST)) or not text.isdecimal():
         return 0
     return min(int(text), MOST)
 
