@@ -10,6 +10,7 @@ import atexit
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from flatfsdp.trainer.stopping import is_first
 
 RANKS_ON_CPU = 2
 PATIENCE = 10.0  # seconds that ranks have to end at once
+LOOPBACK = ("lo", "lo0")  # how Linux and macOS name it
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -136,8 +138,7 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
     if under_launcher():
         _init(_place(), placement.device_type)
         return _run_rank(job, placement, arguments)
-    # The parent keeps the store: its port is taken before any rank starts, so none can be lost to another program.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _store_on_loopback()
     code = mp.get_context("spawn").Value("i", 0)
     ranks = mp.spawn(_spawned, args=(store.port, code, job, placement, arguments), nprocs=placement.ranks, join=False)
     with _signals_forwarded(ranks.processes) as stopped_by:
@@ -191,10 +192,27 @@ def _spawned(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
     if placement.device_type == "cpu":
         torch.set_num_threads(max(1, _cores() // placement.ranks))
+    _stay_on_loopback()
     _init(_place(), placement.device_type, dist.TCPStore("127.0.0.1", port, is_master=False))
     mine = _run_rank(job, placement, arguments)
     with code.get_lock():
         code.value = max(code.value, mine)
+
+
+def _store_on_loopback() -> dist.TCPStore:
+    """The store of ranks on this machine, kept by their parent: its port is taken before any of them starts, so none
+    can be lost to another program. A store that opens its own socket listens on all interfaces."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def _stay_on_loopback() -> None:
+    """Let the backends of this process, whose peers are all on this machine, listen on its loopback interface only:
+    who reaches their ports takes part. What the environment names may be a network's."""
+    for _, name in socket.if_nameindex():
+        if name in LOOPBACK:
+            os.environ.update(GLOO_SOCKET_IFNAME=name, NCCL_SOCKET_IFNAME=name)
 
 
 def _end_with_the_parent() -> None:

@@ -76,7 +76,7 @@ class Model:
         return True
 
 
-KEYS = ("alarms", "alarm/1", "alarm/2", "alarm/3", "ended", "ended/1", "rolls", "roll/1/result", "roll/1/here", "here/1")
+KEYS = "alarms alarm/1 alarm/2 alarm/3 ended ended/1 rolls roll/1/result roll/1/here here/1".split()
 TEXTS = ("", "garbage", "[]", "{}", "7", "-7", "9" * 18, "[" * 5000, '"text"', "[1e999]", "\0", '["roll"]')
 
 
