@@ -202,12 +202,24 @@ def read(arguments: Sequence[str] | None) -> Found:
             demo.split()
         own = demo.task() if shows else task
         check_run(training, own, fsdp)
+        if command.dry_run and (code := code_named_by(own, training, fsdp)):
+            print(f"imported and called now, on this machine, with your rights: {'; '.join(code)}\n", flush=True)
         check_options(own)
         if not command.dry_run:
             make_folder(training.output)  # now, not when the time to train has been spent
     except ConfigValueError as error:
         parser.error(str(error))
     return Found(command, own, training, fsdp, demo if shows else None, placement)
+
+
+def code_named_by(*tables: Settings) -> list[str]:
+    """The settings that name code to import, each as "name = value". A config file can name any."""
+    return [
+        f"{each.name} = {value}"
+        for table in tables
+        for each in settings_of(type(table))
+        if isinstance(each.kind, Reference) and each.kind.names_code(value := getattr(table, each.name))
+    ]
 
 
 def make_folder(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,18 @@ def test_a_config_file_says_what_flags_do_not(
     shown = capsys.readouterr().out
     assert "2 ranks (CPUs, gloo), SGD, 2 microbatches a step" in shown
     assert "NO_SHARD" in shown
+
+
+def test_a_dry_run_names_the_code_of_a_config_file_before_it_runs(
+    no_ranks: None, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_a_stranger.py").write_text("print('code of a stranger runs')\nmodel = data = None\n")
+    path = tmp_path / "run.json"
+    path.write_text('{"task": {"model": "of_a_stranger:model", "train_data": "of_a_stranger:data"}}')
+    monkeypatch.chdir(tmp_path)
+    with contextlib.suppress(Exception, SystemExit):
+        train.main(["--config", str(path), "--dry-run", "--device", "cpu"])
+    first, _, then = capfd.readouterr().out.partition("code of a stranger runs")
+    named = "model = of_a_stranger:model; train_data = of_a_stranger:data"
+    assert first == f"imported and called now, on this machine, with your rights: {named}\n\n"
+    assert "code of a stranger runs" not in first and named not in then

@@ -249,6 +249,10 @@ class Reference(Kind):
         hint = self.reasons.get(value.lower()) or python_only_hint(value) or did_you_mean(value.lower(), self.names)
         refuse_value(name, value, self.accepted, hint=hint)
 
+    def names_code(self, value: Any) -> bool:
+        """Whether `value` is the name of something to import, whose code runs then."""
+        return isinstance(value, str) and value not in self.names
+
     def plain(self, value: Any) -> Any:
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         if isinstance(module, str) and isinstance(name, str) and module != "__main__":
