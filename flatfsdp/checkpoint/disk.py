@@ -7,7 +7,9 @@ unbuffered: what has been written before a process is killed is in the file.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,9 +77,16 @@ class Disk:
         return File(self, path, os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666))
 
     def open(self, path: Path, *, write: bool = False) -> File:
-        """A file that exists, to read or to write."""
+        """A regular file that exists, to read or to write. Another kind (a pipe, a device) is refused."""
         self.before("open", path, 0)
-        return File(self, path, os.open(path, os.O_WRONLY if write else os.O_RDONLY))
+        _require_regular(path, os.stat(path))  # before it is opened: to open a device may do something
+        descriptor = os.open(path, (os.O_WRONLY if write else os.O_RDONLY) | os.O_NONBLOCK)  # a pipe would wait
+        try:
+            _require_regular(path, os.fstat(descriptor))
+        except OSError:
+            os.close(descriptor)
+            raise
+        return File(self, path, descriptor)
 
     def write_file(self, path: Path, data: bytes) -> None:
         """A new file with these contents, safe from a loss of power."""
@@ -91,10 +100,11 @@ class Disk:
         self.write_file(part, data)
         self.rename(part, path)
 
-    def read_file(self, path: Path) -> bytes:
-        """The contents of a file."""
-        data = bytearray(os.stat(path).st_size)
+    def read_file(self, path: Path, most: int | None = None) -> bytes:
+        """The contents of a file; of a longer one the first `most` bytes."""
         with self.open(path) as file:
+            size = os.stat(path).st_size
+            data = bytearray(size if most is None else min(size, most))
             found = file.read(memoryview(data), 0)
         return bytes(data[:found])
 
@@ -127,6 +137,11 @@ class Disk:
         elif path.is_symlink() or path.exists():
             self.before("remove", path, 0)
             path.unlink(missing_ok=True)
+
+
+def _require_regular(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 _current = Disk()

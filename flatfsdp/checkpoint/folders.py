@@ -3,15 +3,18 @@
 [Note: siblings] A folder cannot be renamed onto one that has files. A save to `path` therefore writes beside it, into
 `.<name>.new`, whose manifest comes last; then `path` becomes `.<name>.old`, `.<name>.new` becomes `path`, and the old
 one goes. Whatever moment a process is killed at, one of the three is complete: `candidates` lists them, the newest
-first, and the next save clears up. Ranks without a shared file system do these steps at the same time, so that one save
-is complete on all of them at every moment.
+first, and the next save clears up. One that is not complete holds `flatfsdp.json.part` from its first moment to its
+last; a folder of such a name without that, and a link, are nobody's leftovers and stay. Ranks without a shared file
+system do these steps at the same time, so that one save is complete on all of them at every moment.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,12 +25,17 @@ from . import manifest, metadata
 from .disk import disk
 from .manifest import Manifest
 from .ranks import Ranks
+from .tensor_file import CHECKSUMS, SUFFIX
 
-__all__ = ["Place", "candidates", "choose"]
+__all__ = ["Place", "candidates", "choose", "last_sequence", "leader_of", "refuse_link"]
 
 # Seconds after which a file that another rank has written is not seen any more: network file systems are slow to tell.
 PATIENCE = 5.0
 TOKEN = ".token"
+PART = ".part"
+# The names of files that saves and exports write.
+OWN = re.compile(rf"__\d+_\d+\.distcp|[^/]*{re.escape(SUFFIX)}(\.(index|checksums)\.json)?")
+_MARKS = frozenset(f"{name}{part}" for name in (manifest.NAME, CHECKSUMS) for part in ("", PART))
 
 
 @dataclass(frozen=True)
@@ -77,9 +85,16 @@ class Place:
         self.settle(keep)
         self._check_free(overwrite=overwrite)
         disk().make_folder(self.new)
+        disk().write_file(self._part(self.new), b"")
 
     def settle(self, keep: Path | None) -> None:
-        """Clear up what a killed save left, so that `keep`, one of the three, is at `path`, and the others are gone."""
+        """Clear up what a killed save left, so that `keep`, one of the three, is at `path`, and the others are gone.
+
+        Raises:
+            CheckpointError: a folder that would go is no save's; nothing has been done then.
+        """
+        for folder in (self.new, self.old, *([self.path] if keep in (self.new, self.old) else [])):
+            self._require_own(folder)
         if keep == self.old:
             if self.path.exists():  # incomplete, or of a save that did not get everywhere
                 self.discard(self.new)
@@ -91,14 +106,18 @@ class Place:
             self.swap()
         self.discard(self.old)
         self.discard(self.new)
-        for left in self.path.parent.iterdir():
-            if left.name.startswith(f".{self.path.name}.") and left.name.endswith(TOKEN):
+        for left in self.path.parent.glob(f".{glob.escape(self.path.name)}.*{TOKEN}"):
+            if left.is_file() and not left.is_symlink():
                 disk().remove(left)
 
     def _check_free(self, *, overwrite: bool) -> None:
         if not self.path.exists():
             return
-        found = {each.name for each in self.path.iterdir()}
+        found = {
+            each.relative_to(self.path).as_posix()
+            for each in self.path.rglob("*")
+            if each.is_symlink() or not each.is_dir() or not any(each.iterdir())
+        }
         if self.marker != manifest.NAME and manifest.NAME in found:
             raise CheckpointError(
                 f"{self.path} is a checkpoint, which holds more than weights. Export to another folder"
@@ -110,15 +129,9 @@ class Place:
                     "one stays until the new one is complete"
                 )
             listed = [each.files for folder, each in candidates(Place(self.path), damaged=True) if folder == self.path]
-            found -= {
-                self.marker,
-                metadata.NAME,
-                *self._beside(),
-                *(file.name.partition("/")[0] for files in listed for file in files),
-            }
-            found = {
-                name for name in found if not name.endswith((".distcp", ".safetensors", ".safetensors.index.json"))
-            }
+            known = {*self._beside(), *(file.name for files in listed for file in files)}
+            found = {name for name in found if name.partition("/")[0] not in known and name not in known}
+            found = {name for name in found if not OWN.fullmatch(name)} - {self.marker, metadata.NAME}
         if found:
             raise CheckpointError(
                 f"{self.path} holds {len(found)} files that no save wrote ({', '.join(sorted(found)[:3])}); saving "
@@ -147,9 +160,58 @@ class Place:
         self.discard(self.old)
 
     def discard(self, folder: Path) -> None:
-        """Remove a folder of these three."""
-        disk().remove(folder / self.marker)  # first, so that half a folder never looks complete
+        """Remove a folder of these three.
+
+        Raises:
+            CheckpointError: it is no save's, or a link.
+        """
+        if not os.path.lexists(folder):
+            return
+        self._require_own(folder)
+        mark = self._part(folder)
+        if self.is_complete(folder):
+            disk().rename(folder / self.marker, mark)  # first, so that half a folder never looks complete
+        for inside in sorted(folder.iterdir()):
+            if inside != mark:
+                disk().remove(inside)
+        disk().remove(mark)
         disk().remove(folder)
+
+    def _require_own(self, folder: Path) -> None:
+        if os.path.lexists(folder) and not is_own(folder):
+            raise CheckpointError(
+                f"{folder} lies where saves to {self.path} write, but it was made by no save. Move it away"
+            )
+
+    def _part(self, folder: Path) -> Path:
+        return folder / f"{self.marker}{PART}"
+
+
+def is_own(folder: Path) -> bool:
+    """Whether a save or an export made a folder, complete or not. A link is none, nor is what DCP saved."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    names = {each.name for each in folder.iterdir()}
+    return bool(names & _MARKS) or all(map(OWN.fullmatch, names))  # the latter: versions that left no mark
+
+
+def refuse_link(path: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Refuse to replace what a symbolic link leads to: who made the link may want both.
+
+    Raises:
+        CheckpointError: `path` is a link, and `overwrite` is True.
+    """
+    link = os.path.abspath(path)
+    if overwrite and os.path.islink(link):
+        raise CheckpointError(
+            f"{link} is a symbolic link to {os.path.realpath(link)}; a save with overwrite=True replaces a folder, and "
+            "never what a link leads to. Save to a path that is no link"
+        )
+
+
+def last_sequence(folder: Path) -> int:
+    """The largest sequence ([Note: order]) of all that saves have written in `folder`, whole or not; 0 without any."""
+    return max((manifest.sequence_in(inside) for inside in folder.iterdir() if not inside.is_symlink()), default=0)
 
 
 def candidates(place: Place, *, damaged: bool = False) -> list[tuple[Path, Manifest]]:
@@ -166,7 +228,7 @@ def candidates(place: Place, *, damaged: bool = False) -> list[tuple[Path, Manif
         except CheckpointError:
             if not damaged:
                 raise
-    return sorted(found, key=lambda each: -each[1].saved)
+    return sorted(found, key=lambda each: each[1].place(place.path.name), reverse=True)
 
 
 def choose(seen: Sequence[Sequence[str]], path: Path) -> str:

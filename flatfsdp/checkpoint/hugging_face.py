@@ -26,19 +26,17 @@ from ..layout import ParamSpec, Span
 from ..owned import OwnedInterval
 from .beside import written_by
 from .disk import File, disk
-from .folders import Place, leader_of
+from .folders import Place, leader_of, refuse_link
 from .held import InPlace, held_in_place, note_writes, settle
 from .loading import compare
 from .ranks import Ranks
 from .raw import LARGEST, bytes_of, cut
 from .reading import checksum
-from .tensor_file import SUFFIX, Entry, header_of, read_header
+from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, header_of, read_header
 
 __all__ = ["export_safetensors", "load_safetensors"]
 
-SINGLE = f"model{SUFFIX}"
 INDEX = f"{SINGLE}.index.json"
-CHECKSUMS = f"{SINGLE}.checksums.json"
 BLOCK = 2**26
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -122,7 +120,10 @@ def _export(
     leads = leader_of(place, ranks, doing, per_node=False) == ranks.rank
 
     def prepare() -> None:
+        refuse_link(folder, overwrite=overwrite)
         place.prepare(next(iter(place.complete()), None), overwrite=overwrite)
+
+    def create() -> None:
         for path, (header, entries) in written.items():
             with disk().create(path) as file:
                 file.write(header, 0)
@@ -134,8 +135,9 @@ def _export(
         beside = [] if files is None else [each.name for each in written_by(files, place.new)]
         disk().publish(place.new / CHECKSUMS, checksums_of(checksums, beside=beside))
 
+    ranks.exchange(doing, lambda: prepare() if leads else None)
     try:
-        ranks.exchange(doing, lambda: prepare() if leads else None)
+        ranks.exchange(doing, lambda: create() if leads else None)
         entries = {entry.name: entry for _, inside in written.values() for entry in inside}
         ranks.exchange(doing, lambda: _write(held, entries, first=ranks.rank == 0))
         checksums = ranks.exchange(doing, lambda: block_checksums(list(written), ranks.rank, ranks.world))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, ConfigValueError, refuse_value
 from .disk import disk
-from .folders import TOKEN, Place, candidates
+from .folders import TOKEN, Place, candidates, is_own
 from .manifest import Manifest
 from .ranks import Ranks
 
@@ -25,7 +25,7 @@ class Keeping:
     """Which checkpoints of a folder stay: the `last` ones, and the `best` ones.
 
     Attributes:
-        last: how many of those saved last stay, at least 1.
+        last: how many of those saved last stay, at least 1. What clocks and names say does not count.
         best: how many of those stay whose metric `by` (see ``metrics`` of `save`) is best; those without it are none.
         by: the name of the metric; for `best`.
         mode: "min" if smaller is better, "max" if larger is.
@@ -54,17 +54,22 @@ class Keeping:
         if self.mode not in ("min", "max"):
             refuse_value("mode", self.mode, "'min' or 'max'")
 
-    def remove(self, folder: Path) -> list[Path]:
+    def remove(self, folder: Path, completed: Path | None = None) -> list[Path]:
         """Remove the others in `folder`, in the order in which they were saved; those that have been removed. Not
-        collective."""
+        collective.
+
+        Args:
+            folder: as for `keep`.
+            completed: a checkpoint that stays in any case, for a save has just completed it.
+        """
         if self.unfinished:
             self._clear_up(folder)
         there = [(path, each) for path, each in _saved_in(folder) if fnmatchcase(path.name, self.named)]
-        staying = {path for path, _ in there[-self.last :]}
+        staying = {completed, *(path for path, _ in there[-self.last :])}
         if self.by is not None:
             measured = [(path, each.metrics) for path, each in there]
             staying |= set(_best_of(measured, by=self.by, mode=self.mode)[: self.best])
-        going = [path for path, _ in there if path not in staying]
+        going = [path for path, _ in there if path not in staying and not os.path.lexists(Place(path).old)]
         for path in going:
             place = Place(path)
             disk().rename(path, place.old)  # at once: half a checkpoint never has a checkpoint's name
@@ -74,8 +79,9 @@ class Keeping:
     def _clear_up(self, folder: Path) -> None:
         for left in sorted(folder.glob(".*")):
             if left.suffix == TOKEN and fnmatchcase(left.name, f".{self.named}.*{TOKEN}"):
-                disk().remove(left)
-            elif left.suffix == ".new" and fnmatchcase(left.stem[1:], self.named):
+                if left.is_file() and not left.is_symlink():
+                    disk().remove(left)
+            elif left.suffix == ".new" and fnmatchcase(left.stem[1:], self.named) and is_own(left):
                 place = Place(folder / left.stem[1:])
                 if place.is_complete(place.new):
                     place.settle(place.new)  # all but in its place: one of those to choose from
@@ -105,7 +111,7 @@ def keep(
     """Remove checkpoints of flatfsdp's in `folder`, but the `last` ones and the `best` ones. Collective.
 
     Args:
-        folder: holds one folder for each checkpoint; whatever else it holds is left alone.
+        folder: holds one folder for each checkpoint; whatever else it holds is left alone, symbolic links included.
         last, best, by, mode: see `Keeping`.
         process_group: the ranks that call; None for all. The first one removes.
 
@@ -124,15 +130,16 @@ def keep(
 
 
 def _saved_in(folder: Path) -> list[tuple[Path, Manifest]]:
-    """The checkpoints inside, the oldest first. What a removal that was killed has left is cleared up."""
+    """The checkpoints inside, the oldest first, without links; what a killed removal has left is cleared up."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder")
     found = []
     for inside in sorted(folder.iterdir()):
         if inside.name.startswith(".") and inside.name.endswith(".old"):
             place = Place(folder / inside.name[1:-4])
-            if not place.path.exists() and not place.is_complete(place.new):  # no save's: those have a new one by then
+            # None of a save, which has a new one by then.
+            if not place.path.exists() and not place.is_complete(place.new) and is_own(inside):
                 place.drop_old()
-        elif not inside.name.startswith(".") and Place(inside).is_complete(inside):
+        elif not inside.name.startswith(".") and not inside.is_symlink() and Place(inside).is_complete(inside):
             found += [(path, manifest) for path, manifest in candidates(Place(inside), damaged=True) if path == inside]
-    return sorted(found, key=lambda each: each[1].saved)
+    return sorted(found, key=lambda each: each[1].place(each[0].name))

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import CheckpointError, few, ranks_in_words
-from .folders import Place, candidates
+from .folders import Place, candidates, is_own
 from .loading import is_foreign
+from .manifest import place_of
 from .ranks import Ranks
 from .reading import verify
 
@@ -27,6 +28,8 @@ class Listed:
         path: where it is, as `load` takes it.
         id: names the save.
         saved: when, in seconds since 1970; 0 where that cannot be read.
+        sequence: by which they are ordered: each save's is one more than the largest in the folder. 0 where it cannot
+            be read, or a version saved it that wrote none.
         world: how many ranks saved it; 0 where that cannot be read.
         metrics: those given to `save`.
         problem: what is wrong with it; empty where its files are there in the sizes that were written. Only `load`
@@ -41,6 +44,7 @@ class Listed:
     metrics: Mapping[str, float] = field(default_factory=dict)
     problem: str = ""
     unfinished: bool = False
+    sequence: int = 0
 
 
 def listing(
@@ -55,7 +59,7 @@ def listing(
 
     Returns:
         The same on all ranks, but for the folder where they give different ones; in the order of saving, before them
-        what has no readable time, by name.
+        what cannot be read, by name. A link to one of them is no other.
 
     Raises:
         CheckpointError: on every rank: a rank cannot look.
@@ -65,7 +69,11 @@ def listing(
     seen = ranks.exchange(f"looking for checkpoints in {where}", lambda: _seen_in(where, named))
     names = dict.fromkeys(name for mine in seen for name in mine)
     listed = [_united(where / name, [mine.get(name) for mine in seen]) for name in names]
-    return sorted(listed, key=lambda each: (each.saved, each.path.name))
+    return sorted(listed, key=lambda each: (bool(each.id), *_place(each), each.path.name))
+
+
+def _place(listed: Listed) -> tuple[int, int, float]:
+    return place_of(listed.path.name, listed.sequence, listed.saved)
 
 
 def _seen_in(folder: Path, named: str) -> dict[str, tuple[Listed, list[str]]]:
@@ -76,11 +84,18 @@ def _seen_in(folder: Path, named: str) -> dict[str, tuple[Listed, list[str]]]:
     for inside in sorted(folder.iterdir()):
         hidden = inside.name.startswith(".") and inside.suffix in (".new", ".old")
         name = inside.name[1:-4] if hidden else inside.name
-        if name in found or not fnmatchcase(name, named) or not inside.is_dir():
+        if name in found or not fnmatchcase(name, named) or not inside.is_dir() or (hidden and not is_own(inside)):
+            continue
+        if inside.is_symlink() and _leads_to_sibling(inside, named):
             continue
         if hidden or Place(inside).is_complete(inside) or any(inside.glob("*.distcp")):
             found[name] = _look(Place(folder / name))
     return found
+
+
+def _leads_to_sibling(link: Path, named: str) -> bool:
+    real = Path(os.path.realpath(link))
+    return real.parent == Path(os.path.realpath(link.parent)) and fnmatchcase(real.name, named)
 
 
 def _look(place: Place) -> tuple[Listed, list[str]]:
@@ -101,6 +116,7 @@ def _look(place: Place) -> tuple[Listed, list[str]]:
     except CheckpointError as error:
         problem = str(error)
     listed = Listed(place.path, manifest.id, manifest.saved, manifest.world, manifest.metrics, problem)
+    listed = replace(listed, sequence=manifest.sequence)
     return listed, [file.name for file in manifest.files if file not in here]
 
 

@@ -7,6 +7,10 @@ memory order, each in one piece of a file; where nodes share no file system, in 
 "chunks" are rows of integers: file, first element, and then for each of the chunks that follow each other its number of
 elements and its offset in bytes.
 
+[Note: order] Which of several checkpoints is the newest must not hang on clocks, which are set, nor on steps, which a
+run may take again. Every save therefore writes as "sequence" one more than the largest of the folder around it.
+Checkpoints of versions that wrote none come before all others, by the step in their names.
+
 CRC-32, because it is to find what disks and copies damage, not forgeries: every flipped byte and every lost end is
 found, and it is computed as fast as a disk delivers.
 """
@@ -15,24 +19,29 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import time
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path as FilePath
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
 from ..layout import ParamSpec
+from .disk import disk
 from .nested import Path, shown
 from .raw import dtype_named
 
-__all__ = ["NAME", "Chunk", "Manifest", "Saved", "SavedFile"]
+__all__ = ["NAME", "Chunk", "Manifest", "Saved", "SavedFile", "place_of", "sequence_in"]
 
 NAME = "flatfsdp.json"
 _VERSION = 1
+_SEQUENCE = re.compile(rb'"sequence": ?(\d{1,15}),')
+_PREFIX = 512  # bytes, in which the sequence stands, before anything whose length is a user's
 _HEAD = b'{"crc32": "%08x", "manifest": '
 _HEAD_LENGTH = len(_HEAD % 0)
 
@@ -114,6 +123,7 @@ class Manifest:
         id: names this save.
         saved: when, in seconds since 1970.
         metrics: what `keep_best` compares.
+        sequence: [Note: order]; 0 where it was saved by a version that wrote none.
     """
 
     world: int
@@ -124,12 +134,18 @@ class Manifest:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved: float = field(default_factory=time.time)
     versions: Mapping[str, str] = field(default_factory=lambda: _versions())
+    sequence: int = 0
+
+    def place(self, name: str) -> tuple[int, int, float]:
+        """By this checkpoints sort in the order of saving ([Note: order]), given the name of the folder."""
+        return place_of(name, self.sequence, self.saved)
 
     def to_bytes(self) -> bytes:
         """The file's contents."""
         head = {
             "format": "flatfsdp checkpoint",
             "version": _VERSION,
+            **({"sequence": self.sequence} if self.sequence else {}),
             "id": self.id,
             "saved": self.saved,
             "world": self.world,
@@ -167,7 +183,23 @@ class Manifest:
             id=read["id"],
             saved=read["saved"],
             versions=read["versions"],
+            sequence=read.get("sequence", 0),
         )
+
+
+def place_of(name: str, sequence: int, saved: float) -> tuple[int, int, float]:
+    """See `Manifest.place`."""
+    numbers = [] if sequence else re.findall(r"\d+", name)
+    return sequence, int(numbers[-1]) if numbers else 0, saved
+
+
+def sequence_in(folder: FilePath) -> int:
+    """The sequence that the manifest in `folder` gives, of which only the beginning is read; 0 where there is none."""
+    try:
+        found = _SEQUENCE.search(disk().read_file(folder / NAME, _PREFIX))
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def _path(steps: Sequence[Any]) -> Path:

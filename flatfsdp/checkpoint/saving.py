@@ -26,7 +26,7 @@ from ..owned import OwnedInterval
 from . import manifest, metadata
 from .beside import written_by
 from .disk import disk
-from .folders import Place, candidates, leader_of
+from .folders import Place, candidates, last_sequence, leader_of, refuse_link
 from .hugging_face import block_checksums
 from .keeping import Keeping
 from .manifest import Manifest, Saved, SavedFile
@@ -194,7 +194,7 @@ class _Save:
         if (keeping := self.request.keeping) is not None:
             doing = f"removing older checkpoints, now that {self.place.path} is complete"
             leads = self.leader == self.ranks.rank
-            self.ranks.exchange(doing, lambda: keeping.remove(self.place.path.parent) if leads else [])
+            self.ranks.exchange(doing, lambda: keeping.remove(self.place.path.parent, self.place.path) if leads else [])
 
     def fill(self) -> _Plan:
         """Write the new folder, complete at the end."""
@@ -203,8 +203,11 @@ class _Save:
             self.lead(lambda: weights.create(self.place.new))
         files = self.write(plan, values)
         checksums = [] if weights is None else self.checksums(weights)
-        name, when = self.all(lambda: (uuid.uuid4().hex, time.time()))[0]
-        self.lead(lambda: self.complete(plan, values, files, checksums, name, when))
+        leads = self.leader == self.ranks.rank
+        parent = self.place.path.parent
+        told = self.all(lambda: (uuid.uuid4().hex, time.time(), last_sequence(parent) if leads else 0))
+        (name, when, _), sequence = told[0], 1 + max(last for _, _, last in told)
+        self.lead(lambda: self.complete(plan, values, files, checksums, name, when, sequence))
         return plan
 
     def all(self, work: Callable[[], T]) -> list[T]:
@@ -221,6 +224,7 @@ class _Save:
         there: dict[str, FilePath] = {}
 
         def look() -> list[str]:
+            refuse_link(self.request.path, overwrite=self.request.overwrite)
             there.update((each.id, folder) for folder, each in candidates(self.place, damaged=True))
             return list(there)
 
@@ -313,6 +317,7 @@ class _Save:
         checksums: Sequence[Mapping[tuple[str, int], int]],
         name: str,
         when: float,
+        sequence: int,
     ) -> None:
         """Write what makes the new folder complete, the manifest last."""
         saved = [file for file, _ in files]
@@ -342,6 +347,7 @@ class _Save:
             metrics=self.request.metrics,
             id=name,
             saved=when,
+            sequence=sequence,
         )
         disk().publish(self.place.new / manifest.NAME, whole.to_bytes())
 

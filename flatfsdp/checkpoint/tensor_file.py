@@ -13,9 +13,11 @@ import torch
 from ..errors import CheckpointError, ConfigTypeError
 from .disk import disk
 
-__all__ = ["SUFFIX", "Entry", "header_of", "read_header"]
+__all__ = ["CHECKSUMS", "SINGLE", "SUFFIX", "Entry", "header_of", "read_header"]
 
 SUFFIX = ".safetensors"
+SINGLE = f"model{SUFFIX}"
+CHECKSUMS = f"{SINGLE}.checksums.json"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -18,11 +18,11 @@ import torch
 from ..layout import ParamSpec, Span
 from .crc32 import joined
 from .disk import disk
-from .hugging_face import BLOCK, CHECKSUMS, INDEX, Files, bytes_in, checksums_of, files_of, index_of, write_interval
+from .hugging_face import BLOCK, INDEX, Files, bytes_in, checksums_of, files_of, index_of, write_interval
 from .manifest import Saved, SavedFile
 from .plan import Held
 from .raw import LARGEST, cut, dtype_named, name_of
-from .tensor_file import Entry
+from .tensor_file import CHECKSUMS, Entry
 from .writing import interval_of
 
 __all__ = ["Weights", "is_weight", "is_whole_everywhere"]

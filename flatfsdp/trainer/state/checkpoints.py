@@ -276,10 +276,12 @@ class CheckpointManager:
         """
         self.finish()
         there = [each.path for each in checkpoint.listing(self.folder, named=NAMED, process_group=self._ranks.group)]
-        path = Path(os.path.abspath(path))
-        later = there[there.index(path) + 1 :] if path in there else []
+        real = os.path.realpath(path)  # a link to one of this run's is that one
+        number = next((place for place, each in enumerate(there) if os.path.realpath(each) == real), len(there))
+        later = there[number + 1 :]
         if not later:
             return None
+        path = Path(real)
         doing = f"setting aside what was saved after {path}"
         taken = {name for names in self._ranks.tell(doing, lambda: _names_in(self.folder)) for name in names}
         aside = self.folder / next(name for number in count(1) if (name := ASIDE.format(number)) not in taken)
