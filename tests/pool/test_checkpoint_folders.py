@@ -390,7 +390,7 @@ def test_killed_at_any_moment_a_good_checkpoint_is_there(tmp_path: Path) -> None
         before = moment + 2.5
         checkpoint.save(path, **state(before), overwrite=True)  # clears up
         assert good() == before and {each.name for each in tmp_path.iterdir()} == {"x"}, moment
-    for moment in (*range(0, moments, 7 * step), *range(moments - 1, 0, -5 * step)):  # saves that are killed again and again
+    for moment in (*range(0, moments, 7 * step), *range(moments - 1, 0, -5 * step)):  # killed again and again
         kill(moment, 1000.0 + moment)
         after = good()
         assert after in (before, 1000.0 + moment), moment
