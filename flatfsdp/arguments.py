@@ -246,9 +246,10 @@ def _ignored(
         )
     ignored = modules + of_states
     if any(each is module for each in ignored):
-        raise ConfigValueError(
+        warn(
             f"{'ignored_modules' if modules else 'ignored_states'}: got the very module to be wrapped "
-            f"({type(module).__name__}), which would leave nothing to shard. Accepted: modules inside it."
+            f"({type(module).__name__}), which leaves nothing to shard and no gradient to average. Meant are modules "
+            "inside it."
         )
     outside = [type(each).__name__ for each in set(ignored).difference(module.modules())]
     outside += ["a parameter"] * len(set(params).difference(module.parameters()))

@@ -35,8 +35,8 @@ class FlatFSDPError(Exception):
     """Base class of every error and every warning that flatfsdp raises."""
 
 
-class ConfigTypeError(FlatFSDPError, TypeError):
-    """An argument of the user's has a type that flatfsdp does not accept."""
+class ConfigTypeError(FlatFSDPError, TypeError, ValueError):
+    """An argument of the user's has a type that flatfsdp does not accept. A ValueError as well, which FSDP1 raises."""
 
 
 class ConfigValueError(FlatFSDPError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from . import hooks, registry
 from .comm import agree_on_maximum
 from .optimizers import bring_to_rest
 from .stepping import note_scaled_loss
-from .trees import tensors_in
 
 
 class ShardedGradScaler(GradScaler):
-    """`torch.amp.GradScaler` for sharded gradients; arguments as there, on CPU (`device="cpu"`) too.
+    """`torch.amp.GradScaler` for sharded gradients, on CPU (`device="cpu"`) too.
+
+    Arguments as there, in the order of FSDP1's scaler: `backoff_factor` comes before `growth_factor`. `process_group`
+    None is the default group.
 
     Each rank sees only its shards, so that an infinity shows on one rank alone. `unscale_` (and with it `step`)
     therefore takes the maximum of found-inf over `process_group`: collective, one scalar. The group must cover all
@@ -32,8 +35,8 @@ class ShardedGradScaler(GradScaler):
         self,
         device: str = "cuda",
         init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
         growth_interval: int = 2000,
         enabled: bool = True,
         process_group: Any = None,
@@ -49,19 +52,32 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """As in torch: `outputs`, a tensor or an iterable of tensors, times the scale."""
-        scaled = super().scale(outputs)
-        if self.is_enabled() and any(root.steppers.every for root in registry.roots):
-            for tensor in tensors_in(scaled):
-                if tensor.requires_grad:
-                    hooks.before_backward_of(tensor, lambda grad: note_scaled_loss())
+        """`outputs`, a tensor or an iterable of such, times the scale, each in its own dtype.
+
+        A loss in low precision stays in it, as with FSDP1; `torch.amp.GradScaler` makes it float32.
+        """
+        if not self.is_enabled():
+            return outputs
+        if not isinstance(outputs, torch.Tensor):
+            if not isinstance(outputs, Iterable):
+                return super().scale(outputs)  # refuses it
+            each = map(self.scale, outputs)
+            return type(outputs)(each) if isinstance(outputs, (list, tuple)) else each
+        scaled = super().scale(outputs).to(outputs.dtype)
+        if scaled.requires_grad and any(root.steppers.every for root in registry.roots):
+            hooks.before_backward_of(scaled, lambda grad: note_scaled_loss())
         return scaled
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
         bring_to_rest(optimizer)
-        # fp16 gradients are legal here: keep_low_precision_grads leaves them to the optimizer on purpose.
+        # fp16 gradients are legal here: keep_low_precision_grads leaves them to the optimizer on purpose. `unscale_` of
+        # the base class passes False, so `allow_fp16` says nothing.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         # A rank may hold no gradient at all (its shard is padding): it takes part with "nothing found".
         return agree_on_maximum(found or {found_inf.device: found_inf}, self.process_group)

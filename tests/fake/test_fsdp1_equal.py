@@ -13,9 +13,11 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.fsdp.api as torch_api
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TheirScaler
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel as Ours
+from flatfsdp import ShardedGradScaler as OurScaler
 from flatfsdp import api
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness.fake import fake_world
@@ -76,6 +78,50 @@ def test_configs(name: str) -> None:
             if isinstance(expected, (list, tuple))
             else (getattr(ours, field) == expected)
         )
+
+
+def test_the_scaler() -> None:
+    for method in ("__init__", "scale", "unscale_", "_unscale_grads_", "step", "update"):
+        ours, theirs = (inspect.signature(getattr(cls, method)).parameters for cls in (OurScaler, TheirScaler))
+        assert list(ours) == list(theirs), method
+        defaults = [(p.name, p.default) for p in theirs.values() if p.name != "process_group"]
+        assert [(p.name, p.default) for p in ours.values() if p.name != "process_group"] == defaults, method
+    with fake_world(1):
+        scalers = [cls("cpu", init_scale=8.0) for cls in (OurScaler, TheirScaler)]
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            losses = [torch.ones((), dtype=dtype), (torch.ones((), dtype=dtype), [torch.ones(1, dtype=dtype)])]
+            ours, theirs = (scaler.scale(losses) for scaler in scalers)
+            assert ours == theirs and ours[0].dtype == theirs[0].dtype == ours[1][1][0].dtype == dtype
+            assert isinstance(ours[1], tuple) and isinstance(ours[1][1], list)
+            assert [each.dtype for each in scalers[0].scale(iter(losses[:1]))] == [dtype]
+            assert scalers[0].scale(losses[0]).dtype == scalers[1].scale(losses[0]).dtype == dtype
+        with pytest.raises(ValueError, match="must be a Tensor or an iterable of Tensors"):
+            scalers[0].scale(3)
+        off = OurScaler("cpu", enabled=False)
+        assert off.scale(losses[0]) is losses[0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ignored_modules": [1]},
+        {"ignored_states": [1, 2]},
+        {"ignored_states": [nn.Linear(1, 1), nn.Parameter(torch.ones(1))]},
+        {"ignored_modules": [], "ignored_states": []},
+        {"sharding_strategy": "HYBRID_SHARD"},
+    ],
+    ids=lambda given: ", ".join(given),
+)
+def test_what_is_refused(given: dict[str, Any]) -> None:
+    """With an error that an `except` for FSDP1's catches."""
+    with fake_world(2):
+        theirs = dict(given)
+        if "sharding_strategy" in given:
+            theirs["sharding_strategy"] = torch_fsdp.ShardingStrategy[given["sharding_strategy"]]
+        with pytest.raises(Exception) as refused:
+            Theirs(nn.Linear(2, 2), device_id=torch.device("cpu"), **theirs)
+        with pytest.raises(refused.type):
+            Ours(nn.Linear(2, 2), device_id=torch.device("cpu"), **given)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
