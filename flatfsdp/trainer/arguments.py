@@ -58,6 +58,7 @@ class FSDPArguments(Settings):
     )
     replicas: int | None = setting(None, "copies of the model in the hybrid strategies; none for one per node", COUNT)
     units: Any = setting("auto", "which submodules become units: auto, none, a path, a class; or several a,b", Units())
+    units_fallback: bool = setting(False, "where units names nothing, take the whole model as one unit")
     param_dtype: torch.dtype | str | None = setting(
         None, "dtype to compute in, such as bf16; none for the parameters' own", DType()
     )

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp import waiting_for_ranks
-from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError, FlatFSDPError
+from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError, FlatFSDPError, warn
 
-__all__ = ["LocalFailure", "Ranks", "node"]
+__all__ = ["LocalFailure", "Ranks", "node", "warn_for_all"]
 
 T = TypeVar("T")
 
@@ -141,6 +141,12 @@ class Ranks:
 def node() -> str:
     """What tells this rank's node from others: its number, where torchrun gave one, or the host's name."""
     return os.environ.get("GROUP_RANK") or socket.gethostname()
+
+
+def warn_for_all(message: str) -> None:
+    """Warn once of what is the same on all ranks. No communication."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warn(message)
 
 
 def _for_host(group: Any) -> Any:

@@ -66,6 +66,19 @@ def test_values_are_those_of_one_process(setting: str, pool2: Run) -> None:
     assert not joined(pool2(values, SETTINGS[setting]))
 
 
+def test_what_is_the_same_on_all_ranks_is_warned_of_once(pool2: Run) -> None:
+    (first, whole), (second, other) = pool2(warned_of_units)
+    assert ("The model becomes a single unit" in first, second) == (True, "")
+    assert whole == other == 1
+
+
+def warned_of_units(rank: int, world: int) -> tuple[str, int]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FlatFSDPWarning)
+        model = shard(CASE.build(), arguments(units="nothing", units_fallback=True), device=CPU)
+    return " ".join(str(each.message) for each in caught), stats(model).units
+
+
 def test_hybrids_get_their_replicas(pool4: Run) -> None:
     for given in (
         {"strategy": "hybrid_shard", "replicas": 2},

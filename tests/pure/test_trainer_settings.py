@@ -307,8 +307,8 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
         progress=False, plot=True, device="cpu", ranks=4, detect_nonfinite=True,
     )  # fmt: skip
     fsdp = FSDPArguments(
-        strategy="hybrid_shard", reshard_after_forward=2, replicas=2, units=("a.b", "C"), param_dtype="bf16",
-        reduce_dtype="fp32", buffer_dtype="double", cpu_offload=True, use_orig_params=False,
+        strategy="hybrid_shard", reshard_after_forward=2, replicas=2, units=("a.b", "C"), units_fallback=True,
+        param_dtype="bf16", reduce_dtype="fp32", buffer_dtype="double", cpu_offload=True, use_orig_params=False,
         activation_checkpointing=True, backward_prefetch=None, forward_prefetch=True, limit_all_gathers=False,
         sync_module_states=True,
     )  # fmt: skip
@@ -319,8 +319,8 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
         "--save-every 4 --no-save-at-end --no-save-async --save-format torch --save-on-each-node --keep-last 1 "
         "--keep-best 3 --best-by eval_accuracy --best-mode max --resume latest --log-every 9 --no-progress --plot "
         "--device cpu --ranks 4 --detect-nonfinite --strategy hybrid-shard --reshard-after-forward 2 --replicas 2 "
-        "--units a.b,C --param-dtype bf16 --reduce-dtype fp32 --buffer-dtype double --cpu-offload --no-use-orig-params "
-        "--activation-checkpointing --backward-prefetch none --forward-prefetch --no-limit-all-gathers "
+        "--units a.b,C --units-fallback --param-dtype bf16 --reduce-dtype fp32 --buffer-dtype double --cpu-offload "
+        "--no-use-orig-params --activation-checkpointing --backward-prefetch none --forward-prefetch --no-limit-all-gathers "
         "--sync-module-states"
     )
     assert read(*line.split()) == {"training": training, "fsdp": fsdp}

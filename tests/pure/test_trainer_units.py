@@ -165,10 +165,25 @@ def test_policies_and_classes_are_handed_on() -> None:
     assert policy_for(model, "none") is None and policy_for(model, None) is None
 
 
-def test_what_names_nothing_is_told_with_what_it_costs() -> None:
+def test_what_names_nothing_ends_a_run_with_the_nearest_names() -> None:
+    with pytest.raises(ConfigValueError) as refused:
+        policy_for(Transformer(tied=False, depth=3), "block", param_dtype=torch.bfloat16)
+    assert str(refused.value) == (
+        "units: 'block' is no submodule of Transformer with parameters, nor the class of one (nearest: 'blocks', "
+        "'Block'). units_fallback=True takes Transformer as one unit, all of it gathered at once on every rank: "
+        "11.4 KiB"
+    )
+    for units in (nn.Conv2d, {nn.Conv2d, nn.Conv1d}, ["layers", nn.Conv2d]):
+        with pytest.raises(ConfigValueError, match=r"^units: .*'Conv2d' is no submodule of Tower with"):
+            policy_for(Tower(2), units)
+    with pytest.raises(ConfigValueError, match=r"\(nearest: 'encoder.layers'\)"):  # the end of a path
+        policy_for(Translator(), "layers")
+
+
+def test_a_fallback_that_was_asked_for_is_told_with_what_it_costs() -> None:
     model = Transformer(tied=False, depth=3)
     with pytest.warns(FlatFSDPWarning) as caught:
-        assert policy_for(model, "block", param_dtype=torch.bfloat16) is None
+        assert policy_for(model, "block", fallback=True, param_dtype=torch.bfloat16) is None
     (message,) = [str(each.message) for each in caught]
     assert message == (
         "units: 'block' is no submodule of Transformer with parameters, nor the class of one (nearest: 'blocks', "
@@ -178,24 +193,19 @@ def test_what_names_nothing_is_told_with_what_it_costs() -> None:
     )
 
 
-def test_the_end_of_a_path_is_near() -> None:
-    with pytest.warns(FlatFSDPWarning, match=r"\(nearest: 'encoder.layers'\)"):
-        policy_for(Translator(), "layers")
-
-
-def test_one_of_several_names_that_is_wrong_leaves_the_others() -> None:
+def test_with_a_fallback_one_of_several_names_that_is_wrong_leaves_the_others() -> None:
     model = Tower(2)
     with pytest.warns(FlatFSDPWarning, match=r"'Leyer'.*nearest: 'Layer'.*It is left out; the other units"):
-        assert list(unit_modules(model, ["Leyer", "layers"])) == numbered("layers", 2)
+        assert list(unit_modules(model, ["Leyer", "layers"], fallback=True)) == numbered("layers", 2)
 
 
 def test_a_model_without_repetition_is_told_of() -> None:
-    with pytest.warns(FlatFSDPWarning, match=r"units='auto': Linear has no list .* 80 B, .* units='none'"):
+    with pytest.warns(FlatFSDPWarning, match=r"^units: 'auto' finds no list .* in Linear. .* 80 B, .* units='none'"):
         assert policy_for(nn.Linear(4, 4), "auto") is None
 
 
 def test_a_submodule_without_parameters_is_no_unit() -> None:
-    with pytest.warns(FlatFSDPWarning, match="'1' is no submodule of Sequential with parameters"):
+    with pytest.raises(ConfigValueError, match="'1' is no submodule of Sequential with parameters"):
         policy_for(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "1")
 
 

@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
-from flatfsdp.errors import refuse_value, warn
+from flatfsdp.errors import refuse_value
 from flatfsdp.trainer.arguments import STRATEGIES, FSDPArguments
 from flatfsdp.trainer.model.hugging_face import initialiser_of
 from flatfsdp.trainer.model.recomputation import recompute_units
 from flatfsdp.trainer.model.units import policy_for
+from flatfsdp.trainer.ranks import warn_for_all
 
 
 def shard(
@@ -44,7 +45,9 @@ def shard(
             is as it was then.
         UsageError: there is no process group, or the model cannot be wrapped.
     """
-    policy = policy_for(model, arguments.units, param_dtype=_dtype(arguments.param_dtype))
+    policy = policy_for(
+        model, arguments.units, fallback=arguments.units_fallback, param_dtype=_dtype(arguments.param_dtype)
+    )
     if arguments.activation_checkpointing:
         _check_can_recompute(model, policy)
     sharded = FullyShardedDataParallel(
@@ -65,7 +68,7 @@ def shard(
         reshard_after_forward=arguments.reshard_after_forward,
     )
     if arguments.activation_checkpointing and not recompute_units(sharded):
-        warn("activation_checkpointing: without effect, as the policy for units chose no module to compute again")
+        warn_for_all("activation_checkpointing: without effect, as units name no module to compute again")
     return sharded
 
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 import difflib
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from flatfsdp.errors import refuse_type, refuse_value, warn
+from flatfsdp.errors import ConfigValueError, refuse_type, refuse_value
+from flatfsdp.trainer.ranks import warn_for_all
 from flatfsdp.trainer.sizes import size_in_words
 from flatfsdp.wrap import CustomPolicy
 
@@ -32,7 +33,7 @@ _SMALL = 0.02  # the share of a model below which blocks of another class than t
 Modules = dict[str, nn.Module]
 
 
-def policy_for(model: nn.Module, units: Any, *, param_dtype: torch.dtype | None = None) -> Any:
+def policy_for(model: nn.Module, units: Any, *, fallback: bool = False, param_dtype: torch.dtype | None = None) -> Any:
     """What `FullyShardedDataParallel` takes as `auto_wrap_policy` for `model`, this very one; None for a single unit.
 
     Args:
@@ -40,27 +41,35 @@ def policy_for(model: nn.Module, units: Any, *, param_dtype: torch.dtype | None 
         units: "auto" for the blocks that the model repeats, "none" for a single unit; a path to a container, whose
             children become units, or to another module, which becomes one; the name of a class; several of these; or,
             as they are, a module class, a set of classes, or a policy.
-        param_dtype: in which units compute; for the bytes in warnings only.
+        fallback: what names nothing is left out, with a warning; the whole model is one unit if nothing else is named.
+        param_dtype: in which units compute; for the bytes in messages only.
 
     Raises:
-        ConfigTypeError, ConfigValueError: for anything else.
+        ConfigTypeError, ConfigValueError: for anything else; a path or a class that names nothing, without `fallback`.
 
-    Warns with what it costs if nothing is found and the model becomes a single unit.
+    Rank 0 warns with what it costs if the model becomes a single unit for want of others.
     """
     if units is None or units == NONE:
         return None
     if _is_policy(units):
-        return frozenset({units}) if isinstance(units, type) else units
-    chosen = unit_modules(model, units, param_dtype=param_dtype)
+        policy = frozenset({units}) if isinstance(units, type) else units
+        if isinstance(policy, (set, frozenset)) and not _of_class(model, lambda kind: kind in policy):
+            _complain(model, sorted(policy, key=str), alone=True, fallback=fallback, param_dtype=param_dtype)
+            return None
+        return policy
+    chosen = unit_modules(model, units, fallback=fallback, param_dtype=param_dtype)
     ids = {id(module) for module in chosen.values()}
     return CustomPolicy(lambda module: id(module) in ids) if ids else None
 
 
-def unit_modules(model: nn.Module, units: Any, *, param_dtype: torch.dtype | None = None) -> Modules:
+def unit_modules(
+    model: nn.Module, units: Any, *, fallback: bool = False, param_dtype: torch.dtype | None = None
+) -> Modules:
     """By their paths, the modules of `model` that `units` names, as in `policy_for`; warns as that does.
 
     Raises:
-        ConfigTypeError, ConfigValueError: `units` is no name nor a list of names, or a policy.
+        ConfigTypeError, ConfigValueError: `units` is no name nor a list of names, or a policy; or, without `fallback`,
+            one of them names nothing.
     """
     named = isinstance(units, (list, tuple))
     chosen: Modules = {}
@@ -79,8 +88,8 @@ def unit_modules(model: nn.Module, units: Any, *, param_dtype: torch.dtype | Non
         chosen.update(found)
         if not found:
             missing.append(each)
-    for each in missing:
-        warn(_complaint(model, each, alone=not chosen, param_dtype=param_dtype))
+    if missing:
+        _complain(model, missing, alone=not chosen, fallback=fallback, param_dtype=param_dtype)
     return chosen
 
 
@@ -226,19 +235,21 @@ def _numel(modules: Iterable[nn.Module]) -> int:
 # --- complaints -------------------------------------------------------------------------------------------------------
 
 
-def _complaint(model: nn.Module, units: Any, *, alone: bool, param_dtype: torch.dtype | None) -> str:
+def _complain(
+    model: nn.Module, missing: Sequence[Any], *, alone: bool, fallback: bool, param_dtype: torch.dtype | None
+) -> None:
+    """Refuse names that are there for nothing, or warn where that was asked for; "auto" may find nothing."""
     kind = type(model).__name__
-    if units == AUTO:
-        told = f"units='auto': {kind} has no list of modules of one class with parameters"
-    else:
-        name = units if isinstance(units, str) else units.__name__
-        told = f"units: {name!r} is no submodule of {kind} with parameters, nor the class of one"
-        near = _nearest(model, name)
-        told += f" (nearest: {', '.join(map(repr, near))})" if near else ""
+    told = [_absence(model, each) for each in missing]
+    if not fallback and any(each != AUTO for each in missing):
+        one = f"units_fallback=True takes {kind} as one unit, all of it gathered at once on every rank"
+        raise ConfigValueError(f"units: {'; '.join(told)}. {one}: {size_in_words(_bytes([model], param_dtype))}")
+    words = f"units: {'; '.join(told)}"
     if not alone:
-        return f"{told}. It is left out; the other units that were named stay"
+        warn_for_all(f"{words}. It is left out; the other units that were named stay")
+        return
     whole = size_in_words(_bytes([model], param_dtype))
-    blocks = {} if units == AUTO else repeated_blocks(model)
+    blocks = {} if AUTO in missing else repeated_blocks(model)
     instead = "Name them by a path or a class, or pass units='none' if that is meant"
     if blocks:
         largest = max(_bytes([block], param_dtype) for block in blocks.values())
@@ -248,7 +259,19 @@ def _complaint(model: nn.Module, units: Any, *, alone: bool, param_dtype: torch.
             f"units='auto' would make {len(blocks)} units of it ({path!r}, a {type(block).__name__}, and the others "
             f"like it), {size_in_words(largest)} the largest, and leave {size_in_words(rest)} to the whole"
         )
-    return f"{told}. The model becomes a single unit: all of it, {whole}, is gathered at once on every rank. {instead}"
+    warn_for_all(
+        f"{words}. The model becomes a single unit: all of it, {whole}, is gathered at once on every rank. {instead}"
+    )
+
+
+def _absence(model: nn.Module, units: Any) -> str:
+    kind = type(model).__name__
+    if units == AUTO:
+        return f"'auto' finds no list of modules of one class with parameters in {kind}"
+    name = units if isinstance(units, str) else units.__name__
+    near = _nearest(model, name)
+    nearest = f" (nearest: {', '.join(map(repr, near))})" if near else ""
+    return f"{name!r} is no submodule of {kind} with parameters, nor the class of one{nearest}"
 
 
 def _nearest(model: nn.Module, name: str) -> list[str]:

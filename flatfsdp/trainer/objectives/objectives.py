@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp.errors import UsageError, warn
+from flatfsdp.errors import UsageError
 from flatfsdp.trainer.model.hugging_face import is_causal, takes_input_ids, without_cache
 from flatfsdp.trainer.objectives.chunked_loss import linear_cross_entropy
 from flatfsdp.trainer.objectives.heads import NoHead, find_head, in_place_of_head
+from flatfsdp.trainer.ranks import warn_for_all
 
 IGNORED = -100
 
@@ -172,7 +173,7 @@ def fused(objective: Objective, model: nn.Module, *, example: Any = None, rows: 
         batch = _two_tokens(model) if example is None else example
         head = find_head(model, lambda: logits_of(call(model, batch)))
     except NoHead as reason:
-        warn(f"fused_loss: without effect, logits will be whole in memory: {reason}")
+        warn_for_all(f"fused_loss: without effect, logits will be whole in memory: {reason}")
         return objective
     return _FusedCausalLM(objective, ref(head), rows)
 
