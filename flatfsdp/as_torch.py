@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -25,9 +24,9 @@ import torch.distributed.fsdp.sharded_grad_scaler as torchs_scaler
 import torch.distributed.fsdp.wrap as torchs_wrap
 
 from . import FullyShardedDataParallel, ShardedGradScaler, flat_param, state_dict_configs, wrap
-from .api import HYBRIDS, BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from .dcp_state_dict import replacements
 from .errors import UsageError
-from .state_dicts.names import clean
 
 __all__ = ["install", "is_installed", "uninstall"]
 
@@ -68,11 +67,7 @@ def install() -> None:
                 if id(value) in by_id:
                     _replace(names, name, by_id[id(value)])
     names = vars(dcp_state_dict)
-    for name, made in (
-        ("HYBRID_SHARDING_STRATEGIES", lambda torchs_own: [*HYBRIDS, *torchs_own]),
-        ("_get_module_fsdp_state_if_fully_sharded_module", _state_of_wrapper),
-        ("_get_fqns", _names_of),
-    ):
+    for name, made in replacements(FullyShardedDataParallel).items():
         if name in names:  # not every version of torch has all of them
             _replace(names, name, made(names[name]))
 
@@ -95,27 +90,6 @@ def _is_to_be_told(module: ModuleType) -> bool:
 def _replace(names: dict[str, Any], name: str, value: Any) -> None:
     _replaced.append((names, name, names[name]))
     names[name] = value
-
-
-def _state_of_wrapper(torchs_own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def state_of(module: Any) -> Any:
-        return module if isinstance(module, FullyShardedDataParallel) else torchs_own(module)
-
-    return state_of
-
-
-def _names_of(torchs_own: Callable[..., set[str]]) -> Callable[..., set[str]]:
-    """torch looks for a flat parameter one module further in than where ours is registered."""
-
-    def names_of(model: Any, name: str, *args: Any, **kwargs: Any) -> set[str]:
-        path, _, last = name.rpartition(".")
-        wrapper = model.get_submodule(path) if last.startswith("_flat_param") else None
-        if not isinstance(wrapper, FullyShardedDataParallel):
-            return torchs_own(model, name, *args, **kwargs)
-        prefix = f"{clean(path)}." if clean(path) else ""
-        return {prefix + inside for inside in wrapper._parameters[last]._fqns}  # type: ignore[union-attr]
-
-    return names_of
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState
+from .dcp_state_dict import teach
 from .flat_param import FlatParameter, FlatParamHandle
 from .lifecycle import IDLE, SUMMONED
 
@@ -55,6 +56,12 @@ class FSDP1Names:
         """Whether this is the outermost wrapper; None before the first forward."""
         root = self._unit.root
         return root.unit is self._unit if root.ready else None
+
+    @property
+    def _fqn_modifiers(self) -> Any:
+        # torch's get_state_dict and set_state_dict ask for this before anything else. [Note: get_state_dict]
+        teach(FSDP1Names)
+        raise AttributeError("_fqn_modifiers")  # the wrapped module's own, if it has one
 
     def _lazy_init(self) -> None:
         """Do what the first forward does first: name and connect units, compare ranks. Collective."""

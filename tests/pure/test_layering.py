@@ -60,6 +60,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (5, "full_params inference"),
     (5, "state_dicts"),
     (5, "optim_state"),
+    (5, "dcp_state_dict"),
     (5, "summary fsdp1_names controls participation uneven forward_methods optimizer_in_backward"),
     (5, "nonfinite clip"),
     (5, "flat_state flat_stepping step_flat"),
@@ -69,7 +70,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (6, "build"),
     (6, "auto_wrap copying"),
     (7, "fully_sharded_data_parallel sharded_grad_scaler plan __init__"),
-    (7, "interop as_torch"),
+    (7, "as_torch"),
     (7, "checkpoint"),
     (8, "trainer train env examples"),
 )
@@ -91,13 +92,12 @@ DISTRIBUTED = PROGRAMS | {
     "owned",
     "state_dicts",
     "checkpoint",
-    "interop",
     "as_torch",
 }
 ACCELERATOR = frozenset({"device"})
 PRIVATE_TORCH = frozenset({"_torch"})
 AUTOGRAD_HOOKS = frozenset({"hooks", "_torch"})
-TORCH_FSDP = frozenset({"interop", "as_torch"})
+TORCH_FSDP = frozenset({"as_torch"})
 
 
 @dataclass(frozen=True)
