@@ -28,7 +28,7 @@ from .api import (
     check_bool,
     check_module_classes,
 )
-from .errors import ConfigTypeError, ConfigValueError, UsageError, did_you_mean, refuse_type, refuse_value, shown, warn
+from .errors import ConfigTypeError, ConfigValueError, did_you_mean, refuse_type, refuse_value, shown, warn
 
 
 def check_arguments(
@@ -57,7 +57,6 @@ def check_arguments(
 
     Raises:
         ConfigTypeError, ConfigValueError: naming the argument, what was given, and what is accepted.
-        UsageError: ``module`` is a container whose forward is never called.
     """
     _check_module(module)
     strategy = _member("sharding_strategy", sharding_strategy, ShardingStrategy) or ShardingStrategy.FULL_SHARD
@@ -124,11 +123,6 @@ def _check_module(module: Any) -> None:
         refuse_type("module", module, "an instance of nn.Module", hint=f"Build one first: {module.__name__}(...).")
     if not isinstance(module, nn.Module):
         refuse_type("module", module, "an nn.Module")
-    if not has_forward(module):
-        raise UsageError(
-            f"module: {type(module).__name__} defines no forward, so its wrapper would never be called and its "
-            "parameters never gathered. Wrap the modules inside it, or the module that calls them."
-        )
 
 
 def _process_group(value: Any, strategy: ShardingStrategy) -> Any:

@@ -35,6 +35,7 @@ from .traversal import homes_of, ignored_of, leave_alone, leaves_of, modules_of,
 from .unit import Unit
 from .values import Beginnings
 from .views import Home
+from .wrap import check_called
 
 
 def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Unit:
@@ -54,6 +55,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         modules = modules_of(module, ignored_modules)
         materialise(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
         homes, aliases, ignored_homes = _homes(module, config, ignored_modules, ignored_params)
+        check_called(module, [home.path for home in homes])
         _check_untransformed(homes)
         move_buffers(modules, device)
     synchronise(module, modules, leaves_of(homes), axes)

@@ -46,8 +46,8 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
     enums, configs and policies are understood.
 
     Args:
-        module: what to wrap. Refused: a class, a module without a forward of its own (`nn.ModuleList`), a module that
-            is wrapped already.
+        module: what to wrap. Refused: a class, a module that is wrapped already, and one without a forward of its own
+            (`nn.ModuleList`) unless all of its parameters are in wrappers inside, which are then called by themselves.
         process_group: the ranks to shard over; None for all. The hybrid strategies take the pair (shard group,
             replicate group), where None means the ranks of each node and their counterparts on the others.
         sharding_strategy: what is split and for how long a unit stays gathered, see `ShardingStrategy`; None for
@@ -56,7 +56,8 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
             memory, where the optimizer then steps. None for no.
         auto_wrap_policy: which modules inside become units of their own, with the same arguments: a set of module
             classes, a policy of `flatfsdp.wrap`, or a callable `(module, recurse, nonwrapped_numel) -> bool`. None for
-            none. Warns where it chooses nothing.
+            none. Warns where it chooses nothing. What has no forward of its own is passed over, or refused where its
+            parameters would never be gathered.
         backward_prefetch: when backward gathers the next unit, see `BackwardPrefetch`; None for when it is reached.
         mixed_precision: `MixedPrecision`, or a dtype for its `param_dtype`. None leaves all dtypes as they are.
         ignored_modules: modules inside, whose parameters and whatever they contain are left alone: not sharded, not

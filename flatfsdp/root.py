@@ -18,6 +18,7 @@ import torch
 
 from . import _torch, hooks, joining
 from .agree import Agreement
+from .arguments import has_forward
 from .awaited import Arrival, can_await
 from .backward import Backward
 from .branches import Branches
@@ -39,6 +40,7 @@ from .residents import Residents
 from .stepping import NO_STEPPING, Steppers
 from .storage import Ledger
 from .trace import Trace
+from .traversal import entries
 from .unit import Unit
 from .unit_data import UnitData
 from .views import NOTHING, SHARD
@@ -80,6 +82,7 @@ class Root:
 
     Attributes:
         unit: the outermost unit; units: all, children before parents as wrapped, the root last.
+        entries: the units whose forward users call: the outermost one, or those inside it where it has no forward.
         ledger, traffic, trace: bytes by kind, collectives by kind, events.
         record: the forward passes that the next backward may cover.
         sync: False inside `no_sync()`.
@@ -93,6 +96,7 @@ class Root:
     def __init__(self, unit: Unit, device: Device, *, ledger: Ledger, settings: RootSettings) -> None:
         self.unit = unit
         self.units: list[Unit] = [unit]
+        self.entries: frozenset[Unit] = frozenset()
         self.device = device
         self.settings = settings
         self.ledger = ledger
@@ -158,6 +162,7 @@ class Root:
             for handle in unit.handles:
                 handle.name = unit.name
             self.connect(unit)
+        self.entries = entries(self.unit)
         check_all_or_none(self.units)
         self._check_placed()
         self._choose_unshard_lane()
@@ -277,7 +282,7 @@ class Root:
 
     def _begin(self, unit: Unit) -> None:
         if not self.ready:
-            if unit is not self.unit:
+            if unit is not self.unit and has_forward(self.unit.module):
                 raise UsageError(
                     f"the forward of a nested unit ({type(unit.module).__name__}) ran before the first forward of the "
                     "root "

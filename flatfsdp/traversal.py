@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch import nn
 
 from .api import Config
+from .arguments import has_forward
 from .errors import ConfigValueError, UsageError, refuse_type
 from .unit import Unit
 from .views import Home
@@ -54,6 +55,16 @@ def _nested_below(
         else:
             _nested_below(child, around, seen, found)
     return found
+
+
+def entries(outermost: Unit) -> frozenset[Unit]:
+    """The units of a model whose forward is called from outside: those around which there is none with a forward."""
+    found: set[Unit] = set()
+    never_called: set[Unit | None] = {None}
+    for unit, around in nesting(outermost):
+        if around in never_called:
+            (found if has_forward(unit.module) else never_called).add(unit)
+    return frozenset(found)
 
 
 def units_at(module: nn.Module) -> list[Unit]:

@@ -218,7 +218,7 @@ class Unit(UnitData):
     def _input_dtype(self, root: Root) -> torch.dtype | None:
         wanted = (
             self.mixed_precision.cast_root_forward_inputs
-            if self is root.unit
+            if self in root.entries
             else self.mixed_precision.cast_forward_inputs
         )
         return self.mixed_precision.param_dtype if wanted and not root.in_full_precision(self) else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 
 from .api import MixedPrecision, check_module_classes
 from .arguments import check_argument_names, has_forward
-from .errors import ConfigTypeError, UsageError, logger, warn
+from .errors import ConfigTypeError, UsageError, few, logger, warn
 
 __all__ = [
     "CustomPolicy",
@@ -253,6 +253,8 @@ def plan_wrapping(
 ) -> tuple[Planned, ...]:
     """Ask ``policy`` which modules inside ``root`` become units: children before parents, each once, ``root`` not.
 
+    A chosen module without a forward (a ``ModuleList``) is passed over where all of its parameters lie in units inside.
+
     Differs from FSDP1 where that fails: a shared module has one wrapper in all its places, wrapped modules may be in
     the tree already (they are left alone), and a function's "do not look inside" holds under mixed precision as well.
 
@@ -264,7 +266,8 @@ def plan_wrapping(
         ignored_params: not counted in ``nonwrapped_numel``.
 
     Raises:
-        UsageError: the policy chose a module that has no forward to be called.
+        UsageError: the policy chose a module that has no forward to be called, or ``root`` has none, and no other unit
+            would gather its parameters.
         ConfigTypeError: the policy gave a unit an argument that does not exist.
     """
     if isinstance(policy, frozenset):
@@ -287,6 +290,13 @@ def plan_wrapping(
         chosen[module] = {**chosen.get(module, kwargs), "mixed_precision": None}
     if overridden:
         _warn_in_full_precision(overridden)
+
+    gathered = uncounted.union(*(each.parameters() for each in chosen if each is not root and has_forward(each)))
+    for path, module in _children_first(root, closed):
+        if module in chosen and not has_forward(module):
+            _check_passed_over(path, module, gathered)
+            del chosen[module]
+    check_called(root, [path for path, param in root.named_parameters() if param not in gathered])
 
     homes: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
@@ -410,14 +420,32 @@ def _below(
             yield prefix + name, child
 
 
+def check_called(module: nn.Module, own: Sequence[str]) -> None:
+    """Refuse to wrap ``module`` if it has no forward: parameters of its ``own``, in no unit inside, need one.
+
+    Raises:
+        UsageError: naming them.
+    """
+    if own and not has_forward(module):
+        raise UsageError(
+            f"module: {type(module).__name__} defines no forward, so its wrapper would never be called and its "
+            f"parameters never gathered ({few(own)}). Wrap the modules inside it, or the module that calls them."
+        )
+
+
+def _check_passed_over(path: str, module: nn.Module, gathered: Collection[nn.Parameter]) -> None:
+    lost = [name for name, param in module.named_parameters() if param not in gathered]
+    if lost:
+        inside = _names_of_classes(module.children())
+        raise UsageError(
+            f"auto_wrap_policy: chose {_described(path, module)}, which defines no forward: its wrapper would never be "
+            f"called and its parameters never gathered ({few(lost)}). Choose the modules inside it ({inside}), or the "
+            "one that calls them."
+        )
+
+
 def _check_planned(planned: Planned, kwargs: Mapping[str, Any]) -> None:
     described = _described(planned.path, planned.module)
-    if not has_forward(planned.module):
-        inside = _names_of_classes(planned.module.children())
-        raise UsageError(
-            f"auto_wrap_policy: chose {described}, which defines no forward: its wrapper would never be called and its "
-            f"parameters never gathered. Choose the modules inside it ({inside}), or the one that calls them."
-        )
     own = {name: value for name, value in planned.kwargs.items() if name not in kwargs}
     check_argument_names(own, where=f"auto_wrap_policy, for {described}")
 

@@ -124,6 +124,45 @@ def test_what_is_refused(given: dict[str, Any]) -> None:
             Ours(nn.Linear(2, 2), device_id=torch.device("cpu"), **given)
 
 
+class Bare(nn.Module):
+    """Two modules and no forward, as an encoder and a decoder that are called by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Feedforward(5, 3), nn.Linear(5, 5))
+        self.decoder = Feedforward(5, 3)
+
+
+@pytest.mark.parametrize("manually", [True, False])
+def test_a_root_without_a_forward(manually: bool) -> None:
+    """FSDP1 makes the child that is called first a root: its inputs are cast and moved as the root's are."""
+    with fake_world(2):
+        for cls, package in ((Theirs, torch_fsdp), (Ours, flatfsdp)):
+            how: dict[str, Any] = {
+                "device_id": torch.device("cpu"),
+                "mixed_precision": package.MixedPrecision(torch.bfloat16, torch.float32),
+            }
+            bare: Any = Bare()
+            if manually:
+                bare.encoder[0], bare.decoder = cls(bare.encoder[0], **how), cls(bare.decoder, **how)
+                bare.encoder = cls(bare.encoder, **how)
+            else:
+                how["auto_wrap_policy"] = package.wrap.ModuleWrapPolicy({Feedforward, nn.Sequential})
+            with warnings.catch_warnings(record=True):
+                model: Any = cls(bare, **how)
+            code = model.encoder(torch.ones(2, 5))
+            found = model.decoder(code), model.decoder(code.float())
+            assert [each.dtype for each in (code, *found)] == [torch.bfloat16] * 3
+            found[0].sum().backward()
+        assert {id(each) for each in model._unit.root.entries} == {id(model.encoder._unit), id(model.decoder._unit)}
+        with pytest.raises(NotImplementedError):
+            model(code)
+        with pytest.raises(flatfsdp.errors.UsageError, match=r"ModuleList defines no forward.*\(0.weight, 0.bias\)"):
+            Ours(nn.ModuleList([nn.Linear(2, 2)]))
+        empty: Any = Ours(nn.ModuleList([nn.ReLU()]))
+        assert not empty._has_params
+
+
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 

@@ -107,6 +107,19 @@ def two_players_in_one_model(place: Place) -> Iterator[Tensor]:
         model.zero_grad()
 
 
+def two_players_under_a_module_without_a_forward(place: Place) -> Iterator[Tensor]:
+    """Both are called by themselves; the list among the classes to wrap is passed over."""
+    pair = nn.ModuleDict({"maker": deep(), "judges": nn.ModuleList([net(WIDTH, 3, 1), net(WIDTH, 1)])})
+    pair = place.wrap(pair, nn.ModuleList, nn.Sequential)
+    maker, judges = pair["maker"], pair["judges"]
+    ours, theirs = sgd(maker), sgd(judges)
+    for step in range(STEPS):
+        made = maker(place.rows(step))
+        yield descend(sum((softplus(judge(made.detach())).mean() for judge in judges), torch.zeros(())), theirs)
+        yield descend(softplus(-judges[step % 2](made)).mean(), ours)
+        judges.zero_grad()
+
+
 def a_teacher(place: Place) -> Iterator[Tensor]:
     teacher, student = place.wrap(deep()).eval(), place.wrap(net(WIDTH, WIDTH))
     optimizer = sgd(student)

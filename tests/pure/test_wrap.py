@@ -432,16 +432,16 @@ def test_planning_touches_nothing():
         (
             ModuleWrapPolicy(nn.ModuleList),
             "auto_wrap_policy: chose 'layers' (ModuleList), which defines no forward: its wrapper would never be "
-            "called and its parameters never gathered. Choose the modules inside it (Sequential), or the one that "
-            "calls them.",
+            "called and its parameters never gathered (0.0.weight, 0.0.bias, 0.1.weight and 9 more). Choose the "
+            "modules inside it (Sequential), or the one that calls them.",
         ),
         (
             functools.partial(
                 our_wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.ModuleDict)
             ),
             "auto_wrap_policy: chose 'heads' (ModuleDict), which defines no forward: its wrapper would never be called "
-            "and its parameters never gathered. Choose the modules inside it (Linear, Sequential), or the one that "
-            "calls them.",
+            "and its parameters never gathered (a.weight, a.bias, b.0.weight and 3 more). Choose the modules inside it "
+            "(Linear, Sequential), or the one that calls them.",
         ),
     ],
     ids=["object", "function"],
@@ -450,6 +450,41 @@ def test_containers_without_forward_are_refused(policy, message):
     with pytest.raises(UsageError) as caught:
         plan_wrapping(Net(), policy, kwargs={})
     assert str(caught.value) == message
+
+
+class Holder(nn.Module):
+    """A parameter beside a module, and no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.extra = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize("root", [Net(), nn.ModuleList([Net()]), nn.ModuleDict({"net": Net()})])
+def test_what_has_no_forward_is_passed_over_where_units_inside_hold_its_parameters(root):
+    """FSDP1 wraps it, warns, and never gathers through it: the other units are the same."""
+    root = copy.deepcopy(root)
+    everything = [path for path, module in root.named_modules() if path and type(module).__name__[:6] != "Module"]
+    for policy in (our_wrap.always_wrap_policy, CustomPolicy(lambda module: True), ModuleWrapPolicy(nn.Module)):
+        plan = plan_wrapping(root, policy, kwargs={})
+        assert sorted(planned.path for planned in plan) == sorted(everything)
+    some = plan_wrapping(root, ModuleWrapPolicy({nn.ModuleList, nn.Sequential, nn.Linear, Net}), kwargs={})
+    assert not any(isinstance(planned.module, nn.ModuleList) for planned in some)
+
+
+@pytest.mark.parametrize("policy", [our_wrap.always_wrap_policy, ModuleWrapPolicy(nn.Linear)])
+def test_own_parameters_of_what_has_no_forward_are_refused(policy):
+    with pytest.raises(UsageError, match=r"Holder defines no forward.* never gathered \(extra\)"):
+        plan_wrapping(Holder(), policy, kwargs={})
+    ignored = Holder()
+    assert plan_wrapping(ignored, policy, kwargs={}, ignored_params={ignored.extra})
+    inside = nn.Sequential(Holder())
+    if policy is our_wrap.always_wrap_policy:
+        with pytest.raises(UsageError, match=r"chose '0' \(Holder\), which defines no forward.* \(extra\)"):
+            plan_wrapping(inside, policy, kwargs={})
+    else:
+        assert [planned.path for planned in plan_wrapping(inside, policy, kwargs={})] == ["0.linear"]
 
 
 @pytest.mark.parametrize(
