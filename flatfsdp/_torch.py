@@ -7,8 +7,10 @@ that an upgrade fails in words.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
@@ -41,6 +43,10 @@ REASONS = {
     "the only place in between",
     "torch.distributed.distributed_c10d._process_group_name": "a group made by its members alone is named after the "
     "number of groups that the process is in; ranks in different numbers of them would wait for each other for ever",
+    "torch.distributed.ProcessGroup._get_backend": "its options hold the time limit of a group's operations, which "
+    "nothing public tells",
+    "torch.distributed.distributed_c10d._world.pg_map": "what torch lets go of when a process group is destroyed; it "
+    "tells nobody, and threads that serve the group would outlive it",
     "torch._C.DisableTorchFunctionSubclass": "a hidden parameter's gradient is asked for on the way of every backward",
     "torch.autograd.profiler._is_profiler_enabled": "ranges in a profiler's trace are worth their cost only while one "
     "runs, in whatever thread; nothing public tells",
@@ -78,6 +84,8 @@ def missing() -> list[str]:
         "torch.distributed.distributed_c10d._process_group_name": lambda: (
             torch.distributed.distributed_c10d._process_group_name
         ),
+        "torch.distributed.ProcessGroup._get_backend": lambda: torch.distributed.ProcessGroup._get_backend,
+        "torch.distributed.distributed_c10d._world.pg_map": lambda: torch.distributed.distributed_c10d._world.pg_map,
         "torch._C.DisableTorchFunctionSubclass": lambda: torch._C.DisableTorchFunctionSubclass,
         "torch.autograd.profiler._is_profiler_enabled": lambda: torch.autograd.profiler._is_profiler_enabled,
         "torch.distributed.ProcessGroup._allgather_base": lambda: (
@@ -294,6 +302,21 @@ def name_of_group(name: str) -> Iterator[None]:
         yield
     finally:
         c10d._process_group_name = by_count
+
+
+def time_limit(process_group: Any) -> float:
+    """Seconds after which an operation of `process_group` fails; infinity where its backend tells none."""
+    backends = map(process_group._get_backend, process_group._device_types)
+    options: list[Any] = [getattr(each, "options", None) for each in backends]
+    limits = [each._timeout.total_seconds() for each in options if hasattr(each, "_timeout")]
+    return min(limits, default=math.inf)
+
+
+def when_destroyed(process_group: Any, callback: Callable[[], None]) -> None:
+    """Call `callback` when `process_group` is destroyed: torch then drops its only hold of the store's Python object,
+    which the group itself does not keep."""
+    _, store = torch.distributed.distributed_c10d._world.pg_map[process_group]
+    weakref.finalize(store, callback).atexit = False
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:

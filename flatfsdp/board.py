@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -25,31 +27,48 @@ class StoreGone(RuntimeError):
 class Board:
     """Notes in the store of the default process group, over a connection of our own; each call is one round trip.
 
-    No call waits inside the store's client: its lock would keep the other thread out.
+    No call waits inside the store's client: its lock would keep the other thread out. One whose server is stopped or
+    cut off does not return, though; what may not wait for that looks at `silent_for()` first. [Note: silent store]
 
     Raises:
         StoreGone: from every call, once the store's process has ended.
     """
 
-    def __init__(self) -> None:
-        assert dist.group.WORLD is not None
-        store: Any = dist.group.WORLD.get_group_store()
-        self._store: Any = dist.PrefixStore("flatfsdp", store.clone())
-        self._line = _line_to(store)
+    def __init__(self, store: Any = None) -> None:
+        """`store`: that of the default process group without."""
+        if store is None:
+            assert dist.group.WORLD is not None
+            store = dist.group.WORLD.get_group_store()
+        self._given: Any = store
+        self._connecting = threading.Lock()
+        self._store: Any = None  # connected by the first request, as that asks the server, too
+        self._line: socket.socket | None = None
+        self._asked: dict[int, float] = {}  # by thread: since when it has been waiting for an answer
+
+    def silent_for(self) -> float:
+        """For how many seconds the store has owed an answer to some thread; 0 where it owes none."""
+        return max(0.0, time.monotonic() - min(list(self._asked.values()), default=math.inf))
+
+    def asked_since(self, thread: threading.Thread) -> float:
+        """Since when this thread has been waiting for an answer, by `time.monotonic()`; infinity where it has not."""
+        return self._asked.get(thread.ident or 0, math.inf)
 
     def post(self, key: str, text: str) -> None:
         """Write `text` at `key`."""
-        self._reachable().set(key, text)
+        with self._asking() as store:
+            store.set(key, text)
 
     def read(self, key: str) -> str | None:
         """What stands at `key`, None if nothing does."""
         # `get` would wait for what another rank erased since it was there; an exchange that never takes place does not.
-        text = _decoded(self._reachable().compare_set(key, _NOTHING, _NOTHING))
+        with self._asking() as store:
+            text = _decoded(store.compare_set(key, _NOTHING, _NOTHING))
         return None if text == _NOTHING else text
 
     def first(self, key: str, text: str) -> str:
         """Write `text` at `key` unless something stands there; what stands there now."""
-        return _decoded(self._reachable().compare_set(key, "", text))
+        with self._asking() as store:
+            return _decoded(store.compare_set(key, "", text))
 
     def count(self, key: str, step: int = 1) -> int:
         """Add `step` to the number at `key` (0 at first) and return it; what is no number there counts for 0."""
@@ -60,12 +79,14 @@ class Board:
         if found is not None and str(number) != found:
             # The store drops the connection of whoever adds to what is no number.
             self.post(key, "0")
-        return int(self._reachable().add(key, step))
+        with self._asking() as store:
+            return int(store.add(key, step))
 
     def erase(self, *keys: str) -> None:
         """Remove what stands at `keys`."""
         for key in keys:
-            self._reachable().delete_key(key)
+            with self._asking() as store:
+                store.delete_key(key)
 
     def sound(self, alarm: str) -> None:
         """Let the watch of every rank consider `alarm`."""
@@ -84,7 +105,23 @@ class Board:
             time.sleep(min(0.25, 0.001 + waited / 10))
         return answer
 
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[Any]:
+        """The store, for one request of this thread's."""
+        thread = threading.get_ident()
+        self._asked[thread] = time.monotonic()
+        try:
+            yield self._reachable()
+        finally:
+            del self._asked[thread]
+
     def _reachable(self) -> Any:
+        if self._store is None:
+            with self._connecting:
+                if self._store is None:
+                    self._line = _line_to(self._given)
+                    self._store = dist.PrefixStore("flatfsdp", self._given.clone())
+                    self._given = None  # its end tells that of the process group
         if self._line is not None and _is_closed(self._line):
             raise StoreGone(f"the store of the process group{where_it_was()} is gone, and the process that served it")
         return self._store
@@ -105,6 +142,13 @@ def where_it_was() -> str:
     """Where the launcher said that the store is, in words; "" if it did not."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     return f" at {host}:{port}" if host and port else ""
+
+
+def who_serves_it() -> str:
+    """The process behind the store, as far as the environment tells."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return "the launcher, which serves it,"
+    return "rank 0, which serves it unless a launcher does,"
 
 
 def _line_to(store: Any) -> socket.socket | None:

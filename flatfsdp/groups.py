@@ -6,9 +6,11 @@ Making one is collective over its members, and says who is missing.
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -131,7 +133,7 @@ def _for_reductions(process_group: Any) -> Any:
     made = _reduction_groups.get(process_group)
     if made is None or not _exists(made):
         ranks = dist.get_process_group_ranks(process_group)
-        made = _reduction_groups[process_group] = new_group(tuple(ranks), "wraps a module")
+        made = _reduction_groups[process_group] = new_group(tuple(ranks), "wraps a module", like=process_group)
     return made
 
 
@@ -143,20 +145,27 @@ def neighbours(axis: Group, count: int, device: torch.device) -> Group:
     known = _neighbours.setdefault(axis.process_group, {})
     if count not in known or not _exists(known[count]):
         first = axis.rank - axis.rank % count
-        known[count] = new_group(axis.ranks[first : first + count], "keeps parameters after forward")
+        known[count] = new_group(
+            axis.ranks[first : first + count], "keeps parameters after forward", like=axis.process_group
+        )
     return Group.of(known[count], device)
 
 
-def new_group(ranks: tuple[int, ...], doing: str, *, backend: str | None = None) -> Any:
+def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: str | None = None) -> Any:
     """One more group over `ranks`, made by them alone: models on different halves of the world are independent.
 
-    Collective over `ranks`; `doing` completes "rank 0 ..." for those who wait.
+    Collective over `ranks`; `doing` completes "rank 0 ..." for those who wait. It has the time limit of `like`, or of
+    the default group.
     """
+    limit = _torch.time_limit(dist.group.WORLD if like is None else like)
+    timeout = None if math.isinf(limit) else timedelta(seconds=limit)
     counts = _made.setdefault(dist.group.WORLD, Counter())
     counts[ranks] += 1
     name = f"flatfsdp {number(str(ranks)):x} {counts[ranks]}"
     with expecting(ranks, f"{doing} over ranks {', '.join(map(str, ranks))}"), _torch.name_of_group(name):
-        return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, group_desc="flatfsdp")
+        return dist.new_group(
+            list(ranks), timeout, backend=backend, use_local_synchronization=True, group_desc="flatfsdp"
+        )
 
 
 def _exists(process_group: Any) -> bool:

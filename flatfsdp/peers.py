@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import torch
 
-from . import board
+from . import _torch, board
 from .board import Board
 from .comm import Transport
 from .errors import AgreementError, fail
@@ -58,6 +58,11 @@ class Peers:
         self._axes = axes
         if axes:
             self._rank = axes[0].group.ranks[axes[0].group.rank]
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds that the process groups give an operation."""
+        return max((_torch.time_limit(axis.group.process_group) for axis in self._axes), default=0.0)
 
     def _know(self, ranks: Sequence[int]) -> Watch:
         """These ranks have answered: notes may be left for them, in the watch that this returns."""

@@ -15,7 +15,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Literal, NamedTuple, cast, get_args
 
@@ -26,11 +26,13 @@ from .foreign_text import parse
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
 REFUSALS = 5  # looks after which one that asked first, and is not heard of, counts for nothing
+QUIETLY = "ended its program without an error"
+_UNEVEN = ". Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join(model) as joined`"
 OBITUARIES = 64  # ends of processes that a roll call reads at most
 
-# Why it is asked: what ranks wait for may never come ("meet"); a wait is to be reported, or to be an error; a
-# connection was lost.
-Purpose = Literal["meet", "report", "raise", "lost"]
+# Why it is asked: what ranks wait for may never come ("meet"); a wait is to be reported, or to be an error, by what the
+# user chose or by the time limit of the process group; a connection was lost.
+Purpose = Literal["meet", "report", "raise", "timeout", "lost"]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 
 
@@ -334,13 +336,14 @@ def _are_ranks(values: Sequence[object]) -> bool:
     return all(type(each) is int for each in values)
 
 
-def in_one_sentence(obituaries: Iterable[Obituary]) -> str:
+def in_one_sentence(obituaries: Sequence[Obituary]) -> str:
     """Whose end the others cannot go on after."""
     for each in obituaries:
         if each.cause is not None:
             return each.cause
     told = "; ".join(f"rank {each.rank} {each.words}" for each in obituaries)
-    return f"{told}. The others cannot go on without it"
+    uneven = any(each.words.startswith(QUIETLY) for each in obituaries)
+    return f"{told}. The others cannot go on without it{_UNEVEN if uneven else ''}"
 
 
 def lines_of(answers: dict[int, Answer]) -> list[str]:

@@ -78,10 +78,17 @@ def set_wait(*, report_after: float = 30.0, raise_after: float | None = None) ->
 blocking: dict[object, float] = {}  # by what blocks a thread: since when it does, by `time.monotonic()`
 
 
+class _Theirs:
+    """Stands in `blocking` for an operation of the program's own, over a process group that only it knows."""
+
+
 @contextmanager
-def blocked() -> Iterator[None]:
-    """The enclosed code blocks this thread until other ranks have done their part."""
-    this = object()
+def blocked(*, theirs: bool = False) -> Iterator[None]:
+    """The enclosed code blocks this thread until other ranks have done their part.
+
+    `theirs`: in an operation of the program's own, whose process group may have any time limit.
+    """
+    this = _Theirs() if theirs else object()
     blocking[this] = time.monotonic()
     try:
         yield
@@ -89,6 +96,10 @@ def blocked() -> Iterator[None]:
         del blocking[this]
 
 
-def blocked_since() -> float:
-    """Since when a thread of this process has been blocked, by `time.monotonic()`; infinity where none is."""
-    return min(list(blocking.values()), default=math.inf)
+def blocked_since(*, by_ours: bool = False) -> float:
+    """Since when a thread of this process has been blocked, by `time.monotonic()`; infinity where none is.
+
+    `by_ours`: not by the program's own operations.
+    """
+    since = [began for what, began in list(blocking.items()) if not (by_ours and isinstance(what, _Theirs))]
+    return min(since, default=math.inf)

@@ -4,7 +4,9 @@
 left is the store of the default process group. A rank that does something unexpected leaves a note there and sounds an
 *alarm*. On every rank one daemon thread reads the number of alarms once per period (`PERIOD`, more where ranks are so
 many that the store would have more than `READS` such reads per second); nothing else is read or written as long as all
-is well. The thread runs from a model's first forward, or the first wait before it, until its models are gone.
+is well. The thread runs from a model's first forward, or the first wait before it, until its models are gone, or the
+process group is destroyed. Limits of waiting are judged beside it where the store does not answer ([Note: silent
+store]).
 
 What it costs in a world of W ranks, in requests to the store:
 
@@ -34,6 +36,7 @@ import functools
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -45,15 +48,28 @@ from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 
-from . import waits
-from .board import KEPT, Board, StoreGone, where_it_was
+from . import _torch, waits
+from .board import KEPT, Board, StoreGone, where_it_was, who_serves_it
 from .errors import AgreementError, FlatFSDPError, LostRankError, WaitError
 from .farewell import at_end, in_words
 from .foreign_text import parse
-from .roll_call import ANSWER, PURPOSES, Answer, Obituary, Process, Purpose, Result, RollCalls, in_one_sentence
+from .roll_call import (
+    ANSWER,
+    PURPOSES,
+    QUIETLY,
+    Answer,
+    Obituary,
+    Process,
+    Purpose,
+    Result,
+    RollCalls,
+    in_one_sentence,
+)
+from .timekeeper import Timekeeper
 
 GRACE = 4.0  # seconds that a blocked main thread gets to come back before its process is ended
 JOIN = 10.0  # seconds that the thread gets to finish what it says, when the interpreter ends
+SILENCE = 3.0  # periods without an answer of the store after which the watch cannot be relied on
 PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late for good reasons: torch's own bound
 
 
@@ -67,6 +83,10 @@ class Watched(Protocol):
     @property
     def doing(self) -> tuple[str, float]:
         """What this rank does with the model, to follow "rank 0: ", and since when."""
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds that the model's process groups give an operation."""
 
     @property
     def last_step(self) -> str:
@@ -101,14 +121,14 @@ class Wait:
 class Watch:
     """The thread of one default process group, and who is watched."""
 
-    def __init__(self, board: Board, *, rank: int, world: int) -> None:
+    def __init__(self, board: Board, *, rank: int, world: int, time_limit: float = math.inf) -> None:
+        """`time_limit`: the seconds that the process group gives an operation."""
         self.board = board
         self._rank = rank
+        self._time_limit = time_limit
         self._calls = RollCalls(board, rank=rank, world=world)
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._heard = board.count("alarms", 0)
         self._gap_since = math.inf  # when an alarm was found counted, but not written
-        board.post(f"here/{rank}", Process.this().to_text())
         self._open: list[str] = []
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -122,8 +142,15 @@ class Watch:
         self._next_roll = 0.0  # seconds into a wait of the kind above, at which to ask again
         self._reported: float | None = None  # since when the wait lasts that was reported
         self._asked: Callable[[], Any] | None = None  # the main thread lost a connection, and waits until this is true
+        self._asked_why: Purpose = "lost"
         self._lost: AgreementError | None = None  # what it is to raise
+        self._timekeeper = Timekeeper(
+            board, period=lambda: self._calls.period, patience=SILENCE, judge=self._judge_in_silence
+        )
         atexit.register(_close, weakref.ref(self))
+        self._timekeeper.start(self._runs)
+        self._heard = board.count("alarms", 0)
+        board.post(f"here/{rank}", Process.this().to_text())
 
     def add(self, watched: Watched) -> None:
         """Look after `watched` until it is gone; starts the thread if none runs."""
@@ -191,17 +218,21 @@ class Watch:
     def explain(self, error: BaseException, otherwise: Callable[[], Any] = lambda: None) -> AgreementError:
         """What is behind `error`, a lost connection. Waits for the others' answers, some seconds at most, or until
         `otherwise()` is true."""
+        broken = str(error).splitlines()[0] if str(error) else type(error).__name__
+        self._asked_why = "timeout" if _RAN_OUT.search(broken) else "lost"
         self._asked = lambda: self._lost or otherwise()
         self._wake.set()
         self.board.wait(lambda: self._lost or otherwise() or not self._hears, 4 * ANSWER * self._calls.period)
         self._asked = None
         if self._lost is not None:
             return self._lost
-        broken = str(error).splitlines()[0] if str(error) else type(error).__name__
+        silent = self.board.silent_for()
+        if silent > self._calls.period:
+            return LostRankError(f"a connection to another rank broke: {broken}. {_does_not_answer(silent)}")
         try:
             self.board.count("alarms", 0)
         except RuntimeError as gone:
-            return LostRankError(f"{gone}: {_host_of_the_store()}. A connection to another rank broke: {broken}")
+            return LostRankError(f"{gone}: {who_serves_it()} has ended. A connection to another rank broke: {broken}")
         return LostRankError(
             "a connection to another rank broke, and nobody told why. Look for what ended the other ranks, or their "
             f"network: {broken}"
@@ -213,12 +244,16 @@ class Watch:
         return models[-1].last_step if models else ""
 
     def close(self) -> None:
-        """Stop the thread: at the end of the interpreter it would die in the middle of a call."""
+        """Stop the threads: at the end of the interpreter they would die in the middle of a call."""
         self._closed = True
         self._wake.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=JOIN)
+        deadline = time.monotonic() + JOIN
+        for thread in (self._thread, self._timekeeper.stop()):
+            while thread not in (None, threading.current_thread()) and thread.is_alive():
+                # One that waits for a silent store stays until the process ends.
+                if time.monotonic() > deadline or self.board.silent_for() > self._calls.period:
+                    break
+                thread.join(timeout=0.1)
 
     @property
     def _hears(self) -> bool:
@@ -231,6 +266,10 @@ class Watch:
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(target=self._run, name="flatfsdp watch", daemon=True)
             self._thread.start()
+            self._timekeeper.start(self._runs)
+
+    def _runs(self) -> bool:
+        return self._thread is not None
 
     def _run(self) -> None:
         try:
@@ -301,9 +340,22 @@ class Watch:
 
     def _waited(self) -> tuple[float, Wait | None]:
         """Since when this process waits (infinity if it does not), and the wait that was announced, if one was."""
-        announced = min(self._waits.values(), key=lambda wait: wait.since, default=None)
-        since = waits.blocked_since()
+        announced = min(list(self._waits.values()), key=lambda wait: wait.since, default=None)
+        since = min(waits.blocked_since(), self.board.asked_since(threading.main_thread()))
         return (since, None) if announced is None else (min(since, announced.since), announced)
+
+    def _passed(self) -> tuple[Purpose, float] | None:
+        """The limit that this rank's wait has come to, and its seconds."""
+        since, announced = self._waited()
+        now, chosen = time.monotonic(), waits.limits.raise_after
+        if chosen is not None and now - since > chosen:
+            return "raise", chosen
+        # The program's own operations have the limits of their own groups.
+        ours = min(waits.blocked_since(by_ours=True), math.inf if announced is None else announced.since)
+        limit = max([self._time_limit, *(each.time_limit for each in list(self._watched))])
+        if now - ours > limit - min(2 * self._calls.period, limit / 4):  # the others are still to be asked
+            return "timeout", limit
+        return None
 
     def _answer(self) -> Answer:
         now = time.monotonic()
@@ -325,9 +377,9 @@ class Watch:
             speak(f"[flatfsdp, rank {self._rank}] goes on after {time.monotonic() - self._reported:.0f} s")
             self._reported = None
         if self._asked is not None and not self._asked():
-            return "lost"
-        if waits.limits.raise_after is not None and waited > waits.limits.raise_after:
-            return "raise"
+            return self._asked_why
+        if (passed := self._passed()) is not None:
+            return passed[0]
         if waited > waits.limits.report_after and self._reported is None:
             return "report"
         if announced is None or waited < 2 * self._calls.period:
@@ -356,11 +408,11 @@ class Watch:
                 f"ranks wait for each other in different places: {result.parted}. Wrap the same module over the same "
                 "process group or mesh, with the same strategy, on every rank, and make collective calls on all of them"
             )
-        elif result.purpose == "raise":
-            error = WaitError(
-                f"ranks waited for more than {waits.limits.raise_after or waited:.0f} s (set_wait(raise_after=...)): "
-                + "; ".join(result.lines)
-            )
+        elif result.purpose in ("raise", "timeout"):
+            limit = f"more than {waits.limits.raise_after or waited:.0f} s (set_wait(raise_after=...))"
+            if result.purpose == "timeout":
+                limit = "as long as their process group allows (timeout= of init_process_group or new_group)"
+            error = WaitError(f"ranks waited for {limit}: {'; '.join(result.lines)}")
         leave = functools.partial(self._calls.let_all_read, f"roll/{number}", result.answered)
         if error is not None:
             self._fail(error, None, leave=leave)
@@ -415,16 +467,35 @@ class Watch:
                 self._fail(
                     LostRankError(
                         f"the store of the process group{where_it_was()} is gone, and this rank waits for others: "
-                        f"{_host_of_the_store()}"
+                        f"{who_serves_it()} has ended"
                     ),
                     None,
                 )
 
+    def _judge_in_silence(self, silent: float) -> None:
+        """Keep the limits of this rank's wait though the store does not answer. Called by the timekeeper."""
+        since, announced = self._waited()
+        waited = time.monotonic() - since
+        asks = announced is None and math.isinf(waits.blocked_since())
+        doing = "waiting for the store" if asks else self._answer().doing
+        if waited > waits.limits.report_after and self._reported != since:
+            self._reported = since
+            speak(f"[flatfsdp, rank {self._rank}] {doing}, for {waited:.0f} s. {_does_not_answer(silent)}")
+        if (passed := self._passed()) is not None:
+            limit = "set_wait(raise_after=...)" if passed[0] == "raise" else "the time limit of the process group"
+            told = f"this rank waited for {passed[1]:.0f} s ({limit}), {doing}. {_does_not_answer(silent)}"
+            self._fail(WaitError(told), None)
 
-def _host_of_the_store() -> str:
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return "the launcher that served it has ended"
-    return "rank 0, which serves it unless a launcher does, has ended"
+
+def _does_not_answer(silent: float) -> str:
+    return (
+        f"The store of the process group{where_it_was()} has not answered for {silent:.0f} s, so nobody can be asked: "
+        f"{who_serves_it()} is stopped, or cannot be reached"
+    )
+
+
+# Of gloo, and of torch's stores.
+_RAN_OUT = re.compile("Timed out waiting|wait timeout")
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -462,8 +533,10 @@ def current_watch() -> Watch:
     found = _watches.get(world)
     if found is None:
         board, rank = Board(), dist.get_rank()
-        found = _watches[world] = Watch(board, rank=rank, world=dist.get_world_size())
+        limit = _torch.time_limit(world)
+        found = _watches[world] = Watch(board, rank=rank, world=dist.get_world_size(), time_limit=limit)
         at_end(functools.partial(_leave_word, weakref.ref(found), board, rank))
+        _torch.when_destroyed(world, functools.partial(_close, weakref.ref(found)))
     return found
 
 
@@ -471,8 +544,10 @@ def _leave_word(watch: weakref.ref[Watch], board: Board, rank: int, error: BaseE
     """The process ends: tell the others, also those who look for this rank after it destroyed its process group."""
     found = watch()
     last = found.last_step() if found is not None else ""
-    words = f"ended its program without an error{last}" if error is None else f"ended with {in_words(error)}{last}"
+    words = f"{QUIETLY}{last}" if error is None else f"ended with {in_words(error)}{last}"
     cause = str(error) if isinstance(error, AgreementError) else None
+    if board.silent_for() > 1.0:  # this process would not come to its end
+        return
     with contextlib.suppress(RuntimeError):
         Obituary(rank, words, cause).leave(board, alarm=error is not None)
 
@@ -539,7 +614,7 @@ def waiting_for_ranks() -> Iterator[None]:
         ...     torch.distributed.all_reduce(tokens)
     """
     try:
-        with waits.blocked():
+        with waits.blocked(theirs=True):
             yield
     except RuntimeError as error:
         if not is_lost_connection(error):

@@ -54,7 +54,9 @@ class Ranks:
             return self
         if self.group not in _beside:
             members = tuple(dist.get_process_group_ranks(self.group))
-            _beside[self.group] = new_group(members, "prepares to save in the background", backend="gloo")
+            _beside[self.group] = new_group(
+                members, "prepares to save in the background", like=self.group, backend="gloo"
+            )
         return Ranks(_beside[self.group])
 
     def calling(self, call: str, model: object) -> AbstractContextManager[None]:

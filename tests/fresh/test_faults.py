@@ -6,6 +6,7 @@ one that is killed in the middle of a checkpoint is in `test_checkpoint_killed.p
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -73,20 +74,59 @@ def killed_before_a_state_dict(rank: int, world: int) -> None:
     model.state_dict()
 
 
-def killed_with_the_store(rank: int, world: int) -> None:
+def served_by_the_last(rank: int, world: int) -> dist.TCPStore:
+    """A process group in which the last process is rank 0, and serves the store; the launcher's store."""
     launcher = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    if rank == 1:
+    if rank == world - 1:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         launcher.set("port", str(store.port))
     else:
         store = dist.TCPStore("127.0.0.1", int(launcher.get("port")), is_master=False)
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    dist.init_process_group("gloo", store=store, rank=1 - rank, world_size=world)
+    dist.init_process_group("gloo", store=store, rank=world - 1 - rank, world_size=world)
     torch.manual_seed(0)
+    return launcher
+
+
+def killed_with_the_store(rank: int, world: int) -> None:
+    served_by_the_last(rank, world)
     model = wrap(Net())
     step(model)
     if rank == 1:
         killed()
+    step(model)
+
+
+def frozen_until_gone(pids: list[int]) -> None:
+    """Stop this process; another one ends it when those of `pids` are gone, or after `LIMIT`."""
+    this = os.getpid()
+    if os.fork() == 0:
+        deadline = time.monotonic() + LIMIT
+        while any(map(is_running, pids)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(this, signal.SIGKILL)
+        os._exit(0)
+    os.kill(this, signal.SIGSTOP)
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def frozen_with_the_store(rank: int, world: int) -> None:
+    """One waits in a collective, one has to leave a note in the store."""
+    launcher = served_by_the_last(rank, world)
+    launcher.set(f"pid of {rank}", str(os.getpid()))
+    flatfsdp.set_wait(report_after=2, raise_after=5)
+    model = wrap(Net())
+    step(model)
+    if rank == world - 1:
+        frozen_until_gone([int(launcher.get(f"pid of {each}")) for each in range(world - 1)])
+    if rank == 0:
+        time.sleep(1)
+        model.state_dict()
     step(model)
 
 
@@ -96,6 +136,12 @@ def one_batch_fewer(rank: int, world: int) -> None:
         step(model)
 
 
+def sleep_until(ready: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LIMIT / 2
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def asleep(rank: int, world: int) -> None:
     said: list[str] = []
     speak = watch.speak
@@ -103,11 +149,6 @@ def asleep(rank: int, world: int) -> None:
     def speak_and_note(sentence: str) -> None:
         speak(sentence)
         said.append(sentence)
-
-    def sleep_until(ready: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + LIMIT / 2
-        while not ready() and time.monotonic() < deadline:
-            time.sleep(0.1)
 
     with patch.object(watch, "speak", speak_and_note):
         flatfsdp.set_wait(report_after=2)
@@ -119,6 +160,18 @@ def asleep(rank: int, world: int) -> None:
         if rank == 1:
             sleep_until(lambda: model._unit.root.agreement._verdict)
         step(model)
+
+
+def slower_than_the_group(rank: int, world: int) -> None:
+    """Nobody chose a limit, and a rank is late for more than torch allows."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=8))
+    torch.manual_seed(0)
+    model = wrap(Net())
+    step(model)
+    agreement = model._unit.root.agreement
+    if rank == 1:
+        sleep_until(lambda: agreement._verdict)
+    step(model)
 
 
 def never_together(rank: int, world: int) -> list[tuple[str, str]]:
@@ -143,8 +196,10 @@ CASES: dict[str, tuple[int, Callable[..., Any]]] = {
         (3, killed_in_forward),
         (2, killed_before_a_state_dict),
         (2, killed_with_the_store),
+        (3, frozen_with_the_store),
         (2, one_batch_fewer),
         (2, asleep),
+        (2, slower_than_the_group),
         (2, never_together),
     )
 }
@@ -200,7 +255,12 @@ PLACE = r"the forward of unit 'blocks.0'"
             r"the store of the process group at \S+ is gone, and the process that served it: rank 0, which serves it "
             "unless a launcher does, has ended",
         ),
-        ("one_batch_fewer", 0, "rank 1 ended its program without an error"),
+        (
+            "one_batch_fewer",
+            0,
+            r"rank 1 ended its program without an error.*\. The others cannot go on without "
+            r"it\. Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join\(model\)",
+        ),
     ],
 )
 def test_a_rank_is_lost(runs: Runs, case: str, exit_code: int, told: str) -> None:
@@ -209,6 +269,20 @@ def test_a_rank_is_lost(runs: Runs, case: str, exit_code: int, told: str) -> Non
     for outcome in (outcomes[0], *outcomes[2:]):
         assert outcome.exit_code == 1, outcome
         assert re.search(rf"(LostRankError|AgreementError): .*{told}", outcome.output), outcome.output
+
+
+def test_a_rank_is_stopped_that_serves_the_store(runs: Runs) -> None:
+    """Limits are kept by those who can ask nobody: in a collective, and in a request to the store."""
+    *waiting, stopped = ended(runs, "frozen_with_the_store")
+    assert stopped.exit_code == -signal.SIGKILL
+    silent = r"The store of the process group at \S+ has not answered for \d+ s, so nobody can be asked: rank 0, which"
+    for outcome, doing in zip(waiting, ("waiting for the store", "waiting in the forward"), strict=True):
+        assert outcome.exit_code == 1, outcome
+        assert re.search(rf"^\[flatfsdp, rank \d\] {doing}.*, for \d s. {silent}", outcome.output, re.MULTILINE), (
+            outcome
+        )
+        told = rf"WaitError: this rank waited for 5 s \(set_wait\(raise_after=...\)\), {doing}.*\. {silent}"
+        assert re.search(told, outcome.output), outcome
 
 
 def test_a_rank_sleeps(runs: Runs) -> None:
@@ -227,6 +301,16 @@ def test_a_rank_sleeps(runs: Runs) -> None:
         assert "WaitError: ranks waited for more than 4 s" in outcome.output, outcome.output
     assert re.search(r"^\[flatfsdp, rank 0\] goes on after \d+ s$", waiting.output, re.MULTILINE), waiting.output
     assert "goes on after" not in sleeping.output
+
+
+def test_no_wait_is_longer_than_the_process_group_allows(runs: Runs) -> None:
+    for outcome in ended(runs, "slower_than_the_group"):
+        assert outcome.exit_code == 1, outcome
+        assert re.search(
+            r"WaitError: ranks waited for as long as their process group allows \(timeout= of init_process_group or "
+            r"new_group\): rank 0: waiting in the forward .*; rank 1: in the program's own code since ",
+            outcome.output,
+        ), outcome
 
 
 def test_ranks_that_never_come_together_are_torchs_to_name(runs: Runs) -> None:

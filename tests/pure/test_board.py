@@ -13,12 +13,9 @@ import torch.distributed as dist
 from flatfsdp.board import Board
 
 
-class Notes(Board):
-    """A board over a store of its own."""
-
-    def __init__(self, store: dist.Store) -> None:
-        store.set_timeout(timedelta(seconds=1))
-        self._store, self._line = dist.PrefixStore("notes", store), None
+def notes_in(store: dist.Store) -> Board:
+    store.set_timeout(timedelta(seconds=1))
+    return Board(store)
 
 
 def tcp() -> dist.Store:
@@ -30,7 +27,7 @@ STORES = pytest.mark.parametrize("make", [dist.HashStore, tcp])
 
 @STORES
 def test_what_stands_there(make: Callable[[], dist.Store]) -> None:
-    notes = Notes(make())
+    notes = notes_in(make())
     assert notes.read("verdict") is None
     assert notes.first("verdict", "same") == notes.first("verdict", "different") == notes.read("verdict") == "same"
     notes.post("empty", "")
@@ -42,7 +39,7 @@ def test_what_stands_there(make: Callable[[], dist.Store]) -> None:
 @STORES
 def test_what_another_erases_meanwhile_is_not_waited_for(make: Callable[[], dist.Store]) -> None:
     store = make()
-    reader, writer, over = Notes(store), Notes(store.clone()), threading.Event()
+    reader, writer, over = notes_in(store), notes_in(store.clone()), threading.Event()
 
     def write() -> None:
         while not over.is_set():

@@ -38,7 +38,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (2, "comm"),
     (2, "comm_hooks"),
     (2, "hooked"),
-    (2, "values board roll_call watch peers stream agree replicas"),
+    (2, "values board roll_call timekeeper watch peers stream agree replicas"),
     (2, "exchange"),
     (2, "groups"),
     (3, "portion resident"),

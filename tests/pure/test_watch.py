@@ -17,6 +17,7 @@ from flatfsdp import board, waits, watch
 from flatfsdp.board import StoreGone
 from flatfsdp.errors import AgreementError, ConfigTypeError, ConfigValueError, LostRankError, WaitError, ranks_in_words
 from flatfsdp.roll_call import ANSWER, Answer, Obituary, Process, lines_of, parted
+from flatfsdp.timekeeper import Timekeeper
 from flatfsdp.watch import Watch
 
 
@@ -24,6 +25,7 @@ class Notes(board.Board):
     """A board of one process that counts the requests of one rank."""
 
     def __init__(self, shared: dict[str, str]) -> None:
+        super().__init__(shared)
         self._shared = shared
         self.requests = 0
         self.is_gone = False
@@ -58,6 +60,7 @@ class Model:
 
     busy = False
     doing = ("in the program's own code since a backward in step 3", 0.0)
+    time_limit = math.inf
     last_step = ", after a backward in step 3"
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -110,6 +113,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(watch, "end_process_unless", lambda come_back: None)
     monkeypatch.setattr(board, "PERIOD", 0.01)
     monkeypatch.setattr(Watch, "_start", lambda self: None)
+    monkeypatch.setattr(Timekeeper, "start", lambda self, wanted: None)
     flatfsdp.set_wait(report_after=0.01)
     yield found
     flatfsdp.set_wait()
