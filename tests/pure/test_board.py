@@ -27,7 +27,8 @@ STORES = pytest.mark.parametrize("make", [dist.HashStore, tcp])
 
 @STORES
 def test_what_stands_there(make: Callable[[], dist.Store]) -> None:
-    notes = notes_in(make())
+    store = make()
+    notes = notes_in(store)
     assert notes.read("verdict") is None
     assert notes.first("verdict", "same") == notes.first("verdict", "different") == notes.read("verdict") == "same"
     notes.post("empty", "")

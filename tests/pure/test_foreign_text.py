@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,6 +16,7 @@ from flatfsdp.board import Board
 from flatfsdp.errors import AgreementError
 from flatfsdp.foreign_text import LONGEST, one_line, parse
 from flatfsdp.roll_call import Answer, Obituary, Process, Result
+from flatfsdp.timekeeper import Timekeeper
 from flatfsdp.watch import Watch
 from tests.harness.thorough import seeds
 
@@ -46,7 +48,8 @@ def test_what_is_told_comes_back() -> None:
 
 @pytest.mark.parametrize("make", [dist.HashStore, lambda: dist.TCPStore("localhost", 0, is_master=True)])
 def test_a_counter_that_others_wrote_over_counts_on(make: type[dist.Store]) -> None:
-    notes = Notes(make())
+    store = make()
+    notes = notes_in(store)
     assert notes.count("alarms", 0) == 0
     assert [notes.count("alarms"), notes.count("alarms"), notes.count("alarms", 0)] == [1, 2, 2]
     for garbage in ("garbage", "", "9" * 40, "1_0", "\0"):
@@ -56,18 +59,16 @@ def test_a_counter_that_others_wrote_over_counts_on(make: type[dist.Store]) -> N
         assert notes.count("alarms", 0) >= 1
 
 
-class Notes(Board):
-    """A board over a store of its own."""
-
-    def __init__(self, store: dist.Store) -> None:
-        store.set_timeout(timedelta(seconds=5))
-        self._store, self._line = dist.PrefixStore("notes", store), None
+def notes_in(store: dist.Store) -> Board:
+    store.set_timeout(timedelta(seconds=5))
+    return Board(store)
 
 
 class Model:
     """A model that never runs."""
 
     busy, doing, last_step = False, ("in the program's own code", 0.0), ""
+    time_limit = math.inf
 
     def consider(self, alarm: str) -> bool:
         return True
@@ -92,7 +93,8 @@ def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytes
     said: list[str] = []
     monkeypatch.setattr(watch, "speak", said.append)
     monkeypatch.setattr("flatfsdp.board.PERIOD", 0.001)
-    drawn, notes, model = random.Random(seed), Notes(dist.HashStore()), Model()
+    monkeypatch.setattr(Timekeeper, "start", lambda self, wanted: None)
+    drawn, notes, model = random.Random(seed), notes_in(dist.HashStore()), Model()
     looking = Watch(notes, rank=0, world=2)
     for _ in range(30):
         notes.post(drawn.choice(KEYS), garbage(drawn))
