@@ -237,8 +237,9 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
         Values of parameters are copies. With `FULL_STATE_DICT` they are whole, in the dtype that optimizers see, on the
         compute device; no more than one unit is gathered at a time. With `SHARDED_STATE_DICT` they are what this rank
         owns, for `torch.distributed.checkpoint`, and with `LOCAL_STATE_DICT` one flat shard per unit (and kind).
-        Buffers, and parameters that are ignored, are what the module has. Inside `summon_full_params()` values are the
-        summoned parameters themselves.
+        Parameters that are ignored are what the module has on this rank. So are buffers, which may differ between ranks
+        (running statistics), but with `FULL_STATE_DICT` of sharded parameters: there every rank has rank 0's. Inside
+        `summon_full_params()` values are the summoned parameters themselves.
 
         Collective for whole values, and where a module inside computes with values on the way; else nothing is
         communicated.

@@ -54,7 +54,8 @@ def save(
 
     Args:
         path: a folder that is not there, is empty, or, with `overwrite`, holds a checkpoint. All ranks share it.
-        model: of which every rank saves what it owns; no parameter is made whole.
+        model: of which every rank saves what it owns; no parameter is made whole. Of buffers that differ between ranks
+            (running statistics) the first rank's are saved (`per_node`: of each node), and a warning says so once.
         optimizer: that of `model`. Its state is saved by the names of parameters.
         extra: nested mappings and lists of tensors and plain values (None, bool, int, float, str, bytes, tuples, ...),
             the same on all ranks where the keys are the same. What differs between ranks (states of random numbers)
@@ -150,7 +151,7 @@ def _taking(
 
 def _contents_of(part: Part) -> Contents:
     ties = {f"{part.name}.{name}": f"{part.name}.{first}" for name, first in part.ties.items()}
-    return Contents.of({part.name: part.state}, ties)
+    return Contents.of({part.name: part.state}, ties, frozenset(f"{part.name}.{name}" for name in part.buffers))
 
 
 def load(

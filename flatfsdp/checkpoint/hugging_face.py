@@ -53,8 +53,8 @@ def export_safetensors(
 ) -> None:
     """Write the parameters and buffers of `model` as safetensors files, as ``transformers`` loads them.
 
-    Collective over `process_group`. Nothing is gathered: each rank writes its own elements to their places. Parameters
-    with several names (tied ones) are written once, under the first.
+    Collective over `process_group`. Nothing is gathered: each rank writes its own elements to their places, and rank 0
+    its buffers. Parameters with several names (tied ones) are written once, under the first.
 
     Args:
         model: the model, wrapped or not.

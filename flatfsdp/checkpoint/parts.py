@@ -38,11 +38,13 @@ class Part(Protocol):
     Attributes:
         state: nested mappings.
         ties: names in `state` of a parameter or buffer that has several, with the first of them.
+        buffers: names in `state` of buffers, of which each rank may have another one.
     """
 
     name: str
     state: Mapping[str, Any]
     ties: Mapping[str, str]
+    buffers: Collection[str]
 
     def take(self, *, lent: bool) -> None:
         """Find `state`; `lent`: its tensors may be those in use, elsewhere they are there to be filled. Collective."""
@@ -58,6 +60,7 @@ class _Given:
     """A state dict that the user has made, and will load."""
 
     ties: Mapping[str, str] = MappingProxyType({})
+    buffers: Collection[str] = ()
 
     def __init__(self, name: str, state: Mapping[str, Any]) -> None:
         self.name, self.state = name, state
@@ -74,6 +77,7 @@ class _Model:
     name = "model"
     state: Mapping[str, Any]
     ties: Mapping[str, str]
+    buffers: Collection[str]
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -82,14 +86,15 @@ class _Model:
         with _sharded(self._model), lending() if lent else nullcontext():
             self._own: dict[str, Any] = self._model.state_dict()
         named = [each.names for each in named_state(self._model)]
-        named += [each.names for each in buffers_of(self._model)]
-        known = {name for names in named for name in names}
+        buffers = [each.names for each in buffers_of(self._model)]
+        named += buffers
         known = {name for names in named for name in names}
         # What modules tell of themselves beside parameters and buffers, which may be in use, and is filled here.
         self._told = {} if lent else {key: each for key, each in self._own.items() if _is_told(key, each, known)}
         self._own.update((key, each.clone()) for key, each in self._told.items())
         # Around the outermost wrapper modules of torch.compile show their prefix.
         self.state = {clean(key): each if _is_tensor(each) else value_of(each) for key, each in self._own.items()}
+        self.buffers = {name for names in buffers for name in names}
         self.ties = {name: names[0] for names in named for name in names[1:] if {name, names[0]} <= self.state.keys()}
 
     def expect(self, there: Mapping[str, Described]) -> None: ...
@@ -118,6 +123,7 @@ class _Optimizer:
     name = "optimizer"
     state: Mapping[str, Any]
     ties: Mapping[str, str] = MappingProxyType({})
+    buffers: Collection[str] = ()
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self._optimizer, self._model = optimizer, model

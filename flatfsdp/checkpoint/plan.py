@@ -7,7 +7,7 @@ writes which interval, each once, and prove that every element is written.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -44,8 +44,9 @@ def digest(plan: Sequence[Held]) -> str:
     return hashlib.sha256(repr(tuple(plan)).encode()).hexdigest()
 
 
-def assign(plans: Sequence[Sequence[Held]], nodes: Sequence[int]) -> list[list[Held]]:
-    """What each rank writes, given what each holds. Of several holders the one that writes least so far does.
+def assign(plans: Sequence[Sequence[Held]], nodes: Sequence[int], firsts: Collection[str] = ()) -> list[list[Held]]:
+    """What each rank writes, given what each holds. Of several holders the one that writes least so far does; of
+    tensors with keys in `firsts`, whose values ranks may not share, the first one.
 
     `nodes` are equal for ranks that share a file system: on each, everything is written that its ranks hold.
 
@@ -62,7 +63,8 @@ def assign(plans: Sequence[Sequence[Held]], nodes: Sequence[int]) -> list[list[H
         _check(key, intervals)
         for held, ranks in intervals.items():
             for node in {nodes[rank] for rank in ranks}:
-                writer = min((rank for rank in ranks if nodes[rank] == node), key=load.__getitem__)
+                there = [rank for rank in ranks if nodes[rank] == node]
+                writer = there[0] if key in firsts else min(there, key=load.__getitem__)
                 writes[writer].append(held)
                 load[writer] += held.size
     return writes

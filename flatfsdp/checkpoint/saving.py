@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..errors import CheckpointError, ConfigTypeError, warn_once
+from ..errors import CheckpointError, ConfigTypeError, few, warn_once
 from ..owned import OwnedInterval
+from ..values import checksum
 from . import manifest, metadata
 from .beside import written_by
 from .disk import disk
@@ -45,16 +46,20 @@ T = TypeVar("T")
 class Contents:
     """What one rank has to save: tensors, values as JSON and the paths of both, by key ([Note: keys]).
 
-    `ties` are the keys of further names of a tensor, with the key of its first.
+    `ties` are the keys of further names of a tensor, with the key of its first; `buffers` those of tensors of which
+    each rank may have another one.
     """
 
     tensors: Mapping[str, torch.Tensor]
     values: Mapping[str, Any]
     paths: Mapping[str, Path]
     ties: Mapping[str, str] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], ties: Mapping[str, str] | None = None) -> Contents:
+    def of(
+        cls, state: Mapping[str, Any], ties: Mapping[str, str] | None = None, buffers: frozenset[str] = frozenset()
+    ) -> Contents:
         """Of a nested state.
 
         Raises:
@@ -70,7 +75,7 @@ class Contents:
                     "torch.distributed.checkpoint itself."
                 )
         values = {key: encode(leaf, key) for key, leaf in leaves.items() if key not in tensors}
-        return cls(tensors, values, paths, ties or {})
+        return cls(tensors, values, paths, ties or {}, buffers)
 
     def staged(self) -> Contents:
         """The same with copies of the tensors, on the CPU: what becomes of the originals changes nothing."""
@@ -83,6 +88,7 @@ class Contents:
             {**self.values, **other.values},
             {**self.paths, **other.paths},
             {**self.ties, **other.ties},
+            self.buffers | other.buffers,
         )
 
     def without_ties(self) -> Contents:
@@ -119,6 +125,7 @@ class _Facts(NamedTuple):
     owned: str
     whole: str
     values: str
+    buffers: str
     leader: int
     known: str
 
@@ -238,31 +245,40 @@ class _Save:
         owned: list[Held] = []
         whole: list[Held] = []
         paths = self.contents.paths
-        for key, tensor in self.contents.tensors.items():
+        tensors = self.contents.tensors
+        for key, tensor in tensors.items():
             (owned if isinstance(tensor, OwnedInterval) else whole).extend(held_by(key, paths[key], tensor))
         values = {key: (paths[key], value) for key, value in self.contents.values.items()}
         cached = _plans.get(self.ranks.key)
-        mine = _Facts(
-            digest(owned), digest(whole), _hash(json.dumps(values)), self.leader, cached.name if cached else ""
-        )
+        buffers = {key: checksum(tensors[key]) for key in sorted(self.contents.buffers & tensors.keys())}
+        told = _hash(json.dumps(values)), _hash(json.dumps(buffers))
+        mine = _Facts(digest(owned), digest(whole), *told, self.leader, cached.name if cached else "")
         facts = self.all(lambda: mine)
+        if len({each.buffers for each in facts}) > 1:
+            warn_once(
+                ("buffers of ranks", *buffers),
+                f"{self.doing}: buffers differ between ranks (of {few([*buffers])}), as running statistics of each "
+                "rank's own data do. A checkpoint holds rank 0's, and every rank has them once it is loaded. Average "
+                "them before saving, or use SyncBatchNorm, if that is not meant",
+            )
         self.leaders = [each.leader for each in facts]
         if len({each.values for each in facts}) > 1:
             values = _united(self.all(lambda: values))
         name = _hash(repr([(each.owned, each.whole, each.leader) for each in facts] + [self.request.safetensors]))
         if cached is not None and all(each.known == name for each in facts):
             return cached, values
-        # What all ranks hold whole is told by the first that holds just that.
+        # What all ranks hold whole is told by the first that holds just that. Of buffers the first rank's are written.
         first = {each.whole: rank for rank, each in reversed(list(enumerate(facts)))}
-        told = self.all(lambda: (owned, whole if first[mine.whole] == self.ranks.rank else []))
-        plans = [own + told[first[fact.whole]][1] for (own, _), fact in zip(told, facts, strict=True)]
-        writes = assign(plans, self.leaders)
-        tensors = {held.key: held for plan in plans for held in plan}
-        weights = self.weights(tensors, writes) if self.request.safetensors else None
+        tells = first[mine.whole] == self.ranks.rank
+        held = self.all(lambda: (owned, whole if tells else [], [*buffers] if tells else []))
+        plans = [own + held[first[fact.whole]][1] for (own, _, _), fact in zip(held, facts, strict=True)]
+        writes = assign(plans, self.leaders, {key for _, _, keys in held for key in keys})
+        planned = {held.key: held for plan in plans for held in plan}
+        weights = self.weights(planned, writes) if self.request.safetensors else None
         apart = weights.entries if weights is not None else {}
         mine_own = [held for held in writes[self.ranks.rank] if held.key not in apart]
         weighty = [held for held in writes[self.ranks.rank] if held.key in apart]
-        others = {key: held for key, held in tensors.items() if key not in apart}
+        others = {key: held for key, held in planned.items() if key not in apart}
         return _Plan(name, mine_own, weighty, others, weights), values
 
     def weights(self, tensors: Mapping[str, Held], writes: Sequence[Sequence[Held]]) -> Weights | None:

@@ -22,6 +22,7 @@ from ..registry import unit_around
 from ..state_dict_configs import FullStateDictConfig, StateDictType
 from ..unit import Unit
 from ..views import Home
+from .first_buffers import take_firsts
 from .loading import Load, begin_unit
 from .saving import Job, begin, fill
 from .stand_ins import StandIns
@@ -88,6 +89,8 @@ def after_saving(module: nn.Module, destination: Any, prefix: str, metadata: Any
     job, unit = under_way.job, under_way.unit
     with nullcontext() if job.is_silent else together([unit], "state_dict()"):
         fill(job, unit, destination, keys, prefix)
+        if job.spreads_buffers:
+            take_firsts(unit, [unit, *unit.owners], module, destination, prefix)
     if job.rank0_only and not job.first:
         for key in keys:
             del destination[key]

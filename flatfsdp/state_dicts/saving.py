@@ -37,6 +37,7 @@ from ..state_dict_configs import (
 from ..traversal import units_in
 from ..unit import Unit
 from .carriers import flat_of, rows_of
+from .first_buffers import take_firsts
 from .kinds import settings_of
 from .lending import lends
 from .names import clean
@@ -79,6 +80,11 @@ class Job:
             getattr(config, "sharded_as", "interval") == "interval"
         )
 
+    @property
+    def spreads_buffers(self) -> bool:
+        """Whether every rank is to have the first one's buffers. [Note: buffers of ranks]"""
+        return self.settings.state_dict_type is StateDictType.FULL_STATE_DICT and not self.rank0_only
+
     def copy(self, value: torch.Tensor) -> torch.Tensor:
         """`value` in memory of its own, where the config wants it."""
         value = value.detach()
@@ -107,6 +113,8 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
     try:
         with nullcontext() if job.is_silent else together(units, "state_dict()"):
             _add(job, wrapper, destination, prefix)
+            if job.spreads_buffers:
+                take_firsts(unit, units, wrapper, destination, prefix)
     finally:
         _job.reset(token)
     _finish(job, destination, start, keep_vars=keep_vars)
