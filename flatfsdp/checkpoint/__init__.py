@@ -12,6 +12,7 @@ from .background import Saving
 from .hugging_face import export_safetensors, load_safetensors
 from .keeping import Keeping, keep
 from .listing import Listed, listing
+from .lock import locked
 
 __all__ = [
     "Keeping",
@@ -23,5 +24,6 @@ __all__ = [
     "listing",
     "load",
     "load_safetensors",
+    "locked",
     "save",
 ]

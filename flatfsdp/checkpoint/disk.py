@@ -71,10 +71,12 @@ class Disk:
     def before(self, operation: str, path: Path, size: int) -> None:
         """Called ahead of each operation below; `size` in bytes for reads and writes. Doubles count or raise here."""
 
-    def create(self, path: Path) -> File:
-        """A new file to write; an old one of that name loses its contents."""
+    def create(self, path: Path, *, exclusive: bool = False) -> File:
+        """A new file to write; an old one of that name loses its contents, or, if `exclusive`, is an error."""
         self.before("create", path, 0)
-        return File(self, path, os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666))
+        return File(
+            self, path, os.open(path, os.O_CREAT | (os.O_EXCL if exclusive else os.O_TRUNC) | os.O_WRONLY, 0o666)
+        )
 
     def open(self, path: Path, *, write: bool = False) -> File:
         """A regular file that exists, to read or to write. Another kind (a pipe, a device) is refused."""

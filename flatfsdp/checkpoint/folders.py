@@ -10,19 +10,19 @@ system do these steps at the same time, so that one save is complete on all of t
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import json
 import os
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, ranks_in_words, refuse_value
 from . import manifest, metadata
 from .disk import disk
+from .lock import drop_token, leave_token, sweep_tokens
 from .manifest import Manifest
 from .ranks import Ranks
 from .tensor_file import CHECKSUMS, SUFFIX
@@ -31,7 +31,6 @@ __all__ = ["Place", "candidates", "choose", "last_sequence", "leader_of", "refus
 
 # Seconds after which a file that another rank has written is not seen any more: network file systems are slow to tell.
 PATIENCE = 5.0
-TOKEN = ".token"
 PART = ".part"
 # The names of files that saves and exports write.
 OWN = re.compile(rf"__\d+_\d+\.distcp|[^/]*{re.escape(SUFFIX)}(\.(index|checksums)\.json)?")
@@ -106,9 +105,7 @@ class Place:
             self.swap()
         self.discard(self.old)
         self.discard(self.new)
-        for left in self.path.parent.glob(f".{glob.escape(self.path.name)}.*{TOKEN}"):
-            if left.is_file() and not left.is_symlink():
-                disk().remove(left)
+        sweep_tokens(self.path)
 
     def _check_free(self, *, overwrite: bool) -> None:
         if not self.path.exists():
@@ -259,22 +256,21 @@ def leader_of(place: Place, ranks: Ranks, doing: str, *, per_node: bool) -> int:
     """
     writes = per_node or ranks.rank == 0
 
-    def leave() -> str:
-        disk().make_folder(place.path.parent)
-        token = place.path.with_name(f".{place.path.name}.{os.getpid()}-{time.time_ns()}{TOKEN}")
-        disk().write_file(token, b"")
-        return token.name
+    mine: list[Path] = []
 
-    tokens = ranks.exchange(doing, lambda: leave() if writes else "")
+    def leave() -> str:
+        mine.append(leave_token(place.path))
+        return mine[0].name
+
     try:
+        tokens = ranks.exchange(doing, lambda: leave() if writes else "")
         if per_node:
             there = ranks.exchange(doing, lambda: _those_seen(place, tokens))
             return there[ranks.rank][0]
         seen = ranks.exchange(doing, lambda: _sees(place.path.with_name(tokens[0])))
     finally:
-        if writes:
-            with contextlib.suppress(OSError):
-                disk().remove(place.path.with_name(tokens[ranks.rank]))
+        for token in mine:
+            drop_token(token)
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if blind:
         raise CheckpointError(
@@ -290,7 +286,7 @@ def _sees(token: Path) -> bool:
     while not token.exists():
         if time.monotonic() > deadline:
             return False
-        with contextlib.suppress(OSError):  # looking makes some network file systems look again
+        with suppress(OSError):  # looking makes some network file systems look again
             os.scandir(token.parent).close()
         time.sleep(0.05)
     return True

@@ -8,6 +8,7 @@ each `BLOCK` bytes of each file, and the folder takes its place only then ([Note
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -29,6 +30,7 @@ from .disk import File, disk
 from .folders import Place, leader_of, refuse_link
 from .held import InPlace, held_in_place, note_writes, settle
 from .loading import compare
+from .lock import Lock
 from .ranks import Ranks
 from .raw import LARGEST, bytes_of, cut
 from .reading import checksum
@@ -106,6 +108,7 @@ def _export(
     files: Callable[[Path], None] | None = None,
 ) -> None:
     place = Place.at(folder, CHECKSUMS)
+    lock = Lock(place.path)  # the leader's
     doing = f"exporting to {place.path}"
     held: list[InPlace] = []
     written: dict[Path, tuple[bytes, list[Entry]]] = {}
@@ -121,6 +124,7 @@ def _export(
 
     def prepare() -> None:
         refuse_link(folder, overwrite=overwrite)
+        lock.take()
         place.prepare(next(iter(place.complete()), None), overwrite=overwrite)
 
     def create() -> None:
@@ -133,21 +137,34 @@ def _export(
         if len(written) > 1:
             disk().write_file(place.new / INDEX, index_of([entries for _, entries in written.values()]))
         beside = [] if files is None else [each.name for each in written_by(files, place.new)]
+        lock.check()
         disk().publish(place.new / CHECKSUMS, checksums_of(checksums, beside=beside))
 
-    ranks.exchange(doing, lambda: prepare() if leads else None)
-    try:
+    def fill() -> None:
         ranks.exchange(doing, lambda: create() if leads else None)
         entries = {entry.name: entry for _, inside in written.values() for entry in inside}
         ranks.exchange(doing, lambda: _write(held, entries, first=ranks.rank == 0))
         checksums = ranks.exchange(doing, lambda: block_checksums(list(written), ranks.rank, ranks.world))
         ranks.exchange(doing, lambda: conclude(checksums) if leads else None)
-    except CheckpointError:
-        if leads and not place.is_complete(place.new):
-            disk().remove(place.new)
-        raise
-    ranks.exchange(doing, lambda: place.swap() if leads else None)
-    ranks.exchange(doing, lambda: place.drop_old() if leads else None)
+
+    def swap() -> None:
+        lock.check()
+        place.swap()
+
+    try:
+        ranks.exchange(doing, lambda: prepare() if leads else None)
+        try:
+            fill()
+        except CheckpointError:
+            if leads and not place.is_complete(place.new):
+                with contextlib.suppress(OSError, CheckpointError):
+                    lock.check()
+                    disk().remove(place.new)
+            raise
+        ranks.exchange(doing, lambda: swap() if leads else None)
+        ranks.exchange(doing, lambda: place.drop_old() if leads else None)
+    finally:
+        lock.release()
 
 
 def load_safetensors(

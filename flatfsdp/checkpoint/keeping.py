@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, ConfigValueError, refuse_value
 from .disk import disk
-from .folders import TOKEN, Place, candidates, is_own
-from .manifest import Manifest
+from .folders import Place, candidates, is_own
+from .lock import LOCK, TOKEN, locked_now, path_of_token, sweep_tokens
+from .manifest import Manifest, id_in
 from .ranks import Ranks
 
 __all__ = ["Keeping", "keep"]
@@ -30,8 +32,8 @@ class Keeping:
         by: the name of the metric; for `best`.
         mode: "min" if smaller is better, "max" if larger is.
         named: a pattern (`fnmatch`) of names; checkpoints of other names are left alone, and not counted.
-        unfinished: remove what saves to such names have left that did not end, too. No other save to this folder may be
-            under way then.
+        unfinished: remove what saves to such names have left that did not end, too. Those that are under way are left
+            alone.
 
     Raises:
         ConfigValueError: numbers that keep nothing, or `best` without `by`.
@@ -62,31 +64,44 @@ class Keeping:
             folder: as for `keep`.
             completed: a checkpoint that stays in any case, for a save has just completed it.
         """
-        if self.unfinished:
-            self._clear_up(folder)
-        there = [(path, each) for path, each in _saved_in(folder) if fnmatchcase(path.name, self.named)]
+        self._clear_up(folder)
+        there = _saved_in(folder, self.named)
         staying = {completed, *(path for path, _ in there[-self.last :])}
         if self.by is not None:
             measured = [(path, each.metrics) for path, each in there]
             staying |= set(_best_of(measured, by=self.by, mode=self.mode)[: self.best])
-        going = [path for path, _ in there if path not in staying and not os.path.lexists(Place(path).old)]
-        for path in going:
-            place = Place(path)
-            disk().rename(path, place.old)  # at once: half a checkpoint never has a checkpoint's name
-            place.drop_old()
-        return going
+        return [path for path, each in there if path not in staying and _remove(path, each.id)]
 
     def _clear_up(self, folder: Path) -> None:
-        for left in sorted(folder.glob(".*")):
-            if left.suffix == TOKEN and fnmatchcase(left.name, f".{self.named}.*{TOKEN}"):
-                if left.is_file() and not left.is_symlink():
-                    disk().remove(left)
-            elif left.suffix == ".new" and fnmatchcase(left.stem[1:], self.named) and is_own(left):
-                place = Place(folder / left.stem[1:])
-                if place.is_complete(place.new):
-                    place.settle(place.new)  # all but in its place: one of those to choose from
-                else:
-                    place.discard(place.new)
+        """Remove what was left by processes that were killed: locks, tokens, and what `unfinished` says."""
+        names = []
+        for left in folder.glob(".*"):
+            if left.suffix == TOKEN:
+                names.append(path_of_token(left).name)
+            elif left.suffix == LOCK or (self.unfinished and left.suffix == ".new"):
+                names.append(left.stem[1:])
+        for name in sorted(set(names)):
+            if name and fnmatchcase(name, self.named):
+                place = Place(folder / name)
+                with suppress(CheckpointError), locked_now(place.path) as free:  # another folder in its place stays
+                    if not free:
+                        continue
+                    sweep_tokens(place.path)
+                    if self.unfinished and place.is_complete(place.new):
+                        place.settle(place.new)  # all but in its place: one of those to choose from
+                    elif self.unfinished:
+                        place.discard(place.new)
+
+
+def _remove(path: Path, id: str) -> bool:
+    """Remove the checkpoint of this id from `path`; False where a save is under way there, or another one is there."""
+    place = Place(path)
+    with locked_now(path) as free:
+        if not free or id_in(path) != id or os.path.lexists(place.old):
+            return False
+        disk().rename(path, place.old)  # at once: half a checkpoint never has a checkpoint's name
+        place.drop_old()
+        return True
 
 
 def _best_of(there: Sequence[tuple[Path, Mapping[str, float]]], *, by: str, mode: str) -> list[Path]:
@@ -116,7 +131,8 @@ def keep(
         process_group: the ranks that call; None for all. The first one removes.
 
     Returns:
-        The checkpoints that have been removed, in the order in which they were saved.
+        The checkpoints that have been removed, in the order in which they were saved. One that another job replaces at
+        this moment stays.
 
     Raises:
         ConfigValueError: numbers that keep nothing, or `best` without `by`.
@@ -129,17 +145,22 @@ def keep(
     return ranks.exchange(doing, lambda: keeping.remove(where) if ranks.rank == 0 else [])[0]
 
 
-def _saved_in(folder: Path) -> list[tuple[Path, Manifest]]:
+def _saved_in(folder: Path, named: str) -> list[tuple[Path, Manifest]]:
     """The checkpoints inside, the oldest first, without links; what a killed removal has left is cleared up."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder")
     found = []
     for inside in sorted(folder.iterdir()):
         if inside.name.startswith(".") and inside.name.endswith(".old"):
-            place = Place(folder / inside.name[1:-4])
-            # None of a save, which has a new one by then.
-            if not place.path.exists() and not place.is_complete(place.new) and is_own(inside):
-                place.drop_old()
-        elif not inside.name.startswith(".") and not inside.is_symlink() and Place(inside).is_complete(inside):
+            if fnmatchcase(inside.name[1:-4], named):
+                _finish_removal(Place(folder / inside.name[1:-4]))
+        elif fnmatchcase(inside.name, named) and not inside.name.startswith(".") and not inside.is_symlink():
             found += [(path, manifest) for path, manifest in candidates(Place(inside), damaged=True) if path == inside]
     return sorted(found, key=lambda each: each[1].place(each[0].name))
+
+
+def _finish_removal(place: Place) -> None:
+    """A save that replaces one has a complete new one when the old one stands alone; a removal has none."""
+    with locked_now(place.path) as free:
+        if free and is_own(place.old) and not place.path.exists() and not place.is_complete(place.new):
+            place.drop_old()

@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from . import manifest as manifest_file
 from . import metadata
 from .folders import Place, candidates, choose
-from .manifest import NAME, Manifest, Saved
+from .manifest import NAME, Manifest, Saved, id_in
 from .nested import Path, decode, plain, unflatten
 from .ranks import Ranks
 from .raw import dtype_named
@@ -87,10 +87,14 @@ def find(ranks: Ranks, path: str | os.PathLike[str], *, check: bool) -> Found:
 
 def read_tensors(found: Found, targets: Mapping[str, torch.Tensor]) -> None:
     """Read tensors by key, in place: intervals and whole ones; those that are not there are left out."""
-    with torch.no_grad(), Reader(found.folder, found.manifest) as reader:
-        for key, target in targets.items():
-            if key in found.manifest.tensors:
+    wanted = {key: target for key, target in targets.items() if key in found.manifest.tensors}
+    try:
+        with torch.no_grad(), Reader(found.folder, found.manifest) as reader:
+            for key, target in wanted.items():
                 reader.read(key, target)
+    finally:  # files of the one that was there before may be gone, or have other contents of the same size
+        if wanted and id_in(found.folder) != found.manifest.id:
+            raise CheckpointError(f"{found.folder} was replaced by another save while it was read; load it again")
 
 
 def compare(

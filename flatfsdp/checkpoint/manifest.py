@@ -36,12 +36,13 @@ from .disk import disk
 from .nested import Path, shown
 from .raw import dtype_named
 
-__all__ = ["NAME", "Chunk", "Manifest", "Saved", "SavedFile", "place_of", "sequence_in"]
+__all__ = ["NAME", "Chunk", "Manifest", "Saved", "SavedFile", "id_in", "place_of", "sequence_in"]
 
 NAME = "flatfsdp.json"
 _VERSION = 1
 _SEQUENCE = re.compile(rb'"sequence": ?(\d{1,15}),')
-_PREFIX = 512  # bytes, in which the sequence stands, before anything whose length is a user's
+_ID = re.compile(rb'"id": ?"([^"]*)"')
+_PREFIX = 512  # bytes, in which both stand, before anything whose length is a user's
 _HEAD = b'{"crc32": "%08x", "manifest": '
 _HEAD_LENGTH = len(_HEAD % 0)
 
@@ -195,11 +196,21 @@ def place_of(name: str, sequence: int, saved: float) -> tuple[int, int, float]:
 
 def sequence_in(folder: FilePath) -> int:
     """The sequence that the manifest in `folder` gives, of which only the beginning is read; 0 where there is none."""
-    try:
-        found = _SEQUENCE.search(disk().read_file(folder / NAME, _PREFIX))
-    except OSError:
-        return 0
+    found = _SEQUENCE.search(_beginning(folder))
     return int(found[1]) if found else 0
+
+
+def id_in(folder: FilePath) -> str:
+    """The id that the manifest in `folder` gives, of which only the beginning is read; empty where there is none."""
+    found = _ID.search(_beginning(folder))
+    return found[1].decode() if found else ""
+
+
+def _beginning(folder: FilePath) -> bytes:
+    try:
+        return disk().read_file(folder / NAME, _PREFIX)
+    except OSError:
+        return b""
 
 
 def _path(steps: Sequence[Any]) -> Path:

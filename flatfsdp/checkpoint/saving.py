@@ -30,6 +30,7 @@ from .disk import disk
 from .folders import Place, candidates, last_sequence, leader_of, refuse_link
 from .hugging_face import block_checksums
 from .keeping import Keeping
+from .lock import Lock
 from .manifest import Manifest, Saved, SavedFile
 from .nested import Path, decode, encode, flatten
 from .plan import Held, assign, digest
@@ -182,26 +183,41 @@ class _Save:
         self.ranks = ranks
         self.request = request
         self.place = Place.at(request.path)
+        self.lock = Lock(self.place.path)  # the leader's
         self.doing = f"saving {self.place.path}"
 
     def run(self, take: Callable[[], Contents]) -> None:
         self.all(lambda: self.take(take))
         self.leader = leader_of(self.place, self.ranks, self.doing, per_node=self.request.per_node)
-        self.prepare()
         try:
-            plan = self.fill()
-        except CheckpointError:
-            if self.leader == self.ranks.rank:
-                with contextlib.suppress(OSError):  # the disk may be full: give back what was written
-                    disk().remove(self.place.new)
-            raise
-        self.lead(self.place.swap)
-        self.lead(self.place.drop_old)
+            plan = self.replace()
+        finally:
+            self.lock.release()
         _plans[self.ranks.key] = plan
         if (keeping := self.request.keeping) is not None:
             doing = f"removing older checkpoints, now that {self.place.path} is complete"
             leads = self.leader == self.ranks.rank
             self.ranks.exchange(doing, lambda: keeping.remove(self.place.path.parent, self.place.path) if leads else [])
+
+    def replace(self) -> _Plan:
+        """Let a new checkpoint take the place of what there was."""
+        self.prepare()
+        try:
+            plan = self.fill()
+        except CheckpointError:
+            if self.leader == self.ranks.rank:
+                with contextlib.suppress(OSError, CheckpointError):  # the disk may be full: give back what was written
+                    self.lock.check()
+                    disk().remove(self.place.new)
+            raise
+
+        def swap() -> None:
+            self.lock.check()
+            self.place.swap()
+
+        self.lead(swap)
+        self.lead(self.place.drop_old)
+        return plan
 
     def fill(self) -> _Plan:
         """Write the new folder, complete at the end."""
@@ -232,6 +248,7 @@ class _Save:
 
         def look() -> list[str]:
             refuse_link(self.request.path, overwrite=self.request.overwrite)
+            self.lock.take()
             there.update((each.id, folder) for folder, each in candidates(self.place, damaged=True))
             return list(there)
 
@@ -365,6 +382,7 @@ class _Save:
             saved=when,
             sequence=sequence,
         )
+        self.lock.check()
         disk().publish(self.place.new / manifest.NAME, whole.to_bytes())
 
 

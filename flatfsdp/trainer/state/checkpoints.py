@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -272,7 +272,7 @@ class CheckpointManager:
             The folder where they are now; None where nothing was moved.
 
         Raises:
-            CheckpointError: on every rank: the disk refused.
+            CheckpointError: on every rank: the disk refused, or another job is saving to one of them.
         """
         self.finish()
         there = [each.path for each in checkpoint.listing(self.folder, named=NAMED, process_group=self._ranks.group)]
@@ -289,10 +289,17 @@ class CheckpointManager:
         def move() -> None:
             if self._ranks.rank != 0 and not self._per_node:
                 return
-            aside.mkdir(exist_ok=True)
-            for each in later:
-                with suppress(FileNotFoundError):  # another rank of this node has moved it
-                    each.rename(aside / each.name)
+            try:
+                aside.mkdir()
+            except FileExistsError:  # another rank of this node moves them
+                return
+            try:
+                with checkpoint.locked(*later):
+                    for each in later:
+                        each.rename(aside / each.name)
+            except CheckpointError:  # none has been moved
+                aside.rmdir()
+                raise
 
         self._ranks.tell(doing, move)
         if self._ranks.rank == 0:
