@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from .comm import Transport
-from .errors import AgreementError, FlatFSDPError, UsageError, current_rank, ranks_in_words
+from .errors import AgreementError, FlatFSDPError, current_rank, ranks_in_words
+from .plain_data import decode, encode
 from .watch import expecting
 
 T = TypeVar("T")
@@ -52,11 +52,11 @@ def firsts(axes: Sequence[Transport], content: bytes) -> bytes:
     return bytes(payload.cpu().numpy().tobytes())
 
 
-def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str) -> dict[int, T]:
+def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str, objects: bool = False) -> dict[int, T]:
     """What `work()` returned on every rank; where it fails on one, this fails on all. Collective over all axes.
 
-    `doing` completes "rank 0 ...", and is the same on all. Process groups that move nothing (torch's fake ones) bring
-    nothing of other ranks.
+    `doing` completes "rank 0 ...", and is the same on all. `objects`: users' own may be in it. [Note: plain data]
+    Process groups that move nothing (torch's fake ones) bring nothing of other ranks.
 
     Raises:
         AgreementError: it failed on other ranks, and the message is theirs; or they are doing something else.
@@ -65,12 +65,12 @@ def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str)
         return {current_rank(): work()}
     error = None
     try:
-        told = pack((doing, work(), None))
+        told = encode((doing, work(), None), objects=objects)
     except Exception as raised:
         error = raised
-        told = pack((doing, None, _told(error)))
+        told = encode((doing, None, _told(error)))
     contents = _everyones(axes, told, doing=doing)
-    unpacked = {each: pickle.loads(each) for each in set(contents.values())}  # most ranks say the same
+    unpacked = {each: decode(each, objects=objects) for each in set(contents.values())}  # most ranks say the same
     answers = {rank: unpacked[each] for rank, each in contents.items()}
     if error is not None:
         try:
@@ -83,18 +83,6 @@ def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str)
         calls = by_ranks({rank: f" {other}" for rank, (other, _, _) in answers.items()})
         raise AgreementError(f"{calls}. These calls are collective: all ranks must make the same, in the same order")
     return {rank: answer for rank, (_, answer, _) in answers.items()}
-
-
-def pack(value: Any) -> bytes:
-    """`value` for other ranks, which `pickle.loads` it.
-
-    Raises:
-        UsageError: it cannot be pickled.
-    """
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        raise UsageError(f"what is no tensor travels to other ranks by pickle, which fails here: {error}") from error
 
 
 def by_ranks(texts: Mapping[int, str]) -> str:

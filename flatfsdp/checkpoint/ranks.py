@@ -13,6 +13,8 @@ from torch import nn
 from ..consolidate import together
 from ..errors import CheckpointError, ConfigValueError, ranks_in_words
 from ..groups import new_group
+from ..messages import gather_bytes
+from ..plain_data import decode, encode
 from ..traversal import units_in
 from ..watch import expecting
 
@@ -94,12 +96,18 @@ class Ranks:
         """
         value: Any = None
         failure: Exception | None = None
+        content = b""
         try:
             value = work()
+            if self.world > 1:
+                content = encode((value, None))
         except Exception as error:  # it must reach the others, who would wait for ever
             failure = error
+        words = None if failure is None else _in_words(failure)
         try:
-            answers = self._gather((value, None if failure is None else _in_words(failure)), doing)
+            answers = [(value, words)]
+            if self.world > 1:
+                answers = self._gather(content if failure is None else encode((None, words)), doing)
         except RuntimeError as error:  # a rank has ended, or kept the others waiting for too long
             raise CheckpointError(f"{doing}: {error}") from (failure or error)
         told: dict[str, list[int]] = {}
@@ -113,13 +121,9 @@ class Ranks:
             raise CheckpointError(f"{doing}: {shared}") from failure
         return [value for value, _ in answers]
 
-    def _gather(self, value: Any, doing: str) -> list[Any]:
-        if self.world == 1:
-            return [value]
-        answers: list[Any] = [None] * self.world
+    def _gather(self, content: bytes, doing: str) -> list[Any]:
         with expecting(dist.get_process_group_ranks(self.group), f"waits for the others while {doing}"):
-            dist.all_gather_object(answers, value, group=self.group)
-        return answers
+            return [decode(each) for each in gather_bytes(content, self.group)]
 
 
 def _in_words(error: Exception) -> str:

@@ -6,7 +6,6 @@ gets its shard, one state of one unit at a time.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -17,9 +16,10 @@ from torch import nn
 from ..comm import Transport
 from ..consolidate import is_first, scatter, store, together
 from ..errors import AgreementError, ConfigValueError, UsageError
-from ..exchange import all_or_none, by_ranks, firsts, is_first_of, pack, ranks_over
+from ..exchange import all_or_none, by_ranks, firsts, is_first_of, ranks_over
 from ..flat_param import full_views
 from ..peers import number
+from ..plain_data import decode, encode
 from ..state_dicts.carriers import is_distributed, whole_of
 from ..state_dicts.names import Named
 from ..traversal import units_in
@@ -97,7 +97,7 @@ def _load(
                     "spread, which has the dict; leave it out"
                 )
             if first:
-                packed.append(pack(describe(state_dict).to_cpu()))
+                packed.append(encode(describe(state_dict).to_cpu(), objects=True))
             for unit in units_in(model):
                 if is_first(unit) and not first:
                     raise UsageError(
@@ -107,7 +107,7 @@ def _load(
                     )
 
         all_or_none(axes, look, doing=FROM_FIRST)
-        described.append(pickle.loads(firsts(axes, packed[0] if first else b"")))
+        described.append(decode(firsts(axes, packed[0] if first else b""), objects=True))
     made: list[tuple[Holder, Plan]] = []
 
     def prepare() -> int:

@@ -99,11 +99,11 @@ def _state_by_name(
         made.append(made[-1].with_state(state_before_first_step(optim, made[-1].holder.groups)))
         return made[-1].reports()
 
-    answers = all_or_none(axes, tell, doing=doing)
+    answers = all_or_none(axes, tell, doing=doing, objects=True)
     if any(has_state for has_state, _ in answers.values()):
         facts = agree({rank: told for rank, (_, told) in answers.items()})
     else:
-        facts = agree(all_or_none(axes, step, doing=f"{doing}, before its first step"))
+        facts = agree(all_or_none(axes, step, doing=f"{doing}, before its first step", objects=True))
     own = made[-1]
     keeps = not wanted.rank0_only or source[0]
     state: dict[str, dict[str, Any]] = {}

@@ -6,7 +6,6 @@ the shards of a unit all together (`consolidate.scatter`). Non-tensors are sent 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..comm import Transport
 from ..consolidate import is_first
 from ..errors import UsageError
 from ..exchange import firsts
+from ..plain_data import decode, encode
 from ..unit import Unit
 from .deferred import Deferred
 
@@ -56,7 +56,8 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
         value = state_dict[key]
         is_tensor = isinstance(value, torch.Tensor)
         told.append((key, tuple(value.shape), value.dtype) if is_tensor else (key, None, value))
-    known = pickle.loads(firsts([*axes_of(unit)], pickle.dumps(_refusal(told, state_dict) or told)))
+    content = encode(_refusal(told, state_dict) or told, objects=True)
+    known = decode(firsts([*axes_of(unit)], content), objects=True)
     if isinstance(known, str):
         raise UsageError(f"load_state_dict() from rank 0: {known}")
     held = {key: state_dict.pop(key) for key in keys}
@@ -76,9 +77,9 @@ def _refusal(told: list[tuple[str, Any, Any]], state_dict: dict[str, Any]) -> st
             return f"{key!r} is a {value.layout} tensor on {value.device}, expected a dense one with values"
         if shape is None:
             try:
-                pickle.dumps(what)
-            except Exception as error:
-                return f"{key!r} is a {type(what).__name__}, which cannot be sent to other ranks: {error}"
+                encode(what, objects=True)
+            except UsageError as error:
+                return f"{key!r}: {error}"
     return None
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from flatfsdp import waiting_for_ranks
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError, FlatFSDPError, warn
+from flatfsdp.messages import gather
 
 __all__ = ["LocalFailure", "Ranks", "node", "warn_for_all"]
 
@@ -81,13 +82,11 @@ class Ranks:
         return [row.tolist() for row in rows]
 
     def values(self, value: T) -> list[T]:
-        """Every rank's `value`, pickled. Collective."""
+        """Every rank's `value`, plain data. Collective."""
         if self.host is None:
             return [value]
-        values: list[Any] = [None] * self.world
         with waiting_for_ranks():
-            dist.all_gather_object(values, value, group=self.host)
-        return values
+            return gather(value, self.host)
 
     def tell(self, doing: str, work: Callable[[], T]) -> list[T]:
         """Let every rank do its `work`; what each returned, in the order of ranks. Collective.

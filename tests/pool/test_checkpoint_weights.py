@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from flatfsdp.checkpoint import folders, hugging_face, lock, saving, weights
 from flatfsdp.checkpoint.__main__ import main
 from flatfsdp.checkpoint.disk import through
 from flatfsdp.errors import CheckpointError, FlatFSDPWarning
+from flatfsdp.messages import gather_bytes
 from tests.harness.disks import Counting, Full, Killed, Mortal
 from tests.harness.thorough import is_thorough
 from tests.pool.corners import Setting
@@ -280,22 +281,16 @@ def test_each_node_has_the_model_where_its_ranks_hold_it(run: Any, tmp_path: Pat
 
 def exchanged(rank: int, world: int, path: str) -> list[int]:
     sizes: list[int] = []
-    gather = dist.all_gather_object
 
-    def counted(answers: list[Any], value: Any, group: Any = None) -> None:
-        import pickle
-
-        sizes.append(len(pickle.dumps(value)))
-        gather(answers, value, group=group)
+    def counted(content: bytes, group: Any) -> list[bytes]:
+        sizes.append(len(content))
+        return gather_bytes(content, group)
 
     model = build(Setting())
     for name in ("first", "second"):
         sizes.clear()
-        dist.all_gather_object = counted
-        try:
+        with patch("flatfsdp.checkpoint.ranks.gather_bytes", counted):
             checkpoint.save(f"{path}/{name}", model=model, model_format="safetensors")
-        finally:
-            dist.all_gather_object = gather
     assert len(checkpoint.listing(path)) == 2
     return sizes
 

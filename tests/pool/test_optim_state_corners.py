@@ -338,7 +338,10 @@ ON_ONE_RANK = {
     "without a state": ("has exp_avg, exp_avg_sq, step, rank 1 has exp_avg_sq, step",) * 2,
     "without states": ("but the optimizers of rank 1, which own elements of it, too, have no state of it",) * 2,
     "another count": ("rank 0 has a tensor, 2.0, torch.float32, rank 1 has a tensor, 3.0, torch.float32",) * 2,
-    "what does not travel": ("AgreementError: rank 1: what is no tensor travels to other ranks", "UsageError: what is"),
+    "what does not travel": (
+        "AgreementError: rank 1: a builtins.function cannot be sent to other ranks",
+        "UsageError: a builtins.function cannot be sent to other ranks",
+    ),
     "another kind": (
         "AgreementError: rank 0 gathers the state of an optimizer; rank 1 takes this rank's part of the state of an",
     )

@@ -20,6 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "flatfsdp"
 ROWS: tuple[tuple[int, str], ...] = (
     (0, "errors waits farewell"),
     (0, "foreign_text"),
+    (0, "plain_data"),
     (0, "_torch"),
     (0, "memoryless"),
     (0, "as_on_meta"),
@@ -39,7 +40,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (2, "comm_hooks"),
     (2, "hooked"),
     (2, "values board roll_call timekeeper watch peers stream agree replicas"),
-    (2, "exchange"),
+    (2, "exchange messages"),
     (2, "groups"),
     (3, "portion resident"),
     (3, "flat_param"),
@@ -77,7 +78,7 @@ ROWS: tuple[tuple[int, str], ...] = (
 ROW_OF = {name: row for row, (_, names) in enumerate(ROWS) for name in names.split()}
 assert len(ROW_OF) == sum(len(names.split()) for _, names in ROWS), "a file has one row"
 PROGRAMS = frozenset(ROWS[-1][1].split())  # what a user could have written: public names only
-PUBLIC_MODULES = frozenset({"flatfsdp", "flatfsdp.checkpoint", "flatfsdp.wrap", "flatfsdp.errors"})
+PUBLIC_MODULES = frozenset({"flatfsdp", "flatfsdp.checkpoint", "flatfsdp.wrap", "flatfsdp.errors", "flatfsdp.messages"})
 
 # The seams: what stands in one place, and where.
 DISTRIBUTED = PROGRAMS | {
@@ -89,6 +90,7 @@ DISTRIBUTED = PROGRAMS | {
     "watch",
     "agree",
     "groups",
+    "messages",
     "owned",
     "state_dicts",
     "checkpoint",
