@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from flatfsdp import checkpoint
 from flatfsdp.checkpoint import folders, lock
 from flatfsdp.checkpoint.disk import through
 from flatfsdp.errors import CheckpointError
+from flatfsdp.messages import gather_bytes
 from tests.harness import pool
 from tests.harness.disks import Counting, Full, Killed, Mortal
 from tests.harness.thorough import is_thorough
@@ -135,25 +137,19 @@ def test_a_rank_reads_only_what_it_asks_for(run: Run, tmp_path: Path) -> None:
 
 
 def cached(rank: int, world: int, path: str) -> list[int]:
-    """How many objects of what size the saves exchange."""
+    """How many messages of what size the saves exchange."""
     sizes: list[list[int]] = []
-    gather = dist.all_gather_object
 
-    def counted(answers: list[Any], value: Any, group: Any = None) -> None:
-        import pickle
+    def counted(content: bytes, group: Any) -> list[bytes]:
+        sizes[-1].append(len(content))
+        return gather_bytes(content, group)
 
-        sizes[-1].append(len(pickle.dumps(value)))
-        gather(answers, value, group=group)
-
-    dist.all_gather_object = counted
-    try:
+    with patch("flatfsdp.checkpoint.ranks.gather_bytes", counted):
         for add in (0.0, 1.0, 2.0):
             sizes.append([])
             checkpoint.save(
                 path, model=state_of(rank, world, add=add), extra={"log": "x" * int(add * 99)}, overwrite=True
             )
-    finally:
-        dist.all_gather_object = gather
     state = state_of(rank, world, fill=-1.0)
     assert checkpoint.load(path, model=state) == {"log": "x" * 198}
     require_equal(state, rank, world, 2.0)
