@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -50,7 +50,7 @@ class Agreement(Stream):
         values = self._values(root) if training else []
         members = sorted({rank for axis in self._axes for rank in axis.group.ranks})
         with expecting(members, f"compares its model with that of ranks {', '.join(map(str, members))}"):
-            answers = self._exchange(number(json.dumps(facts)), number(str(values)) if values else 0)
+            answers = self._exchange(_fingerprint(facts), number(str(values)) if values else 0)
         if answers is None:
             return
         self._know(list(answers)).add(self)
@@ -125,10 +125,29 @@ class Agreement(Stream):
         warn(message)
 
 
-def compare_facts(
-    axes: list[Transport], facts: Sequence[tuple[str, str]], *, doing: str, reason: str | None = None
-) -> None:
-    """Compare `facts`, (subject, value) in a fixed order, inside constructors. Collective over all axes.
+class Fact(NamedTuple):
+    """A `value` that ranks must have in common, with what it is of.
+
+    `named`: whether the subject has to be called the same. Parameters need not be: FSDP1 compares their order and
+    shapes, and ranks that ignore different numbers of modules in a list count the others differently.
+    """
+
+    subject: str
+    value: str
+    named: bool = True
+
+    @property
+    def compared(self) -> tuple[str, str]:
+        """The part that must be equal."""
+        return self.subject if self.named else "", self.value
+
+
+def _fingerprint(facts: Sequence[Fact]) -> int:
+    return number(json.dumps([fact.compared for fact in facts]))
+
+
+def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, reason: str | None = None) -> None:
+    """Compare `facts`, in a fixed order, inside constructors. Collective over all axes.
 
     `doing` completes "rank 0 ..." while this rank waits for the others. `reason` is told with the first fact where
     ranks differ, and is not compared.
@@ -140,13 +159,13 @@ def compare_facts(
         return
     peers = Peers()
     peers._over(axes)
-    (subject, value), *rest = facts
+    first, *rest = facts
     members = sorted({rank for axis in axes for rank in axis.group.ranks})
     with expecting(members, doing):
-        answers = peers._exchange(number(json.dumps(facts)))
+        answers = peers._exchange(_fingerprint(facts))
     if answers is not None and len({code for code, _ in answers.values()}) > 1:
         peers._know(list(answers))
-        told = [(subject, value if reason is None else f"{value}: {reason}"), *rest]
+        told = [first if reason is None else first._replace(value=f"{first.value}: {reason}"), *rest]
         texts = peers._publish(json.dumps(told), {rank: code for rank, (code, _) in answers.items()})
         peers._fail(AgreementError(_first_difference({ranks: _facts(text) for ranks, text in texts.items()})))
 
@@ -161,33 +180,33 @@ def _axes(root: Root) -> list[Transport]:
     return list(found.values())
 
 
-def describe(root: Root) -> list[tuple[str, str]]:
-    """All that the ranks of a model must have in common, as (subject, value) in a fixed order."""
-    facts = [("construction", "succeeded"), ("check_values", root.agreement.check_values)]
-    facts.append(("join_units_below", str(root.settings.join_units_below)))
+def describe(root: Root) -> list[Fact]:
+    """All that the ranks of a model must have in common, in a fixed order."""
+    facts = [Fact("construction", "succeeded"), Fact("check_values", root.agreement.check_values)]
+    facts.append(Fact("join_units_below", str(root.settings.join_units_below)))
+    places = {unit: str(place) for place, unit in enumerate(root.units)}
     for unit in root.units:
         subject = f"unit {unit.label}"
         groups = unit.groups
-        facts += [
-            (subject, f"of class {type(unit.module).__name__}"),
-            (f"{subject}, sharding_strategy", groups.strategy.name),
-            (
-                f"{subject}, ranks",
-                f"{groups.shard.size} x {groups.replicate.size if groups.replicate is not None else 1}",
-            ),
-            (f"{subject}, use_orig_params", ", ".join(str(handle.use_orig_params) for handle in unit.handles[:1])),
-            (f"{subject}, mixed_precision", _unlike_default(unit.mixed_precision)),
-            (f"{subject}, backward_prefetch", str(unit.backward_prefetch)),
-            (f"{subject}, forward_prefetch", str(unit.forward_prefetch)),
-            (f"{subject}, schedule", "; ".join(unit.choices.told()) or "as built"),
-            (f"{subject}, tied to", ", ".join(owner.label for owner in unit.owners)),
+        settings = [
+            ("", f"of class {type(unit.module).__name__}"),
+            (", sharding_strategy", groups.strategy.name),
+            (", ranks", f"{groups.shard.size} x {groups.replicate.size if groups.replicate is not None else 1}"),
+            (", use_orig_params", ", ".join(str(handle.use_orig_params) for handle in unit.handles[:1])),
+            (", mixed_precision", _unlike_default(unit.mixed_precision)),
+            (", backward_prefetch", str(unit.backward_prefetch)),
+            (", forward_prefetch", str(unit.forward_prefetch)),
+            (", schedule", "; ".join(unit.choices.told()) or "as built"),
+            (", tied to units in places", ", ".join(places[owner] for owner in unit.owners)),
         ]
+        facts += [Fact(subject + of, value, named=False) for of, value in settings]
         for handle in unit.handles:
             for spec, leaf in zip(handle.layout.params, handle.leaves, strict=True):
                 dtype = str(handle.shard.dtype).removeprefix("torch.")
                 grad = "requires_grad" if leaf.requires_grad else "no requires_grad"
                 stride = "" if spec.stride is None else f" strides {spec.stride}"
-                facts.append((f"{subject}, parameter {spec.name}", f"{dtype} {spec.shape}{stride}, {grad}"))
+                shape = f"{dtype} {spec.shape}{stride}, {grad}"
+                facts.append(Fact(f"{subject}, parameter {spec.name}", shape, named=False))
     return facts
 
 
@@ -197,25 +216,25 @@ def _unlike_default(precision: MixedPrecision) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings if value != getattr(plain, name)) or "none"
 
 
-def _facts(text: str) -> list[list[str]]:
-    """The (subject, value) pairs that a rank published as `text`; one without a subject where it did not."""
+def _facts(text: str) -> list[Fact]:
+    """The facts that a rank published as `text`; one without a value where it did not."""
     found = parse(text)
-    pairs = [pair for pair in found if isinstance(pair, list) and len(pair) == 2] if isinstance(found, list) else []
-    return [[str(subject), str(value)] for subject, value in pairs] or [[NO_ANSWER, ""]]
+    rows = [row for row in found if isinstance(row, list) and len(row) == 3] if isinstance(found, list) else []
+    return [Fact(str(subject), str(value), bool(named)) for subject, value, named in rows] or [Fact(NO_ANSWER, "")]
 
 
-def _first_difference(texts: Mapping[tuple[int, ...], list[list[str]]]) -> str:
-    for rows in itertools.zip_longest(*texts.values(), fillvalue=["nothing more", ""]):
-        if any(row != rows[0] for row in rows):
+def _first_difference(told: Mapping[tuple[int, ...], list[Fact]]) -> str:
+    for rows in itertools.zip_longest(*told.values(), fillvalue=Fact("nothing more", "")):
+        if any(row.compared != rows[0].compared for row in rows):
             break
-    subjects = {subject for subject, _ in rows}
+    subjects = {subject for subject, *_ in rows}
     together = len(subjects) == 1
-    told = "; ".join(
-        f"{ranks_in_words(ranks)}: {value if together else f'{subject} {value}'.strip()}"
-        for ranks, (subject, value) in zip(texts, rows, strict=True)
+    words = "; ".join(
+        f"{ranks_in_words(ranks)}: {fact.value if together else f'{fact.subject} {fact.value}'.strip()}"
+        for ranks, fact in zip(told, rows, strict=True)
     )
     place = f" in {subjects.pop()}" if together else ""
     return (
-        f"ranks construct different models; the first difference is{place}: {told}. Build the same module with the "
+        f"ranks construct different models; the first difference is{place}: {words}. Build the same module with the "
         "same arguments of FullyShardedDataParallel on every rank"
     )

@@ -9,14 +9,16 @@ code reads a :class:`Config` and asks no more questions.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from . import fsdp1_mode
 from .api import (
     HYBRIDS,
     JOIN_UNITS_BELOW,
@@ -28,7 +30,7 @@ from .api import (
     check_bool,
     check_module_classes,
 )
-from .errors import ConfigTypeError, ConfigValueError, did_you_mean, refuse_type, refuse_value, shown, warn
+from .errors import ConfigTypeError, ConfigValueError, did_you_mean, refuse_type, refuse_value, shown, warn, warn_once
 
 
 def check_arguments(
@@ -59,7 +61,7 @@ def check_arguments(
         ConfigTypeError, ConfigValueError: naming the argument, what was given, and what is accepted.
     """
     _check_module(module)
-    strategy = _member("sharding_strategy", sharding_strategy, ShardingStrategy) or ShardingStrategy.FULL_SHARD
+    strategy = member("sharding_strategy", sharding_strategy, ShardingStrategy) or ShardingStrategy.FULL_SHARD
     modules, params = _ignored(module, ignored_modules, ignored_states)
     policy = _policy(auto_wrap_policy)
     for name, flag in (
@@ -74,7 +76,7 @@ def check_arguments(
         sharding_strategy=strategy,
         cpu_offload=_cpu_offload(cpu_offload),
         auto_wrap_policy=policy,
-        backward_prefetch=_member("backward_prefetch", backward_prefetch, BackwardPrefetch),
+        backward_prefetch=member("backward_prefetch", backward_prefetch, BackwardPrefetch),
         mixed_precision=_mixed_precision(mixed_precision),
         ignored_modules=modules,
         ignored_params=params,
@@ -113,6 +115,9 @@ def has_forward(module: nn.Module) -> bool:
     """Whether ``module`` can be called: containers such as ``ModuleList`` define no forward of their own."""
     # Static: on a class of torch.jit the plain attribute is a descriptor that fails without an instance.
     return inspect.getattr_static(module, "forward") is not nn.Module.forward
+
+
+_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # of FSDP1
 
 
 # --- One function an argument -----------------------------------------------------------------------------------------
@@ -178,10 +183,20 @@ def _cpu_offload(value: Any) -> CPUOffload:
 def _mixed_precision(value: Any) -> MixedPrecision:
     """A bare dtype is the param dtype alone: gradients are then reduced in it too, as for any MixedPrecision."""
     if value is None or isinstance(value, torch.dtype):
-        return MixedPrecision(param_dtype=value)
-    return _own(value, MixedPrecision) or refuse_type(
+        value = MixedPrecision(param_dtype=value)
+    precision = _own(value, MixedPrecision) or refuse_type(
         "mixed_precision", value, "None, a floating-point torch.dtype (the param_dtype), or a MixedPrecision"
     )
+    casts = precision.param_dtype is not None or precision.buffer_dtype is not None
+    if casts and not precision.full_precision_in_eval and os.environ.get(_IN_EVAL) == "1":
+        if fsdp1_mode.active:
+            return replace(precision, full_precision_in_eval=True)
+        warn_once(
+            _IN_EVAL,
+            f"mixed_precision: the environment has {_IN_EVAL}=1, which only programs under flatfsdp.as_torch follow: "
+            "the model is evaluated in low precision. Pass MixedPrecision(..., full_precision_in_eval=True).",
+        )
+    return precision
 
 
 def _policy(value: Any) -> Any:
@@ -354,7 +369,7 @@ _EnumT = TypeVar("_EnumT", bound=Enum)
 _ConfigT = TypeVar("_ConfigT", MixedPrecision, CPUOffload)
 
 
-def _member(argument: str, value: Any, kind: type[_EnumT]) -> _EnumT | None:
+def member(argument: str, value: Any, kind: type[_EnumT]) -> _EnumT | None:
     """``value`` as a member of ``kind``: given as such, by name in any case, or as torch's member of the same name."""
     if value is None or isinstance(value, kind):
         return value

@@ -23,7 +23,7 @@ import torch.distributed.fsdp.fully_sharded_data_parallel as torchs_wrapper
 import torch.distributed.fsdp.sharded_grad_scaler as torchs_scaler
 import torch.distributed.fsdp.wrap as torchs_wrap
 
-from . import FullyShardedDataParallel, ShardedGradScaler, flat_param, state_dict_configs, wrap
+from . import FullyShardedDataParallel, ShardedGradScaler, flat_param, fsdp1_mode, state_dict_configs, wrap
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .dcp_state_dict import replacements
 from .errors import UsageError
@@ -55,6 +55,7 @@ def install() -> None:
     """
     if _replaced:
         return
+    fsdp1_mode.active = True
     by_id: dict[int, Any] = {}
     for module in _PUBLIC:
         for name, ours in _OURS.items():
@@ -74,6 +75,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Give every name that was replaced back what it was. What was imported meanwhile stays flatfsdp's."""
+    fsdp1_mode.active = False
     while _replaced:
         names, name, before = _replaced.pop()
         names[name] = before

@@ -35,6 +35,8 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
     kwargs = {
         f.name: getattr(nested, f.name) for f in fields(nested) if f.name not in ("ignored_modules", "ignored_params")
     }
+    if config.device_mesh is not None:
+        kwargs["process_group"] = None  # of the mesh, which units inherit
     plan = plan_wrapping(module, policy, kwargs=kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params)
     islands = {id(planned.module) for planned in plan if planned.in_full_precision}
     made = _Made()
@@ -46,6 +48,8 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
                 "auto_wrap_policy: it gives a unit ignored_modules or ignored_states of its own; give them to the "
                 "outermost wrapper, which passes them to all units"
             )
+        if "process_group" in changed:
+            overrides["device_mesh"] = None
         checked = resolve_groups(check_arguments(child, **overrides)) if changed else nested
         own_config = checked.replace(ignored_modules=tuple(ignored_modules), ignored_params=tuple(ignored_params))
         return made.add(make(child, own_config, island=id(child) in islands))

@@ -77,6 +77,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         homes,
         traits=traits(config.sharding_strategy),
         groups=groups,
+        device_mesh=config.device_mesh,
         mixed_precision=config.mixed_precision,
         cpu_offload=config.cpu_offload,
         backward_prefetch=config.backward_prefetch,

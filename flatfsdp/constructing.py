@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import nn
 
-from .agree import compare_facts
+from .agree import Fact, compare_facts
 from .comm import GroupPlan, Traffic, Transport, transport
 from .device import Device
 from .storage import Ledger
@@ -40,7 +40,8 @@ def failing_together(axes: list[Transport]) -> Iterator[None]:
     except Exception as error:
         failure = _in_words(error)
         with suppress(RuntimeError):  # what the others say to it matters less than `error`
-            compare_facts(axes, [("construction", "failed")], reason=failure, doing=f"fails to wrap after {failure}")
+            facts = [Fact("construction", "failed")]
+            compare_facts(axes, facts, reason=failure, doing=f"fails to wrap after {failure}")
         raise
 
 
@@ -52,7 +53,7 @@ def agree_to_undo(count: int, axes: list[Transport], error: BaseException | None
             forward.
     """
     failure = _in_words(error)
-    facts = [("construction", f"failed with {count} modules wrapped")]
+    facts = [Fact("construction", f"failed with {count} modules wrapped")]
     compare_facts(axes, facts, reason=failure, doing=f"undoes its wrapping of {count} modules after {failure}")
 
 
@@ -74,9 +75,10 @@ def synchronise(
         prefix = f"{path}." if path else ""
         tensors += [(buffer, prefix + name) for name, buffer in each._buffers.items() if buffer is not None]
     subject = f"a unit of class {type(module).__name__}"
-    facts = [("construction", "goes on"), (subject, f"of {len(tensors)} tensors")]
+    facts = [Fact("construction", "goes on"), Fact(subject, f"of {len(tensors)} tensors")]
     for tensor, path in tensors:
-        facts.append((f"{subject}, {path}", f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"))
+        found = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        facts.append(Fact(f"{subject}, {path}", found, named=False))
     compare_facts(axes, facts, doing=f"copies the values of {subject} from rank 0")
     with torch.no_grad():
         for tensor, _ in tensors:

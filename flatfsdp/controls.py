@@ -337,7 +337,7 @@ class ScheduleControls:
             )
         if async_op:
             for each in root.units:
-                _check_prefetches_on_request(each, method)
+                check_prefetches_on_request(each, method)
         root.set_unshard_async_op(async_op)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -426,7 +426,8 @@ def _targets(unit: Unit, method: str, modules: object) -> Targets:
     return Targets(targets)
 
 
-def _check_prefetches_on_request(unit: Unit, method: str) -> None:
+def check_prefetches_on_request(unit: Unit, method: str) -> None:
+    """Refuse a unit that gathers ahead by itself, where `method` leaves that to lists of the user's."""
     post, mid = BackwardPrefetch.BACKWARD_POST, BackwardPrefetch.BACKWARD_MID  # nobody asked for the default
     for setting, is_made, instead in (
         ("forward_prefetch=True", unit.forward_prefetch, "forward"),

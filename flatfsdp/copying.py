@@ -164,6 +164,7 @@ def deep_copy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for old, new in zip(unit.handles, copied.handles, strict=True):
         memo[id(old.flat_param)] = new.flat_param  # an optimizer copied with the model follows it
     memo.update({id(group): group for group in unit.groups.process_groups})
+    copied.device_mesh = unit.device_mesh
     copied.choose(
         comm_hook=_copied_hook(unit.choices.comm_hook, memo, "register_comm_hook()"),
         all_reduce_hook=_copied_hook(unit.choices.all_reduce_hook, memo, "set_all_reduce_hook()"),

@@ -71,7 +71,7 @@ def resolve_groups(config: Config) -> Config:
         group = given
     else:
         group = _groups_of_nodes() if hybrid else dist.group.WORLD
-    return config.replace(process_group=group, device_mesh=None)
+    return config.replace(process_group=group)
 
 
 def serves(process_group: Any, device: torch.device) -> bool:

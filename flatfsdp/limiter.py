@@ -28,13 +28,14 @@ class Limiter:
     """The memory that gathers on one lane take and that is given back to it.
 
     Attributes:
+        limit: whether the lane waits for memory.
         held: what was resharded and has its memory still, oldest first.
     """
 
     def __init__(self, device: Device, lane: Lane, *, limit: bool) -> None:
         self._device = device
         self._lane = lane
-        self._limit = limit
+        self.limit = limit
         self.held: list[Held] = []
         self._uploaded: object = None  # an event behind the last upload of an offloaded shard
 
@@ -51,7 +52,7 @@ class Limiter:
             if held.buffer is needed:
                 self._lane.await_mark(held.mark)
         self.held = [held for held in self.held if held.buffer is not needed]
-        if not self._limit:
+        if not self.limit:
             due = [held for held in self.held if self._device.is_past(held.mark)]
         elif ahead or not self.held:  # all but `needed`, which is in use again
             due = self.held

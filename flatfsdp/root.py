@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -222,6 +222,11 @@ class Root:
         """A shard has become another dtype: units weigh more, or less."""
         self._joins.weigh(self.units)
 
+    def set_limit(self, limit: bool) -> None:
+        """Let gathers wait until memory is free, or not. No communication: each rank may choose."""
+        self.settings = replace(self.settings, limit_all_gathers=limit)
+        self.limiter.limit = limit
+
     def set_unshard_async_op(self, async_op: bool) -> None:
         """Issue gathers on the caller's stream, and ahead only where a user says so; or on a lane of their own."""
         if self.ready:
@@ -252,7 +257,7 @@ class Root:
         if self._told is None:
             found: dict[str, list[str]] = {}
             for unit in self.units:
-                for words in unit.choices.told():
+                for words in unit.told():
                     found.setdefault(words, []).append(unit.label)
             everywhere = len(self.units)
             told = [

@@ -7,7 +7,7 @@ is over when its gradients, and those of its inputs, are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from . import _torch, hooks
 from .api import BackwardPrefetch
 from .buffers import cast_buffers
-from .errors import UsageError, warn_once
+from .errors import ConfigValueError, UsageError, warn_once
 from .flat_param import FlatParamHandle
 from .hooked import left_to_average
 from .lifecycle import FORWARD, IDLE, POST_BACKWARD, PRE_BACKWARD, SUMMONED, UNSHARDED
@@ -81,6 +81,7 @@ class Unit(UnitData):
         self.backward_prefetch = backward_prefetch
         self._counted = CountedLeaves(self) if backward_prefetch is BackwardPrefetch.BACKWARD_MID else None
         self.forward_prefetch = forward_prefetch
+        self._prefetch_was_set = False  # since it was built
         self.modules = list(modules)
         self.island = island
         self._outer_dtype: torch.dtype | None = None
@@ -99,6 +100,30 @@ class Unit(UnitData):
         self.reads_once: bool | None = None
         self.needed_whole = False
         self._encloses: bool | None = None  # whether the module has modules of others inside; found when it matters
+
+    # -- settings ----------------------------------------------------------------------------------------------------
+
+    def set_prefetch(self, backward: BackwardPrefetch | None, forward: bool) -> None:
+        """Change what the unit was built with; ranks compare it at the next forward or backward.
+
+        Raises:
+            ConfigValueError: BACKWARD_MID, for which gradients are counted from the first forward on.
+        """
+        if backward is BackwardPrefetch.BACKWARD_MID and self._counted is None:
+            raise ConfigValueError(
+                f"backward_prefetch of unit {self.label}: got BACKWARD_MID, which counts gradients from the first "
+                "forward on. Pass it to the constructor"
+            )
+        self.backward_prefetch, self.forward_prefetch = backward, forward
+        self._prefetch_was_set = True
+        self.root.choices_changed()
+
+    def told(self) -> Iterator[str]:
+        """What was set since it was built, in words that are equal on all ranks."""
+        yield from self.choices.told()
+        if self._prefetch_was_set:
+            name = self.backward_prefetch.name if self.backward_prefetch is not None else None
+            yield f"backward_prefetch={name} and forward_prefetch={self.forward_prefetch}"
 
     # -- forward -----------------------------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class UnitData:
         homes: where modules of this unit hold the handles' leaves.
         owners: units that own parameters which modules of this unit hold too (tied); unsharded whenever this one is.
         aliases: where modules of this unit hold those.
+        device_mesh: the mesh that `groups` are of, where a user gave one; pickles do not have it.
         choices: what users chose.
         phase: [Note: lifecycle].
         kept: stays unsharded between iterations, because a user said so.
@@ -87,6 +88,7 @@ class UnitData:
         *,
         traits: Traits,
         groups: GroupPlan,
+        device_mesh: Any = None,
         mixed_precision: MixedPrecision,
         cpu_offload: CPUOffload,
         owners: Sequence[UnitData] = (),
@@ -99,6 +101,7 @@ class UnitData:
         self.homes = list(homes)
         self.traits = traits
         self.groups = groups
+        self.device_mesh = device_mesh
         self.mixed_precision = mixed_precision
         self.cpu_offload = cpu_offload
         self.choices = Choices(schedule)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.fsdp.api as torch_api
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TheirScaler
 
 import flatfsdp
@@ -297,6 +300,102 @@ def test_what_other_programs_read() -> None:
             assert mine.flat_param is mine._flat_param is mine._handle.flat_param
             assert mine._flat_param._fsdp_flattened is other._flat_param._fsdp_flattened is True
             assert mine.module is mine._fsdp_wrapped_module
+
+
+READ = (
+    *("forward_prefetch", "limit_all_gathers", "_use_orig_params", "_use_full_prec_in_eval", "_sync_gradients"),
+    *("_device_mesh", "_comm_hook", "_comm_hook_state", "_gradient_predivide_factor", "_gradient_postdivide_factor"),
+)
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_underscored_attributes_that_other_programs_read(orig: bool) -> None:
+    for world in (2, 6, 8):
+        with fake_world(world):
+            models = both("transformer", orig, forward_prefetch=True, limit_all_gathers=False)
+            for mine, other in units(*models):
+                assert [getattr(mine, name) for name in READ] == [getattr(other, name) for name in READ]
+                assert mine._state_dict_type.name == other._state_dict_type.name
+                for config in ("_state_dict_config", "_optim_state_dict_config"):
+                    assert type(getattr(mine, config)).__name__ == type(getattr(other, config)).__name__
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for cls, package in ((Ours, flatfsdp), (Theirs, torch_fsdp)):
+            strategy = package.ShardingStrategy.HYBRID_SHARD
+            policy = package.wrap.ModuleWrapPolicy({Feedforward})
+            model: Any = cls(
+                nn.Sequential(Feedforward(5, 3), nn.Linear(5, 5)),
+                device_mesh=mesh,
+                sharding_strategy=strategy,
+                auto_wrap_policy=policy,
+                device_id=torch.device("cpu"),
+            )
+            for unit in cls.fsdp_modules(model):
+                assert unit._device_mesh is mesh
+                assert unit._inter_node_pg is mesh.get_group(0) and unit.process_group is mesh.get_group(1)
+        assert copy.deepcopy(Ours(nn.Linear(2, 2), device_mesh=init_device_mesh("cpu", (4,))))._device_mesh is not None
+    with fake_world(2):
+        for cls, package in ((Ours, flatfsdp), (Theirs, torch_fsdp)):
+            net = nn.Sequential(Feedforward(5, 3), nn.Linear(5, 5), nn.ReLU())
+            model = cls(net, ignored_modules=[net[0]], use_orig_params=orig, device_id=torch.device("cpu"))
+            assert model._ignored_modules == set(net[0].modules())
+            assert model._ignored_params == set(net[0].parameters())
+            hook = lambda state, grad, shard: None  # noqa: E731
+            model.register_comm_hook("state", hook)
+            assert model._comm_hook is hook and model._comm_hook_state == "state"
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's wants get_state_dict()
+                cls.set_state_dict_type(model, package.StateDictType.SHARDED_STATE_DICT)
+            assert model._state_dict_type.name == "SHARDED_STATE_DICT"
+            with model.no_sync():
+                assert not model._sync_gradients
+            assert model._sync_gradients
+
+
+def trace_of(model: Any) -> list[str]:
+    """The events of the second of two iterations."""
+    for _ in range(2):
+        with model._unit.root.trace.listening() as events:
+            model(torch.zeros(1, Transformer.length, dtype=torch.long)).sum().backward()
+    return [str(event) for event in events]
+
+
+@pytest.mark.parametrize(
+    ("setting", "built", "then"),
+    [("forward_prefetch", False, True), ("forward_prefetch", True, False), ("backward_prefetch", "BACKWARD_PRE", None)],
+)
+def test_attributes_that_are_set(setting: str, built: Any, then: Any) -> None:
+    """As FSDP1's: with the effect that the argument would have had."""
+    traces = []
+    with fake_world(2):
+        for first, second in ((then, then), (built, then), (built, built)):
+            model = Ours(Transformer(tied=False), auto_wrap_policy={Block}, **{setting: first})
+            for unit in Ours.fsdp_modules(model):
+                setattr(unit, setting, second)
+                assert getattr(unit, setting) in (second, getattr(api.BackwardPrefetch, str(second), second))
+            traces.append(trace_of(model))
+            with pytest.raises(flatfsdp.errors.FlatFSDPError, match=setting):
+                setattr(model, setting, 3)
+            change = partial(setattr, Ours.fsdp_modules(model)[1], setting, then)
+            model.module.register_forward_pre_hook(lambda *_, change=change: change())
+            with pytest.raises(flatfsdp.errors.UsageError, match=f"{setting} of unit .* inside a forward"):
+                trace_of(model)
+    assert traces[0] == traces[1] != traces[2]
+
+
+def test_the_limit_of_gathers_is_set() -> None:
+    with fake_world(2):
+        model: Any = Ours(Transformer(tied=False), auto_wrap_policy={Block})
+        for unit in Ours.fsdp_modules(model):
+            unit.limit_all_gathers = False
+            assert not (model.limit_all_gathers or unit._unit.root.limiter.limit)
+        model.set_unshard_async_op(True)
+        assert not model._unit.root.limiter.limit
+        with pytest.raises(flatfsdp.errors.ConfigValueError, match="forward_prefetch=True"):
+            model.forward_prefetch = True
+        assert not model.forward_prefetch
+        with pytest.raises(flatfsdp.errors.ConfigValueError, match="BACKWARD_MID"):
+            model.backward_prefetch = "BACKWARD_MID"
 
 
 def test_absent_attributes() -> None:

@@ -24,7 +24,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (0, "_torch"),
     (0, "memoryless"),
     (0, "as_on_meta"),
-    (0, "api"),
+    (0, "api fsdp1_mode"),
     (0, "state_dict_configs"),
     (0, "arguments"),
     (0, "trace"),

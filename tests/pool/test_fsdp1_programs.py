@@ -1,0 +1,128 @@
+"""What programs for FSDP1 do beyond the usual: FSDP1's result is the measure."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel as FSDP
+from flatfsdp import MixedPrecision, fsdp1_mode
+from flatfsdp.errors import AgreementError
+from tests.conftest import Run
+from tests.pool.corners import full_parameters, joined, seeded
+
+WIDTH, LR = 4, 0.1
+
+
+# --- ranks that ignore different numbers of modules -------------------------------------------------------------------
+
+
+class Ignored(nn.Module):
+    """Multiplies by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Uneven(nn.Module):
+    """As many ignored modules in the middle of a list as asked for, and a unit behind them."""
+
+    def __init__(self, ignored: int) -> None:
+        super().__init__()
+        first, second, third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers = nn.Sequential(first, *(Ignored() for _ in range(ignored)), second, nn.Sequential(third))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layers(x))
+
+
+def rows(rank: int, step: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def ignoring(rank: int, world: int, orig: bool, by_parameter: bool, sync: bool) -> list[str]:
+    net = seeded(lambda: Uneven(rank + 1))
+    modules = [module for module in net.modules() if isinstance(module, Ignored)]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    ignore: Any = {"ignored_states": parameters} if by_parameter else {"ignored_modules": modules}
+    policy = {nn.Sequential}
+    model: Any = FSDP(net, auto_wrap_policy=policy, use_orig_params=orig, sync_module_states=sync, **ignore)
+    managed = [parameter for parameter in model.parameters() if not any(parameter is each for each in parameters)]
+    optimizer = torch.optim.SGD(managed, lr=LR)
+
+    plain = seeded(lambda: Uneven(0))
+    reference = torch.optim.SGD(plain.parameters(), lr=LR)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(rows(rank, step)).square().sum().backward()
+        optimizer.step()
+        reference.zero_grad()
+        torch.stack([plain(rows(r, step)).square().sum() for r in range(world)]).mean().backward()
+        reference.step()
+    found = [p for p in full_parameters(model).values() if not torch.equal(p, torch.eye(WIDTH))]
+    expected = list(plain.parameters())
+    same = len(found) == len(expected) and all(map(torch.allclose, found, expected))
+    return [] if same else [f"rank {rank} has {found}, expected {expected}"]
+
+
+@pytest.mark.parametrize(
+    ("orig", "by_parameter", "sync"), [(True, False, False), (False, True, False), (True, True, True)]
+)
+def test_ranks_ignore_different_numbers_of_modules(orig: bool, by_parameter: bool, sync: bool, pool2: Run) -> None:
+    assert not joined(pool2(ignoring, orig, by_parameter, sync))
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def setting_on_one_rank(rank: int, world: int) -> str:
+    model: Any = FSDP(seeded(lambda: Uneven(0)), auto_wrap_policy={nn.Sequential})
+    model(rows(rank, 0)).sum().backward()
+    model.forward_prefetch = rank == 1
+    try:
+        model(rows(rank, 1))
+    except AgreementError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_setting_that_differs_between_ranks_is_an_error(pool2: Run) -> None:
+    first, second = pool2(setting_on_one_rank)
+    assert first == second
+    assert "backward_prefetch=BACKWARD_PRE and forward_prefetch=True in <root>" in first
+
+
+def full_precision(rank: int, world: int, as_fsdp1: bool) -> tuple[list[torch.dtype], list[str]]:
+    with (
+        patch.dict(os.environ, FSDP_USE_FULL_PREC_IN_EVAL="1"),
+        patch.object(fsdp1_mode, "active", as_fsdp1),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        half = MixedPrecision(torch.float16, torch.float32, torch.float16)
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        model: Any = FSDP(net, auto_wrap_policy={nn.Linear}, mixed_precision=half)
+    dtypes = []
+    model[0].module.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    for training in (True, False, True):
+        model.train(training)(rows(rank, 0))
+    assert model[0]._use_full_prec_in_eval is model._use_full_prec_in_eval is as_fsdp1
+    return dtypes, [str(each.message) for each in caught if "IN_EVAL" in str(each.message)]
+
+
+def test_full_precision_in_eval_by_the_environment(pool2: Run) -> None:
+    low, whole = torch.float16, torch.float32
+    assert pool2(full_precision, True) == [([low, whole, low], [])] * 2
+    for dtypes, said in pool2(full_precision, False):
+        assert dtypes == [low] * 3
+        assert len(said) <= 1 and all("full_precision_in_eval=True" in each for each in said)
