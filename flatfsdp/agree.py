@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -125,25 +125,18 @@ class Agreement(Stream):
         warn(message)
 
 
-class Fact(NamedTuple):
-    """A `value` that ranks must have in common, with what it is of.
-
-    `named`: whether the subject has to be called the same. Parameters need not be: FSDP1 compares their order and
-    shapes, and ranks that ignore different numbers of modules in a list count the others differently.
-    """
-
-    subject: str
-    value: str
-    named: bool = True
-
-    @property
-    def compared(self) -> tuple[str, str]:
-        """The part that must be equal."""
-        return self.subject if self.named else "", self.value
+# A value that ranks must have in common: what it is of, the value, and whether the first has to be called the same.
+# Parameters need not be: FSDP1 compares their order and shapes, and ranks that ignore different numbers of modules in a
+# list count the others differently. Plain tuples: there are many.
+Fact = tuple[str, str, bool]
 
 
-def _fingerprint(facts: Sequence[Fact]) -> int:
-    return number(json.dumps([fact.compared for fact in facts]))
+def _compared(facts: Iterable[Fact]) -> list[tuple[str, str]]:
+    return [(subject if named else "", value) for subject, value, named in facts]
+
+
+def _fingerprint(facts: Iterable[Fact]) -> int:
+    return number(json.dumps(_compared(facts)))
 
 
 def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, reason: str | None = None) -> None:
@@ -159,13 +152,13 @@ def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, r
         return
     peers = Peers()
     peers._over(axes)
-    first, *rest = facts
+    (subject, value, named), *rest = facts
     members = sorted({rank for axis in axes for rank in axis.group.ranks})
     with expecting(members, doing):
         answers = peers._exchange(_fingerprint(facts))
     if answers is not None and len({code for code, _ in answers.values()}) > 1:
         peers._know(list(answers))
-        told = [first if reason is None else first._replace(value=f"{first.value}: {reason}"), *rest]
+        told = [(subject, value if reason is None else f"{value}: {reason}", named), *rest]
         texts = peers._publish(json.dumps(told), {rank: code for rank, (code, _) in answers.items()})
         peers._fail(AgreementError(_first_difference({ranks: _facts(text) for ranks, text in texts.items()})))
 
@@ -182,31 +175,38 @@ def _axes(root: Root) -> list[Transport]:
 
 def describe(root: Root) -> list[Fact]:
     """All that the ranks of a model must have in common, in a fixed order."""
-    facts = [Fact("construction", "succeeded"), Fact("check_values", root.agreement.check_values)]
-    facts.append(Fact("join_units_below", str(root.settings.join_units_below)))
+    facts = [("construction", "succeeded", True), ("check_values", root.agreement.check_values, True)]
+    facts.append(("join_units_below", str(root.settings.join_units_below), True))
     places = {unit: str(place) for place, unit in enumerate(root.units)}
     for unit in root.units:
         subject = f"unit {unit.label}"
         groups = unit.groups
-        settings = [
-            ("", f"of class {type(unit.module).__name__}"),
-            (", sharding_strategy", groups.strategy.name),
-            (", ranks", f"{groups.shard.size} x {groups.replicate.size if groups.replicate is not None else 1}"),
-            (", use_orig_params", ", ".join(str(handle.use_orig_params) for handle in unit.handles[:1])),
-            (", mixed_precision", _unlike_default(unit.mixed_precision)),
-            (", backward_prefetch", str(unit.backward_prefetch)),
-            (", forward_prefetch", str(unit.forward_prefetch)),
-            (", schedule", "; ".join(unit.choices.told()) or "as built"),
-            (", tied to units in places", ", ".join(places[owner] for owner in unit.owners)),
+        facts += [
+            (subject, f"of class {type(unit.module).__name__}", False),
+            (f"{subject}, sharding_strategy", groups.strategy.name, False),
+            (
+                f"{subject}, ranks",
+                f"{groups.shard.size} x {groups.replicate.size if groups.replicate is not None else 1}",
+                False,
+            ),
+            (
+                f"{subject}, use_orig_params",
+                ", ".join(str(handle.use_orig_params) for handle in unit.handles[:1]),
+                False,
+            ),
+            (f"{subject}, mixed_precision", _unlike_default(unit.mixed_precision), False),
+            (f"{subject}, backward_prefetch", str(unit.backward_prefetch), False),
+            (f"{subject}, forward_prefetch", str(unit.forward_prefetch), False),
+            (f"{subject}, schedule", "; ".join(unit.choices.told()) or "as built", False),
+            (f"{subject}, tied to units in places", ", ".join(places[owner] for owner in unit.owners), False),
         ]
-        facts += [Fact(subject + of, value, named=False) for of, value in settings]
         for handle in unit.handles:
             for spec, leaf in zip(handle.layout.params, handle.leaves, strict=True):
                 dtype = str(handle.shard.dtype).removeprefix("torch.")
                 grad = "requires_grad" if leaf.requires_grad else "no requires_grad"
                 stride = "" if spec.stride is None else f" strides {spec.stride}"
                 shape = f"{dtype} {spec.shape}{stride}, {grad}"
-                facts.append(Fact(f"{subject}, parameter {spec.name}", shape, named=False))
+                facts.append((f"{subject}, parameter {spec.name}", shape, False))
     return facts
 
 
@@ -220,18 +220,18 @@ def _facts(text: str) -> list[Fact]:
     """The facts that a rank published as `text`; one without a value where it did not."""
     found = parse(text)
     rows = [row for row in found if isinstance(row, list) and len(row) == 3] if isinstance(found, list) else []
-    return [Fact(str(subject), str(value), bool(named)) for subject, value, named in rows] or [Fact(NO_ANSWER, "")]
+    return [(str(subject), str(value), bool(named)) for subject, value, named in rows] or [(NO_ANSWER, "", True)]
 
 
 def _first_difference(told: Mapping[tuple[int, ...], list[Fact]]) -> str:
-    for rows in itertools.zip_longest(*told.values(), fillvalue=Fact("nothing more", "")):
-        if any(row.compared != rows[0].compared for row in rows):
+    for rows in itertools.zip_longest(*told.values(), fillvalue=("nothing more", "", True)):
+        if len(set(_compared(rows))) > 1:
             break
-    subjects = {subject for subject, *_ in rows}
+    subjects = {subject for subject, _, _ in rows}
     together = len(subjects) == 1
     words = "; ".join(
-        f"{ranks_in_words(ranks)}: {fact.value if together else f'{fact.subject} {fact.value}'.strip()}"
-        for ranks, fact in zip(told, rows, strict=True)
+        f"{ranks_in_words(ranks)}: {value if together else f'{subject} {value}'.strip()}"
+        for ranks, (subject, value, _) in zip(told, rows, strict=True)
     )
     place = f" in {subjects.pop()}" if together else ""
     return (

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import nn
 
-from .agree import Fact, compare_facts
+from .agree import compare_facts
 from .comm import GroupPlan, Traffic, Transport, transport
 from .device import Device
 from .storage import Ledger
@@ -40,7 +40,7 @@ def failing_together(axes: list[Transport]) -> Iterator[None]:
     except Exception as error:
         failure = _in_words(error)
         with suppress(RuntimeError):  # what the others say to it matters less than `error`
-            facts = [Fact("construction", "failed")]
+            facts = [("construction", "failed", True)]
             compare_facts(axes, facts, reason=failure, doing=f"fails to wrap after {failure}")
         raise
 
@@ -53,7 +53,7 @@ def agree_to_undo(count: int, axes: list[Transport], error: BaseException | None
             forward.
     """
     failure = _in_words(error)
-    facts = [Fact("construction", f"failed with {count} modules wrapped")]
+    facts = [("construction", f"failed with {count} modules wrapped", True)]
     compare_facts(axes, facts, reason=failure, doing=f"undoes its wrapping of {count} modules after {failure}")
 
 
@@ -75,10 +75,10 @@ def synchronise(
         prefix = f"{path}." if path else ""
         tensors += [(buffer, prefix + name) for name, buffer in each._buffers.items() if buffer is not None]
     subject = f"a unit of class {type(module).__name__}"
-    facts = [Fact("construction", "goes on"), Fact(subject, f"of {len(tensors)} tensors")]
+    facts = [("construction", "goes on", True), (subject, f"of {len(tensors)} tensors", True)]
     for tensor, path in tensors:
         found = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-        facts.append(Fact(f"{subject}, {path}", found, named=False))
+        facts.append((f"{subject}, {path}", found, False))
     compare_facts(axes, facts, doing=f"copies the values of {subject} from rank 0")
     with torch.no_grad():
         for tensor, _ in tensors:

@@ -291,12 +291,7 @@ def plan_wrapping(
     if overridden:
         _warn_in_full_precision(overridden)
 
-    gathered = uncounted.union(*(each.parameters() for each in chosen if each is not root and has_forward(each)))
-    for path, module in _children_first(root, closed):
-        if module in chosen and not has_forward(module):
-            _check_passed_over(path, module, gathered)
-            del chosen[module]
-    check_called(root, [path for path, param in root.named_parameters() if param not in gathered])
+    _pass_over(root, chosen, closed, uncounted)
 
     homes: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
@@ -433,15 +428,27 @@ def check_called(module: nn.Module, own: Sequence[str]) -> None:
         )
 
 
-def _check_passed_over(path: str, module: nn.Module, gathered: Collection[nn.Parameter]) -> None:
-    lost = [name for name, param in module.named_parameters() if param not in gathered]
-    if lost:
-        inside = _names_of_classes(module.children())
-        raise UsageError(
-            f"auto_wrap_policy: chose {_described(path, module)}, which defines no forward: its wrapper would never be "
-            f"called and its parameters never gathered ({few(lost)}). Choose the modules inside it ({inside}), or the "
-            "one that calls them."
-        )
+def _pass_over(
+    root: nn.Module, chosen: dict[nn.Module, Any], closed: set[nn.Module], uncounted: set[nn.Parameter]
+) -> None:
+    """Take what has no forward from ``chosen``. Refuse it, and ``root``, where no other unit has its parameters."""
+    never_called = [
+        (path, each) for path, each in _children_first(root, closed) if each in chosen and not has_forward(each)
+    ]
+    if not never_called and has_forward(root):
+        return
+    for _, module in never_called:
+        del chosen[module]
+    gathered = uncounted.union(*(module.parameters() for module in chosen if module is not root))
+    for path, module in never_called:
+        if lost := [name for name, param in module.named_parameters() if param not in gathered]:
+            inside = _names_of_classes(module.children())
+            raise UsageError(
+                f"auto_wrap_policy: chose {_described(path, module)}, which defines no forward: its wrapper would "
+                f"never be called and its parameters never gathered ({few(lost)}). Choose the modules inside it "
+                f"({inside}), or the one that calls them."
+            )
+    check_called(root, [path for path, param in root.named_parameters() if param not in gathered])
 
 
 def _check_planned(planned: Planned, kwargs: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatfsdp.agree import Fact, _first_difference
+from flatfsdp.agree import _compared, _first_difference
 from flatfsdp.errors import few, ranks_in_words
 from flatfsdp.peers import number
 from flatfsdp.policy.habit import CONTEXTS, Habit
@@ -105,16 +105,16 @@ def test_words() -> None:
 
 
 def test_a_model_that_ends_earlier_differs_there() -> None:
-    longer = [Fact("unit 'a'", "of class A", named=False), Fact("unit 'b'", "of class B", named=False)]
+    longer = [("unit 'a'", "of class A", False), ("unit 'b'", "of class B", False)]
     told = _first_difference({(0,): longer, (1, 2): longer[:1]})
     assert ": rank 0: unit 'b' of class B; ranks 1, 2: nothing more. " in told
 
 
 def test_what_parameters_are_called_is_told_and_not_compared() -> None:
     facts = {
-        (rank,): [Fact("a", "x", named=False), Fact(f"parameter {rank}.weight", shape, named=False)]
+        (rank,): [("a", "x", False), (f"parameter {rank}.weight", shape, False)]
         for rank, shape in enumerate(["(3, 3)", "(3, 4)"])
     }
     expected = ": rank 0: parameter 0.weight (3, 3); rank 1: parameter 1.weight (3, 4). "
     assert expected in _first_difference(facts)
-    assert facts[0,][0].compared == ("", "x") and Fact("construction", "failed").compared[0] == "construction"
+    assert _compared([("a", "x", False), ("construction", "failed", True)]) == [("", "x"), ("construction", "failed")]
