@@ -356,6 +356,14 @@ def sharded_tensor_of_rows(rows: torch.Tensor, first: int, shape: Sequence[int],
         return init_from_local_shards(shards, *shape, process_group=process_group)
 
 
+def shard(tensor: torch.Tensor, offsets: Sequence[int]) -> Any:
+    """torch's `Shard`, of which a `ShardedTensor` is made: what this rank has from `offsets` on."""
+    from torch.distributed._shard.sharded_tensor import Shard
+
+    initialized = torch.distributed.is_initialized()
+    return Shard.from_tensor_and_offsets(tensor, [*offsets], torch.distributed.get_rank() if initialized else 0)
+
+
 def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any) -> Any:
     """A `DTensor` of the shape of `whole`, of which this rank has `rows`; replicated where there are no dimensions."""
     from torch.distributed.device_mesh import DeviceMesh

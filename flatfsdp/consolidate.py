@@ -17,7 +17,7 @@ from .comm import Transport
 from .device import Lane
 from .flat_param import FlatParamHandle, full_views
 from .layout import FlatLayout
-from .owned import OwnedInterval
+from .owned import Others, OwnedInterval
 from .unit import Unit
 
 
@@ -68,6 +68,18 @@ def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> It
         yield full_views(flat, handle.layout)
     finally:
         claim.close()
+
+
+def others_of(unit: Unit, kind: int, index: int) -> Others | None:
+    """Where the elements of one parameter are that this rank does not own; None where it owns all."""
+    layout = unit.handles[kind].layout
+    if layout.world == 1:
+        return None
+    return Others(
+        unit.groups.shard.process_group,
+        unit.groups.device,
+        lambda: [layout.span_in_param(index, rank).numel for rank in range(layout.world)],
+    )
 
 
 def is_first(unit: Unit) -> bool:

@@ -9,7 +9,8 @@ boxes ([Note: boxes]), saves them from and loads them into that memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,27 +29,69 @@ __all__ = ["OwnedInterval"]
 _aten = torch.ops.aten
 
 
+@dataclass(frozen=True, eq=False)
+class Others:
+    """Where the elements are that a rank does not own. It stays here when its interval is pickled.
+
+    Attributes:
+        process_group: over which the tensor is split, in the order of its elements.
+        device: on which that communicates.
+        sizes: how many elements each rank of it owns; a function, since most never ask.
+    """
+
+    process_group: Any
+    device: torch.device
+    sizes: Callable[[], Sequence[int]]
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """All elements in memory order, where `local`, this rank's own, are. Collective over the process group."""
+        sizes = self.sizes()
+        most = max(sizes)
+        own = torch.zeros(most, dtype=local.dtype, device=self.device)
+        own[: local.numel()] = local
+        every = torch.empty(most * len(sizes), dtype=local.dtype, device=self.device)
+        if most:
+            _torch.gather_base(self.process_group, every.view(torch.uint8), own.view(torch.uint8), beside=False)
+        rows = every.view(len(sizes), most)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).to(local.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Others:
+        return self
+
+
 class OwnedInterval(torch.Tensor):
     """This rank's interval of one parameter (or of a state of its shape): `shape` is the whole parameter's.
 
-    It is not that whole: computing with it is refused. What works: `detach`, `clone`, `to` (device, dtype), `copy_`
-    from another one of the same interval or from a whole tensor, pickling, `copy.deepcopy`, `torch.save` and
-    `torch.load(weights_only=True)`, and everything of torch.distributed.checkpoint. No call communicates.
+    It is not that whole: computing with it is refused. What works: `detach`, `clone`, `to` (device, dtype),
+    `zeros_like`, `empty_like`, `copy_` from another one of the same interval or from a whole tensor, pickling,
+    `copy.deepcopy`, `torch.save` and `torch.load(weights_only=True)`, and everything of torch.distributed.checkpoint.
+    `to_local()` and `local_shards()` show what this rank has as DTensors and ShardedTensors do. Only `full_tensor()`
+    communicates.
 
     Attributes:
         local: the elements of the interval in the parameter's memory order; shape (span.numel,).
         spec: the parameter's name, global shape and memory order.
         span: which elements of the parameter they are.
         names_empty: whether this rank is the one that saves the parameter if it has no elements at all.
+        others: where the rest is to be had; None if it is not known any more, as in another process.
     """
 
     local: torch.Tensor
     spec: ParamSpec
     span: Span
     names_empty: bool
+    others: Others | None
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, spec: ParamSpec, span: Span, *, names_empty: bool = False) -> OwnedInterval:
+    def __new__(
+        cls,
+        local: torch.Tensor,
+        spec: ParamSpec,
+        span: Span,
+        *,
+        names_empty: bool = False,
+        others: Others | None = None,
+    ) -> OwnedInterval:
         if local.shape != (span.numel,) or span.stop > spec.numel:
             raise UsageError(
                 f"an interval of {spec.name!r}: {span} of its {spec.numel} elements does not fit a tensor of shape "
@@ -59,11 +102,12 @@ class OwnedInterval(torch.Tensor):
         self.spec = spec
         self.span = span
         self.names_empty = names_empty
+        self.others = others
         return self
 
     def with_local(self, local: torch.Tensor) -> OwnedInterval:
         """The same interval with other elements; shape (span.numel,)."""
-        return OwnedInterval(local, self.spec, self.span, names_empty=self.names_empty)
+        return OwnedInterval(local, self.spec, self.span, names_empty=self.names_empty, others=self.others)
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -81,6 +125,36 @@ class OwnedInterval(torch.Tensor):
         """Copy this interval out of a tensor of the parameter's shape."""
         for box in boxes_of(self.spec, self.span):
             self.data_of(box).copy_(block_of(whole, box))
+
+    # -- what programs ask of DTensors and ShardedTensors ------------------------------------------------------------
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole, in memory of its own on the device of `local`. Collective over the ranks that it is split over.
+
+        Raises:
+            UsageError: it does not know the other ranks, because it was pickled, or made by hand.
+        """
+        spec = self.spec
+        if self.others is not None:
+            flat = self.others.gather(self.local.detach())
+        elif self.span.numel == spec.numel:
+            flat = self.local.detach().clone()
+        else:
+            raise UsageError(
+                f"full_tensor() of {spec.name!r}: this rank has elements {self.span} of shape {spec.shape}, and the "
+                "value does not know which ranks have the others, because it was pickled or comes from a file. Load it "
+                "into a model, and ask for its state_dict() under StateDictType.FULL_STATE_DICT"
+            )
+        return flat.view(spec.shape) if spec.stride is None else flat.as_strided(spec.shape, spec.stride)
+
+    def to_local(self) -> torch.Tensor:
+        """`local`: what this rank has, in the memory order of the whole; shape (span.numel,). Not a copy."""
+        return self.local
+
+    def local_shards(self) -> list[Any]:
+        """What this rank has as torch's `Shard`s, one for each of `boxes`: `.tensor`, a view of `local`, and
+        `.metadata`, which says where it lies."""
+        return [_torch.shard(self.data_of(box), box.offsets) for box in self.boxes if box.span.numel]
 
     # -- what DCP asks -----------------------------------------------------------------------------------------------
     # It is imported here only, by then it has been: importing it imports torch's own FSDP.
@@ -187,13 +261,19 @@ def _copied(function: Callable[..., torch.Tensor]) -> Callable[..., OwnedInterva
     return on_local
 
 
+_STAGED = (
+    ". Where torch.distributed.checkpoint.async_save(storage_writer=...) copies it, which does so with tensors without "
+    "dimensions: give it a checkpoint_id or an async_stager instead, or use flatfsdp.checkpoint.async_save()"
+)
+
+
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(target, OwnedInterval):
         assert isinstance(source, OwnedInterval)
         if source.span.numel != source.spec.numel:
             raise UsageError(
                 f"copying {source.spec.name!r} into a whole tensor: this rank owns only elements {source.span} of "
-                f"shape {source.spec.shape}"
+                f"shape {source.spec.shape}; full_tensor() is the whole" + _STAGED * (not source.spec.shape)
             )
         for box in source.boxes:
             block_of(target, box).copy_(source.data_of(box), non_blocking=non_blocking)
@@ -216,6 +296,9 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.clone.default: _copied(lambda local: local.clone()),
     _aten._to_copy.default: _copied(_aten._to_copy.default),
     _aten.empty_like.default: _copied(torch.empty_like),
+    _aten.zeros_like.default: _copied(torch.zeros_like),
+    _aten.is_pinned.default: lambda held, *args, **kwargs: held.local.is_pinned(*args, **kwargs),
+    _aten._pin_memory.default: _copied(lambda local, *args, **kwargs: local.pin_memory()),
     _aten.new_empty.default: _new_empty,
     _aten.copy_.default: _copy,
 }

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..comm import Group, Transport
-from ..consolidate import consolidated, store, together
+from ..consolidate import consolidated, others_of, store, together
 from ..errors import ConfigValueError
 from ..exchange import all_or_none, is_first_of, ranks_over
 from ..flat_param import dense
@@ -322,15 +322,16 @@ def _add_intervals(
     wanted: Wanted,
 ) -> None:
     """Put what this rank owns of the shaped states of one handle into `state`."""
-    handle = handle_of(members[0])
-    assert handle is not None
+    unit, handle = members[0].unit, handle_of(members[0])
+    assert unit is not None and handle is not None
     for named in members:
+        others = others_of(unit, named.kind, named.index)
         for name, fact in facts.get(named.name, {}).items():
             if isinstance(fact, Shaped):
                 span = span_in_param(named)
                 owned = torch.empty(0, dtype=fact.dtype) if span.is_empty else _owned(own, named, name)
                 local = owned if lends() else owned.to(wanted.device or handle.home, copy=True)
-                interval = OwnedInterval(local, spec_of(named), span, names_empty=handle.rank == 0)
+                interval = OwnedInterval(local, spec_of(named), span, names_empty=handle.rank == 0, others=others)
                 state.setdefault(named.name, {})[name] = interval
 
 

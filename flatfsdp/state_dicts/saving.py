@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..consolidate import consolidated, is_first, together
+from ..consolidate import consolidated, is_first, others_of, together
 from ..errors import UsageError
 from ..flat_param import FlatParamHandle
 from ..full_params import summon
 from ..layout import ParamSpec
 from ..lifecycle import IDLE, SUMMONED
-from ..owned import OwnedInterval
+from ..owned import Others, OwnedInterval
 from ..placeholder import Placeholder, ReadsValues
 from ..state_dict_configs import (
     FullStateDictConfig,
@@ -259,11 +259,10 @@ def _values(
     job: Job, unit: Unit, kind: int, indices: Sequence[int], names: dict[int, list[str]]
 ) -> Iterator[tuple[int, Any]]:
     """(index, value) of some parameters of one handle. Collective over the shard axis unless the job is silent."""
-    handle = unit.handles[kind]
     config = job.settings.state_dict_config
     if job.is_silent:
         for index in indices:
-            yield index, _owned(job, handle, index, names[index][0])
+            yield index, _owned(job, unit, kind, index, names[index][0])
         return
     with consolidated(unit, kind) as whole:
         for index in indices:
@@ -282,7 +281,8 @@ def _shard_of(job: Job, handle: FlatParamHandle) -> torch.Tensor:
     return job.copies[id(handle)]
 
 
-def _owned(job: Job, handle: FlatParamHandle, index: int, name: str) -> OwnedInterval:
+def _owned(job: Job, unit: Unit, kind: int, index: int, name: str) -> OwnedInterval:
+    handle = unit.handles[kind]
     spec, rank = handle.layout.params[index], handle.rank
     shard = _shard_of(job, handle)
     return OwnedInterval(
@@ -290,6 +290,7 @@ def _owned(job: Job, handle: FlatParamHandle, index: int, name: str) -> OwnedInt
         ParamSpec(name, spec.shape, spec.stride),
         handle.layout.span_in_param(index, rank),
         names_empty=rank == 0,
+        others=others_of(unit, kind, index),
     )
 
 
@@ -302,7 +303,12 @@ def _flat(job: Job, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
         return flat_of(local, span.start, layout.unpadded_numel, unit.groups.shard)
     # The name tells the layout.
     spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.unpadded_numel,))
-    return OwnedInterval(local, spec, span, names_empty=handle.rank == 0)
+    others = Others(
+        unit.groups.shard.process_group,
+        unit.groups.device,
+        lambda: [layout.unpadded_part(rank).numel for rank in range(layout.world)],
+    )
+    return OwnedInterval(local, spec, span, names_empty=handle.rank == 0, others=others if layout.world > 1 else None)
 
 
 def _finish(job: Job, destination: Any, start: int, *, keep_vars: bool) -> None:
