@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from .root import Root
 from .unit import Unit
 
 
-def summary(model: nn.Module) -> str:
+def summary(model: nn.Module, *, compact: bool = False) -> str:
     """The units of `model` as a table, with their parameters, bytes, padding and group plan.
 
     One row a unit, in the order of `model.named_modules()`:
@@ -29,6 +30,9 @@ def summary(model: nn.Module) -> str:
     - *kinds*: the dtypes of its flat parameters, `frozen` where nothing was trainable at construction, what they are
       cast to in computation, and where frozen ones stay unsharded (`keep_frozen_unsharded`).
 
+    With `compact` units that follow each other and are alike share a row, and what all rows have in common stands below
+    the table, which fits into 80 columns then where names are short.
+
     Raises:
         UsageError: no module in `model` is wrapped.
     """
@@ -36,7 +40,10 @@ def summary(model: nn.Module) -> str:
     header = ("unit", "module", "parameters", "bytes/rank", "padding", "strategy", "ranks", "kinds")
     total = [sum(column) for column in zip(*((u.parameters, u.bytes_per_rank, u.padding) for u in units), strict=True)]
     last = (f"{len(units)} units", "", *(f"{number:,}" for number in total), "", "", "")
-    lines = aligned([header, *map(_cells, units), last], right=(2, 3, 4))
+    rows = [_cells_of_run(run) for run in _runs(units)] if compact else [*map(_cells, units)]
+    kept, common = _without_common(rows, 5) if compact else (len(header), "")
+    lines = aligned([row[:kept] for row in (header, *rows, last)], right=(2, 3, 4))
+    lines += [f"each unit: {common}"] if common else []
     lines += dict.fromkeys(f"ranks {extent_of(unit.groups)}: {groups_in_words(unit.groups)}" for _, unit in found)
     owned = {id(each) for _, unit in found for h in unit.handles for each in (*h.leaves, h.flat_param)}
     left = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in owned)
@@ -96,6 +103,25 @@ def _summary_of(name: str, unit: Unit) -> UnitSummary:
 def _cells(unit: UnitSummary) -> tuple[str, ...]:
     numbers = (f"{number:,}" for number in (unit.parameters, unit.bytes_per_rank, unit.padding))
     return (unit.name or "<root>", unit.module, *numbers, unit.strategy, unit.ranks, unit.kinds)
+
+
+def _runs(units: Sequence[UnitSummary]) -> Iterator[list[UnitSummary]]:
+    """`units`, with those that follow each other and are alike in one list."""
+    for _, run in groupby(units, lambda unit: replace(unit, name="")):
+        yield list(run)
+
+
+def _cells_of_run(run: Sequence[UnitSummary]) -> tuple[str, ...]:
+    first, count = run[0], len(run)
+    name = f"{first.name} .. {run[-1].name} ({count})" if count > 1 else first.name
+    sums = {each: count * getattr(first, each) for each in ("parameters", "bytes_per_rank", "padding")}
+    return _cells(replace(first, name=name, **sums))
+
+
+def _without_common(rows: Sequence[tuple[str, ...]], start: int) -> tuple[int, str]:
+    """How many columns to show, and what all rows have in the others, from `start` on; all columns if they differ."""
+    ends = {row[start:] for row in rows}
+    return (start, ", ".join(ends.pop())) if len(ends) == 1 else (len(rows[0]), "")
 
 
 def stats(model: nn.Module) -> Stats:

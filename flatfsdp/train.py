@@ -7,6 +7,8 @@ Exit codes: 0 when trained, 1 when a rank failed, 2 for a wrong option, 128 + it
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,16 +20,18 @@ from torch import nn
 
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
-from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, ProgressBar, Summary
+from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, Summary
+from flatfsdp.trainer.callbacks.metrics_log import NAME as METRICS
 from flatfsdp.trainer.demo import DEFAULTS, DemoOptions
 from flatfsdp.trainer.forecast import forecast, on_meta
-from flatfsdp.trainer.launch import Placement, World, run
+from flatfsdp.trainer.launch import Placement, World, run, under_launcher
 from flatfsdp.trainer.settings.command_line import make_parser, parse
 from flatfsdp.trainer.settings.kinds import COUNT, PathOr, Reference
 from flatfsdp.trainer.settings.tables import Settings, setting, settings_of
 from flatfsdp.trainer.sizes import sizes_in_words
 from flatfsdp.trainer.stopping import in_words
 from flatfsdp.trainer.tasks import check_options, make
+from flatfsdp.trainer.terminal import say
 from flatfsdp.trainer.trainer import Trainer
 
 PROGRAM = "python -m flatfsdp.train"
@@ -84,6 +88,9 @@ class Job:
     fsdp: FSDPArguments
     callbacks: tuple[Callback, ...]
     command: Command
+    program: str
+    given: tuple[str, ...]  # the command line
+    shows: bool  # the demonstration
 
     def __call__(self, world: World) -> int:
         """Run; returns the exit code."""
@@ -105,13 +112,25 @@ class Job:
                 print(f"wrote the model of {trainer.checkpoint} to {self.command.export}", flush=True)
             return 0
         result = trainer.train()
-        if result.stopped_by and world.leads:
-            print(
-                f"flatfsdp.train: stopped by {in_words(result.stopped_by)} after step {result.steps}; "
-                f"--resume latest --output {self.training.output} goes on",
-                file=sys.stderr,
-            )
+        if world.leads:
+            again = shlex.join([*self.given, "--resume", "latest", "--output", str(self.training.output)])
+            if result.stopped_by:
+                say(f"stopped by {in_words(result.stopped_by)} after step {result.steps}; this goes on:")
+                say(f"  {self.program} {again}")
+            elif self.shows:
+                say(self._what_next(result.steps, again), sys.stdout)
         return result.exit_code
+
+    def _what_next(self, steps: int, again: str) -> str:
+        minutes = self.training.minutes
+        longer = f"--steps {2 * steps}" + (f" --minutes {2 * minutes:g}" if minutes is not None else "")
+        tries = (
+            f"{again} {longer}",
+            "--text FOLDER  # learn another text",
+            "--dry-run --world-size 64 --layers 24 --width 1024  # plan",
+            "--model module:function --train-data module:function  # yours",
+        )
+        return "\n".join(["try next", *(f"  {self.program} {line}" for line in tries)])
 
     def meta_model(self) -> nn.Module:
         """The model without memory; called on the meta device."""
@@ -119,18 +138,26 @@ class Job:
         return on_meta(model) if model is self.task.model else model
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, announced: bool = False) -> int:
     """Run the trainer with `arguments` (default: the command line's); returns the exit code.
+
+    Args:
+        program: how it was started, for messages.
+        announced: what is started has been said.
 
     A wrong option raises `SystemExit(2)` after one line on stderr, before any process is started.
     """
-    found = read(arguments)
-    job = Job(found.task, found.training, found.fsdp, found.callbacks(), found.command)
+    given = tuple(sys.argv[1:] if arguments is None else arguments)
+    found = read(given, program)
+    shows = found.demo is not None
+    job = Job(found.task, found.training, found.fsdp, found.callbacks(), found.command, program, given, shows)
     if found.command.dry_run:
         ranks = found.command.world_size or found.placement.ranks
         print(forecast(job.meta_model, fsdp=found.fsdp, training=found.training, ranks=ranks).render(), flush=True)
         if not found.command.measure:
             return 0
+    if found.command.export is None and not announced and not under_launcher():
+        say(found.announcement())
     try:
         return run(job, found.placement)
     except mp.ProcessRaisedException as error:
@@ -140,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"flatfsdp.train: rank {error.error_index} died: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("flatfsdp.train: interrupted", file=sys.stderr)
+        say("flatfsdp.train: ended at once by a second signal")
         return 130
 
 
@@ -156,17 +183,23 @@ class Found:
     placement: Placement
 
     def callbacks(self) -> tuple[Callback, ...]:
-        """What a run from the command line has besides."""
-        training = self.training
-        chosen: list[Callback] = [MetricsLog(training.log_every), Summary()]
-        if training.progress:
-            chosen.append(ProgressBar())
-        if training.plot:
+        """What a run from the command line has besides a bar."""
+        chosen: list[Callback] = [MetricsLog(self.training.log_every)]
+        if self.training.plot:
             chosen.append(LossPlot())
-        return (*chosen, *(self.demo.callbacks() if self.demo is not None else ()))
+        return (*chosen, *(self.demo.callbacks() if self.demo is not None else ()), Summary())
+
+    def announcement(self) -> str:
+        """What is started, in a line."""
+        ranks, kind = self.placement.ranks, self.placement.device_type
+        where = f"starting {ranks} rank{'' if ranks == 1 else 's'} on {'CPU' if kind == 'cpu' else kind}"
+        if self.demo is None:
+            return f"{where}; model: {self.task.model}"
+        text = "Python's library" if self.demo.text is None else self.demo.text
+        return f"{where}; text: {text}; model: {self.demo.layers} blocks of width {self.demo.width}"
 
 
-def read(arguments: Sequence[str] | None) -> Found:
+def read(arguments: Sequence[str] | None, program: str = PROGRAM) -> Found:
     """Read the command line, and look at devices, data and the output folder before anything is started.
 
     Raises:
@@ -179,11 +212,11 @@ def read(arguments: Sequence[str] | None) -> Found:
         "fsdp": FSDPArguments,
         "demo": DemoOptions,
     }
-    parser = make_parser(PROGRAM, description=DESCRIPTION, groups=groups)
+    parser = make_parser(program, description=DESCRIPTION, groups=groups)
     given = parse(parser, arguments)
     shows = given["task"].model is None
     if shows:  # the demonstration, which has other defaults
-        parser = make_parser(PROGRAM, description=DESCRIPTION, groups={**groups, "training": DEFAULTS})
+        parser = make_parser(program, description=DESCRIPTION, groups={**groups, "training": DEFAULTS})
         given = parse(parser, arguments)
     command, task, training, fsdp, demo = (given[name] for name in groups)
     try:
@@ -205,6 +238,8 @@ def read(arguments: Sequence[str] | None) -> Found:
         if command.dry_run and (code := code_named_by(own, training, fsdp)):
             print(f"imported and called now, on this machine, with your rights: {'; '.join(code)}\n", flush=True)
         check_options(own)
+        if shows and training.resume is None:
+            training = dataclasses.replace(training, output=unused(training.output))
         if not command.dry_run:
             make_folder(training.output)  # now, not when the time to train has been spent
     except ConfigValueError as error:
@@ -220,6 +255,12 @@ def code_named_by(*tables: Settings) -> list[str]:
         for each in settings_of(type(table))
         if isinstance(each.kind, Reference) and each.kind.names_code(value := getattr(table, each.name))
     ]
+
+
+def unused(path: Path) -> Path:
+    """`path`, or where a run has been there, the first of `path-2`, `path-3`, ... where none has."""
+    candidates = (path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 10_000)))
+    return next(each for each in candidates if not (each / METRICS).exists() and not any(each.glob("step-*")))
 
 
 def make_folder(path: Path) -> None:

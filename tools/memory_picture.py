@@ -7,8 +7,8 @@ Dashed are the two totals that the forecast of the same run gave, before it bega
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -233,7 +233,10 @@ def draw(timelines: list[Timeline], foretold: Forecast, path: Path) -> None:
 
 def main() -> None:
     """Foretell, train, compare, draw."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_suffix(".png")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    own = Path(__file__).with_suffix(".png")
+    parser.add_argument("picture", type=Path, nargs="?", default=own, help=f"the file to draw (default: {own})")
+    path: Path = parser.parse_args().picture
     foretold = forecast(GPT, fsdp=FSDP, training=TRAINING, ranks=RANKS)
     with tempfile.TemporaryDirectory() as folder:
         spawn(train, (folder,), nprocs=RANKS)

@@ -47,7 +47,7 @@ def evaluate(
     with waiting_for_ranks():
         dist.all_reduce(sums)
     loss, weight = sums.tolist()
-    return {"eval_loss": loss / max(weight, 1.0), "eval_tokens": weight}, 0
+    return {"eval_loss": loss / max(weight, 1.0), "eval_tokens": int(weight)}, 0
 
 
 class _Asked:

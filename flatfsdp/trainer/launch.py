@@ -25,7 +25,8 @@ import torch.multiprocessing as mp
 
 from flatfsdp import keep_host_memory
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer.stopping import is_first
+from flatfsdp.trainer.stopping import in_words, is_first, meant_by
+from flatfsdp.trainer.terminal import say
 
 RANKS_ON_CPU = 2
 PATIENCE = 10.0  # seconds that ranks have to end at once
@@ -139,15 +140,23 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
         _init(_place(), placement.device_type)
         return _run_rank(job, placement, arguments)
     store = _store_on_loopback()
-    code = mp.get_context("spawn").Value("i", 0)
-    ranks = mp.spawn(_spawned, args=(store.port, code, job, placement, arguments), nprocs=placement.ranks, join=False)
-    with _signals_forwarded(ranks.processes) as stopped_by:
+    context = mp.get_context("spawn")
+    code, stop = context.Value("i", 0), context.Value("i", 0, lock=False)
+    shared = (store.port, code, stop, job, placement, arguments)
+    with _Forwarding(stop) as signals:
+        with _sigint_blocked():
+            ranks = mp.spawn(_spawned, args=shared, nprocs=placement.ranks, join=False)
         try:
+            signals.tell(ranks.processes)
             while not ranks.join():
                 pass
+        except mp.ProcessExitedException:
+            if not signals.number:
+                raise
+            say(f"stopped by {in_words(signals.number)} while no step was running: there is nothing more to save")
         finally:
             _end(ranks.processes)  # after an exception that reached only this process they would train on
-    return 128 + stopped_by[0] if stopped_by else int(code.value)
+    return 128 + signals.number if signals.number else int(code.value)
 
 
 def _end(processes: Sequence[Any]) -> None:
@@ -159,33 +168,72 @@ def _end(processes: Sequence[Any]) -> None:
         process.kill()  # nothing where it has ended
 
 
-@contextmanager
-def _signals_forwarded(processes: Sequence[Any]) -> Iterator[list[int]]:
-    """Signals that came to this process are told to `processes`, once; the list of the first."""
-    came: list[int] = []
-    times: dict[int, float] = {}
+class _Forwarding:
+    """A context in which signals that come to this process are told to the ranks that it has started, once.
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        if not is_first(signal.SIGTERM, times):  # of whatever kind: they are told of one
-            raise KeyboardInterrupt
-        if not came:
-            came.append(number)
-            for process in processes:
-                process.terminate()  # SIGTERM: SIGINT they leave to this process, see `_spawned`
+    Args:
+        stop: shared with them: which signal it was. [Note: stopping]
 
-    before = {number: signal.signal(number, forward) for number in STOPS}
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
+    Attributes:
+        number: of the first signal; 0 for none.
+    """
+
+    def __init__(self, stop: Any) -> None:
+        self.number = 0
+        self._stop = stop
+        self._processes: Sequence[Any] = ()
+        self._times: dict[int, float] = {}
+
+    def tell(self, processes: Sequence[Any]) -> None:
+        """Tell these of the signal that comes, or has come."""
+        self._processes = processes
+        if self.number:
+            self._forward()
+
+    def __enter__(self) -> _Forwarding:
+        ours = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._note) for number in ours}
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not is_first(signal.SIGTERM, self._times):  # of whatever kind: they are told of one
+            raise KeyboardInterrupt
+        if not self.number:
+            self.number = self._stop.value = number
+            self._forward()
+
+    def _forward(self) -> None:
+        for process in self._processes:
+            process.terminate()  # SIGTERM: SIGINT they leave to this process, see `_spawned`
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Processes that are started in here do not hear SIGINT while they import; for this one it waits."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _spawned(
-    rank: int, port: int, code: Any, job: Callable[..., int], placement: Placement, arguments: tuple[Any, ...]
+    rank: int,
+    port: int,
+    code: Any,
+    stop: Any,
+    job: Callable[..., int],
+    placement: Placement,
+    arguments: tuple[Any, ...],
 ) -> None:
     # A terminal's ^C reaches the whole process group: that of the parent is told to the ranks by the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    meant_by(stop)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     ranks = str(placement.ranks)
     # What torchrun would have set: hybrid strategies read which ranks share a node, logs read the rank.

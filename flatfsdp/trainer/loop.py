@@ -17,6 +17,7 @@ from flatfsdp.trainer.optimisation import CourseLR
 from flatfsdp.trainer.pulse import Beat, Pulse
 from flatfsdp.trainer.ranks import LocalFailure
 from flatfsdp.trainer.reports import Footprint, Result, StepReport
+from flatfsdp.trainer.stopping import in_words
 
 if TYPE_CHECKING:
     from flatfsdp.trainer.trainer import Trainer
@@ -100,11 +101,23 @@ class Loop:
             tokens_per_second=self._speed(),
             losses=tuple(self._losses),
             stopped_by=self.stopped_by,
+            ended_by=self._ended_by(),
             checkpoint=trainer.checkpoint,
             footprint=self._footprint,
             evaluation=trainer.metrics,
             communication=self._communication,
         )
+
+    def _ended_by(self) -> str:
+        training, step = self._trainer.training, self._trainer.progress.step
+        if self.stopped_by:
+            return in_words(self.stopped_by)
+        if self._planned is not None and step >= self._planned:
+            return "the last step that was planned"
+        if self._trainer.time_over >= 1:
+            planned = f", before the last of {self._planned:,} steps" if self._planned is not None else ""
+            return f"the clock: {training.minutes:g} minutes of training were over{planned}"
+        return "the last of the data"
 
     def _done(self, step: int) -> float:
         """The share of the run that is over after `step`: 1 or more is the end. Of time, as of the last step that has

@@ -126,6 +126,7 @@ class Result:
         losses: of the first and the last of them; empty where there was none.
         evaluation: the last one's metrics.
         stopped_by: 0 for the end that was planned, `stopping.ASKED`, or a signal's number.
+        ended_by: what ended it, in words: its steps, the data, the clock, or who stopped it.
         checkpoint: the one saved last, by this run or the one that it goes on from.
         footprint: this rank's bytes.
         communication: kind of collective to (calls, bytes) of this rank in one of the steps that it took.
@@ -140,6 +141,7 @@ class Result:
     stopped_by: int
     checkpoint: Path | None
     footprint: Footprint
+    ended_by: str = ""
     evaluation: Mapping[str, float] = field(default_factory=dict)
     communication: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -147,3 +149,8 @@ class Result:
     def exit_code(self) -> int:
         """What a program says at its end: 0, or 128 and the number of the signal that ended the run before its time."""
         return 128 + self.stopped_by if self.stopped_by > ASKED else 0
+
+
+def shown(value: float) -> str:
+    """A metric for people: counts are whole."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -6,9 +6,13 @@ kind is not asked to wait: it does what it did before the run. One that comes `E
 the same one on another way: who ends a job (Slurm, systemd, `timeout`) tells all its processes, and what started the
 ranks tells them, too.
 
+A process that started the ranks tells them of any signal by SIGTERM, and beside it which one was meant (`meant_by`): a
+terminal sends its SIGINT to all processes, hence ranks leave that to the process that started them.
+
 [Note: deaf calls] Python sees to signals in its main thread, between two of its own instructions. One that is in a call
 of another language, where it waits for a rank that hangs, say, does not come to that. A thread hears of signals by a
-pipe: it says where a run stands that does not stop, and ends the process for a second signal that is left lying.
+pipe: it says at once what comes of the first, it says where a run stands that does not stop, and ends the process for a
+second signal that is left lying.
 """
 
 from __future__ import annotations
@@ -23,6 +27,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from select import select
 from types import FrameType
+from typing import Any
+
+from flatfsdp.trainer.terminal import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: what Slurm sends some time before the end
 ECHO_SECONDS = 3.0
@@ -57,7 +64,7 @@ class StopRequest:
         ear = Ear(before)
 
         def note(number: int, frame: FrameType | None) -> None:
-            self.number = number
+            self.number = meant(number)
             if is_first(number, came):
                 return
             ear.relieve()
@@ -119,32 +126,37 @@ class Ear:
                 report_at = None
                 continue
             heard = os.read(self._hears, 64)
-            if heard.endswith(_END):
-                return
-            if self._before != -1:
+            if self._before != -1 and (others := heard.rstrip(_END)):
                 with suppress(OSError):
-                    os.write(self._before, heard)
+                    os.write(self._before, others)
             for number in heard:
                 if number not in self._numbers:
                     continue
                 if not came:
                     report_at = time.monotonic() + REPORT_SECONDS
+                    if os.environ.get("RANK", "0") == "0":  # for all: they stop together
+                        self._print(f"{in_words(meant(number))}: stopping after this step, saving")
                 if not is_first(number, came) and not self._relieved.wait(DEAF_SECONDS):
                     self._speak(
                         f"ends by a second {in_words(number)}, which its main thread did not see to: it was at "
                         f"{self._place()}"
                     )
                     os._exit(128 + number)
+            if heard.endswith(_END):
+                return
 
     def _place(self) -> str:
         """Where the main thread is in the program, the innermost call last."""
         stack = traceback.extract_stack(sys._current_frames().get(self._main))
         return " > ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in stack[-4:])
 
+    def _speak(self, words: str) -> None:
+        self._print(f"[flatfsdp, rank {os.environ.get('RANK', '0')}] {words}")
+
     @staticmethod
-    def _speak(words: str) -> None:
+    def _print(words: str) -> None:
         with suppress(OSError, ValueError):
-            print(f"[flatfsdp, rank {os.environ.get('RANK', '0')}] {words}", file=sys.stderr, flush=True)
+            say(words)
 
 
 _END = b"\0"  # no signal's number
@@ -166,6 +178,20 @@ def is_first(number: int, came: dict[int, float]) -> bool:
     """Whether a signal is the first of its kind, or one with it; `came` notes when the first came."""
     now = time.monotonic()
     return now - came.setdefault(number, now) < ECHO_SECONDS
+
+
+_meant: Any = None
+
+
+def meant_by(value: Any) -> None:
+    """Signals that come mean the one whose number `value.value` is, unless that is 0. [Note: stopping]"""
+    global _meant
+    _meant = value
+
+
+def meant(number: int) -> int:
+    """The signal that is meant by one that came."""
+    return (_meant.value or number) if _meant is not None else number
 
 
 def in_words(number: int) -> str:

@@ -14,7 +14,6 @@ the engine (`flatfsdp.failing_together`), and those that nothing wakes end their
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -29,7 +28,7 @@ import flatfsdp
 from flatfsdp import ShardedGradScaler, checkpoint
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
-from flatfsdp.trainer.callbacks import Callback
+from flatfsdp.trainer.callbacks import Callback, ProgressBar
 from flatfsdp.trainer.data_loading import Loader, evaluation
 from flatfsdp.trainer.evaluation import evaluate
 from flatfsdp.trainer.gradients import add_gradients
@@ -47,8 +46,7 @@ from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.components import Component, rng_component, seed_all, stateful_component
 from flatfsdp.trainer.stopping import StopRequest
 from flatfsdp.trainer.tasks import check_options, make
-
-log = logging.getLogger("flatfsdp")
+from flatfsdp.trainer.terminal import say
 
 _NO_END = "a dataset that does not say its length does not tell how much of the run is over: set steps or minutes"
 
@@ -63,7 +61,8 @@ class Trainer:
     Args:
         task: model, data and what belongs to them.
         training, fsdp: how to train and how to shard.
-        callbacks: called in this order; as many, of the same kinds, on every rank.
+        callbacks: called in this order; as many, of the same kinds, on every rank. A `ProgressBar` comes before them,
+            unless there is one, or `training.progress` is off.
 
     Attributes:
         world: where this rank stands.
@@ -72,7 +71,9 @@ class Trainer:
         scaler: of losses, where gradients are fp16; objective: whose loss is trained on; loader: of the samples.
         progress: how far the run is.
         metrics: of the last evaluation; checkpoint: saved last, or the one that the run goes on from.
-        aside: where checkpoints are that this run, a branch, has set aside.
+        aside: where what this run has set aside is: a branch later checkpoints, and any run the logs of others (known
+            to the rank that leads).
+        written: what callbacks have written besides, by a name for people; of the rank that leads.
         stop: whether this rank was asked to stop.
         output: the run's folder: checkpoints `step-...`, and what callbacks write.
 
@@ -91,7 +92,8 @@ class Trainer:
         self.task = task
         self.training = training = TrainingArguments() if training is None else training
         self.fsdp = FSDPArguments() if fsdp is None else fsdp
-        self.callbacks = tuple(callbacks)
+        shows = training.progress and not any(isinstance(each, ProgressBar) for each in callbacks)
+        self.callbacks = (ProgressBar(), *callbacks) if shows else tuple(callbacks)
         self.world = World.join(training.device)
         self.output = Path(training.output)
         self.progress = Progress()
@@ -145,6 +147,7 @@ class Trainer:
             self.metrics: dict[str, float] = {}
             self.checkpoint: Path | None = None
             self.aside: Path | None = None
+            self.written: dict[str, Path] = {}
             self._saved_at = -1  # step
             seed_all(training.seed + 1 + self.world.rank)  # dropout differs between ranks
 
@@ -167,6 +170,7 @@ class Trainer:
             with self.stop.listening(), looking:
                 self._check_folder()
                 self.resume()
+                self._say_from_where()
                 if self.checkpoint is not None and self.training.resume != "latest":
                     self.aside = self.manager.set_aside(self.checkpoint)
                 self._check_course()
@@ -200,7 +204,6 @@ class Trainer:
             return
         path = self.manager.find(asked)
         if path is None and asked == "latest":
-            log.info("no checkpoint in %s yet: the run starts anew", self.output)
             return
         if path is None:
             raise ConfigValueError(f"resume: got 'best', but {self.output} has no checkpoint yet")
@@ -211,6 +214,23 @@ class Trainer:
             # The loader's global batch is the checkpoint's now, and this run may be longer than the one that saved it.
             self.scheduler.follow(steps=self.planned_steps(), done=self.time_over)
         self.checkpoint, self._saved_at = path, self.progress.step
+
+    @property
+    def begins(self) -> bool:
+        """Whether this run is the first of its folder, and goes on from no checkpoint there."""
+        return self.checkpoint is None or self.checkpoint.absolute().parent != self.manager.folder
+
+    def shown(self, path: Path) -> str:
+        """`path`, in the words of the settings where it is in the run's folder."""
+        return str(self.output / path.name if path.parent == self.manager.folder else path)
+
+    def _say_from_where(self) -> None:
+        if not self.world.leads or self.training.resume is None:
+            return
+        if self.checkpoint is None:
+            say(f"resume: no checkpoint in {self.output} yet, a new run begins")
+        else:
+            say(f"resume: from {self.shown(self.checkpoint)}, after step {self.progress.step:,}")
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss over the data to evaluate on, and the tokens in it; empty where there is none, or when the run was

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,32 @@ def test_a_dry_run_names_the_code_of_a_config_file_before_it_runs(
     named = "model = of_a_stranger:model; train_data = of_a_stranger:data"
     assert first == f"imported and called now, on this machine, with your rights: {named}\n\n"
     assert "code of a stranger runs" not in first and named not in then
+
+
+def test_the_line_before_torch_is_imported_is_that_of_the_run(no_ranks: None, tmp_path: Path) -> None:
+    path = Path(train.__file__).parents[1] / "tools" / "start_train.py"
+    spec = importlib.util.spec_from_file_location("start_train", path)
+    assert spec is not None and spec.loader is not None
+    early = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(early)
+    (tmp_path / "run.json").write_text('{"demo": {"layers": 3}, "training": {"device": "cpu", "ranks": 1}}')
+    for line in (
+        "--device cpu",
+        "--device=cpu --ranks 3 --width 64 --layers=4 --layers 5 --seed 3",
+        f"--text {path} --device cpu",
+        "--config run.json --width 8 --heads 4",
+        " ".join([*OWN, "--device", "cpu"]),
+    ):
+        assert early.announcement(line.split()) == train.read(line.split()).announcement()
+    for line in ("--dry-run --layers 3", "--help", "--export=folder"):
+        assert early.announcement(line.split()) == ""
+
+
+def test_a_run_after_another_has_a_folder_of_its_own(no_ranks: None, tmp_path: Path) -> None:
+    for name in ("train-out", "train-out-2", "train-out-3"):
+        assert train.read(["--device", "cpu"]).training.output == Path(name)
+        if name == "train-out":
+            Path(name, "metrics.jsonl").touch()
+        else:
+            Path(name, "step-00000001").mkdir()
+    assert train.read(["--device", "cpu", "--resume", "latest"]).training.output == Path("train-out")

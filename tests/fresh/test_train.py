@@ -9,8 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from flatfsdp.trainer.callbacks import read_metrics
+from tests.harness.terminal import run_in_terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 400
@@ -47,9 +51,10 @@ def test_a_plain_start_trains_on_two_ranks_and_reports(text: Path, tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr
     found = facts(done.stdout)
+    assert done.stderr.startswith("starting 2 ranks on CPU; text: ")
     assert found["ranks"] == "2 on cpu, full_shard"
     assert found["units"] == "3"
-    parameters = 2 * (2 * 32 + 12 * 32 * 32) + 2 * 256 * 32 + 32
+    parameters = 2 * (2 * 32 + 12 * 32 * 32) + (4 + 1) * 256 * 32 + 32
     assert found["parameters"].startswith(f"{parameters:,} in total, {parameters * 4 / 2 / 1024:.1f} KiB of them")
     # Small as they are, the three units are gathered, gathered again for backward (the root stays) and reduced as one.
     assert re.search(r"all_gather.* in 2 calls", found["per step"])
@@ -74,7 +79,7 @@ def test_under_torchrun_it_joins_the_world(text: Path, tmp_path: Path) -> None:
     assert found["steps"].startswith("4 of ")
     # What SHARD_GRAD_OP gathered for the first microbatch it keeps for the second.
     assert re.search(r"all_gather.* in 1 call", found["per step"])
-    assert [path.name for path in (tmp_path / "train-out").iterdir()] == ["metrics.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "train-out").iterdir()) == ["metrics.jsonl", "step-00000004"]
 
 
 def test_a_wrong_option_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
@@ -144,3 +149,44 @@ def test_ranks_end_with_the_process_that_started_them(text: Path, tmp_path: Path
     assert process.returncode == code, said
     assert ("stopped by" in said) == (number != signal.SIGKILL)
     assert bool([*(tmp_path / "run").glob("step-*")]) == (number != signal.SIGKILL)
+
+
+def test_in_a_terminal(text: Path, tmp_path: Path) -> None:
+    """Ctrl-C before torch is imported, while ranks start, and in the middle of the training, which then goes on."""
+    pytest.importorskip("tqdm")
+    early = [sys.executable, ROOT / "tools" / "start_train.py"]
+    train = [sys.executable, "-m", "flatfsdp.train", *TINY, "--text", text, "--output", "run"]
+    shared: dict[str, Any] = {"folder": tmp_path, "environment": environment() | {"PYTHONIOENCODING": "utf-8"}}
+
+    shown = run_in_terminal(early, columns=80, interrupt_at="\n", **shared)
+    assert (shown.code, shown.wrapped) == (130, 0)
+    assert shown.lines[0] == "starting 2 ranks on CPU; text: Python's library; model: 2 blocks of width 128"
+    assert shown.lines[1].removeprefix("^C") == "stopped by SIGINT before training began"
+
+    shown = run_in_terminal(train, columns=120, interrupt_at="\n", after=0.5, **shared)
+    assert shown.code == 130, shown.lines
+    assert shown.lines[1].removeprefix("^C").startswith("stopped by SIGINT while no step was running"), shown.lines
+    assert not [line for line in shown.lines if "Traceback" in line]
+
+    shown = run_in_terminal([*train, "--steps", "9999"], columns=80, interrupt_at=": loss", **shared)
+    assert shown.code == 130, shown.lines
+    assert any(line.startswith("SIGINT: stopping after this step, saving") for line in shown.lines), shown.lines
+    found = facts("\n".join(shown.lines))
+    stopped = int(found["steps"].partition(" ")[0])
+    assert found["ended by"] == "SIGINT"
+    assert found["checkpoint"] == f"run/step-{stopped:08}"
+    assert f"stopped by SIGINT after step {stopped}; this goes on:" in shown.lines
+    assert "summary" in shown.lines, "no bar is in its line"
+    table = shown.lines[shown.lines.index("summary") :][: len(found) + 3]
+    assert max(map(len, table)) <= 80 and not any("SIGTERM" in line for line in shown.lines)
+
+    longer = ["--steps", str(stopped + 5), "--resume", "latest", "--plot"]
+    shown = run_in_terminal([*train, *longer], columns=80, **shared)
+    assert shown.code == 0, shown.lines
+    assert f"resume: from run/step-{stopped:08}, after step {stopped}" in shown.lines
+    found = facts("\n".join(shown.lines))
+    assert (found["ended by"], found["metrics"]) == ("the last step that was planned", "run/metrics.jsonl")
+    assert "summary" in shown.lines and "try next" in shown.lines
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row] == [
+        *range(1, stopped + 6)
+    ]

@@ -150,7 +150,7 @@ def test_low_precision_learns(run: Run, dtype: str) -> None:
         {"param_dtype": dtype, "reduce_dtype": "fp32"},
     )
     assert found[0][0] == found[1][0]
-    assert found[0][0][0] == pytest.approx(5.545, abs=0.02)
+    assert found[0][0][0] == pytest.approx(5.545, abs=0.2)
     assert found[0][0][-1] < 4.0
 
 

@@ -305,7 +305,7 @@ def test_the_reader_sees_through_aliases() -> None:
 
 # Its parts (a folder is one), each importing from earlier rows and its own.
 TRAINER_ROWS = (
-    "ranks settings stopping sizes",
+    "ranks settings stopping sizes terminal",
     "optimisation launch",
     "arguments",
     "tasks model",

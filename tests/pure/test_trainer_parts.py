@@ -36,6 +36,8 @@ def a_trainer(tmp_path: Path, *, step: int = 0, rank: int = 0) -> Any:
         output=tmp_path,
         progress=Progress(step=step),
         aside=None,
+        begins=not step,
+        written={},
         asked=asked,
         ask_to_stop=lambda: asked.append(True),
     )
@@ -104,6 +106,18 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     assert stop.number == 0
 
 
+def test_what_started_the_ranks_says_which_signal_was_meant(capfd: pytest.CaptureFixture[str]) -> None:
+    stop = StopRequest()
+    stopping.meant_by(SimpleNamespace(value=signal.SIGINT))
+    try:
+        with stop.listening():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        stopping.meant_by(None)
+    assert stop.number == signal.SIGINT
+    assert capfd.readouterr().err == "SIGINT: stopping after this step, saving\n"
+
+
 def test_a_program_asks_and_a_signal_goes_first() -> None:
     stop = StopRequest()
     stop.ask()
@@ -115,7 +129,9 @@ def test_a_program_asks_and_a_signal_goes_first() -> None:
 
 
 DEAF = """
-import ctypes, importlib.util, os, signal, sys, time
+import ctypes, importlib.util, os, signal, sys, time, types
+say = lambda text: print(text, file=sys.stderr, flush=True)
+sys.modules["flatfsdp.trainer.terminal"] = types.SimpleNamespace(say=say)  # torch need not be imported
 spec = importlib.util.spec_from_file_location("stopping", sys.argv[1])
 stopping = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(stopping)
@@ -145,6 +161,7 @@ def test_a_run_in_a_call_that_never_returns_says_where_and_ends_by_the_second_si
             assert process.stdout is not None and process.stderr is not None
             assert process.stdout.readline() == "deaf\n"
             process.send_signal(signal.SIGTERM)
+            assert process.stderr.readline() == "SIGTERM: stopping after this step, saving\n"
             assert re.search(r"rank 0\] was asked to stop .* in deaf$", process.stderr.readline())
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 128 + signal.SIGTERM
@@ -217,6 +234,23 @@ def test_an_evaluation_that_comes_again_is_there_once(tmp_path: Path) -> None:
         again.on_begin(resumed)
         again.on_end(resumed, None)  # type: ignore[arg-type]
         assert len(read_metrics(tmp_path / "metrics.jsonl")) == there
+
+
+def test_another_run_in_the_same_folder_keeps_what_was_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loss.png").write_bytes(b"picture")
+    for number in (1, 2):
+        log, trainer = MetricsLog(), a_trainer(tmp_path)
+        log.on_begin(trainer)
+        LossPlot().on_begin(trainer)
+        log.on_step(trainer, a_report(number))
+        log.on_end(trainer, None)  # type: ignore[arg-type]
+        assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [number]
+        assert trainer.written == {"metrics": tmp_path / "metrics.jsonl"}
+    assert (tmp_path / "aside-1" / "loss.png").read_bytes() == b"picture"
+    assert [row["step"] for row in read_metrics(tmp_path / "aside-2" / "metrics.jsonl")] == [1]
+    assert "files of an earlier run" in capsys.readouterr().err
 
 
 def test_other_ranks_log_nothing(tmp_path: Path) -> None:

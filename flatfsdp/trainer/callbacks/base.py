@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from flatfsdp.trainer.state.checkpoints import ASIDE
+from flatfsdp.trainer.terminal import say
 
 if TYPE_CHECKING:
     from flatfsdp.trainer.reports import Result, StepReport
@@ -40,3 +45,29 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
+
+
+def keep_earlier(trainer: Trainer, name: str) -> None:
+    """Keep what another run has written as `name` into the run's folder, where this one will write it: in a folder
+    `aside-<number>`. By the rank that leads, in `on_begin`; a run that goes on after its last checkpoint keeps writing.
+    """
+    path = trainer.output / name
+    if not (path.is_file() and path.stat().st_size):
+        return
+    if trainer.aside is None and trainer.begins:
+        trainer.aside = _fresh(trainer.output)
+        say(f"{trainer.output} has files of an earlier run, which are in {trainer.aside} now")
+    if trainer.begins and trainer.aside is not None:
+        path.rename(trainer.aside / name)
+    elif trainer.aside is not None:  # a branch goes on with it
+        shutil.copyfile(path, trainer.aside / name)
+
+
+def _fresh(folder: Path) -> Path:
+    for number in count(1):
+        try:
+            (path := folder / ASIDE.format(number)).mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("numbers do not end")

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatfsdp.trainer.callbacks.base import Callback
+from flatfsdp.trainer.callbacks.base import Callback, keep_earlier
 from flatfsdp.trainer.callbacks.metrics_log import NAME, read_metrics
 
 if TYPE_CHECKING:
     from flatfsdp.trainer.reports import Result
     from flatfsdp.trainer.trainer import Trainer
+
+PICTURE = "loss.png"
 
 log = logging.getLogger("flatfsdp")
 
@@ -23,10 +25,15 @@ class LossPlot(Callback):
     Without matplotlib a line in the log says how to get it.
     """
 
+    def on_begin(self, trainer: Trainer) -> None:
+        if trainer.world.leads:
+            keep_earlier(trainer, PICTURE)
+
     def on_end(self, trainer: Trainer, result: Result) -> None:
         if trainer.world.leads:
             try:
-                plot_loss(read_metrics(trainer.output / NAME), trainer.output / "loss.png")
+                plot_loss(read_metrics(trainer.output / NAME), trainer.output / PICTURE)
+                trainer.written["plot"] = trainer.output / PICTURE
             except ImportError:
                 log.warning("no plot of the loss: it needs matplotlib, which comes with pip install 'flatfsdp[train]'")
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from flatfsdp.trainer.callbacks.base import Callback
+from flatfsdp.trainer.callbacks.base import Callback, keep_earlier
 
 if TYPE_CHECKING:
     from flatfsdp.trainer.reports import Progress, Result, StepReport
@@ -35,8 +34,8 @@ class MetricsLog(Callback):
     """Write `metrics.jsonl` into the run's folder, by rank 0.
 
     A run that goes on from a checkpoint drops the rows of what came after it, which comes again: each step is there
-    once, and each evaluation. A branch leaves the log as it was with what it sets aside. Losses are in the objective's
-    units (nats per token), times in seconds of training, sizes in bytes.
+    once, and each evaluation. The log as it was before a branch is set aside, and so is that of another run. Losses are
+    in the objective's units (nats per token), times in seconds of training, sizes in bytes.
 
     Args:
         every: of so many steps one has a row.
@@ -50,14 +49,14 @@ class MetricsLog(Callback):
         if not trainer.world.leads:
             return
         path = trainer.output / NAME
-        if trainer.aside is not None and path.exists():
-            shutil.copyfile(path, trainer.aside / NAME)
+        keep_earlier(trainer, NAME)
         rows = [row for row in read_metrics(path) if _is_before(row, trainer.progress)]
         fresh = path.with_suffix(".new")
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
         os.replace(fresh, path)
         self._file = path.open("a", encoding="utf-8", buffering=1)
+        trainer.written["metrics"] = path
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         if report.step % self._every == 0:

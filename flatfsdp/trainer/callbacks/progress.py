@@ -7,16 +7,23 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flatfsdp.trainer.callbacks.base import Callback
+from flatfsdp.trainer.reports import shown
+from flatfsdp.trainer.sizes import sizes_in_words
+from flatfsdp.trainer.terminal import columns, say
 
 if TYPE_CHECKING:
-    from flatfsdp.trainer.reports import Result, StepReport
+    from flatfsdp.trainer.reports import Footprint, Result, StepReport
     from flatfsdp.trainer.trainer import Trainer
 
 PLAIN_LINES = 20  # lines of a run whose output is not a terminal
+BAR = 26  # columns: percentage, bar, hours, minutes and seconds that remain, what stands between, and one to spare
 
 
 class ProgressBar(Callback):
-    """tqdm's bar on a terminal, some lines on stderr elsewhere; of rank 0."""
+    """tqdm's bar on a terminal, some lines on stderr elsewhere; of rank 0.
+
+    The first of the callbacks: what others print at the end comes when the bar is closed.
+    """
 
     def __init__(self) -> None:
         self._lines: int | None = None
@@ -24,43 +31,46 @@ class ProgressBar(Callback):
 
     def on_begin(self, trainer: Trainer) -> None:
         self._lines = None
-        self._bar = _tqdm_bar() if trainer.world.leads and sys.stderr.isatty() else None
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         if not trainer.world.leads:
             return
         done = min(report.done, 1.0)
-        text = (
-            f"step {report.step}: loss {report.loss:.3f}, {report.tokens_per_second:,.0f} tokens/s; "
-            f"per rank {report.footprint}"
-        )
+        if self._bar is None and self._lines is None:
+            self._bar = _tqdm_bar(done)
+        text = f"step {report.step}: loss {report.loss:.3f}, {report.tokens_per_second:,.0f} tokens/s"
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.set_postfix_str(_fitting(text, report.footprint, columns(sys.stderr)), refresh=False)
             self._bar.update(done - self._bar.n)
         elif self._lines is None or done * PLAIN_LINES >= self._lines + 1:
             self._lines = int(done * PLAIN_LINES)
-            print(f"{done:4.0%} {text}", file=sys.stderr, flush=True)
+            print(f"{done:4.0%} {text}; per rank {report.footprint}", file=sys.stderr, flush=True)
 
     def on_evaluation(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         if trainer.world.leads:
-            values = ", ".join(f"{name} {value:,.4g}" for name, value in metrics.items())
-            self._say(f"step {trainer.progress.step}: {values}")
+            values = ", ".join(f"{name} {shown(value)}" for name, value in metrics.items())
+            say(f"step {trainer.progress.step}: {values}")
 
     def on_end(self, trainer: Trainer, result: Result) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
-    def _say(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
-        else:
-            print(text, file=sys.stderr, flush=True)
+
+def _fitting(text: str, footprint: Footprint, width: int | None) -> str:
+    """`text`, and of a rank's bytes what a line of `width` has room for beside the bar: each kind, or their sum."""
+    whole = footprint.parameters + footprint.gradients + footprint.optimizer + footprint.in_flight
+    room = (width or 1000) - BAR - len(text)
+    ends = (f"; per rank {footprint}", f"; {sizes_in_words(whole)} per rank")
+    return text + next((end for end in ends if len(end) <= room), "")
 
 
-def _tqdm_bar() -> Any:
+def _tqdm_bar(done: float) -> Any:
+    if not sys.stderr.isatty():
+        return None
     try:
         from tqdm import tqdm
     except ImportError:
         return None
-    return tqdm(total=1.0, dynamic_ncols=True, bar_format="{percentage:3.0f}% {bar:8} {remaining}{postfix}")
+    form = "{percentage:3.0f}% {bar:8} {remaining}{postfix}"
+    return tqdm(total=1.0, initial=done, dynamic_ncols=True, bar_format=form)

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+import textwrap
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import flatfsdp
 from flatfsdp.trainer.callbacks.base import Callback
-from flatfsdp.trainer.reports import Result
+from flatfsdp.trainer.reports import Result, shown
 from flatfsdp.trainer.settings.dtypes import dtype_name
 from flatfsdp.trainer.sizes import sizes_in_words
-from flatfsdp.trainer.stopping import in_words
+from flatfsdp.trainer.terminal import columns, say
 
 if TYPE_CHECKING:
     from flatfsdp.trainer.trainer import Trainer
 
+HANGING: dict[str, Any] = {"subsequent_indent": " " * 14, "break_long_words": False, "break_on_hyphens": False}
+
 
 class Summary(Callback):
-    """Print the units at the beginning, and at the end the facts of the run, one a line; by rank 0, on stdout."""
+    """Print the units at the beginning, and at the end the facts of the run, one a line; by rank 0, on stdout.
+
+    The last of the callbacks: the facts name what the others have written.
+    """
 
     def on_begin(self, trainer: Trainer) -> None:
         if trainer.world.leads:
-            print(f"{flatfsdp.summary(trainer.model)}\n", flush=True)
+            say(f"{flatfsdp.summary(trainer.model, compact=True)}\n\n{self.plan(trainer)}", sys.stdout)
 
     def on_end(self, trainer: Trainer, result: Result) -> None:
         facts = self.facts(trainer, result)
         if trainer.world.leads:
-            print("\n".join(["summary", *(f"  {name:<11} {fact}" for name, fact in facts.items())]), flush=True)
+            width = columns(sys.stdout) or 10_000
+            lines = (textwrap.fill(f"  {name:<11} {fact}", width, **HANGING) for name, fact in facts.items())
+            say("\n".join(["summary", *lines]), sys.stdout)
+
+    @staticmethod
+    def plan(trainer: Trainer) -> str:
+        """Until when the run trains, and where it writes."""
+        training, planned = trainer.training, trainer.planned_steps()
+        limits = [] if planned is None else [f"step {planned:,}"]
+        limits += [] if training.minutes is None else [f"{training.minutes:g} minutes of training"]
+        return f"until {' or '.join(limits) or 'the data end'}, into {trainer.output}"
 
     @staticmethod
     def facts(trainer: Trainer, result: Result) -> dict[str, str]:
@@ -37,7 +54,6 @@ class Summary(Callback):
             f"{kind} {sizes_in_words(size)} in {calls} call{'' if calls == 1 else 's'}"
             for kind, (calls, size) in sorted(result.communication.items())
         )
-        stopped = f", stopped by {in_words(result.stopped_by)}" if result.stopped_by else ""
         held = sizes_in_words(result.footprint.parameters)
         facts = {
             "ranks": f"{world.size} on {world.device.type}, {trainer.fsdp.strategy}"
@@ -46,12 +62,13 @@ class Summary(Callback):
             "units": f"{flatfsdp.stats(trainer.model).units:,}",
             "per rank": f"{result.footprint}",
             "per step": sent or "no communication",
-            "steps": f"{result.steps:,} of {result.tokens:,} tokens{stopped}",
+            "steps": f"{result.steps:,} of {result.tokens:,} tokens",
+            "ended by": result.ended_by,
             "speed": f"{result.taken:,} steps at {result.tokens_per_second:,.0f} tokens/s",
         }
         if result.losses:
             facts["loss"] = f"{result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
-        facts |= {name.replace("_", " "): f"{value:,.4g}" for name, value in result.evaluation.items()}
+        facts |= {name.replace("_", " "): shown(value) for name, value in result.evaluation.items()}
         if result.checkpoint is not None:
-            facts["checkpoint"] = str(result.checkpoint)
-        return facts
+            facts["checkpoint"] = trainer.shown(result.checkpoint)
+        return facts | {name: str(path) for name, path in trainer.written.items()}

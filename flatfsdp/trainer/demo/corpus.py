@@ -14,8 +14,10 @@ from torch import Tensor
 
 from flatfsdp.errors import ConfigValueError
 
-# Other people's packages, and tests, which are a third of the bytes and full of data.
-SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+# Other people's packages, and what is full of data: tests, which are a third of the bytes, and tables.
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+)
 
 
 def corpus_files(path: Path | None) -> list[Path]:

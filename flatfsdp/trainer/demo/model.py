@@ -1,5 +1,8 @@
 """The model: a decoder-only transformer over bytes, pre-norm, with rotary positions.
 
+A position begins as the sum of vectors for its byte and for those just before it: two blocks are enough to spell words
+after a minute.
+
 `Block` is what the trainer wraps as one FSDP unit; embedding, last norm and head stay with the root. What a block adds
 to the stream starts at zero, and so do the logits: the first loss is ln 256.
 """
@@ -11,6 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCABULARY = 256  # every byte is a token
+RECENT = 4  # bytes that a position begins with: its own and those before
+
+
+class RecentBytes(nn.Module):
+    """Each position as the sum of what its byte says, and the byte before it, and so on: `RECENT` in all."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(RECENT * VOCABULARY, width)
+        nn.init.normal_(self.table.weight, std=0.1)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        time = input_ids.shape[1]
+        padded = F.pad(input_ids, (RECENT - 1, 0))  # zeros stand before the text
+        recent = [padded[:, RECENT - 1 - back :][:, :time] + back * VOCABULARY for back in range(RECENT)]
+        return self.table(torch.stack(recent, dim=-1)).sum(dim=-2)
 
 
 class Attention(nn.Module):
@@ -70,11 +89,10 @@ class ByteTransformer(nn.Module):
     def __init__(self, *, width: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
         self.context = context
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = RecentBytes(width)
         self.blocks = nn.ModuleList(Block(width, heads=heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.1)
         nn.init.zeros_(self.head.weight)
         pairs = width // heads // 2
         angles = torch.outer(torch.arange(context), 10000.0 ** (-torch.arange(pairs) / pairs))

@@ -18,8 +18,8 @@ from flatfsdp.trainer.settings.tables import Settings, setting
 
 # Steps, so that two runs do the same; minutes, for a machine slower than expected.
 DEFAULTS = TrainingArguments(
-    steps=700, minutes=1.4, batch=4, lr=3e-3, warmup=0.05, weight_decay=0.1, clip=1.0, eval_batches=64,
-    save_at_end=False, plot=True,
+    steps=1400, minutes=1.5, batch=8, lr=4e-3, warmup=0.05, weight_decay=0.1, clip=1.0, eval_batches=64,
+    plot=True,
 )  # fmt: skip
 """Settings of a run that is given no others."""
 
@@ -40,10 +40,10 @@ class DemoOptions(Settings):
     valid_part: float = setting(
         0.05, "share of the bytes, at the end, held out for evaluation", Number(float, above=0, below=1)
     )
-    layers: int = setting(4, "transformer blocks", COUNT)
+    layers: int = setting(2, "transformer blocks", COUNT)
     width: int = setting(128, "features per position", COUNT)
     heads: int = setting(4, "attention heads, among which the width is divided", COUNT)
-    context: int = setting(128, "bytes per sequence", Number(int, least=2))
+    context: int = setting(64, "bytes per sequence", Number(int, least=2))
     sample: int = setting(300, "bytes of text to generate at the end", WHOLE)
     prompt: str = setting("def ", "beginning of that text", Text())
 
