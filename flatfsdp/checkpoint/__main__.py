@@ -11,7 +11,9 @@ from pathlib import Path
 
 from ..errors import FlatFSDPError
 from .converting import FORMATS, convert, holds_safetensors
+from .folders import Place
 from .hugging_face import entries_of
+from .listing import Listed, listing
 from .loading import find
 from .manifest import Manifest
 from .ranks import Ranks
@@ -19,15 +21,38 @@ from .raw import name_of
 
 
 def show(path: Path, *, tensors: bool) -> None:
-    """Print what is in a checkpoint, or in safetensors."""
+    """Print what is in a checkpoint, or in safetensors, or which checkpoints are in a folder."""
     if not holds_safetensors(path):
-        print("\n".join(described(find(Ranks(), path, check=False).manifest, tensors=tensors)))
+        ranks = Ranks()
+        if not Place(path).complete() and (inside := listing(path)):
+            print("\n".join(map(_row, inside)))
+        else:
+            print("\n".join(described(find(ranks, path, check=False).manifest, tensors=tensors)))
         return
     entries = entries_of(path, check=False)
     files = {entry.file for entry in entries}
-    print(f"{len(entries)} tensors of {sum(entry.size for entry in entries)} bytes in {len(files)} safetensors files")
+    whole = in_mib(sum(entry.size for entry in entries))
+    print(f"{len(entries)} tensors of {whole} in {len(files)} safetensors files")
     for entry in entries if tensors else ():
         print(f"  {entry.name}: {name_of(entry.dtype)} {list(entry.shape)} in {entry.file.name}")
+
+
+def _row(each: Listed) -> str:
+    if each.problem:
+        return f"{each.path.name}: {each.problem}"
+    manifest = find(Ranks(), each.path, check=False).manifest
+    metrics = "".join(f", {name} {value:.6g}" for name, value in each.metrics.items())
+    return f"{each.path.name}: {_saved(manifest)}, {in_mib(sum(file.size for file in manifest.files))}{metrics}"
+
+
+def _saved(manifest: Manifest) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.saved))
+    return f"saved {when} by {manifest.world} rank{'s' * (manifest.world > 1)}"
+
+
+def in_mib(size: int) -> str:
+    """A size for people: MiB, or bytes where that would be next to nothing."""
+    return f"{size / 2**20:,.2f} MiB" if size >= 2**20 / 10 else f"{size:,} bytes"
 
 
 def described(manifest: Manifest, *, tensors: bool) -> list[str]:
@@ -37,15 +62,14 @@ def described(manifest: Manifest, *, tensors: bool) -> list[str]:
         sums = parts.setdefault(str(saved.path[0]), [0, 0, 0])
         for each, more in enumerate((1, saved.spec.numel, saved.size)):
             sums[each] += more
-    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.saved))
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     lines = [
-        f"saved {when} by {manifest.world} rank{'s' * (manifest.world > 1)} ({versions})",
-        f"{len(manifest.files)} files of {sum(file.size for file in manifest.files)} bytes",
+        f"{_saved(manifest)} ({versions})",
+        f"{len(manifest.files)} files of {in_mib(sum(file.size for file in manifest.files))}",
     ]
     lines += [f"metric {name}: {value}" for name, value in manifest.metrics.items()]
     for name, (count, numel, size) in parts.items():
-        lines.append(f"{name}: {count} tensors of {numel} elements, {size} bytes")
+        lines.append(f"{name}: {count} tensors of {numel:,} elements, {in_mib(size)}")
     values = Counter(str(path[0]) for path, _ in manifest.values.values())
     lines += [f"{name}: {count} plain values" for name, count in values.items()]
     if tensors:
@@ -70,7 +94,7 @@ def verify(path: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flatfsdp.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    shown = commands.add_parser("show", help="what is in a checkpoint")
+    shown = commands.add_parser("show", help="what is in a checkpoint, or which ones are in a folder")
     shown.add_argument("path", type=Path)
     shown.add_argument("--tensors", action="store_true", help="every tensor and every plain value")
     verified = commands.add_parser("verify", help="whether all files are as they were written")

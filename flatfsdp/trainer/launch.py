@@ -7,6 +7,7 @@ is for programs that a launcher starts, or nobody: one process is a world of one
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing
 import os
 import signal
@@ -204,6 +205,7 @@ class _Forwarding:
             raise KeyboardInterrupt
         if not self.number:
             self.number = self._stop.value = number
+            logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # that ranks end is no news then
             self._forward()
 
     def _forward(self) -> None:

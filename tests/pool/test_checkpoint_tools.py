@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint import lock
-from flatfsdp.checkpoint.__main__ import main
+from flatfsdp.checkpoint.__main__ import in_mib, main
 from flatfsdp.checkpoint.disk import through
 from flatfsdp.errors import CheckpointError, ConfigValueError
 from tests.harness.disks import Killed, Mortal
@@ -46,7 +46,7 @@ def test_show_and_verify(saved: Path, capsys: Any) -> None:
     assert first.startswith("saved 20") and " by 2 ranks (flatfsdp " in first
     sizes = sum(each.stat().st_size for each in saved.iterdir() if each.name != "flatfsdp.json")
     assert lines == [
-        f"3 files of {sizes} bytes",
+        f"3 files of {sizes:,} bytes",
         "metric loss: 0.25",
         "model: 2 tensors of 15 elements, 54 bytes",
         "optimizer: 1 tensors of 1 elements, 4 bytes",
@@ -59,6 +59,14 @@ def test_show_and_verify(saved: Path, capsys: Any) -> None:
         "  optimizer.param_groups.0.params: ['w']",
         "  extra.epoch: 3",
     ]
+    (saved.parent / "half").mkdir()
+    (saved.parent / ".half.new").mkdir()
+    assert main(["show", str(saved.parent)]) == 0
+    when = first.partition(" (")[0]
+    row, half = capsys.readouterr().out.splitlines()[::-1]
+    assert row == f"x: {when}, {sizes:,} bytes, loss 0.25"
+    assert half.startswith("half: it has no flatfsdp.json")
+    assert (in_mib(54), in_mib(3 * 2**30)) == ("54 bytes", "3,072.00 MiB")
     assert main(["verify", str(saved)]) == 0
     assert capsys.readouterr().out == f"{saved} is whole: 3 files have their checksums\n"
     data = bytearray((saved / "__1_0.distcp").read_bytes())
