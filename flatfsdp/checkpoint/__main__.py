@@ -88,6 +88,7 @@ def verify(path: Path) -> None:
         print(f"{path} is whole: {len(files)} safetensors files")
     else:
         found = find(Ranks(), path, check=True)
+        found.require_whole()
         print(f"{found.folder} is whole: {len(found.manifest.files)} files have their checksums")
 
 

@@ -183,7 +183,8 @@ def load(
         process_group: the ranks that load; None for all.
 
     Returns:
-        What was saved as ``extra``; after a save with ``per_node`` without tensors of which no rank sees the file.
+        What was saved as ``extra``. What lies in files that no rank sees (after a save with ``per_node``) is an error;
+        `extra` can leave it out.
         Of what torch.distributed.checkpoint saved all that is neither under "model" nor "optimizer".
 
     Raises:
@@ -253,7 +254,13 @@ def _read_ours(
     targets: dict[str, torch.Tensor] = {}
     values = [plain(path) for path, _ in found.manifest.values.values()]
     ranks.exchange(doing, lambda: targets.update(_targets(parts, there, values, strict=strict)))
-    extra = empty_tensors(found, "extra", wanted)
+    extra: dict[str, torch.Tensor] = {}
+
+    def prepare() -> None:
+        extra.update(empty_tensors(found, "extra", wanted))
+        found.require_seen([*(key for key in targets if key in there), *extra])
+
+    ranks.exchange(doing, prepare)
     read_all(ranks, doing, found, targets, extra)
     names = [part.name for part in parts]
     inside = {

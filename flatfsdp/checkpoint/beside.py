@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from ..errors import CheckpointError
 from . import manifest
 from .disk import disk
 from .manifest import SavedFile
-from .reading import checksum
+from .reading import checksum, is_inside
 
 __all__ = ["written_by"]
 
@@ -33,6 +34,8 @@ def written_by(write: Callable[[Path], None], folder: Path) -> list[SavedFile]:
     saved = []
     for name in sorted(after.keys() - before.keys()):
         path = folder / name
+        if not is_inside(path, os.path.realpath(folder)):
+            raise CheckpointError(f"the function given as files= made {name} a link out of the folder; write a copy")
         with disk().open(path, write=True) as file:
             file.sync()
         size = path.stat().st_size

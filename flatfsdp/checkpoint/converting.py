@@ -7,6 +7,7 @@ safetensors.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ConfigValueError
+from . import manifest
 from .disk import disk
 from .folders import Place
 from .foreign import Foreign
@@ -73,6 +75,7 @@ def read_state(source: Path, *, trust: bool) -> dict[Any, Any]:
     if holds_safetensors(source):
         return dict(read_whole(source))
     found = find(Ranks(), source, check=True)
+    found.require_whole()
     state = {}
     names = [saved.path[0] for saved in found.manifest.tensors.values()]
     names += [path[0] for path, _ in found.manifest.values.values()]
@@ -87,7 +90,8 @@ def holds_safetensors(path: Path) -> bool:
     """Whether `path` is a safetensors file, or a folder of them that is no checkpoint ([Note: weights])."""
     if path.is_file():
         return path.suffix == SUFFIX
-    return any(path.glob(f"*{SUFFIX}")) and not Place.at(path).complete()
+    part_of_one = os.path.lexists(path / manifest.NAME) or any(path.glob("*.distcp"))  # which may have lost the others
+    return not part_of_one and any(path.glob(f"*{SUFFIX}")) and not Place.at(path).complete()
 
 
 def _torch_file(source: Path, *, trust: bool) -> dict[Any, Any]:

@@ -23,11 +23,22 @@ from ..errors import CheckpointError, ranks_in_words, refuse_value
 from . import manifest, metadata
 from .disk import disk
 from .lock import drop_token, leave_token, sweep_tokens
-from .manifest import Manifest
+from .manifest import Manifest, NewerFormatError
 from .ranks import Ranks
+from .reading import is_inside
 from .tensor_file import CHECKSUMS, SUFFIX
 
-__all__ = ["Place", "candidates", "choose", "last_sequence", "leader_of", "refuse_link"]
+__all__ = [
+    "Place",
+    "candidates",
+    "choose",
+    "is_own",
+    "last_sequence",
+    "leader_of",
+    "manifests",
+    "refuse_link",
+    "refuse_newer",
+]
 
 # Seconds after which a file that another rank has written is not seen any more: network file systems are slow to tell.
 PATIENCE = 5.0
@@ -79,8 +90,10 @@ class Place:
         """Clear up what a killed save left, so that `keep` is at `path`, and make the folder to write to.
 
         Raises:
-            CheckpointError: there is something complete and `overwrite` is False, or there are other files.
+            CheckpointError: there is something complete and `overwrite` is False, or there are other files, or a newer
+                flatfsdp's checkpoint.
         """
+        refuse_newer(Place(self.path))
         self.settle(keep)
         self._check_free(overwrite=overwrite)
         disk().make_folder(self.new)
@@ -211,6 +224,22 @@ def last_sequence(folder: Path) -> int:
     return max((manifest.sequence_in(inside) for inside in folder.iterdir() if not inside.is_symlink()), default=0)
 
 
+def manifests(place: Place) -> list[tuple[Path, Manifest | CheckpointError]]:
+    """Of each complete folder at a place the manifest, or why it cannot be read."""
+    found: list[tuple[Path, Manifest | CheckpointError]] = []
+    for folder in place.complete():
+        where = folder / manifest.NAME
+        try:
+            if not is_inside(where, os.path.realpath(folder)):
+                raise CheckpointError(f"{where} is a link out of the folder")
+            found.append((folder, Manifest.from_bytes(disk().read_file(where), str(where))))
+        except CheckpointError as error:
+            found.append((folder, error))
+        except OSError as error:
+            found.append((folder, CheckpointError(f"{where} cannot be read: {error}")))
+    return found
+
+
 def candidates(place: Place, *, damaged: bool = False) -> list[tuple[Path, Manifest]]:
     """The complete checkpoints of ours at a place, the newest first.
 
@@ -218,14 +247,23 @@ def candidates(place: Place, *, damaged: bool = False) -> list[tuple[Path, Manif
         CheckpointError: a manifest is damaged; with `damaged` it is left out instead.
     """
     found = []
-    for folder in place.complete():
-        where = folder / manifest.NAME
-        try:
-            found.append((folder, Manifest.from_bytes(disk().read_file(where), str(where))))
-        except CheckpointError:
-            if not damaged:
-                raise
+    for folder, read in manifests(place):
+        if isinstance(read, Manifest):
+            found.append((folder, read))
+        elif not damaged:
+            raise read
     return sorted(found, key=lambda each: each[1].place(place.path.name), reverse=True)
+
+
+def refuse_newer(place: Place) -> None:
+    """Require that there is no checkpoint of a newer flatfsdp at a place, which this one must not replace.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    for _, read in manifests(place):
+        if isinstance(read, NewerFormatError):
+            raise CheckpointError(f"{read}; nor is it replaced by this one. Save to another folder")
 
 
 def choose(seen: Sequence[Sequence[str]], path: Path) -> str:

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..boxes import Box
-from ..errors import CheckpointError, refuse_type, refuse_value
+from ..errors import CheckpointError, few, refuse_type, refuse_value
 from ..layout import ParamSpec, Span
 from ..owned import OwnedInterval
+from . import form
 from .beside import written_by
 from .disk import File, disk
 from .folders import Place, leader_of, refuse_link
@@ -410,32 +411,48 @@ def _verify(files: Sequence[Path], ranks: Ranks) -> None:
     path = files[0].parent / CHECKSUMS if files else Path(CHECKSUMS)
     if not path.is_file():
         return
-    told = json.loads(disk().read_file(path))
-    known = [file for file in files if file.name in told["crc32"]]
+    try:
+        told = form.mapping(form.mapping(form.parse(disk().read_file(path)), "it").get("crc32"), "crc32")
+        sums = {name: form.items(each, f"crc32 of {name}") for name, each in told.items()}
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    known = [file for file in files if file.name in sums]
     damaged = [
         f"{name} (bytes {block * BLOCK} to {(block + 1) * BLOCK})"
         for (name, block), crc32 in block_checksums(known, ranks.rank, ranks.world).items()
-        if told["crc32"][name][block : block + 1] != [f"{crc32:08x}"]
+        if sums[name][block : block + 1] != [f"{crc32:08x}"]
     ]
     if damaged:
         raise CheckpointError(f"{files[0].parent}: damaged, or changed since it was exported: {', '.join(damaged)}")
 
 
+def _header(path: Path) -> list[Entry]:
+    try:
+        return read_header(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def _entries_at(source: Path) -> dict[str, Entry]:
     """The tensors of a file or a folder, by name."""
     if source.is_file():
-        return {entry.name: entry for entry in read_header(source)}
+        return {entry.name: entry for entry in _header(source)}
     place = Place.at(source, CHECKSUMS)
     folder = next(iter(place.complete()), place.path)
     index = folder / INDEX
     if index.is_file():
-        places = json.loads(disk().read_file(index))["weight_map"]
-        files = {name: read_header(folder / name) for name in sorted(set(places.values()))}
-        return {
-            entry.name: entry for name, inside in files.items() for entry in inside if places.get(entry.name) == name
-        }
+        try:
+            told = form.mapping(form.mapping(form.parse(disk().read_file(index)), "it").get("weight_map"), "weight_map")
+            places = {name: form.inner_name(file, f"weight_map: the file of {name}") for name, file in told.items()}
+        except ValueError as error:
+            raise CheckpointError(f"{index} is no index of safetensors: {error}") from error
+        files = {name: {entry.name: entry for entry in _header(folder / name)} for name in sorted(set(places.values()))}
+        absent = [f"{name} in {file}" for name, file in places.items() if name not in files[file]]
+        if absent:
+            raise CheckpointError(f"{index} names tensors that are not in their files: {few(absent)}")
+        return {name: files[file][name] for name, file in places.items()}
     single = folder / SINGLE
     paths = [single] if single.is_file() else sorted(folder.glob(f"*{SUFFIX}"))
     if not paths:
         raise CheckpointError(f"{source}: no safetensors file there")
-    return {entry.name: entry for path in paths for entry in read_header(path)}
+    return {entry.name: entry for path in paths for entry in _header(path)}

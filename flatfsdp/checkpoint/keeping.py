@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, ConfigValueError, refuse_value
 from .disk import disk
-from .folders import Place, candidates, is_own
+from .folders import Place, candidates, is_own, refuse_newer
 from .lock import LOCK, TOKEN, locked_now, path_of_token, sweep_tokens
 from .manifest import Manifest, id_in
 from .ranks import Ranks
@@ -87,6 +87,7 @@ class Keeping:
                     if not free:
                         continue
                     sweep_tokens(place.path)
+                    refuse_newer(place)
                     if self.unfinished and place.is_complete(place.new):
                         place.settle(place.new)  # all but in its place: one of those to choose from
                     elif self.unfinished:
@@ -163,4 +164,6 @@ def _finish_removal(place: Place) -> None:
     """A save that replaces one has a complete new one when the old one stands alone; a removal has none."""
     with locked_now(place.path) as free:
         if free and is_own(place.old) and not place.path.exists() and not place.is_complete(place.new):
-            place.drop_old()
+            with suppress(CheckpointError):
+                refuse_newer(place)
+                place.drop_old()

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import CheckpointError, few, ranks_in_words
-from .folders import Place, candidates, is_own
+from .folders import Place, candidates, is_own, manifests
 from .loading import is_foreign
 from .manifest import place_of
+from .proof import prove
 from .ranks import Ranks
 from .reading import verify
 
@@ -84,13 +85,22 @@ def _seen_in(folder: Path, named: str) -> dict[str, tuple[Listed, list[str]]]:
     for inside in sorted(folder.iterdir()):
         hidden = inside.name.startswith(".") and inside.suffix in (".new", ".old")
         name = inside.name[1:-4] if hidden else inside.name
-        if name in found or not fnmatchcase(name, named) or not inside.is_dir() or (hidden and not is_own(inside)):
+        if name in found or not fnmatchcase(name, named):
             continue
-        if inside.is_symlink() and _leads_to_sibling(inside, named):
-            continue
-        if hidden or Place(inside).is_complete(inside) or any(inside.glob("*.distcp")):
-            found[name] = _look(Place(folder / name))
+        try:
+            if _is_save(inside, hidden, named):
+                found[name] = _look(Place(folder / name))
+        except OSError as error:  # nobody else's folder is less readable for that
+            found[name] = Listed(folder / name, problem=f"it cannot be read: {error}"), []
     return found
+
+
+def _is_save(inside: Path, hidden: bool, named: str) -> bool:
+    if not inside.is_dir() or (hidden and not is_own(inside)):
+        return False
+    if inside.is_symlink() and _leads_to_sibling(inside, named):
+        return False
+    return hidden or Place(inside).is_complete(inside) or any(name.endswith(".distcp") for name in os.listdir(inside))
 
 
 def _leads_to_sibling(link: Path, named: str) -> bool:
@@ -101,16 +111,17 @@ def _leads_to_sibling(link: Path, named: str) -> bool:
 def _look(place: Place) -> tuple[Listed, list[str]]:
     there = candidates(place, damaged=True)
     if not there:
-        if place.complete():
-            return Listed(place.path, problem=f"its {place.marker} is damaged"), []
+        for _, error in manifests(place):
+            return Listed(place.path, problem=str(error)), []
         if is_foreign(place.path):
             return Listed(
                 place.path, problem=f"it has lost its {place.marker}, or torch.distributed.checkpoint saved it"
             ), []
         return Listed(place.path, problem=f"it has no {place.marker}: its save did not end", unfinished=True), []
     folder, manifest = there[0]
-    here = [file for file in manifest.files if (folder / file.name).is_file()]
+    here = [file for file in manifest.files if os.path.lexists(folder / file.name)]
     try:
+        prove(manifest, str(folder / place.marker))
         verify(folder, here, contents=False)
         problem = ""
     except CheckpointError as error:

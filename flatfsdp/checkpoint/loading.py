@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, few, warn
 from . import manifest as manifest_file
 from . import metadata
 from .folders import Place, candidates, choose
 from .manifest import NAME, Manifest, Saved, id_in
 from .nested import Path, decode, plain, unflatten
+from .proof import prove
 from .ranks import Ranks
 from .raw import dtype_named
 from .reading import Reader, verify
@@ -36,6 +37,46 @@ class Found:
     folder: FilePath
     manifest: Manifest
     here: Sequence[frozenset[str]] = ()
+
+    @property
+    def missing(self) -> list[str]:
+        """The files that no rank sees."""
+        return [file.name for file in self.manifest.files if not any(file.name in each for each in self.here)]
+
+    def require_whole(self) -> None:
+        """Require that some rank sees each file.
+
+        Raises:
+            CheckpointError: naming those that none does.
+        """
+        if self.missing:
+            raise CheckpointError(self._lacks())
+
+    def require_seen(self, keys: Iterable[str]) -> None:
+        """Require that all elements of these tensors lie in files that some rank sees; other files that none does are
+        warned about.
+
+        Raises:
+            CheckpointError: naming files and tensors.
+        """
+        if not self.missing:
+            return
+        lost = [key for key in keys if not self.sees(frozenset().union(*self.here), key)]
+        if lost:
+            raise CheckpointError(f"{self._lacks()}. What is missing holds elements of {few(lost)}")
+        warn(f"{self._lacks()}. Nothing that is loaded lies there")
+
+    def _lacks(self) -> str:
+        names = [str(self.folder / name) for name in self.missing]
+        told = f"{few(names)} {'are' if len(names) > 1 else 'is'} missing{' on all ranks' * (len(self.here) > 1)}"
+        return f"{told}. After a save with per_node=True each node has its own ranks' files: copy them into one folder"
+
+    def sees(self, names: Collection[str], key: str) -> bool:
+        """Whether the files `names` have all elements of a tensor."""
+        held: dict[int, bool] = {}
+        for chunk in self.manifest.tensors[key].chunks():
+            held[chunk.start] = held.get(chunk.start, False) or self.manifest.files[chunk.file].name in names
+        return all(held.values())
 
 
 def is_foreign(path: str | os.PathLike[str]) -> bool:
@@ -69,10 +110,11 @@ def find(ranks: Ranks, path: str | os.PathLike[str], *, check: bool) -> Found:
     found = mine[choose(ranks.exchange(doing, look), place.path)]
     files = found.manifest.files
     names = frozenset(file.name for file in files)
-    here = ranks.exchange(doing, lambda: frozenset(name for name in names if (found.folder / name).is_file()))
+    here = ranks.exchange(doing, lambda: frozenset(name for name in names if os.path.lexists(found.folder / name)))
 
     def check_mine() -> None:
-        # Nodes without a shared file system have some of the files each; what nobody has is found when it is wanted.
+        prove(found.manifest, str(found.folder / NAME))
+        # Nodes without a shared file system have some of the files each; of what nobody has see `Found.missing`.
         mine = [file for file in files if file.name in here[ranks.rank]]
         verify(found.folder, mine, contents=False)
         if check:
@@ -151,12 +193,11 @@ def part_of(
 
 
 def empty_tensors(found: Found, name: str, wanted: Wanted = lambda path: True) -> dict[str, torch.Tensor]:
-    """Memory on the CPU for the tensors under the first name `name` that are `wanted` and whose files some rank sees,
-    by their keys."""
+    """Memory on the CPU for the tensors under the first name `name` that are `wanted`, by their keys."""
     return {
         key: _empty(saved)
         for key, saved in found.manifest.tensors.items()
-        if saved.path[0] == name and wanted(plain(saved.path[1:])) and _seers(found, key)
+        if saved.path[0] == name and wanted(plain(saved.path[1:]))
     }
 
 
@@ -189,6 +230,12 @@ def _empty(saved: Saved) -> torch.Tensor:
 
 
 def _seers(found: Found, key: str) -> list[int]:
-    """The ranks that see files which the tensor `key` is in."""
-    names = {found.manifest.files[row[0]].name for row in found.manifest.tensors[key].rows}
-    return [rank for rank, here in enumerate(found.here) if names & here]
+    """The ranks that see the files with the tensor `key`.
+
+    Raises:
+        CheckpointError: none sees all of them.
+    """
+    seers = [rank for rank, here in enumerate(found.here) if found.sees(here, key)]
+    if not seers:
+        raise CheckpointError(f"{found.folder}: no rank sees all files with {key!r}; copy them into one folder")
+    return seers

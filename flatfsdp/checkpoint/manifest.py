@@ -24,6 +24,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
@@ -32,11 +33,12 @@ import torch
 
 from ..errors import CheckpointError
 from ..layout import ParamSpec
+from . import form
 from .disk import disk
-from .nested import Path, shown
+from .nested import Path, Step, shown
 from .raw import dtype_named
 
-__all__ = ["NAME", "Chunk", "Manifest", "Saved", "SavedFile", "id_in", "place_of", "sequence_in"]
+__all__ = ["NAME", "Chunk", "Manifest", "NewerFormatError", "Saved", "SavedFile", "id_in", "place_of", "sequence_in"]
 
 NAME = "flatfsdp.json"
 _VERSION = 1
@@ -108,9 +110,20 @@ class Saved:
 
     @classmethod
     def from_json(cls, read: Mapping[str, Any]) -> Saved:
-        """From what stands there."""
-        stride = tuple(read["stride"]) if "stride" in read else None
-        return cls(_path(read["path"]), read["dtype"], tuple(read["shape"]), stride, read["chunks"])
+        """From what stands there.
+
+        Raises:
+            ValueError: it is no such thing.
+        """
+        stride = None
+        if "stride" in read:
+            stride = tuple(form.whole(step, "stride") for step in form.items(read["stride"], "stride"))
+        rows = [form.items(row, "chunks") for row in form.items(read.get("chunks"), "chunks")]
+        for row in rows:
+            for each in row:
+                form.whole(each, "chunks")
+        shape = form.dims(read.get("shape"), "shape")
+        return cls(_path(read.get("path")), form.text(read.get("dtype"), "dtype"), shape, stride, rows)
 
 
 @dataclass(frozen=True)
@@ -164,28 +177,82 @@ class Manifest:
         """Read `to_bytes`; `where` names the file in errors.
 
         Raises:
-            CheckpointError: the file is damaged, or a later version's.
+            CheckpointError: the file is damaged, or a later version's (`NewerFormatError`).
         """
         body = data[_HEAD_LENGTH:-2]
         if data != _HEAD % zlib.crc32(body) + body + b"}\n":
+            _refuse_newer(data, where)
             raise CheckpointError(f"{where} is damaged: its contents do not have the checksum that it names")
-        read = json.loads(body)
-        if read["version"] != _VERSION:
-            raise CheckpointError(
-                f"{where} has version {read['version']} of the format, that of flatfsdp "
-                f"{read['versions']['flatfsdp']}; this flatfsdp reads version {_VERSION}"
+        try:
+            read = form.mapping(form.parse(body), "manifest")
+            _refuse_later(read, where)
+            files = [_file(each) for each in form.items(read.get("files"), "files")]
+            if len({file.name for file in files}) < len(files):
+                raise ValueError("files: one is listed twice")
+            tensors = {}
+            for key, each in form.mapping(read.get("tensors"), "tensors").items():
+                try:
+                    tensors[key] = Saved.from_json(form.mapping(each, "its entry"))
+                except ValueError as error:
+                    raise ValueError(f"tensor {key!r}: {error}") from error
+            values = {}
+            for key, each in form.mapping(read.get("values"), "values").items():
+                entry = form.mapping(each, f"value {key!r}")
+                values[key] = _path(entry.get("path")), entry.get("value")
+            metrics = form.mapping(read.get("metrics"), "metrics")
+            versions = form.mapping(read.get("versions"), "versions")
+            return cls(
+                world=form.whole(read.get("world"), "world", least=1),
+                files=files,
+                tensors=tensors,
+                values=values,
+                metrics={name: value for name, value in metrics.items() if form.is_number(value)},
+                id=form.text(read.get("id"), "id"),
+                saved=form.moment(read.get("saved"), "saved"),
+                versions={name: form.text(value, f"version {name!r}") for name, value in versions.items()},
+                sequence=form.whole(read.get("sequence", 0), "sequence"),
             )
-        return cls(
-            world=read["world"],
-            files=[SavedFile(name, size, int(crc32, 16)) for name, size, crc32 in read["files"]],
-            tensors={key: Saved.from_json(each) for key, each in read["tensors"].items()},
-            values={key: (_path(each["path"]), each["value"]) for key, each in read["values"].items()},
-            metrics=read["metrics"],
-            id=read["id"],
-            saved=read["saved"],
-            versions=read["versions"],
-            sequence=read.get("sequence", 0),
+        except ValueError as error:
+            raise CheckpointError(f"{where} is damaged: {error}") from error
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint that a later flatfsdp has saved: nothing that this one could read, and nothing to replace."""
+
+
+def _refuse_later(read: Mapping[str, Any], where: str) -> None:
+    version = form.whole(read.get("version"), "version", least=1)
+    if version > _VERSION:
+        versions = read.get("versions")
+        by = versions.get("flatfsdp", "") if isinstance(versions, dict) else ""
+        raise NewerFormatError(
+            f"{where} is of a newer flatfsdp{f' ({by})' * isinstance(by, str) * bool(by)}: it has version {version} of "
+            f"the format, and this flatfsdp reads version {_VERSION}. Update flatfsdp to read it"
         )
+
+
+def _refuse_newer(data: bytes, where: str) -> None:
+    """Refuse what is damaged as a file of this version, but is whole, and names a later one."""
+    if data[: len(b'{"crc32": "')] == b'{"crc32": "':
+        return
+    with suppress(ValueError):
+        read = form.parse(data)
+        for each in (read, read.get("manifest")) if isinstance(read, dict) else ():
+            if isinstance(each, dict) and "version" in each:
+                _refuse_later(each, where)
+
+
+def _file(read: Any) -> SavedFile:
+    fields = form.items(read, "files")
+    if len(fields) != 3:
+        raise ValueError(f"files: an entry has {len(fields)} fields")
+    name = form.inner_name(fields[0], "files: a name")
+    if name == NAME:
+        raise ValueError(f"files: {NAME} lists itself")
+    crc32 = form.text(fields[2], f"files: the checksum of {name}")
+    if not re.fullmatch("[0-9a-f]{8}", crc32):
+        raise ValueError(f"files: the checksum of {name} is {crc32[:20]!r}")
+    return SavedFile(name, form.whole(fields[1], f"files: the size of {name}"), int(crc32, 16))
 
 
 def place_of(name: str, sequence: int, saved: float) -> tuple[int, int, float]:
@@ -213,8 +280,19 @@ def _beginning(folder: FilePath) -> bytes:
         return b""
 
 
-def _path(steps: Sequence[Any]) -> Path:
-    return tuple((step[0],) if isinstance(step, list) else step for step in steps)
+def _path(read: Any) -> Path:
+    steps = form.items(read, "path")
+    if not steps:
+        raise ValueError("path is empty")
+    return tuple(_step(step) for step in steps)
+
+
+def _step(step: Any) -> Step:
+    if isinstance(step, str) or type(step) is int:
+        return step
+    if isinstance(step, list) and len(step) == 1:
+        return (form.whole(step[0], "path: a place in a list"),)
+    raise ValueError(f"path: a step is {str(step)[:60]}")
 
 
 def _lines(entries: Mapping[str, Any]) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import ConfigTypeError, ConfigValueError
+from .raw import dtype_named
 
 __all__ = ["Path", "Step", "decode", "encode", "flatten", "plain", "unflatten"]
 
@@ -147,18 +148,26 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given."""
+    """What `encode` was given.
+
+    Raises:
+        ValueError, TypeError: it made no such thing.
+    """
     if isinstance(value, list):
         return [decode(inner) for inner in value]
     if not isinstance(value, dict):
         return value
+    if len(value) != 1:
+        raise ValueError(f"an object has {len(value)} keys")
     ((name, held),) = value.items()
-    if name == _TUPLE:
+    if name == _TUPLE and isinstance(held, list):
         return tuple(decode(inner) for inner in held)
     if name == _BYTES:
-        return base64.b64decode(held)
+        return base64.b64decode(held, validate=True)
     if name == _COMPLEX:
         return complex(*held)
-    if name == _DTYPE:
-        return getattr(torch, held)
+    if name == _DTYPE and isinstance(held, str):
+        return dtype_named(held)
+    if name not in _MAPPINGS or not isinstance(held, list):
+        raise ValueError(f"an object says {name!r}")
     return _MAPPINGS[name]({decode(key): decode(inner) for key, inner in held})

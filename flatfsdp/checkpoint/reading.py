@@ -6,6 +6,7 @@ elsewhere through a buffer of at most `raw.LARGEST` bytes, or one chunk.
 
 from __future__ import annotations
 
+import os
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ from .disk import File, disk
 from .manifest import Chunk, Manifest, Saved, SavedFile
 from .raw import LARGEST, bytes_of, dtype_named
 
-__all__ = ["Reader", "checksum", "verify"]
+__all__ = ["Reader", "checksum", "is_inside", "verify"]
 
 
 class Reader:
@@ -67,11 +68,12 @@ class Reader:
             self._fill_in_order(chunks, dtype, interval)
             return
         for chunk in chunks:
-            (box,) = boxes_of(spec, Span(chunk.start, chunk.stop))
-            meets = [(mine, both) for mine in interval.boxes if (both := _overlap(box, mine)) is not None]
-            if meets:
-                data = torch.empty(chunk.stop - chunk.start, dtype=dtype)
-                self._read(chunk, Span(chunk.start, chunk.stop), data)
+            for box in boxes_of(spec, Span(chunk.start, chunk.stop)):
+                meets = [(mine, both) for mine in interval.boxes if (both := _overlap(box, mine)) is not None]
+                if not meets:
+                    continue
+                data = torch.empty(box.span.numel, dtype=dtype)
+                self._read(chunk, box.span, data)
                 elements = data.view(box.sizes_in_memory).permute(box.back)
                 for mine, (offsets, sizes) in meets:
                     target = _block(interval.data_of(mine), mine, offsets, sizes)
@@ -154,20 +156,30 @@ def verify(folder: Path, files: Iterable[SavedFile], *, contents: bool = True) -
     Raises:
         CheckpointError: naming every file that is missing, short or changed.
     """
-    problems = [problem for file in files if (problem := _problem(folder / file.name, file, contents)) is not None]
+    inside = os.path.realpath(folder)
+    problems = [problem for file in files if (problem := _problem(folder / file.name, inside, file, contents))]
     if problems:
         raise CheckpointError("; ".join(problems))
 
 
-def _problem(path: Path, file: SavedFile, contents: bool) -> str | None:
-    if not path.is_file():
+def _problem(path: Path, inside: str, file: SavedFile, contents: bool) -> str | None:
+    if not os.path.lexists(path):
         return str(_missing(path))
+    if not is_inside(path, inside):
+        return f"{path} is, or lies behind, a link to {os.path.realpath(path)}, out of the folder"
+    if not path.is_file():
+        return f"{path} is no regular file"
     size = path.stat().st_size
     if size != file.size:
         return f"{path} has {size} bytes, {file.size} were written"
     if contents and (found := checksum(path, 0, size)) != file.crc32:
         return f"{path} is damaged: its CRC-32 is {found:08x}, {file.crc32:08x} was written"
     return None
+
+
+def is_inside(path: Path, folder: str) -> bool:
+    """Whether a path leads, through whatever links, to a place below `folder`, itself a path without links."""
+    return os.path.realpath(path).startswith(os.path.join(folder, ""))
 
 
 def checksum(path: Path, start: int, stop: int) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
 import torch
 
 from ..errors import CheckpointError, ConfigTypeError
+from . import form
 from .disk import disk
 
 __all__ = ["CHECKSUMS", "SINGLE", "SUFFIX", "Entry", "header_of", "read_header"]
@@ -96,21 +98,34 @@ def read_header(path: Path) -> list[Entry]:
             size = path.stat().st_size
             if file.read(memoryview(length), 0) != 8 or (count := int.from_bytes(length, "little")) > _LARGEST_HEADER:
                 raise ValueError("it has no header")
-            text = bytearray(count)
-            if file.read(memoryview(text), 8) != count:
+            if 8 + count > size:
                 raise ValueError("its header has lost its end")
-        head = json.loads(text)
+            text = bytearray(count)
+            file.read(memoryview(text), 8)
+        head = form.mapping(form.parse(text), "its header")
         head.pop("__metadata__", None)
-        entries = [
-            Entry(path, name, _DTYPES[each["dtype"]], tuple(each["shape"]), 8 + count + each["data_offsets"][0])
-            for name, each in head.items()
-        ]
-        for entry in entries:
-            begin, end = head[entry.name]["data_offsets"]
-            if end - begin != entry.size or begin < 0:
-                raise ValueError(f"{entry.name} has {end - begin} bytes, its shape asks for {entry.size}")
+        entries, spans = [], []
+        for name, told in head.items():
+            each = form.mapping(told, name)
+            if (dtype := _DTYPES.get(form.text(each.get("dtype"), f"the dtype of {name}"))) is None:
+                raise ValueError(f"{name} is of dtype {each['dtype'][:20]}. Known are {', '.join(_DTYPES)}")
+            shape = form.dims(each.get("shape"), f"the shape of {name}")
+            offsets = form.items(each.get("data_offsets"), f"data_offsets of {name}")
+            if len(offsets) != 2:
+                raise ValueError(f"data_offsets of {name} are {len(offsets)} numbers")
+            begin, end = (form.whole(offset, f"data_offsets of {name}") for offset in offsets)
+            entry = Entry(path, name, dtype, shape, 8 + count + begin)
+            if end - begin != entry.size:
+                raise ValueError(f"{name} has {end - begin} bytes, its shape asks for {entry.size}")
             if 8 + count + end > size:
-                raise ValueError(f"it has {size} bytes, {entry.name} ends at {8 + count + end}: it has lost its end")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"it has {size} bytes, {name} ends at {8 + count + end}: it has lost its end")
+            entries.append(entry)
+            if end > begin:
+                spans.append((begin, end, name))
+        spans.sort()
+        for (_, end, one), (begin, _, other) in pairwise(spans):
+            if begin < end:
+                raise ValueError(f"{one} and {other} lie in the same bytes")
+    except ValueError as error:
         raise CheckpointError(f"{path} is no whole safetensors file: {error}") from error
     return entries

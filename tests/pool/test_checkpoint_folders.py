@@ -307,7 +307,7 @@ def test_ranks_that_do_not_see_the_folder_are_named_and_may_have_their_own(run: 
     assert run(3, own_folder, str(tmp_path), True) == [""] * 3
     assert not list(tmp_path.glob("**/*.token"))
     (said,) = run(1, load_said, str(tmp_path / "node1" / "x"))
-    assert "__0_0.distcp is missing. After a save with per_node=True each node has its own ranks' files: copy" in said
+    assert "__2_0.distcp are missing. After a save with per_node=True each node has its own ranks' files: copy" in said
     for node in (0, 2):
         for file in (tmp_path / f"node{node}" / "x").glob("*.distcp"):
             file.rename(tmp_path / "node1" / "x" / file.name)

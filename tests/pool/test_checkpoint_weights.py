@@ -329,6 +329,6 @@ def test_a_listing_says_what_is_wrong(tmp_path: Path) -> None:
     assert found.keys() == {"good", "short", "lost", "unread", "killed"}
     assert (found["good"].problem, found["good"].world, found["good"].metrics) == ("", 1, {"loss": 1.5})
     assert "has 0 bytes" in found["short"].problem and found["lost"].problem == "__0_0.distcp is missing"
-    assert found["unread"].problem == "its flatfsdp.json is damaged" and not found["unread"].unfinished
+    assert "/unread/flatfsdp.json is damaged: " in found["unread"].problem and not found["unread"].unfinished
     assert found["killed"].unfinished and found["killed"].problem.endswith("its save did not end")
     assert checkpoint.listing(tmp_path / "nowhere") == []

@@ -1,0 +1,81 @@
+"""Values of JSON that somebody else has written, required to be what they are to be: ValueError in words elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import PurePosixPath
+from typing import Any
+
+__all__ = ["dims", "inner_name", "is_number", "items", "mapping", "moment", "parse", "text", "whole"]
+
+_LARGEST = 2**62
+
+
+def parse(data: bytes | bytearray) -> Any:
+    """The value that `data` stands for."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def mapping(value: Any, what: str) -> dict[str, Any]:
+    """An object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {_shown(value)}, no object")
+    return value
+
+
+def items(value: Any, what: str) -> list[Any]:
+    """A list."""
+    if not isinstance(value, list):
+        raise ValueError(f"{what} is {_shown(value)}, no list")
+    return value
+
+
+def text(value: Any, what: str) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {_shown(value)}, no string")
+    return value
+
+
+def whole(value: Any, what: str, *, least: int = 0) -> int:
+    """An integer from `least` on, such as a file or a tensor can have."""
+    if type(value) is not int or not least <= value < _LARGEST:
+        raise ValueError(f"{what} is {_shown(value)}, no integer of at least {least}")
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that a float can be, NaN and infinities included."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000)
+
+
+def moment(value: Any, what: str) -> float:
+    """A time in seconds since 1970 that a calendar has."""
+    if not is_number(value) or not 0 <= value < 1e11:
+        raise ValueError(f"{what} is {_shown(value)}, no time")
+    return float(value)
+
+
+def dims(value: Any, what: str) -> tuple[int, ...]:
+    """A shape of which a tensor can be made."""
+    shape = tuple(whole(size, what) for size in items(value, what))
+    if math.prod(max(size, 1) for size in shape) >= _LARGEST:
+        raise ValueError(f"{what} is {_shown(value)}, larger than any tensor")
+    return shape
+
+
+def inner_name(value: Any, what: str) -> str:
+    """The name of a file inside a folder."""
+    name = text(value, what)
+    path = PurePosixPath(name)
+    if not name or "\0" in name or path.is_absolute() or ".." in path.parts or str(path) != name or name == ".":
+        raise ValueError(f"{what} is {_shown(value)}, which names no file inside the folder")
+    return name
+
+
+def _shown(value: Any) -> str:
+    return "missing" if value is None else repr(value)[:60]
