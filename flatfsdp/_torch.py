@@ -364,15 +364,19 @@ def shard(tensor: torch.Tensor, offsets: Sequence[int]) -> Any:
     return Shard.from_tensor_and_offsets(tensor, [*offsets], torch.distributed.get_rank() if initialized else 0)
 
 
-def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any) -> Any:
-    """A `DTensor` of the shape of `whole`, of which this rank has `rows`; replicated where there are no dimensions."""
+def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any, given: Any) -> Any:
+    """A `DTensor` of the shape of `whole`, of which this rank has `rows`; replicated where there are no dimensions.
+
+    It lies on the mesh `given`, split over the last dimension of that, or on one over `process_group`.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh = DeviceMesh.from_group(process_group, whole.device.type)
+    mesh = DeviceMesh.from_group(process_group, whole.device.type) if given is None else given
     placement = Shard(0) if whole.dim() else Replicate()
+    placements = [*[Replicate()] * (mesh.ndim - 1), placement]
     return DTensor.from_local(
-        rows, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
+        rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
     )
 
 

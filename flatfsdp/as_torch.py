@@ -7,6 +7,7 @@ of your own `install()` does the same. FSDP2's names stay torch's.
 Names are replaced where modules hold them: in torch's public modules, in `torch.distributed.checkpoint.state_dict`,
 whose `get_state_dict` and `set_state_dict` then work on flatfsdp's models, and in every module that has imported one
 of them by then. What a program keeps elsewhere (in an object, a default argument) before `install()` stays torch's.
+Sharded state dicts hold torch's classes from then on, as FSDP1's do.
 """
 
 from __future__ import annotations

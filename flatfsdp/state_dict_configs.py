@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
+from . import fsdp1_mode
 from .api import check_bool
 from .errors import did_you_mean, refuse_type, refuse_value
 
@@ -66,7 +67,12 @@ class FullStateDictConfig(StateDictConfig):
     rank0_only: bool = False
 
 
-SHARDED_AS = ("interval", "sharded_tensor", "dtensor")
+SHARDED_AS = ("interval", "sharded_tensor", "dtensor", "fsdp1")
+
+
+def default_carrier() -> str:
+    """What carries sharded values where a config does not say."""
+    return "fsdp1" if fsdp1_mode.active else "interval"
 
 
 @dataclass
@@ -91,14 +97,16 @@ class ShardedStateDictConfig(StateDictConfig):
     """What carries this rank's part of a parameter.
 
     ``_use_dtensor``: a DTensor. ``sharded_as`` (not in torch's FSDP): "interval", an `OwnedInterval`, made without
-    communication; "sharded_tensor" or "dtensor", rows of torch's class of that name, for programs that ask for it.
+    communication; "sharded_tensor" or "dtensor", rows of torch's class of that name, for programs that ask for it;
+    "fsdp1", as FSDP1 chooses: a DTensor for what was wrapped with a `device_mesh`, else a ShardedTensor, and whole
+    values where every rank has all. The default is "interval", and "fsdp1" under `flatfsdp.as_torch`.
 
     Raises:
         ConfigValueError: another ``sharded_as``.
     """
 
     _use_dtensor: bool = False
-    sharded_as: str = "interval"
+    sharded_as: str = field(default_factory=default_carrier)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,7 +139,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """As `ShardedStateDictConfig`."""
 
     _use_dtensor: bool = False
-    sharded_as: str = "interval"
+    sharded_as: str = field(default_factory=default_carrier)
 
     def __post_init__(self) -> None:
         super().__post_init__()

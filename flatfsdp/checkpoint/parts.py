@@ -213,8 +213,8 @@ def _sharded(model: nn.Module) -> AbstractContextManager[None]:
     return FullyShardedDataParallel.state_dict_type(
         model,
         "SHARDED",
-        ShardedStateDictConfig(offload_to_cpu=True),
-        ShardedOptimStateDictConfig(offload_to_cpu=True),
+        ShardedStateDictConfig(offload_to_cpu=True, sharded_as="interval"),
+        ShardedOptimStateDictConfig(offload_to_cpu=True, sharded_as="interval"),
     )
 
 

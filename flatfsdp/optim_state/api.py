@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..state_dict_configs import OptimStateKeyType, StateDictType
+from ..state_dict_configs import OptimStateKeyType, StateDictType, default_carrier
 from ..state_dicts.kinds import settings_of
 from .held import groups_of
 from .keys import rekey
@@ -134,11 +134,12 @@ class OptimStates:
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
-        """`optim_state_dict` with this rank's `OwnedInterval`s, whatever was chosen for `model`. Collective.
+        """`optim_state_dict` with this rank's `OwnedInterval`s, whatever was chosen for `model`; under
+        `flatfsdp.as_torch` with torch's classes, as FSDP1 has it. Collective.
 
         `model`, `optim` and `group` are as there.
         """
-        return state_by_name(model, optim, None, Wanted("interval"), group=group)
+        return state_by_name(model, optim, None, Wanted(default_carrier()), group=group)
 
     @staticmethod
     def shard_full_optim_state_dict(

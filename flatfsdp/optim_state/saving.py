@@ -22,7 +22,7 @@ from ..errors import ConfigValueError
 from ..exchange import all_or_none, is_first_of, ranks_over
 from ..flat_param import dense
 from ..owned import OwnedInterval
-from ..state_dicts.carriers import rows_of
+from ..state_dicts.carriers import carrier_of, rows_of
 from ..state_dicts.lending import lends
 from ..state_dicts.names import Named
 from ..traversal import units_in
@@ -36,6 +36,7 @@ DOING = {
     "interval": "takes this rank's part of the state of an optimizer",
     "sharded_tensor": "gathers the state of an optimizer into ShardedTensors",
     "dtensor": "gathers the state of an optimizer into DTensors",
+    "fsdp1": "gathers the state of an optimizer as FSDP1 has it",
 }
 
 
@@ -44,7 +45,8 @@ class Wanted:
     """Which state dict.
 
     Attributes:
-        carrier: "whole" tensors; else what this rank has: an "interval", rows as "sharded_tensor" or "dtensor".
+        carrier: "whole" tensors; else what this rank has: an "interval", rows as "sharded_tensor" or "dtensor", or
+            "fsdp1", as `carriers.carrier_of` says.
         offload_to_cpu: whether tensors go to the CPU.
         rank0_only: whether only the first rank gets a dict that is not empty; for whole tensors.
     """
@@ -271,6 +273,7 @@ def _add_gathered(
     """Put the shaped states of one handle into `state`, whole or by rows, where this rank `keeps` them. Collective."""
     unit, kind = members[0].unit, members[0].kind
     assert unit is not None
+    carrier = carrier_of(unit, wanted.carrier)
     for name, dtype in _shaped(facts):
         having = [named for named in members if facts.get(named.name, {}).get(name) == Shaped(dtype)]
         with consolidated(unit, kind, _shard_of(own, having, name, dtype)) as views:
@@ -278,13 +281,9 @@ def _add_gathered(
                 view = views[named.index]
                 state.setdefault(named.name, {})[name] = (
                     _copied(view, wanted.device)
-                    if wanted.carrier == "whole"
-                    else _rows(view, unit.groups.shard, wanted)
+                    if carrier == "whole"
+                    else rows_of(view, unit, as_dtensor=carrier == "dtensor", offload_to_cpu=wanted.offload_to_cpu)
                 )
-
-
-def _rows(view: torch.Tensor, axis: Group, wanted: Wanted) -> Any:
-    return rows_of(view, axis, as_dtensor=wanted.carrier == "dtensor", offload_to_cpu=wanted.offload_to_cpu)
 
 
 def _shaped(facts: Mapping[str, Facts]) -> Iterator[tuple[str, torch.dtype]]:

@@ -15,6 +15,7 @@ from .. import _torch
 from ..comm import Group
 from ..device import accelerator
 from ..errors import UsageError
+from ..unit import Unit
 from .deferred import Deferred
 
 
@@ -79,18 +80,30 @@ def flat_of(local: torch.Tensor, start: int, numel: int, axis: Group) -> Any:
     return _torch.sharded_tensor_of_rows(local, start, (numel,), axis.process_group)
 
 
-def rows_of(whole: torch.Tensor, axis: Group, *, as_dtensor: bool, offload_to_cpu: bool = False) -> Any:
-    """This rank's rows of `whole` as a DTensor or a ShardedTensor over `axis`, in (host) memory of its own.
+def carrier_of(unit: Unit, sharded_as: str) -> str:
+    """What is to carry values of `unit`: "interval", "sharded_tensor" or "dtensor", or "whole"."""
+    if sharded_as != "fsdp1":
+        return sharded_as
+    if unit.groups.shard.size == 1:
+        return "whole"
+    return "sharded_tensor" if unit.device_mesh is None else "dtensor"
 
-    Rows are split as `torch.chunk` does, the last ranks may have none. What has no rows stays a tensor (DTensor:
-    replicated where it has no dimensions). Collective over the axis.
+
+def rows_of(whole: torch.Tensor, unit: Unit, *, as_dtensor: bool, offload_to_cpu: bool = False) -> Any:
+    """This rank's rows of `whole` as a DTensor or a ShardedTensor, in (host) memory of its own.
+
+    Rows are split over the shard axis of `unit` as `torch.chunk` does, the last ranks may have none. What has no rows
+    stays a tensor (DTensor: replicated where it has no dimensions). A DTensor lies on the mesh that the unit was given,
+    on (Replicate, Shard(0)) of that of a hybrid. Collective over the axis.
     """
+    axis = unit.groups.shard
     _require_ranks(axis)
     chunks = whole.chunk(axis.size, 0) if whole.dim() else ()
     own = chunks[axis.rank].clone() if axis.rank < len(chunks) else whole[:0].clone() if whole.dim() else whole.clone()
-    own = own.cpu() if offload_to_cpu else own
     if as_dtensor:
-        return _torch.dtensor_of_rows(own, whole, axis.process_group)
+        made = _torch.dtensor_of_rows(own, whole, axis.process_group, unit.device_mesh)
+        return made.cpu() if offload_to_cpu else made  # its mesh stays where it is
+    own = own.cpu() if offload_to_cpu else own
     if not whole.dim() or not whole.shape[0]:
         return own  # of nothing torch makes no ShardedTensor
     first = sum(chunk.shape[0] for chunk in chunks[: axis.rank])

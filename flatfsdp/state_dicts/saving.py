@@ -36,7 +36,7 @@ from ..state_dict_configs import (
 )
 from ..traversal import units_in
 from ..unit import Unit
-from .carriers import flat_of, rows_of
+from .carriers import carrier_of, flat_of, rows_of
 from .first_buffers import take_firsts
 from .kinds import settings_of
 from .lending import lends
@@ -264,13 +264,14 @@ def _values(
         for index in indices:
             yield index, _owned(job, unit, kind, index, names[index][0])
         return
+    carrier = carrier_of(unit, config.sharded_as) if isinstance(config, ShardedStateDictConfig) else "whole"
     with consolidated(unit, kind) as whole:
         for index in indices:
-            if isinstance(config, ShardedStateDictConfig):
-                as_dtensor, offload = config.sharded_as == "dtensor", config.offload_to_cpu
-                yield index, rows_of(whole[index], unit.groups.shard, as_dtensor=as_dtensor, offload_to_cpu=offload)
-            else:
+            if carrier == "whole":
                 yield index, job.copy(whole[index]) if job.first or not job.rank0_only else None
+            else:
+                as_dtensor, offload = carrier == "dtensor", config.offload_to_cpu
+                yield index, rows_of(whole[index], unit, as_dtensor=as_dtensor, offload_to_cpu=offload)
 
 
 def _shard_of(job: Job, handle: FlatParamHandle) -> torch.Tensor:

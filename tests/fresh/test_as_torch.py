@@ -69,6 +69,7 @@ for options in (whole, sharded):
     assert list(state) == list(expected) and set(optim["state"]) == set(expected), (list(state), optim)
     states[options is whole] = state, optim
 full, full_optim = states[True]
+assert type(states[False][0]["0.weight"]).__name__ == "ShardedTensor", states[False]
 assert all(torch.equal(full[key], expected[key]) for key in expected)
 assert full_optim["state"]["0.weight"]["exp_avg"].shape == (6, 4)
 
