@@ -7,10 +7,16 @@ There is one roll call at a time: of those who want to ask, one wins, and the ot
 Of W ranks each posts one answer and counts it, and looks for the result twice per period until it is there, within
 `ANSWER` periods; who collects reads 2 W notes and removes those of the roll call before the last. All that the others
 read is one text in which ranks that do the same share a line.
+
+[Note: deadlock] Whether ranks wait for each other for ever can be told where all of them answer, none runs anything but
+a wait, and they are not all in the same place, which they would leave together. One such roll call may have met them on
+their way. A second one, a report's time later, that finds every rank in the very same operation as the first is taken
+as proof. A rank that computes, compiles, reads data, or does not answer forbids it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -31,8 +37,8 @@ _UNEVEN = ". Where ranks have different numbers of batches, take the steps insid
 OBITUARIES = 64  # ends of processes that a roll call reads at most
 
 # Why it is asked: what ranks wait for may never come ("meet"); a wait is to be reported, or to be an error, by what the
-# user chose or by the time limit of the process group; a connection was lost.
-Purpose = Literal["meet", "report", "raise", "timeout", "lost"]
+# user chose or by the time limit of the process group; a deadlock is to be proved; a connection was lost.
+Purpose = Literal["meet", "report", "prove", "raise", "timeout", "lost"]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 
 
@@ -44,22 +50,25 @@ class Answer:
         doing: follows "rank 0: "; equal where ranks do the same.
         seconds: for how long it has.
         waits_for: in a wait for ranks that must all come to the same place: these ranks.
+        stands: what it waits in, by since when by its own clock; nothing where it does anything else. The same as
+            before where it has not moved.
     """
 
     doing: str
     seconds: float
     waits_for: tuple[int, ...] = ()
+    stands: tuple[float, ...] = ()
 
     def to_text(self) -> str:
         """As one line."""
-        return json.dumps([self.doing, self.seconds, self.waits_for])
+        return json.dumps([self.doing, self.seconds, self.waits_for, self.stands])
 
     @classmethod
     def of(cls, text: str | None) -> Answer | None:
         """The answer of that `text`, None if it is none."""
         match parse(text):
-            case [str(doing), int(seconds) | float(seconds), [*waits_for]] if _are_ranks(waits_for):
-                return cls(doing, seconds, tuple(waits_for))
+            case [str(doing), int(seconds) | float(seconds), [*waits_for], [*stands]] if _are_ranks(waits_for):
+                return cls(doing, seconds, tuple(waits_for), tuple(each for each in stands if type(each) is float))
         return None
 
 
@@ -131,6 +140,7 @@ class Result:
         silent: the processes of ranks that began with flatfsdp and do not answer.
         parted: what ranks do that wait for each other in different places, or "".
         answered: how many ranks answered.
+        standing: where all ranks wait, in different places: what stands for where each of them is; or "".
     """
 
     purpose: Purpose
@@ -140,6 +150,7 @@ class Result:
     silent: dict[int, Process] = field(default_factory=dict)
     parted: str = ""
     answered: int = 0
+    standing: str = ""
 
     def silent_processes(self) -> list[tuple[int, Process]]:
         """`silent` as (rank, process)."""
@@ -161,6 +172,7 @@ class Result:
                 "silent": dict(silent),
                 "parted": str(parted),
                 "answered": int(answered),
+                "standing": str(standing),
             } if purpose in PURPOSES and all(isinstance(line, str) for line in lines):
                 return cls(
                     cast(Purpose, purpose),
@@ -174,6 +186,7 @@ class Result:
                     },
                     parted,
                     answered,
+                    standing,
                 )
         return None
 
@@ -285,6 +298,7 @@ class RollCalls:
             silent=silent,
             parted=parted(answers, patience=2 * self.period),
             answered=len(answers),
+            standing=standing(answers) if len(answers) == self._world else "",
         )
         self._board.post(f"{place}/result", result.to_text())
         old = f"roll/{roll.number - 2}"
@@ -375,3 +389,12 @@ def parted(answers: dict[int, Answer], *, patience: float) -> str:
         )
     ]
     return "; ".join(f"{ranks_in_words(ranks)} {waiting[ranks[0]].doing}" for ranks in stuck)
+
+
+def standing(answers: dict[int, Answer]) -> str:
+    """What stands for where ranks are that all wait, in different places; or "". [Note: deadlock]"""
+    alike = len({answer.doing for answer in answers.values()}) == 1
+    if alike or not all(answer.stands for answer in answers.values()):
+        return ""
+    places = [(rank, answer.doing, answer.stands) for rank, answer in sorted(answers.items())]
+    return hashlib.blake2b(repr(places).encode(), digest_size=16).hexdigest()

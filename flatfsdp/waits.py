@@ -12,6 +12,7 @@ by the program's own reading of a value, which does not.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,7 +80,11 @@ blocking: dict[object, float] = {}  # by what blocks a thread: since when it doe
 
 
 class _Theirs:
-    """Stands in `blocking` for an operation of the program's own, over a process group that only it knows."""
+    """Stands in `blocking` for an operation of the program's own, over a process group that only it knows, and in any
+    thread."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
 
 
 @contextmanager
@@ -103,3 +108,10 @@ def blocked_since(*, by_ours: bool = False) -> float:
     """
     since = [began for what, began in list(blocking.items()) if not (by_ours and isinstance(what, _Theirs))]
     return min(since, default=math.inf)
+
+
+def standing() -> tuple[float, ...]:
+    """What keeps the main thread from going on, by since when each does; empty where nothing need."""
+    main = threading.main_thread().ident
+    found = list(blocking.items())
+    return tuple(sorted(began for what, began in found if not isinstance(what, _Theirs) or what.thread == main))

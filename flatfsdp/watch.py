@@ -141,6 +141,7 @@ class Watch:
         self._failures: list[Failure] = []  # of other ranks, in blocks that this one may be in
         self._next_roll = 0.0  # seconds into a wait of the kind above, at which to ask again
         self._reported: float | None = None  # since when the wait lasts that was reported
+        self._standing, self._standing_since = "", 0.0  # where all ranks were found waiting [Note: deadlock]
         self._asked: Callable[[], Any] | None = None  # the main thread lost a connection, and waits until this is true
         self._asked_why: Purpose = "lost"
         self._lost: AgreementError | None = None  # what it is to raise
@@ -360,14 +361,15 @@ class Watch:
     def _answer(self) -> Answer:
         now = time.monotonic()
         since, announced = self._waited()
+        stands = waits.standing()
         if announced is not None:
             ranks = () if announced.settled_by_notes else announced.ranks
-            return Answer(announced.what, now - announced.since, ranks)
+            return Answer(announced.what, now - announced.since, ranks, (announced.since, *stands))
         watched = [each.doing for each in sorted(self._watched, key=lambda each: not each.busy)]
         if not watched:
-            return Answer("in the program's own code, without a model", now - min(since, now))
+            return Answer("in the program's own code, without a model", now - min(since, now), stands=stands)
         doing, began = watched[0]
-        return Answer(doing, now - (began if math.isinf(since) else since))
+        return Answer(doing, now - (began if math.isinf(since) else since), stands=stands)
 
     def _suspicion(self) -> Purpose | None:
         """Why to ask what the others do, if there is a reason."""
@@ -382,6 +384,9 @@ class Watch:
             return passed[0]
         if waited > waits.limits.report_after and self._reported is None:
             return "report"
+        between_proofs = max(waits.limits.report_after, ANSWER * self._calls.period)
+        if self._standing and math.isfinite(since) and time.monotonic() - self._standing_since > between_proofs:
+            return "prove"
         if announced is None or waited < 2 * self._calls.period:
             self._next_roll = 2 * self._calls.period
         elif waited > self._next_roll:
@@ -413,6 +418,13 @@ class Watch:
             if result.purpose == "timeout":
                 limit = "as long as their process group allows (timeout= of init_process_group or new_group)"
             error = WaitError(f"ranks waited for {limit}: {'; '.join(result.lines)}")
+        elif result.purpose == "prove" and result.standing and result.standing == self._standing:
+            error = AgreementError(
+                f"ranks wait for each other, and none can go on: {'; '.join(result.lines)}. Make collective calls on "
+                "all ranks, in the same order"
+            )
+        if result.standing != self._standing or result.purpose == "prove":
+            self._standing, self._standing_since = result.standing, time.monotonic()
         leave = functools.partial(self._calls.let_all_read, f"roll/{number}", result.answered)
         if error is not None:
             self._fail(error, None, leave=leave)

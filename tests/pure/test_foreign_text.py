@@ -35,7 +35,7 @@ def test_json_of_a_known_shape_or_nothing() -> None:
     for garbage in ("", "no json", "NaN", "[1e999]", "[-Infinity]", "[" * 100_000, "[[[[[[[[[[1]]]]]]]]]]", None):
         assert parse(garbage) is None, garbage
     assert Answer.of('["waits", "long", []]') is Answer.of('["waits", 1.0, ["1"]]') is Answer.of("7") is None
-    assert Answer.of('["waits", 1.0, [0, 1]]') == Answer("waits", 1.0, (0, 1))
+    assert Answer.of('["waits", 1.0, [0, 1], [5.5]]') == Answer("waits", 1.0, (0, 1), (5.5,))
     assert Process.of('["../..", "host", "", ""]') is None
     assert Obituary.of([0, 1, None]) is None
     assert Result.of('{"purpose": "joke"}') is Result.of("[]") is None

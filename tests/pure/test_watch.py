@@ -232,6 +232,57 @@ def test_ranks_that_wait_for_each_other_in_different_places(said: list[str]) -> 
         )
 
 
+def test_ranks_that_all_wait_in_different_places_prove_a_deadlock(said: list[str]) -> None:
+    world = World(2)
+    first, second = world.watches
+    with (
+        first.waiting([0, 1], "waits for notes", settled_by_notes=True),
+        second.waiting([0, 1], "lists", settled_by_notes=True),
+    ):
+        world.look_until(lambda: all(model.error for model in world.models))
+    assert sum("What the ranks do" in each for each in said) == 2, "one report of each rank"
+    for model in world.models:
+        assert type(model.error) is AgreementError
+        assert re.fullmatch(
+            r"ranks wait for each other, and none can go on: rank 0: waits for notes, for \d+ s; rank 1: lists, for \d+ s"
+            r"\. Make collective calls on all ranks, in the same order",
+            str(model.error),
+        )
+
+
+def look_for(world: World, seconds: float, *, without: Sequence[int] = (), between: Callable[[], object] = int) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        world.look(without=without)
+        between()
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("case", ["computes", "does not answer", "moves", "waits in the same place"])
+def test_no_deadlock_is_proved_where_a_rank(case: str, said: list[str]) -> None:
+    world = World(3)
+    with ExitStack() as stack:
+
+        def waits(rank: int, what: str) -> ExitStack:
+            wait = ExitStack()
+            wait.enter_context(world.watches[rank].waiting(range(3), what, settled_by_notes=True))
+            stack.callback(wait.close)
+            return wait
+
+        same = case == "waits in the same place"
+        waits(0, "waits")
+        waits(1, "waits" if same else "lists")
+        last = [waits(2, "waits" if same else "gathers")] if case != "computes" else []
+
+        def move() -> None:
+            if case == "moves":
+                last.pop().close()
+                last.append(waits(2, "gathers"))
+
+        look_for(world, 0.5, without=[2] if case == "does not answer" else [], between=move)
+    assert not any(model.error for model in world.models)
+
+
 def test_a_lost_connection_is_explained_when_the_store_is_gone(said: list[str]) -> None:
     world = World(2)
     world.notes[0].is_gone = True
