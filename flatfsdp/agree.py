@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .api import MixedPrecision
+from .calls import meet
 from .comm import Transport
 from .errors import AgreementError, few, ranks_in_words, warn
 from .foreign_text import parse
@@ -50,6 +51,7 @@ class Agreement(Stream):
         values = self._values(root) if training else []
         members = sorted({rank for axis in self._axes for rank in axis.group.ranks})
         with expecting(members, f"compares its model with that of ranks {', '.join(map(str, members))}"):
+            _meet(self._axes)
             answers = self._exchange(_fingerprint(facts), number(str(values)) if values else 0)
         if answers is None:
             return
@@ -155,12 +157,19 @@ def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, r
     (subject, value, named), *rest = facts
     members = sorted({rank for axis in axes for rank in axis.group.ranks})
     with expecting(members, doing):
+        _meet(axes)
         answers = peers._exchange(_fingerprint(facts))
     if answers is not None and len({code for code, _ in answers.values()}) > 1:
         peers._know(list(answers))
         told = [(subject, value if reason is None else f"{value}: {reason}", named), *rest]
         texts = peers._publish(json.dumps(told), {rank: code for rank, (code, _) in answers.items()})
         peers._fail(AgreementError(_first_difference({ranks: _facts(text) for ranks, text in texts.items()})))
+
+
+def _meet(axes: Sequence[Transport]) -> None:
+    """Comparisons meet each other, be it in constructors or at the first forward. [Note: calls]"""
+    for axis in axes:
+        meet(axis.group.process_group, "compares its model")
 
 
 def _axes(root: Root) -> list[Transport]:

@@ -535,7 +535,8 @@ def agree_on_maximum(flags: dict[torch.device, torch.Tensor], process_group: Any
     candidates = [*flags, *([here] if here is not None else [])]
     home = next((device for device in candidates if device.type in served), torch.device("cpu"))
     worst = torch.stack([flag.detach().to(home, torch.float32).reshape(()) for flag in flags.values()]).amax()
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=process_group)
+    with blocked():
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=process_group)
     for flag in flags.values():
         flag.copy_(worst)
     return flags

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from .calls import meet
 from .comm import Transport
 from .errors import AgreementError, FlatFSDPError, current_rank, ranks_in_words
 from .plain_data import decode, encode
@@ -16,13 +17,15 @@ T = TypeVar("T")
 
 
 def _everyones(axes: Sequence[Transport], content: bytes, *, doing: str) -> dict[int, bytes]:
-    """Every rank's `content` by global rank, in rank order. Collective over all axes, two exchanges each.
+    """Every rank's `content` by global rank, in rank order. Collective over all axes, two exchanges each. [Note: calls]
 
     `doing` completes "rank 0 ..." while this rank waits for the others.
     """
     rank, device = axes[0].group.ranks[axes[0].group.rank], axes[0].device.device
     payload = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     with expecting(ranks_over(axes), doing):
+        for axis in axes:
+            meet(axis.group.process_group, doing)
         sizes = torch.tensor([rank, payload.numel()], device=device)
         for axis in axes:
             sizes = axis.gather_now(sizes)
@@ -65,10 +68,10 @@ def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str,
         return {current_rank(): work()}
     error = None
     try:
-        told = encode((doing, work(), None), objects=objects)
+        told = encode((work(), None), objects=objects)
     except Exception as raised:
         error = raised
-        told = encode((doing, None, _told(error)))
+        told = encode((None, _told(error)))
     contents = _everyones(axes, told, doing=doing)
     unpacked = {each: decode(each, objects=objects) for each in set(contents.values())}  # most ranks say the same
     answers = {rank: unpacked[each] for rank, each in contents.items()}
@@ -77,12 +80,9 @@ def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str,
             raise error
         finally:
             del error  # or it holds the frame that holds it, and with it the model, until the garbage collector comes
-    if failed := [rank for rank, (_, _, text) in answers.items() if text is not None]:
-        raise AgreementError(by_ranks({rank: f": {answers[rank][2]}" for rank in failed}))
-    if any(other != doing for other, _, _ in answers.values()):
-        calls = by_ranks({rank: f" {other}" for rank, (other, _, _) in answers.items()})
-        raise AgreementError(f"{calls}. These calls are collective: all ranks must make the same, in the same order")
-    return {rank: answer for rank, (_, answer, _) in answers.items()}
+    if failed := [rank for rank, (_, text) in answers.items() if text is not None]:
+        raise AgreementError(by_ranks({rank: f": {answers[rank][1]}" for rank in failed}))
+    return {rank: answer for rank, (answer, _) in answers.items()}
 
 
 def by_ranks(texts: Mapping[int, str]) -> str:

@@ -257,6 +257,11 @@ class Watch:
                 thread.join(timeout=0.1)
 
     @property
+    def failure(self) -> AgreementError | None:
+        """What ended the last wait that was in vain."""
+        return self._lost
+
+    @property
     def _hears(self) -> bool:
         """Whether the thread can still be told anything."""
         return self._thread is not None and not self._store_is_gone

@@ -79,9 +79,9 @@ def save(
             that contradicts another's.
         AgreementError: on every rank: some do something else with `model`.
     """
-    ranks = Ranks(process_group)
+    ranks = Ranks(process_group, "checkpoint.save()")
     request = _request(path, overwrite, per_node, metrics, model_format, files, keeping)
-    with ranks.calling("checkpoint.save()", model):
+    with ranks.calling(model):
         take = _taking(ranks, request, parts_of(model, optimizer), extra, copied=False)
         save_contents(ranks, request, background.finish_before(ranks, take))
 
@@ -110,9 +110,9 @@ def async_save(
         What is under way: `result(timeout=None)` waits and raises what `save` would; `done()` asks. An error that
         nobody asked for is raised by the next save.
     """
-    ranks = Ranks(process_group)
+    ranks = Ranks(process_group, "checkpoint.async_save()")
     request = _request(path, overwrite, per_node, metrics, model_format, files, keeping)
-    with ranks.calling("checkpoint.async_save()", model):
+    with ranks.calling(model):
         take = _taking(ranks, request, parts_of(model, optimizer), extra, copied=True)
         return background.start(ranks, request, take)
 
@@ -192,10 +192,10 @@ def load(
             been loaded then, unless files could not be read.
         AgreementError: on every rank: some do something else with `model`.
     """
-    ranks = Ranks(process_group)
+    ranks = Ranks(process_group, "checkpoint.load()")
     doing = f"loading {Place.at(path).path}"
     parts = parts_of(model, optimizer)
-    with ranks.calling("checkpoint.load()", model):
+    with ranks.calling(model):
         ranks.agree(doing, f"a load of {_listed(parts)}, {strict=}, {verify=}, {trust=}")
         for part in parts:
             ranks.exchange(doing, partial(part.take, lent=False))

@@ -83,8 +83,8 @@ def export_safetensors(
         settle(model, "export_safetensors()")
         return held_in_place(model)
 
-    ranks = Ranks(process_group)
-    with ranks.calling("export_safetensors()", model):
+    ranks = Ranks(process_group, "export_safetensors()")
+    with ranks.calling(model):
         _export(ranks, folder, hold, largest=largest, dtype=dtype, overwrite=overwrite, files=files)
 
 
@@ -193,7 +193,7 @@ def load_safetensors(
             damaged. Nothing has been loaded then.
         AgreementError: on every rank: some do something else with `model`.
     """
-    ranks = Ranks(process_group)
+    ranks = Ranks(process_group, "load_safetensors()")
     doing = f"loading {os.fspath(source)}"
     there: dict[str, Entry] = {}
     held: list[InPlace] = []
@@ -214,7 +214,7 @@ def load_safetensors(
                     _read(files.of(there[name]), there[name], each.value)
         note_writes(model)
 
-    with ranks.calling("load_safetensors()", model):
+    with ranks.calling(model):
         ranks.exchange(doing, look)
         if verify:
             ranks.exchange(doing, lambda: _verify(sorted({entry.file for entry in there.values()}), ranks))

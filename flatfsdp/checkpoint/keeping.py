@@ -140,7 +140,7 @@ def keep(
         CheckpointError: on every rank: the disk refused.
     """
     keeping = Keeping(last=last, best=best, by=by, mode=mode)
-    ranks = Ranks(process_group)
+    ranks = Ranks(process_group, "checkpoint.keep()")
     where = Path(os.path.abspath(folder))
     doing = f"removing checkpoints in {os.fspath(folder)}"
     return ranks.exchange(doing, lambda: keeping.remove(where) if ranks.rank == 0 else [])[0]

@@ -65,7 +65,7 @@ def listing(
     Raises:
         CheckpointError: on every rank: a rank cannot look.
     """
-    ranks = Ranks(process_group)
+    ranks = Ranks(process_group, "checkpoint.listing()")
     where = Path(os.path.abspath(folder))
     seen = ranks.exchange(f"looking for checkpoints in {where}", lambda: _seen_in(where, named))
     names = dict.fromkeys(name for mine in seen for name in mine)

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from ..calls import meet
 from ..consolidate import together
-from ..errors import CheckpointError, ConfigValueError, ranks_in_words
+from ..errors import AgreementError, CheckpointError, ConfigValueError, ranks_in_words
 from ..groups import new_group
 from ..messages import gather_bytes
 from ..plain_data import decode, encode
@@ -27,14 +28,16 @@ _beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class Ranks:
-    """The ranks of a process group, or this process alone where there is none.
+    """The ranks of a process group, or this process alone where there is none. They meet in one `call`. [Note: calls]
 
     Attributes:
+        call: what follows "called" in what a rank says that waits for the others.
         group: the process group; None where there is none.
         rank, world: this rank's number in the group, and how many there are.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, call: str = "flatfsdp.checkpoint") -> None:
+        self.call = call
         self.group: Any = None
         self.rank, self.world = 0, 1
         if dist.is_available() and dist.is_initialized():
@@ -59,10 +62,10 @@ class Ranks:
             _beside[self.group] = new_group(
                 members, "prepares to save in the background", like=self.group, backend="gloo"
             )
-        return Ranks(_beside[self.group])
+        return Ranks(_beside[self.group], self.call)
 
-    def calling(self, call: str, model: object) -> AbstractContextManager[None]:
-        """All ranks make this `call` over `model`: while others train, say, none may wait for them in it.
+    def calling(self, model: object) -> AbstractContextManager[None]:
+        """All ranks make this call over `model`: while others train, say, none may wait for them in it.
 
         A model that has not run yet, or is spread over other ranks than these, is not asked.
 
@@ -73,7 +76,7 @@ class Ranks:
         axes = [axis for unit in units for axis in (unit.gather, unit.replicate) if axis is not None]
         members = set(dist.get_process_group_ranks(self.group)) if axes else set()
         covered = all(members.issuperset(axis.group.ranks) for axis in axes)
-        return together(units if covered else [], call, always=True)
+        return together(units if covered else [], self.call, always=True)
 
     def agree(self, doing: str, call: str) -> None:
         """Let every rank make this `call`. Collective.
@@ -93,6 +96,7 @@ class Ranks:
 
         Raises:
             CheckpointError: on every rank, where a rank failed or ended; `doing` says in the message at what.
+            AgreementError: on every rank: some make another call.
         """
         value: Any = None
         failure: Exception | None = None
@@ -109,6 +113,8 @@ class Ranks:
             if self.world > 1:
                 answers = self._gather(content if failure is None else encode((None, words)), doing)
         except RuntimeError as error:  # a rank has ended, or kept the others waiting for too long
+            if type(error) is AgreementError:
+                raise error from failure
             raise CheckpointError(f"{doing}: {error}") from (failure or error)
         told: dict[str, list[int]] = {}
         for rank, (_, words) in enumerate(answers):
@@ -123,6 +129,7 @@ class Ranks:
 
     def _gather(self, content: bytes, doing: str) -> list[Any]:
         with expecting(dist.get_process_group_ranks(self.group), f"waits for the others while {doing}"):
+            meet(self.group, f"called {self.call}")
             return [decode(each) for each in gather_bytes(content, self.group)]
 
 

@@ -16,6 +16,7 @@ from ..comm import Group
 from ..device import accelerator
 from ..errors import UsageError
 from ..unit import Unit
+from ..waits import blocked
 from .deferred import Deferred
 
 
@@ -62,7 +63,8 @@ def _whole_of_shards(value: Any) -> torch.Tensor:
             block = block.narrow(dim, offset, size)
         block.copy_(shard.tensor.view(sizes))
     # Each byte comes from one rank, all others add zeros to it: as bytes, because -0.0 + 0.0 is 0.0.
-    dist.all_reduce(whole.view(-1).view(torch.uint8), group=group)
+    with blocked():
+        dist.all_reduce(whole.view(-1).view(torch.uint8), group=group)
     return whole
 
 

@@ -1,0 +1,139 @@
+"""A rank that is alone in a collective call of ours: an AgreementError on all, whatever the others do instead."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel, board, checkpoint
+from flatfsdp.errors import AgreementError
+from flatfsdp.watch import current_watch
+from tests.conftest import Run
+from tests.harness.thorough import is_thorough
+from tests.pool.test_agree import Net, step, wrap
+
+
+class Setting:
+    """What calls are made on: a model that has taken two steps, and a folder."""
+
+    def __init__(self, folder: str) -> None:
+        torch.manual_seed(0)
+        self.model: Any = wrap(Net())
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        for _ in range(2):
+            step(self.model)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.folder = Path(folder)
+
+
+def infer(setting: Setting) -> None:
+    with flatfsdp.inference(setting.model):
+        pass
+
+
+def summon(setting: Setting) -> None:
+    with setting.model.summon_full_params(setting.model):
+        pass
+
+
+CALLS: dict[str, Callable[[Setting], Any]] = {
+    "FullyShardedDataParallel": lambda s: FullyShardedDataParallel(nn.Linear(4, 4), sync_module_states=True),
+    "FullyShardedDataParallel.apply": lambda s: s.model.apply(lambda module: None),
+    "FullyShardedDataParallel.full_optim_state_dict": lambda s: s.model.full_optim_state_dict(s.model, s.optimizer),
+    "FullyShardedDataParallel.sharded_optim_state_dict": lambda s: s.model.sharded_optim_state_dict(
+        s.model, s.optimizer
+    ),
+    "FullyShardedDataParallel.optim_state_dict": lambda s: s.model.optim_state_dict(s.model, s.optimizer),
+    "FullyShardedDataParallel.state_dict": lambda s: s.model.state_dict(),
+    "FullyShardedDataParallel.summon_full_params": summon,
+    "FullyShardedDataParallel.unshard": lambda s: s.model.unshard(),
+    "check_replicas": lambda s: flatfsdp.check_replicas(s.model),
+    "inference": infer,
+    "checkpoint.async_save": lambda s: checkpoint.async_save(s.folder / "a", model=s.model),
+    "checkpoint.export_safetensors": lambda s: checkpoint.export_safetensors(s.model, s.folder / "b"),
+    "checkpoint.keep": lambda s: checkpoint.keep(s.folder),
+    "checkpoint.listing": lambda s: checkpoint.listing(s.folder),
+    "checkpoint.load": lambda s: checkpoint.load(s.folder / "c", model=s.model),
+    "checkpoint.load_safetensors": lambda s: checkpoint.load_safetensors(s.model, s.folder / "b"),
+    "checkpoint.save": lambda s: checkpoint.save(s.folder / "c", model=s.model),
+}
+# Collective by what they are given, or in what they return, and then by one of the above; or with forwards, whose
+# gathers nothing calls back (`tests/fresh/test_calls.py`).
+ELSEWHERE = {
+    "FullyShardedDataParallel.check_is_root",
+    "FullyShardedDataParallel.forward",
+    "join",
+    "FullyShardedDataParallel.clip_grad_norm_",
+    "FullyShardedDataParallel.flatten_sharded_optim_state_dict",
+    "FullyShardedDataParallel.load_state_dict",
+    "FullyShardedDataParallel.optim_state_dict_to_load",
+    "FullyShardedDataParallel.scatter_full_optim_state_dict",
+    "ShardedGradScaler",
+    "register_fsdp_forward_method",
+}
+
+
+def collective() -> Iterator[str]:
+    """The public names whose docstrings say that they are."""
+    says_so = re.compile(
+        r"(^|[.:] )Collective\b(?! if nothing)|collective at its|[:;] collective,|calls are collective"
+    )
+    for prefix, module in (("", flatfsdp), ("checkpoint.", checkpoint)):
+        for name in module.__all__:
+            each = getattr(module, name)
+            doc = " ".join((inspect.getdoc(each) or "").split())
+            if says_so.search(doc) and (inspect.isfunction(each) or inspect.isclass(each)):
+                yield prefix + name
+    for name, method in inspect.getmembers(FullyShardedDataParallel, callable):
+        doc = " ".join((inspect.getdoc(method) or "").split())
+        if not name.startswith("_") and method.__module__.startswith("flatfsdp") and says_so.search(doc):
+            yield f"FullyShardedDataParallel.{name}"
+
+
+def test_every_collective_call_is_known_here() -> None:
+    assert set(collective()) <= CALLS.keys() | ELSEWHERE, set(collective()) - CALLS.keys() - ELSEWHERE
+
+
+@contextmanager
+def watched_closely() -> Iterator[None]:
+    """The watch looks twenty times as often, and reports at once; what it found is forgotten at the end."""
+    with patch.object(board, "PERIOD", 0.02):
+        flatfsdp.set_wait(report_after=0.1)
+        try:
+            yield
+        finally:
+            flatfsdp.set_wait()
+            current_watch()._lost = None
+
+
+def call(rank: int, world: int, folder: str, *calls: str) -> str:
+    with watched_closely():
+        setting = Setting(folder)
+        with pytest.raises(AgreementError) as caught:
+            CALLS[calls[rank]](setting)
+        return str(caught.value)
+
+
+PARTNERS = list(CALLS) if is_thorough() else ["checkpoint.keep"]
+
+
+@pytest.mark.parametrize("other", PARTNERS)
+@pytest.mark.parametrize("name", CALLS)
+def test_ranks_make_different_calls(pool2: Run, name: str, other: str, tmp_path: Path) -> None:
+    if name == other:
+        return
+    told = pool2(call, str(tmp_path), name, other)
+    for message in told:
+        assert "rank 0" in message and "rank 1" in message, told
+        assert not re.search("does not answer|construct different", message), told
