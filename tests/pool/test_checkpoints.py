@@ -22,7 +22,7 @@ from flatfsdp import checkpoint
 from flatfsdp.checkpoint.disk import Disk, through
 from flatfsdp.checkpoint.nested import flatten
 from flatfsdp.checkpoint.parts import parts_of
-from flatfsdp.errors import CheckpointError, ConfigValueError
+from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError
 from flatfsdp.traversal import units_in
 from tests.harness import pool
 from tests.harness.models import Feedforward, Low, Motley
@@ -268,14 +268,15 @@ def other_calls(rank: int, world: int, path: str) -> list[str]:
         try:
             call()
             messages.append("nothing")
-        except CheckpointError as error:
+        except (CheckpointError, AgreementError) as error:
             messages.append(str(error))
     return messages
 
 
 def test_ranks_that_make_different_calls_are_told(pool2: Any, tmp_path: Path) -> None:
-    for messages in pool2(other_calls, str(tmp_path / "x")):
+    for *messages, last in pool2(other_calls, str(tmp_path / "x")):
         assert all("ranks make different calls (rank 0: a " in message for message in messages), messages
+        assert last.startswith("rank 0 called checkpoint.save(); rank 1 called checkpoint.load(). These calls are")
 
 
 def only_the_model(rank: int, world: int, path: str) -> str:
