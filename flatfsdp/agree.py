@@ -169,7 +169,7 @@ def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, r
 def _meet(axes: Sequence[Transport]) -> None:
     """Comparisons meet each other, be it in constructors or at the first forward. [Note: calls]"""
     for axis in axes:
-        meet(axis.group.process_group, "compares its model")
+        meet(axis.group.process_group, axis.group.ranks, "compares its model")
 
 
 def _axes(root: Root) -> list[Transport]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -30,22 +31,21 @@ _SAME, _DIFFERENT = "same", "different"
 _made: Counter[str] = Counter()
 
 
-def meet(process_group: Any, call: str) -> None:
-    """Return when all ranks of `process_group` make this `call`, which follows "rank 0 ". Collective.
+def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
+    """Return when all `ranks`, those of `process_group`, make this `call`, which follows "rank 0 ". Collective.
 
     Process groups that move nothing have no other ranks.
 
     Raises:
         AgreementError: on every rank: some make another one, or none of them will ever come to it.
     """
-    ranks = tuple(dist.get_process_group_ranks(process_group))
     if len(ranks) == 1 or "fake" in str(dist.get_backend_config(process_group)):
         return
     watch = current_watch()
     notes = watch.board
     # Threads beside the program make their calls in an order of their own.
     aside = threading.current_thread() is not threading.main_thread()
-    scope = f"{number(str(ranks)):x}{f'.{process_group.group_name}' if aside else ''}"
+    scope = f"{number(str(tuple(ranks))):x}{f'.{process_group.group_name}' if aside else ''}"
     _made[scope] += 1
     place = f"call/{scope}/{_made[scope]}"
     if notes.first(f"{place}/first", call) != call:
@@ -67,7 +67,7 @@ def meet(process_group: Any, call: str) -> None:
         notes.erase(f"{old}/first", f"{old}/here", f"{old}/verdict")
 
 
-def _differ(watch: Watch, place: str, ranks: tuple[int, ...], call: str) -> AgreementError:
+def _differ(watch: Watch, place: str, ranks: Sequence[int], call: str) -> AgreementError:
     """What each rank called."""
     notes = watch.board
     notes.post(f"{place}/says/{dist.get_rank()}", call)

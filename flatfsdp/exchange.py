@@ -25,7 +25,7 @@ def _everyones(axes: Sequence[Transport], content: bytes, *, doing: str) -> dict
     payload = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     with expecting(ranks_over(axes), doing):
         for axis in axes:
-            meet(axis.group.process_group, doing)
+            meet(axis.group.process_group, axis.group.ranks, doing)
         sizes = torch.tensor([rank, payload.numel()], device=device)
         for axis in axes:
             sizes = axis.gather_now(sizes)

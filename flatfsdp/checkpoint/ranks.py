@@ -128,8 +128,9 @@ class Ranks:
         return [value for value, _ in answers]
 
     def _gather(self, content: bytes, doing: str) -> list[Any]:
-        with expecting(dist.get_process_group_ranks(self.group), f"waits for the others while {doing}"):
-            meet(self.group, f"called {self.call}")
+        members = dist.get_process_group_ranks(self.group)
+        with expecting(members, f"waits for the others while {doing}"):
+            meet(self.group, members, f"called {self.call}")
             return [decode(each) for each in gather_bytes(content, self.group)]
 
 
