@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from flatfsdp.checkpoint import metadata
 from flatfsdp.checkpoint.manifest import Manifest, SavedFile
 from flatfsdp.checkpoint.plan import Held, assign, digest
+from flatfsdp.checkpoint.proof import prove
 from flatfsdp.checkpoint.raw import LARGEST, cut
 from flatfsdp.checkpoint.saving import tensors_of_files
 from flatfsdp.checkpoint.writing import Piece, Rows
@@ -129,7 +130,8 @@ def measure(*, world: int, layers: int) -> dict[str, Any]:
     saved = clock("places in the manifest, on rank 0, at every save", lambda: tensors_of_files(tensors, files))
     listed = [SavedFile(name, 2**30, 1) for name, _, _ in named]
     text = clock("the manifest's text, on rank 0, at every save", lambda: Manifest(world, listed, saved, {}).to_bytes())
-    clock("reading the manifest, on every rank, at a load", lambda: Manifest.from_bytes(text, "it"))
+    read = clock("reading the manifest, on every rank, at a load", lambda: Manifest.from_bytes(text, "it"))
+    clock("proving the manifest, on every rank, at a load", lambda: prove(read, "it"))
     again = [name for name in clock.seconds if name.endswith("at every save")]
     print(
         f"{sum(spec.numel for unit in units for spec in unit.params) / 1e9:.1f}B parameters, {len(tensors)} tensors, "

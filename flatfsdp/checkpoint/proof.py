@@ -6,11 +6,12 @@ numbers, or end in an error that names neither file nor tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise, repeat
 
 from ..errors import CheckpointError, FlatFSDPError
-from .manifest import Chunk, Manifest, Saved
+from .manifest import Manifest, Saved
 from .nested import decode, shown, unflatten
 from .raw import dtype_named
 
@@ -25,75 +26,75 @@ def prove(manifest: Manifest, where: str) -> None:
         CheckpointError: naming `where`, and the tensor or the value.
     """
     occupied: list[list[tuple[int, int, str]]] = [[] for _ in manifest.files]
-    known = set()
     for key, saved in manifest.tensors.items():
         try:
             if key != shown(saved.path):
                 raise ValueError(f"its path is {shown(saved.path)!r}")
-            size = dtype_named(saved.dtype).itemsize
-            chunks = list(_chunks(manifest, saved, size))
-            _require_cover(chunks, saved.spec.numel)  # which proves its strides, too
+            _occupy(occupied, manifest, key, dtype_named(saved.dtype).itemsize)
+            _require_cover(saved.rows, saved.spec.numel)  # which proves its strides, too
         except (ValueError, FlatFSDPError) as error:
             raise CheckpointError(f"{where}: tensor {key!r}: {error}") from error
-        same = (saved.dtype, saved.shape, saved.stride, tuple(map(tuple, saved.rows)))
-        if same not in known:
-            known.add(same)
-            for chunk in chunks:
-                if chunk.stop > chunk.start:
-                    occupied[chunk.file].append((chunk.offset, chunk.offset + (chunk.stop - chunk.start) * size, key))
-    for file, spans in zip(manifest.files, occupied, strict=True):
-        _require_apart(spans, f"{where}: {file.name}")
-    try:
-        for key, (path, value) in manifest.values.items():
+    for number, file in enumerate(manifest.files):
+        _require_apart(occupied[number], manifest, f"{where}: {file.name}")
+    for key, (path, value) in manifest.values.items():
+        try:
             if key != shown(path) or key in manifest.tensors:
-                raise ValueError(f"{key!r} has the path {shown(path)!r}, or is a tensor, too")
+                raise ValueError(f"its path is {shown(path)!r}, or it is a tensor, too")
             decode(value)
-        paths = {key: saved.path for key, saved in manifest.tensors.items()}
-        paths |= {key: path for key, (path, _) in manifest.values.items()}
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            told = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise CheckpointError(f"{where}: value {key!r}: {told}") from error
+    paths = {key: saved.path for key, saved in manifest.tensors.items()}
+    paths |= {key: path for key, (path, _) in manifest.values.items()}
+    try:
         unflatten(dict.fromkeys(paths), paths)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        told = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise CheckpointError(f"{where}: value {key!r}: {told}") from error
+    except (TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: the keys of tensors and values make no nested state: {error}") from error
 
 
-def _chunks(manifest: Manifest, saved: Saved, size: int) -> Iterator[Chunk]:
-    """The chunks of a tensor, each within its file."""
-    for row in saved.rows:
+def _occupy(occupied: list[list[tuple[int, int, str]]], manifest: Manifest, key: str, size: int) -> None:
+    """Add to the intervals of files, (first byte, end, tensor), those of a tensor with elements of `size` bytes."""
+    for row in manifest.tensors[key].rows:
         if len(row) < 2 or len(row) % 2:
             raise ValueError(f"a row of its chunks has {len(row)} numbers")
         if row[0] >= len(manifest.files):
             raise ValueError(f"it lies in file number {row[0]}, and there are {len(manifest.files)}")
-    for chunk in saved.chunks():
-        file = manifest.files[chunk.file]
-        end = chunk.offset + (chunk.stop - chunk.start) * size
-        if end > file.size:
-            raise ValueError(f"elements [{chunk.start}, {chunk.stop}) end at byte {end} of {file.name}, of {file.size}")
-        yield chunk
+        file, numels, offsets = manifest.files[row[0]], row[2::2], row[3::2]
+        ends = [offset + numel * size for numel, offset in zip(numels, offsets, strict=True)]
+        if ends and max(ends) > file.size:
+            first, last = row[1], row[1] + sum(numels)
+            raise ValueError(f"elements [{first}, {last}) end at byte {max(ends)} of {file.name}, of {file.size}")
+        if any(numels):
+            occupied[row[0]] += zip(offsets, ends, repeat(key))
 
 
-def _require_cover(chunks: Iterable[Chunk], numel: int) -> None:
+def _require_cover(rows: Iterable[Sequence[int]], numel: int) -> None:
     """Every element once; where nodes share no files, once in each of theirs."""
     start = end = 0
     files: set[int] = set()
-    for chunk in sorted(chunks, key=lambda chunk: (chunk.start, chunk.stop)):
-        if (chunk.start, chunk.stop) == (start, end) and chunk.file not in files and chunk.stop > chunk.start:
-            files.add(chunk.file)
+    for first, stop, file in sorted((row[1], row[1] + sum(row[2::2]), row[0]) for row in rows):
+        if (first, stop) == (start, end) and file not in files and stop > first:
+            files.add(file)
             continue
-        if chunk.start != end:
-            problem = "lie in two places" if chunk.start < end else "lie in no file"
-            raise ValueError(f"elements [{min(chunk.start, end)}, {max(chunk.start, end)}) {problem}")
-        start, end, files = chunk.start, chunk.stop, {chunk.file}
+        if first != end:
+            problem = "lie in two places" if first < end else "lie in no file"
+            raise ValueError(f"elements [{min(first, end)}, {max(first, end)}) {problem}")
+        start, end, files = first, stop, {file}
     if end < numel:
         raise ValueError(f"elements [{end}, {numel}) lie in no file")
     if end > numel:
         raise ValueError(f"it has {numel} elements, and {end} lie in files")
 
 
-def _require_apart(spans: list[tuple[int, int, str]], where: str) -> None:
-    """No two intervals of a file, (first byte, end, tensor), overlap."""
+def _require_apart(spans: list[tuple[int, int, str]], manifest: Manifest, where: str) -> None:
+    """No two intervals of a file, (first byte, end, tensor), overlap, but those of tensors that are one."""
     spans.sort()
     for (_, end, one), (start, _, other) in pairwise(spans):
-        if start < end:
+        if start < end and (one == other or not _are_one(manifest.tensors[one], manifest.tensors[other])):
             raise CheckpointError(
                 f"{where}: tensor {one!r} and tensor {other!r} lie in the same bytes, from {start} on"
             )
+
+
+def _are_one(saved: Saved, other: Saved) -> bool:
+    return replace(saved, path=()) == replace(other, path=())
