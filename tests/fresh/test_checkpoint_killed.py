@@ -9,24 +9,34 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import checkpoint
+from flatfsdp.checkpoint import lock
 from flatfsdp.checkpoint.disk import Disk, through
 from flatfsdp.errors import CheckpointError, FlatFSDPWarning
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.components import Component, Sharing
 from tests.harness import fresh
+from tests.harness.thorough import is_thorough
 
 
 class Fatal(Disk):
-    """Ends the process, as the kernel would, at the first write of a checkpoint's data."""
+    """Ends the process, as the kernel would, ahead of operation number ``moment`` that changes something, counted from
+    the first write of a checkpoint's data, or, if `early`, from the first of all."""
+
+    def __init__(self, moment: int = 0, *, early: bool = False) -> None:
+        self.moment, self.began = moment, early
 
     def before(self, operation: str, path: Path, size: int) -> None:
-        if operation == "write" and path.name.endswith(".distcp"):
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.began = self.began or (operation == "write" and path.name.endswith(".distcp"))
+        if self.began and operation not in ("read", "open"):
+            self.moment -= 1
+            if self.moment < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def state(rank: int, number: float) -> dict[str, Any]:
@@ -54,6 +64,40 @@ def test_a_killed_rank_ends_the_save_of_all_and_costs_no_checkpoint(tmp_path: Pa
     checkpoint.load(tmp_path / "x", model=parts)
     assert all(torch.equal(value, torch.ones_like(value)) for value in parts.values())
     checkpoint.save(tmp_path / "x", model=parts, overwrite=True)  # what the killed one left is cleared up
+    assert {each.name for each in tmp_path.iterdir()} == {"x"}
+
+
+def save_and_die_at(rank: int, world: int, path: str, victim: int, moment: int) -> str:
+    dist.init_process_group("gloo")
+    checkpoint.save(path, model=state(rank, 1.0))
+    try:
+        with through(Fatal(moment, early=True) if rank == victim else Disk()):
+            checkpoint.save(path, model=state(rank, 2.0), overwrite=True)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+# The first rank acts on folders and has the lock, the other one only writes its file.
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [(0, moment) for moment in (range(60) if is_thorough() else (13,))]
+    + [(1, moment) for moment in (range(8) if is_thorough() else ())],
+)
+def test_whichever_rank_is_killed_and_when_a_good_checkpoint_is_there(
+    tmp_path: Path, monkeypatch: Any, victim: int, moment: int
+) -> None:
+    monkeypatch.setattr(lock, "EMPTY", 0.5)
+    outcomes = fresh.run(2, save_and_die_at, str(tmp_path / "x"), victim, moment)
+    if outcomes[victim].exit_code != -signal.SIGKILL:
+        assert is_thorough(), "the save has fewer operations"
+    parts = {"part0": torch.zeros(100), "part1": torch.zeros(100), "shared": torch.zeros(3)}
+    checkpoint.load(tmp_path / "x", model=parts)
+    number = parts["shared"][0].item()
+    assert number in (1.0, 2.0) and all(torch.equal(each, torch.full_like(each, number)) for each in parts.values())
+    start = time.monotonic()
+    checkpoint.save(tmp_path / "x", model=parts, overwrite=True)  # what the killed one left holds up nobody
+    assert time.monotonic() - start < 10.0
     assert {each.name for each in tmp_path.iterdir()} == {"x"}
 
 
