@@ -12,22 +12,26 @@ Sharded state dicts hold torch's classes from then on, as FSDP1's do.
 
 from __future__ import annotations
 
+import functools
+import gc
 import runpy
 import sys
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint.state_dict as dcp_state_dict
 import torch.distributed.fsdp as torchs
 import torch.distributed.fsdp.api as torchs_api
 import torch.distributed.fsdp.fully_sharded_data_parallel as torchs_wrapper
 import torch.distributed.fsdp.sharded_grad_scaler as torchs_scaler
 import torch.distributed.fsdp.wrap as torchs_wrap
+from torch import nn
 
-from . import FullyShardedDataParallel, ShardedGradScaler, flat_param, fsdp1_mode, state_dict_configs, wrap
+from . import FullyShardedDataParallel, ShardedGradScaler, flat_param, fsdp1_mode, registry, state_dict_configs, wrap
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .dcp_state_dict import replacements
-from .errors import UsageError
+from .errors import UsageError, current_rank
 
 __all__ = ["install", "is_installed", "uninstall"]
 
@@ -41,6 +45,7 @@ _OURS: dict[str, Any] = {
 }
 _PUBLIC = (torchs, torchs_api, torchs_wrapper, torchs_scaler, torchs_wrap)
 
+_torchs_own = torchs.FullyShardedDataParallel
 _replaced: list[tuple[dict[str, Any], str, Any]] = []  # (a module's names, one of them, what it was)
 
 
@@ -104,10 +109,36 @@ def main() -> None:
         raise UsageError("python -m flatfsdp.as_torch: expected a script, or -m and a module, and then its arguments")
     sys.argv = arguments[as_module:]
     install()
-    if as_module:
-        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(program[0], run_name="__main__")
+    before = registry.generation
+    run = functools.partial(runpy.run_module, alter_sys=True) if as_module else runpy.run_path
+    try:
+        names: object = run(program[0], run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise
+        names = ended  # whose frames keep alive what the program made
+    if registry.generation == before and current_rank() == 0:
+        sys.stderr.write(f"[flatfsdp.as_torch] {_what_trained()}\n")
+    del names
+
+
+def _what_trained() -> str:
+    """A sentence for a program that made no wrapper of ours."""
+    held = [each for each in gc.get_objects() if isinstance(each, (nn.Module, torch.optim.Optimizer))]
+    kinds: dict[str, type] = {
+        "DistributedDataParallel, with the whole model on every rank": nn.parallel.DistributedDataParallel,
+        "FSDP2's fully_shard(), which stays torch's": torchs.FSDPModule,
+        "FSDP1 of torch, under a name that was kept before install()": _torchs_own,
+    }
+    found = [words for words, kind in kinds.items() if any(isinstance(each, kind) for each in held)]
+    if not found and any(isinstance(each, torch.optim.Optimizer) for each in held):
+        found = ["modules in no wrapper: each process trained its own"]
+    trained = f"What trained: {', '.join(found)}. " if found else ""
+    return (
+        "the program ended and has made no FullyShardedDataParallel, so flatfsdp had no part in it. "
+        f"{trained}Frameworks choose FSDP by settings of their own; what "
+        "Accelerate needs, on a CPU above all, is in README, 'Coming from FSDP1'"
+    )
 
 
 if __name__ == "__main__":

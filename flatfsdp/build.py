@@ -17,7 +17,7 @@ from .comm import GroupPlan
 from .constructing import failing_together, meeting_axes, synchronise
 from .device import Device
 from .errors import UsageError, warn
-from .extensions import transform
+from .extensions import can_transform, transform
 from .flat_param import FlatParamHandle
 from .groups import plan_groups
 from .materialise import materialise
@@ -57,6 +57,8 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         homes, aliases, ignored_homes = _homes(module, config, ignored_modules, ignored_params)
         check_called(module, [home.path for home in homes])
         _check_untransformed(homes)
+        if not can_transform():
+            _check_plain(homes)
         move_buffers(modules, device)
     synchronise(module, modules, leaves_of(homes), axes)
     ledger = Ledger()

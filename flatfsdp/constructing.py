@@ -82,11 +82,13 @@ def synchronise(
     compare_facts(axes, facts, doing=f"copies the values of {subject} from rank 0")
     with torch.no_grad():
         for tensor, _ in tensors:
-            on_device = tensor.detach().to(axes[0].device.device).contiguous()
+            # Of a DTensor that an extension will store, the ranks of these axes have equal parts.
+            here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            on_device = here.detach().to(axes[0].device.device).contiguous()
             for axis in axes:
                 axis.broadcast(on_device)
-            if on_device.data_ptr() != tensor.data_ptr():
-                tensor.copy_(on_device)
+            if on_device.data_ptr() != here.data_ptr():
+                here.copy_(on_device)
 
 
 def _in_words(error: BaseException | None) -> str:

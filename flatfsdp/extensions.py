@@ -104,6 +104,11 @@ class Extended:
             home.unregister() if hidden else home.register()
 
 
+def can_transform() -> bool:
+    """Whether parameters may be stored as something else."""
+    return _extensions is not None
+
+
 def transform(homes: Iterable[Home]) -> tuple[list[Home], list[Extended]]:
     """`homes` with the leaves that are to be flattened, registered, and those of them that were transformed."""
     homes = list(homes)

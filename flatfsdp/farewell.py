@@ -17,6 +17,9 @@ from types import TracebackType
 
 Farewell = Callable[["BaseException | None"], None]
 
+explainers: list[Callable[[BaseException], str]] = []
+"""What has words for exceptions of others that end the program, printed after them; "" for none."""
+
 _farewells: list[Farewell] = []
 _process: int | None = None  # that has to be told of; a fork of it ends on its own account
 
@@ -43,6 +46,9 @@ def _chain_excepthook() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
             before(kind, error, trace)
+            for explain in explainers:
+                if words := explain(error):
+                    print(words, file=sys.stderr, flush=True)
         finally:
             _tell(error)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from .errors import ConfigValueError, FlatFSDPError, UsageError, refuse_type
+from . import farewell, registry
+from .errors import ConfigValueError, FlatFSDPError, UsageError, current_rank, refuse_type
 from .lifecycle import IDLE
 from .traversal import units_in
 from .unit import Unit
@@ -115,6 +116,36 @@ def _explaining(wrapper: nn.Module, name: str, method: Any) -> Any:
     return run
 
 
+def explain(error: BaseException) -> str:
+    """What flatfsdp knows of an `error` of torch's that ends the program; "" for nothing."""
+    if isinstance(error, FlatFSDPError) or not isinstance(error, (RuntimeError, IndexError)):
+        return ""
+    units = [unit for root in registry.roots for unit in root.units]
+    found = _sharded_in(error.__traceback__, units)
+    if found is not None:
+        unit, home = found
+        kind = type(home.module).__name__
+        return (
+            f"parameter {home.path!r} of unit {unit.label} shows this rank's shard outside of the forward of its "
+            f"wrapper, where {kind} computed with it. Call the wrapper, not the module inside (model(x), not "
+            "model.module(x) or model.module.forward(x)); other methods than forward are registered with "
+            "flatfsdp.register_fsdp_forward_method()"
+        )
+    kinds = {
+        handle.precision.compute: f"{unit.label} in {str(handle.precision.compute).removeprefix('torch.')}"
+        for unit in units
+        for handle in unit.handles
+        if handle.precision.compute.is_floating_point
+    }
+    if "dtype" in str(error) and len(kinds) > 1:
+        return (
+            f"parameters of the model are of several dtypes (unit {', unit '.join(kinds.values())}), in which they "
+            "compute, and nothing casts what goes from one to the other. Cast the model to one dtype before wrapping, "
+            "or pass mixed_precision=MixedPrecision(param_dtype=..., cast_forward_inputs=True)"
+        )
+    return ""
+
+
 def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Unit, Home] | None:
     """The parameter, at rest, of the innermost module on the way to an exception that holds one.
 
@@ -135,3 +166,11 @@ def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Uni
         traceback = traceback.tb_next
     is_torchs = frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
     return None if not is_torchs and frame.f_code.co_code[at] == _RAISE else found
+
+
+def _explain_at_end(error: BaseException) -> str:
+    words = explain(error)
+    return f"[flatfsdp, rank {current_rank()}] {words}" if words else ""
+
+
+farewell.explainers.append(_explain_at_end)

@@ -29,7 +29,14 @@ def compute_device(module: nn.Module, config: Config) -> torch.device:
     if is_memoryless():
         return torch.device("cpu")
     if isinstance(config.device_id, torch.device):
-        return concrete(config.device_id)
+        named, here = concrete(config.device_id), accelerator()
+        if named.type != "cpu" and (here is None or named.type != here.type):
+            found = f"the accelerator here is {here}" if here is not None else "this machine has no accelerator"
+            raise ConfigValueError(
+                f"device_id: got {str(named)!r}, but {found}, or this build of torch cannot use it; leave it out to "
+                f"train on {here.type if here is not None else 'CPU'}"
+            )
+        return named
     if isinstance(config.device_id, int):
         chosen = accelerator(config.device_id)
         if chosen is None:

@@ -164,12 +164,17 @@ def compare(
         missing += [key for key in held if key not in saved]
         unexpected += [key for key in saved if key not in held]
     if missing and strict:
-        problems.append(f"missing in the checkpoint: {', '.join(missing)}")
+        problems.append(f"missing in the checkpoint: {few(missing)}")
     if unexpected and strict:
-        problems.append(f"in the checkpoint, but not wanted: {', '.join(unexpected)}")
-    for key, target in targets.items():
-        if key in there and tuple(target.shape) != there[key]:
-            problems.append(f"{key} has shape {there[key]} in the checkpoint, {tuple(target.shape)} here")
+        problems.append(f"in the checkpoint, but not wanted: {few(unexpected)}")
+    shapes = [
+        f"{key} has shape {there[key]} in the checkpoint, {tuple(target.shape)} here"
+        for key, target in targets.items()
+        if key in there and tuple(target.shape) != there[key]
+    ]
+    problems += shapes[:3]
+    if len(shapes) > 3:
+        problems.append(f"and {len(shapes) - 3} more of other shapes: it is of another model")
     if problems:
         raise CheckpointError("; ".join(problems))
 

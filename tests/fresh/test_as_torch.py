@@ -141,3 +141,29 @@ def test_the_example_of_fsdp1_prints_the_same(tmp_path: Path) -> None:
     torchs, ours = printed(program), printed(program, as_torch=True)
     expected, found = ([float(number) for number in re.findall(r"\d+\.\d+", text)] for text in (torchs, ours))
     assert len(expected) >= 10 and found == pytest.approx(expected, abs=2e-4)
+
+
+WITHOUT = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)) if "ddp" in sys.argv else torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+dist.destroy_process_group()
+if "ddp" in sys.argv:
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("kind", ["ddp", "plain"])
+def test_a_program_without_a_wrapper_is_told_at_its_end(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(WITHOUT)
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "flatfsdp.as_torch", "program.py", kind]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    trained = {"ddp": "DistributedDataParallel, with the whole model on every rank", "plain": "modules in no wrapper"}
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "has made no FullyShardedDataParallel" in done.stderr and f"What trained: {trained[kind]}" in done.stderr

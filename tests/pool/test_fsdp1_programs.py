@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import MixedPrecision, fsdp1_mode
-from flatfsdp.errors import AgreementError
+from flatfsdp.errors import AgreementError, ConfigValueError, UsageError
+from flatfsdp.forward_methods import explain
 from tests.conftest import Run
+from tests.harness.fake import fake_world
 from tests.pool.corners import full_parameters, joined, seeded
 
 WIDTH, LR = 4, 0.1
@@ -126,3 +131,59 @@ def test_full_precision_in_eval_by_the_environment(pool2: Run) -> None:
     for dtypes, said in pool2(full_precision, False):
         assert dtypes == [low] * 3
         assert len(said) <= 1 and all("full_precision_in_eval=True" in each for each in said)
+
+
+# --- the ends of programs, in words -----------------------------------------------------------------------------------
+
+
+def ends(rank: int, world: int) -> dict[str, str]:
+    said = {}
+    plain: Any = FSDP(seeded(lambda: Uneven(0)))
+    low: Any = FSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).bfloat16()))
+    programs: dict[str, Callable[[], Any]] = {
+        "inside": lambda: plain.module(rows(rank, 0)),
+        "forward": lambda: plain.module.forward(rows(rank, 0)),
+        "dtypes": lambda: low(rows(rank, 0)),
+        "users": lambda: plain(torch.ones(3, WIDTH + 1)),
+    }
+    for name, program in programs.items():
+        try:
+            program()
+        except RuntimeError as error:
+            said[name] = explain(error)
+    return said
+
+
+def test_what_a_program_ended_by_is_explained(pool2: Run) -> None:
+    for said in pool2(ends):
+        for name in ("inside", "forward"):
+            assert "'layers.0.weight' of unit <root> shows this rank's shard" in said[name]
+            assert "Call the wrapper, not the module inside" in said[name]
+        assert "unit <root> in float32, unit <root> in bfloat16" in said["dtypes"]
+        assert said["users"] == ""
+
+
+def dtensors(rank: int, world: int) -> str:
+    mesh = init_device_mesh("cpu", (world,))
+    linear = nn.Linear(WIDTH, WIDTH)
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(0)]))
+    try:
+        FSDP(linear, sync_module_states=True)
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+def test_parameters_are_checked_before_their_values_are_sent(pool2: Run) -> None:
+    for said in pool2(dtensors):
+        assert said.startswith("'weight' is a DTensor, a tensor made of others")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+@pytest.mark.parametrize("device", ["cuda:0", torch.device("cuda", 1)])
+def test_a_device_that_is_not_there(device: Any) -> None:
+    with (
+        fake_world(2),
+        pytest.raises(ConfigValueError, match=r"device_id: got 'cuda:.', but this machine has no accel"),
+    ):
+        FSDP(nn.Linear(2, 2), device_id=device)
