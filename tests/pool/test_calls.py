@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import random
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +17,11 @@ import torch
 from torch import nn
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel, board, checkpoint
+from flatfsdp import FullyShardedDataParallel, board, checkpoint, watch
 from flatfsdp.errors import AgreementError
 from flatfsdp.watch import current_watch
 from tests.conftest import Run
-from tests.harness.thorough import is_thorough
+from tests.harness.thorough import is_thorough, seeds
 from tests.pool.test_agree import Net, step, wrap
 
 
@@ -60,13 +62,13 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
     "FullyShardedDataParallel.unshard": lambda s: s.model.unshard(),
     "check_replicas": lambda s: flatfsdp.check_replicas(s.model),
     "inference": infer,
-    "checkpoint.async_save": lambda s: checkpoint.async_save(s.folder / "a", model=s.model),
-    "checkpoint.export_safetensors": lambda s: checkpoint.export_safetensors(s.model, s.folder / "b"),
+    "checkpoint.async_save": lambda s: checkpoint.async_save(s.folder / "a", model=s.model, overwrite=True),
+    "checkpoint.export_safetensors": lambda s: checkpoint.export_safetensors(s.model, s.folder / "b", overwrite=True),
     "checkpoint.keep": lambda s: checkpoint.keep(s.folder),
     "checkpoint.listing": lambda s: checkpoint.listing(s.folder),
     "checkpoint.load": lambda s: checkpoint.load(s.folder / "c", model=s.model),
     "checkpoint.load_safetensors": lambda s: checkpoint.load_safetensors(s.model, s.folder / "b"),
-    "checkpoint.save": lambda s: checkpoint.save(s.folder / "c", model=s.model),
+    "checkpoint.save": lambda s: checkpoint.save(s.folder / "c", model=s.model, overwrite=True),
 }
 # Collective by what they are given, or in what they return, and then by one of the above; or with forwards, whose
 # gathers nothing calls back (`tests/fresh/test_calls.py`).
@@ -137,3 +139,41 @@ def test_ranks_make_different_calls(pool2: Run, name: str, other: str, tmp_path:
     for message in told:
         assert "rank 0" in message and "rank 1" in message, told
         assert not re.search("does not answer|construct different", message), told
+
+
+def delayed(rank: int, world: int, seed: int, folder: str) -> tuple[int, list[str]]:
+    """A healthy run in which ranks are late at random places; how much was reported, and what was told as an error."""
+    said: list[str] = []
+    both, own = random.Random(seed), random.Random(f"{seed} {rank}")
+
+    def late() -> None:
+        if own.random() < 0.15:
+            time.sleep(own.uniform(0.3, 1.2))
+
+    with patch.object(watch, "speak", said.append), patch.object(board, "PERIOD", 0.1):
+        flatfsdp.set_wait(report_after=0.3)
+        try:
+            setting = Setting(folder)
+            model = setting.model
+            for block in model.module.blocks:
+                block.register_forward_pre_hook(lambda *unused: late())
+                block.module.linear.weight.register_hook(lambda grad: late())
+            for _ in range(3):
+                late()
+                step(model)
+                setting.optimizer.step()
+                setting.optimizer.zero_grad()
+                late()
+                CALLS[both.choice([name for name in CALLS if not name.startswith(("checkpoint.load", "join"))])](
+                    setting
+                )
+                setting = Setting(folder) if both.random() < 0.1 else setting
+        finally:
+            flatfsdp.set_wait()
+    return sum("What the ranks do" in each for each in said), [each for each in said if "Error" in each]
+
+
+@pytest.mark.parametrize("seed", seeds(1, 200))
+def test_runs_that_are_only_late_are_never_ended(pool2: Run, seed: int, tmp_path: Path) -> None:
+    for _, errors in pool2(delayed, seed, str(tmp_path)):
+        assert not errors
