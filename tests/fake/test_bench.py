@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -101,7 +102,18 @@ while true; do sleep 0.05; done
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-def test_steps_are_sampled_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ignored", [False, True])
+def test_steps_are_sampled_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignored: bool) -> None:
+    """Also in a shell's background job, which is started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else None
+    try:
+        _sample_steps(tmp_path, monkeypatch)
+    finally:
+        if ignored:
+            signal.signal(signal.SIGINT, before)
+
+
+def _sample_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "SAMPLED", 0.01)
     monkeypatch.setattr(sys, "argv", ["bench", "--profile", "--engines", "flatfsdp,ddp", "--out", str(tmp_path)])
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

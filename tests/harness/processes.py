@@ -101,7 +101,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join()
+            process.join(60)
         for pipe in self.pipes:
             pipe.close()
         self._folder.cleanup()

@@ -147,7 +147,7 @@ class _Started:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(60)
         self._reports.close()
 
     def __str__(self) -> str:

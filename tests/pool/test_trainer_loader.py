@@ -405,8 +405,8 @@ def signalled(rank: int, world: int) -> Ids:
     with may_have_workers(), Loader(Numbers(6), batch=1, shuffle=False, epochs=1, workers=1) as loader:
         steps = [loader.next_step()]
         (worker,) = multiprocessing.active_children()
-        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # by another process than its parent
-        subprocess.run(["kill", "-INT", str(worker.pid)], check=True)
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True, timeout=60)  # by another process than its parent
+        subprocess.run(["kill", "-INT", str(worker.pid)], check=True, timeout=60)
         while (step := loader.next_step()) is not None:
             steps.append(step)
     return [step.microbatches[0].ids for step in steps]

@@ -39,7 +39,7 @@ def test_a_worker_at_work_is_waited_for() -> None:
     time.sleep(0.05)
     at_exit.wait_for_workers(60)
     returned_at = time.monotonic()
-    worker.join()
+    worker.join(60)
     assert returned_at > worker.ended_at - 0.2
 
 
@@ -52,7 +52,7 @@ def test_an_idle_one_is_not() -> None:
     at_exit.wait_for_workers(60)
     assert time.monotonic() - began_at < 30
     leave.set()
-    worker.join()
+    worker.join(60)
 
 
 def test_it_happens_once_when_the_interpreter_ends() -> None:

@@ -122,7 +122,8 @@ print(counter.live())
 @pytest.mark.skipif(memory.build() is None, reason="no C compiler")
 def test_bytes_of_live_tensors_are_exact() -> None:
     environment = {**os.environ, "LD_PRELOAD": str(memory.build())}
-    ended = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, env=environment, check=True)
+    command = [sys.executable, "-c", COUNTED]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, timeout=120)
     assert ended.stdout == "4000000 6000000 4000000\n0\n"
 
 

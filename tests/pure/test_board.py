@@ -56,4 +56,4 @@ def test_what_another_erases_meanwhile_is_not_waited_for(make: Callable[[], dist
         assert set(found) == {"same", None}
     finally:
         over.set()
-        thread.join()
+        thread.join(60)

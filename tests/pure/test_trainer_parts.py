@@ -178,7 +178,7 @@ def test_in_other_threads_signals_stay_what_they_are() -> None:
     handlers: list[Any] = []
     thread = threading.Thread(target=listen)
     thread.start()
-    thread.join()
+    thread.join(60)
     assert handlers == [signal.getsignal(signal.SIGTERM)]
 
 

@@ -78,7 +78,7 @@ def _commit() -> str:
     """The commit that is measured, marked where the engine differs from it."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip()
 
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (
         "+" if git("status", "--porcelain", "--", "flatfsdp") else ""

@@ -13,9 +13,11 @@ import signal
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from .table import machine_line, markdown
 
 STEPS = 40  # that are timed before
 SAMPLED = 20.0  # seconds
+WRITES = 60.0  # seconds that the sampler has to write what it found
 RATE = 250  # samples per second
 FORWARD, BACKWARD, OPTIMIZER, REST = "model, forward", "model, backward in C", "optimizer", "rest"
 HOW = (
@@ -78,17 +81,38 @@ def sample_steps(rank: int, setting: Setting) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stacks"
         sampler = ["py-spy", "record", "--rate", str(RATE), "--format", "raw", "--output", str(path)]
-        with subprocess.Popen(
-            [*sampler, "--pid", str(os.getpid())], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        ) as process:
-            time.sleep(1.0)  # it begins
-            for _ in range(more):
-                training.step()
-            process.send_signal(signal.SIGINT)  # it writes
-            _, complaint = process.communicate()
+        with _heeding_interrupts():
+            process = subprocess.Popen(
+                [*sampler, "--pid", str(os.getpid())], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
+        with process:
+            try:
+                time.sleep(1.0)  # it begins
+                for _ in range(more):
+                    training.step()
+                process.send_signal(signal.SIGINT)  # it writes
+                _, complaint = process.communicate(timeout=WRITES)
+            except BaseException:  # or leaving waits for it without a limit
+                process.kill()
+                raise
         if not path.exists():
             raise RankFailed(f"py-spy: {complaint.decode()}")
         return {**found, "owners": owners(path.read_text())}
+
+
+@contextmanager
+def _heeding_interrupts() -> Iterator[None]:
+    """Processes started inside heed SIGINT, also where this one ignores it, as a shell's background jobs do: they would
+    inherit that."""
+    before = signal.getsignal(signal.SIGINT)
+    ignores = before is signal.SIG_IGN and threading.current_thread() is threading.main_thread()
+    if ignores:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ignores:
+            signal.signal(signal.SIGINT, before)
 
 
 def _agreed(number: int) -> int:
