@@ -102,10 +102,13 @@ class Forecast:
 
     def _units(self) -> list[str]:
         header = ("unit", "module", "parameters", "a rank holds", "padding", "strategy", "ranks", "kinds")
-        rows = [header, *map(_row_of, _runs(self.units))]
+        rows = [*map(_row_of, _runs(self.units))]
         total = sum(unit.parameters for unit in self.units), sum(unit.padding for unit in self.units)
         numbers = f"{total[0]:,}", size_in_words(self.parameters), f"{total[1]:,}"
-        return _aligned([*rows, (_counted(len(self.units), "unit"), "", *numbers, "", "", "")], right=(2, 3, 4))
+        last = (_counted(len(self.units), "unit"), "", *numbers, "", "", "")
+        ends = {row[5:] for row in rows}
+        shown, below = (5, [f"each unit: {', '.join(*ends)}"]) if len(ends) == 1 else (len(header), [])
+        return [*_aligned([row[:shown] for row in (header, *rows, last)], right=(2, 3, 4)), *below]
 
     def _memory(self) -> list[str]:
         state = sum(self.optimizer_state.values())

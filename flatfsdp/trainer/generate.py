@@ -10,7 +10,7 @@ from torch import nn
 from flatfsdp import inference
 from flatfsdp.trainer.objectives.objectives import logits_of
 
-TEMPERATURE = 0.7
+TEMPERATURE = 0.8  # below it small models repeat themselves, spaces above all
 
 
 def generate(

@@ -45,10 +45,11 @@ def test_a_forecast_for_people() -> None:
         """\
 64 ranks (accelerators, NCCL), AdamW, 4 microbatches a step
 
-unit                        module      parameters  a rank holds  padding  strategy    ranks   kinds
-<root>                      Decoder    536,870,912      32.0 MiB        0  FULL_SHARD  64 x 1  float32 as bfloat16
-blocks.0 .. blocks.25 (26)  Block    6,979,321,726       416 MiB      130  FULL_SHARD  64 x 1  float32 as bfloat16
+unit                        module      parameters  a rank holds  padding
+<root>                      Decoder    536,870,912      32.0 MiB        0
+blocks.0 .. blocks.25 (26)  Block    6,979,321,726       416 MiB      130
 27 units                             7,516,192,638       448 MiB      130
+each unit: FULL_SHARD, 64 x 1, float32 as bfloat16
 
 each rank holds                       between steps  at the peak
 parameters (shards)                         448 MiB      448 MiB
@@ -91,7 +92,7 @@ def test_the_peak_may_be_the_optimizers() -> None:
     small = replace(FORECAST, at_peak={"shard": SHARDS}, peak=2 * SHARDS + state + 12_288)
     lines = small.render().splitlines()
     assert_expected_inline(
-        "\n".join(lines[6:12]),
+        "\n".join(lines[7:13]),
         """\
 
 each rank holds                       between steps  at the peak

@@ -99,7 +99,7 @@ def test_a_bug_report_names_the_versions_and_the_environment(monkeypatch: pytest
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="tools are for bash")
 def test_setting_up_shows_what_pip_is_at_and_keeps_all_of_it(tmp_path: Path) -> None:
-    lines = ["Collecting torch==2.13.0 (from flatfsdp)", "  Downloading torch-2.13.0.whl (181.2 MB)", "Collecting numpy"]
+    lines = ["Collecting torch==2.13.0 (from flatfsdp)", "  Downloading torch-2.13.0.whl (181 MB)", "Collecting numpy"]
     done = subprocess.run(
         [ROOT / "tools" / "pip_progress", tmp_path / "log"],
         input="\n".join([*lines, ""]), capture_output=True, text=True, timeout=60, check=True,
