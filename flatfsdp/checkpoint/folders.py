@@ -202,7 +202,9 @@ def is_own(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     names = {each.name for each in folder.iterdir()}
-    return bool(names & _MARKS) or all(map(OWN.fullmatch, names))  # the latter: versions that left no mark
+    if names & _MARKS or all(map(OWN.fullmatch, names)):  # the latter: versions that left no mark
+        return True
+    return folder.suffix == ".new" and any(name.endswith(".distcp") for name in names)  # and those with a user's files
 
 
 def refuse_link(path: str | os.PathLike[str], *, overwrite: bool) -> None:

@@ -139,6 +139,16 @@ def test_what_a_killed_save_or_removal_has_left_is_known_by_its_mark(tmp_path: P
     raise AssertionError("the save has no end")
 
 
+def test_what_saves_of_versions_without_marks_have_left_holds_up_nobody(tmp_path: Path) -> None:
+    save(tmp_path / "x")
+    for left in ({"__0_0.distcp"}, {"__0_0.distcp", ".metadata", "components.json"}, {"model.safetensors"}, set[str]()):
+        (tmp_path / ".x.new").mkdir()
+        for name in left:
+            (tmp_path / ".x.new" / name).write_text("half of it")
+        save(tmp_path / "x", overwrite=True)
+        assert names(tmp_path) == {"x"}, left
+
+
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
