@@ -91,6 +91,9 @@ class OptimStates:
         process. With `FullOptimStateDictConfig(rank0_only=True)` only rank 0 needs the dict, and sends each rank its
         shards.
 
+        A dict without "param_groups" gives one without; loaded directly, the optimizer keeps its own. Parameters that
+        no unit manages may be missing in both, and have no state then.
+
         With flat parameters (`use_orig_params=False`) those that lie in one share their states: tensors that are
         missing for some are zeros, single values must be there for all and equal.
 
@@ -102,7 +105,7 @@ class OptimStates:
             group: the ranks of which the first has the dict, where one alone does; None for the model's.
 
         Raises:
-            ConfigTypeError, ConfigValueError: a dict without "state" and "param_groups", names or states that are not
+            ConfigTypeError, ConfigValueError: a dict without "state", names or states that are not
                 this model's, in words.
             AgreementError: ranks have different dicts, or that of another rank is wrong.
         """
@@ -111,7 +114,8 @@ class OptimStates:
         from_first = full and getattr(settings.optim_state_dict_config, "rank0_only", False)
         loadable = load(model, optim, optim_state_dict, from_first=from_first, by_name=is_named_optimizer, group=group)
         if load_directly:
-            optim.load_state_dict(loadable)
+            own = {} if "param_groups" in loadable else {"param_groups": optim.state_dict()["param_groups"]}
+            optim.load_state_dict({**loadable, **own})
         return loadable
 
     @staticmethod

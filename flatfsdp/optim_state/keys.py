@@ -23,7 +23,8 @@ def rekey(
     """
     chosen = _key_type(key_type)
     checked = check_dict(state_dict)
-    keys = [*checked["state"], *(key for group in checked["param_groups"] for key in group["params"])]
+    groups_of_dict = checked.get("param_groups", ())
+    keys = [*checked["state"], *(key for group in groups_of_dict for key in group["params"])]
     kinds = {type(key) for key in keys}
     if not kinds <= {int} and not kinds <= {str}:
         raise ConfigValueError(
@@ -53,10 +54,11 @@ def rekey(
             "that the dict is for"
         )
     param_groups = []
-    for group in checked["param_groups"]:
+    for group in groups_of_dict:
         settings = {key: value_of(value) for key, value in group.items() if key != "params"}
         param_groups.append({**settings, "params": sorted(new[key] for key in group["params"])})
-    return {"state": {new[key]: entry for key, entry in checked["state"].items()}, "param_groups": param_groups}
+    state = {new[key]: entry for key, entry in checked["state"].items()}
+    return {"state": state, "param_groups": param_groups} if "param_groups" in checked else {"state": state}
 
 
 def _key_type(value: Any) -> OptimStateKeyType:

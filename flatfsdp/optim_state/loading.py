@@ -124,7 +124,7 @@ def _load(
     has_it = not from_first or is_first_of(axes)
     filler = _Filler(holder, planned, state_dict["state"] if has_it else {}, axes, from_first=from_first)
     state: dict[Any, Any] = {**filler.states(), **planned.others}
-    return {"state": state, "param_groups": planned.param_groups}
+    return {"state": state} if planned.param_groups is None else {"state": state, "param_groups": planned.param_groups}
 
 
 def _told(holder: Holder, description: Description) -> list[tuple[str, str]]:

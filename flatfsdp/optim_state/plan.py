@@ -39,11 +39,11 @@ class Description:
     """A state dict without its tensors."""
 
     state: dict[str, Any]  # Values by the name of the parameter; what is no dict belongs to no parameter
-    param_groups: list[dict[str, Any]]
+    param_groups: list[dict[str, Any]] | None
 
     def to_cpu(self) -> Description:
         """The same for another rank, whose accelerator may be another one."""
-        return Description(self.state, [value_of(group) for group in self.param_groups])
+        return Description(self.state, None if self.param_groups is None else value_of(self.param_groups))
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class Plan:
         states: by the optimizer's key, for each state a Cut, a Taken or the value itself.
         sources: under which key the dict has the states of a parameter, by its name.
         others: entries that belong to no parameter.
-        param_groups: as the optimizer has them, with its own keys.
+        param_groups: as the optimizer has them, with its own keys; None if the dict has none.
     """
 
     states: dict[Key, dict[str, Any]]
     sources: dict[str, str]
     others: dict[Any, Any]
-    param_groups: list[dict[str, Any]]
+    param_groups: list[dict[str, Any]] | None
 
 
 def check_dict(state_dict: Any) -> dict[str, Any]:
@@ -86,13 +86,12 @@ def check_dict(state_dict: Any) -> dict[str, Any]:
     """
     if not isinstance(state_dict, dict):
         raise ConfigTypeError(f"optim_state_dict: got {type(state_dict).__name__}. Accepted: a dict")
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ConfigValueError(
-                f'optim_state_dict: expected the keys "state" and "param_groups", found {list(map(str, state_dict))}. '
-                "Where only rank 0 has the dict, say so by FullOptimStateDictConfig(rank0_only=True), or call "
-                "scatter_full_optim_state_dict()"
-            )
+    if "state" not in state_dict:
+        raise ConfigValueError(
+            f'optim_state_dict: expected the keys "state" and "param_groups", found {list(map(str, state_dict))}. '
+            "Where only rank 0 has the dict, say so by FullOptimStateDictConfig(rank0_only=True), or call "
+            "scatter_full_optim_state_dict()"
+        )
     if not isinstance(state_dict["state"], dict):
         raise ConfigTypeError(f'optim_state_dict["state"]: got {type(state_dict["state"]).__name__}. Accepted: a dict')
     return state_dict
@@ -105,8 +104,9 @@ def describe(state_dict: Any) -> Description:
         ConfigTypeError, ConfigValueError: it is no optimizer's, or keyed by numbers.
     """
     checked = check_dict(state_dict)
+    param_groups = checked.get("param_groups")
     numbers = [key for key in checked["state"] if isinstance(key, int)]
-    numbers += [key for group in checked["param_groups"] for key in group["params"] if isinstance(key, int)]
+    numbers += [key for group in param_groups or () for key in group["params"] if isinstance(key, int)]
     if numbers:
         raise ConfigValueError(
             f"optim_state_dict: its parameters go by numbers ({numbers[0]}, ...), expected names. That is an "
@@ -117,7 +117,8 @@ def describe(state_dict: Any) -> Description:
         key: {name: _described(value) for name, value in entry.items()} if isinstance(entry, dict) else value_of(entry)
         for key, entry in checked["state"].items()
     }
-    return Description(state, [copy.deepcopy(dict(group)) for group in checked["param_groups"]])
+    groups = None if param_groups is None else [copy.deepcopy(dict(group)) for group in param_groups]
+    return Description(state, groups)
 
 
 def _described(value: Any) -> Any:
@@ -153,7 +154,8 @@ def plan(holder: Holder, description: Description, others: Collection[Any] = ())
             foreign.append(str(key))
         else:
             found[named.name], sources[named.name] = entry, key
-    listed = [[(name, by_name.get(clean(str(name)))) for name in group["params"]] for group in description.param_groups]
+    given = description.param_groups
+    listed = [[(name, by_name.get(clean(str(name)))) for name in group["params"]] for group in given or ()]
     foreign += [str(name) for group in listed for name, named in group if named is None and str(name) not in foreign]
     if foreign:
         raise ConfigValueError(
@@ -186,7 +188,7 @@ def plan(holder: Holder, description: Description, others: Collection[Any] = ())
         if planned:
             states[held.key] = planned
     kept = {key: description.state[key] for key in description.state if key in beside}
-    return Plan(states, sources, kept, _groups(holder, description.param_groups, groups))
+    return Plan(states, sources, kept, None if given is None else _groups(holder, given, groups))
 
 
 def _with_scalars_shaped(named: Named, values: Values, shaped: Collection[str]) -> Values:
@@ -326,19 +328,20 @@ def _owned_by_one(named: Named) -> bool:
 
 
 def _groups(holder: Holder, given: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The dict's param groups as the optimizer has its own: split and merged as far as their settings allow."""
+    """The dict's param groups as the optimizer has its own: split and merged as far as their settings allow. Parameters
+    that no unit manages may be missing, as a part of the model that each rank keeps to itself."""
     group_of = {name: number for number, group in enumerate(names) for name in group}
     out = []
     for number, group in enumerate(holder.groups):
-        covered = [named.name for held in group for named in held.params]
-        missing = [name for name in covered if name not in group_of]
+        missing = [n.name for held in group for n in held.params if n.unit is not None and n.name not in group_of]
         if missing:
             raise ConfigValueError(
                 f"optim_state_dict: no param group of it has {_few(missing)}, which this optimizer holds in its param "
                 f"group {number}. Add them to the dict's param groups, or build the optimizer without them"
             )
-        sources = sorted({group_of[name] for name in covered})
-        if not sources:  # no parameter: only its place can tell
+        covered = (named.name for held in group for named in held.params)
+        sources = sorted({group_of[name] for name in covered if name in group_of})
+        if not sources:  # no parameter of it is known: only its place can tell
             sources = [number] if number < len(given) else []
         settings = [{key: value for key, value in given[source].items() if key not in _KEYS} for source in sources]
         for other, source in zip(settings[1:], sources[1:], strict=True):

@@ -129,7 +129,7 @@ def _state_by_name(
             }
     ordered: dict[Any, Any] = {named.name: state[named.name] for named in own.holder.params if named.name in state}
     ordered |= {key: value_of(value) for key, value in own.others.items()}
-    return {"state": ordered, "param_groups": own.param_groups()}
+    return {"state": ordered, **own.param_groups()}
 
 
 def axes_of(model: nn.Module) -> list[Transport]:
@@ -174,7 +174,7 @@ class _Own:
         holder: Holder,
         state: Mapping[Key, dict[str, Any]],
         others: Mapping[Any, Any],
-        param_groups: Sequence[Mapping[str, Any]],
+        param_groups: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         self.holder = holder
         self.state = {key: entry for key, entry in state.items() if entry}
@@ -191,11 +191,15 @@ class _Own:
         groups: list[list[torch.Tensor]],
     ) -> _Own:
         own_dict = optim.state_dict() if state_dict is None else check_dict(state_dict)
-        param_groups = own_dict["param_groups"]
-        keys = [key for each in param_groups for key in each["params"]]
+        param_groups = own_dict.get("param_groups")
+        if param_groups is None:
+            names = {name for name, _ in model.named_parameters()}
+            keys = [key for key in own_dict["state"] if key in names]
+        else:
+            keys = [key for each in param_groups for key in each["params"]]
         by_name = any(isinstance(key, str) for key in keys)
         holder = Holder(model, groups, by_name=by_name)
-        if sorted(map(str, keys)) != sorted(str(held.key) for held in holder):
+        if param_groups is not None and sorted(map(str, keys)) != sorted(str(held.key) for held in holder):
             raise ConfigValueError(
                 f"optim_state_dict: its param groups have {len(keys)} parameters, those of the optimizer "
                 f"{len(list(holder))}, or under other keys. Give the optimizer's own state_dict(), or leave it out"
@@ -232,8 +236,10 @@ class _Own:
             return value_of(self.state[self._held[named.name].key][state] if fact.value is None else fact.value)
         return value_of(fact)
 
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The param groups with names in place of keys."""
+    def param_groups(self) -> dict[str, list[dict[str, Any]]]:
+        """The param groups with names in place of keys, as an entry of a state dict; none if they were not given."""
+        if self._param_groups is None:
+            return {}
         names = {held.key: [named.name for named in held.params] for held in self.holder}
         out = []
         for group in self._param_groups:
@@ -242,7 +248,7 @@ class _Own:
             if "param_names" in own:
                 own["param_names"] = list(covered)
             out.append({**own, "params": covered})
-        return out
+        return {"param_groups": out}
 
 
 def _tellers(members: Sequence[Named]) -> Sequence[Named]:
