@@ -1,0 +1,120 @@
+"""Random programs in which one rank does something else: every rank ends with our error, within seconds."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel, checkpoint
+from tests.fresh.test_faults import frozen_until_gone, killed
+from tests.harness import fresh
+from tests.harness.thorough import seeds
+from tests.pool.test_agree import Net, step, wrap
+
+LIMIT = 120.0
+FAULTS = (
+    "stops",
+    "another model",
+    "lists alone",
+    "saves alone",
+    "summons alone",
+    "steps alone",
+    "skips a unit",
+    "raises",
+    "raises in backward",
+    "is killed",
+    "leaves",
+)
+SEEDS = seeds(2, 300)
+
+
+def world_of(seed: int) -> int:
+    return 2 + seed % 2
+
+
+def drawn_from(seed: int) -> tuple[random.Random, str, int, int]:
+    """What goes wrong, in place of which step, on which rank; and what to draw the rest from."""
+    drawn = random.Random(seed)
+    return drawn, FAULTS[seed % len(FAULTS)], drawn.randrange(4), drawn.randrange(world_of(seed))
+
+
+def misbehave(fault: str, model: nn.Module, pids: list[int]) -> None:
+    """What one rank does in place of a step."""
+    if fault == "skips a unit":
+        step(model, order=(0, 2))
+    elif fault == "raises":
+        raise ValueError("out of luck")
+    elif fault == "raises in backward":
+        output = model(torch.ones(2, 4))
+        output.register_hook(lambda grad: 1 / 0)
+        output.sum().backward()
+    elif fault == "another model":
+        other = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=True)
+        other(torch.ones(2, 4)).sum().backward()
+    elif fault == "stops":
+        frozen_until_gone(pids)
+    elif fault == "is killed":
+        killed()
+    elif fault == "saves alone":
+        checkpoint.save(tempfile.mkdtemp(), model=model, overwrite=True)
+    elif fault == "lists alone":
+        checkpoint.listing(tempfile.mkdtemp())
+    elif fault == "summons alone":
+        with FullyShardedDataParallel.summon_full_params(model):
+            pass
+    elif fault == "steps alone":
+        step(model)
+        step(model)
+
+
+def play(rank: int, world: int, seed: int) -> str:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    drawn, fault, at, odd = drawn_from(seed)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.set(f"pid of {rank}", str(os.getpid()))
+    pids = [int(store.get(f"pid of {each}")) for each in range(world) if each != rank]
+    flatfsdp.set_wait(report_after=1, raise_after=12)
+    model = wrap(Net(), sharding_strategy=drawn.choice(["FULL_SHARD", "SHARD_GRAD_OP"]))
+    for index in range(5):
+        if drawn.random() < 0.3:
+            model.state_dict()
+        if index == at and rank == odd:
+            misbehave(fault, model, pids)
+            if fault == "leaves":
+                return "left"
+        step(model)
+        if drawn.random() < 0.2:
+            time.sleep(0.1)
+    return "ended without an error"
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[int, Future[list[fresh.Outcome]]]]:
+    """All seeds, three at a time: most of their seconds pass in waiting."""
+    with ThreadPoolExecutor(3) as three:
+        yield {seed: three.submit(fresh.run, world_of(seed), play, seed, timeout=LIMIT) for seed in SEEDS}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_one_rank_does_something_else(runs: dict[int, Future[list[fresh.Outcome]]], seed: int) -> None:
+    _, fault, _, odd = drawn_from(seed)
+    for rank, outcome in enumerate(runs[seed].result()):
+        assert outcome.exit_code is not None, f"still ran: {outcome}"
+        if rank == odd and fault in ("raises", "raises in backward", "stops", "is killed", "leaves"):
+            continue  # it ends in its own way
+        if rank != odd and fault == "steps alone" and outcome.result is not None:
+            continue  # it had taken all its steps before the other one was missing its own
+        assert outcome.exit_code == 1, (fault, outcome)
+        assert re.search(r"(AgreementError|LostRankError|WaitError): ", outcome.output), (fault, outcome)
