@@ -179,6 +179,9 @@ def warn(message: str) -> None:
 
     Found by the frames' packages instead of a counted ``stacklevel``, which is wrong whenever a helper is added.
     """
+    if _silent:
+        logger.info("%s", message)
+        return
     frame = outermost = sys._getframe()
     while frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USER:
         if frame.f_back is None:  # a thread of ours: no user below
@@ -197,6 +200,20 @@ def warn(message: str) -> None:
     finally:
         # A frame that holds itself holds every caller's locals, models among them, until the garbage collector comes.
         del frame, outermost
+
+
+_silent = False
+
+
+@contextmanager
+def one_voice(*, speaks: bool) -> Iterator[None]:
+    """A context for what all ranks do alike: its warnings come from the one that `speaks`, and are logged elsewhere."""
+    global _silent
+    before, _silent = _silent, _silent or not speaks
+    try:
+        yield
+    finally:
+        _silent = before
 
 
 _warned: set[Hashable] = set()

@@ -131,18 +131,19 @@ def explain(error: BaseException) -> str:
             "model.module(x) or model.module.forward(x)); other methods than forward are registered with "
             "flatfsdp.register_fsdp_forward_method()"
         )
-    kinds = {
-        handle.precision.compute: f"{unit.label} in {str(handle.precision.compute).removeprefix('torch.')}"
-        for unit in units
-        for handle in unit.handles
-        if handle.precision.compute.is_floating_point
-    }
-    if "dtype" in str(error) and len(kinds) > 1:
-        return (
-            f"parameters of the model are of several dtypes (unit {', unit '.join(kinds.values())}), in which they "
-            "compute, and nothing casts what goes from one to the other. Cast the model to one dtype before wrapping, "
-            "or pass mixed_precision=MixedPrecision(param_dtype=..., cast_forward_inputs=True)"
-        )
+    for root in [*registry.roots] if "dtype" in str(error) else ():
+        kinds = {
+            handle.precision.compute: f"{unit.label} in {str(handle.precision.compute).removeprefix('torch.')}"
+            for unit in root.units
+            for handle in unit.handles
+            if handle.precision.compute.is_floating_point
+        }
+        if len(kinds) > 1:
+            return (
+                f"parameters of the model are of several dtypes (unit {', unit '.join(kinds.values())}), in which they "
+                "compute, and nothing casts what goes from one to the other. Cast the model to one dtype before "
+                "wrapping, or pass mixed_precision=MixedPrecision(param_dtype=..., cast_forward_inputs=True)"
+            )
     return ""
 
 

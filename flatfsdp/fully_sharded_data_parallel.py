@@ -16,9 +16,10 @@ from .auto_wrap import auto_wrapped
 from .build import build_unit
 from .clip import clip_grad_norm
 from .controls import ScheduleControls
+from .errors import one_voice
 from .forward_methods import through_wrapper
 from .fsdp1_names import FSDP1Names, wrapped_inside
-from .groups import resolve_groups
+from .groups import is_first_of, resolve_groups
 from .optim_state.api import OptimStates
 from .placement import apply_to_tensors
 from .state_dict_configs import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
@@ -130,29 +131,30 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
         reshard_after_forward: bool | int | None = None,
         join_units_below: int = JOIN_UNITS_BELOW,
     ) -> None:
-        config = check_arguments(
-            module,
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            auto_wrap_policy=auto_wrap_policy,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            ignored_modules=ignored_modules,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            ignored_states=ignored_states,
-            device_mesh=device_mesh,
-            check_values=check_values,
-            reshard_after_forward=reshard_after_forward,
-            join_units_below=join_units_below,
-        )
-        super().__init__()
-        self._wrap(module, resolve_groups(config))
+        with one_voice(speaks=is_first_of(process_group, device_mesh)):
+            config = check_arguments(
+                module,
+                process_group=process_group,
+                sharding_strategy=sharding_strategy,
+                cpu_offload=cpu_offload,
+                auto_wrap_policy=auto_wrap_policy,
+                backward_prefetch=backward_prefetch,
+                mixed_precision=mixed_precision,
+                ignored_modules=ignored_modules,
+                param_init_fn=param_init_fn,
+                device_id=device_id,
+                sync_module_states=sync_module_states,
+                forward_prefetch=forward_prefetch,
+                limit_all_gathers=limit_all_gathers,
+                use_orig_params=use_orig_params,
+                ignored_states=ignored_states,
+                device_mesh=device_mesh,
+                check_values=check_values,
+                reshard_after_forward=reshard_after_forward,
+                join_units_below=join_units_below,
+            )
+            super().__init__()
+            self._wrap(module, resolve_groups(config))
 
     def _wrap(self, module: nn.Module, config: Config, *, island: bool = False) -> None:
         with auto_wrapped(module, config, type(self)._of) as undo:

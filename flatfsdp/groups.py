@@ -74,6 +74,20 @@ def resolve_groups(config: Config) -> Config:
     return config.replace(process_group=group)
 
 
+def is_first_of(process_group: Any, device_mesh: Any) -> bool:
+    """Whether this rank is the lowest of those for which a user gave these arguments, not yet checked."""
+    if not dist.is_initialized():
+        return True
+    groups = process_group if isinstance(process_group, (tuple, list)) else [process_group]
+    if isinstance(getattr(device_mesh, "mesh", None), torch.Tensor):
+        members = [int(device_mesh.mesh.min())]
+    elif all(isinstance(group, dist.ProcessGroup) for group in groups):
+        members = [min(dist.get_process_group_ranks(group)) for group in groups]
+    else:
+        members = [0] if process_group is None else [dist.get_rank()]
+    return all(member == dist.get_rank() for member in members)
+
+
 def serves(process_group: Any, device: torch.device) -> bool:
     """Whether a backend of `process_group` (the first, of a pair) takes tensors on `device`."""
     group = process_group[0] if isinstance(process_group, tuple) else process_group

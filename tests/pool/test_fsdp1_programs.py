@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import new_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -187,3 +188,19 @@ def test_a_device_that_is_not_there(device: Any) -> None:
         pytest.raises(ConfigValueError, match=r"device_id: got 'cuda:.', but this machine has no accel"),
     ):
         FSDP(nn.Linear(2, 2), device_id=device)
+
+
+def what_the_constructor_warns_of(rank: int, world: int) -> list[list[str]]:
+    alone = [new_group([each]) for each in range(world)][rank]
+    said = []
+    for group in (None, alone):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            FSDP(nn.Linear(WIDTH, WIDTH), process_group=group, auto_wrap_policy={nn.Conv2d})
+        said.append([type(each.message).__name__ for each in caught])
+    return said
+
+
+def test_what_all_ranks_would_warn_of_comes_from_the_lowest(pool2: Run) -> None:
+    one = ["FlatFSDPWarning"]
+    assert pool2(what_the_constructor_warns_of) == [[one, one], [[], one]]
