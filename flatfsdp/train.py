@@ -123,7 +123,7 @@ class Job:
 
     def _what_next(self, steps: int, again: str) -> str:
         minutes = self.training.minutes
-        longer = f"--steps {2 * steps}" + (f" --minutes {2 * minutes:g}" if minutes is not None else "")
+        longer = f"--steps {2 * max(steps, self.training.steps or 0)}" + (f" --minutes {2 * minutes:g}" if minutes is not None else "")
         tries = (
             f"{again} {longer}",
             "--text FOLDER  # learn another text",
