@@ -123,7 +123,8 @@ class Job:
 
     def _what_next(self, steps: int, again: str) -> str:
         minutes = self.training.minutes
-        longer = f"--steps {2 * max(steps, self.training.steps or 0)}" + (f" --minutes {2 * minutes:g}" if minutes is not None else "")
+        planned = max(steps, self.training.steps or 0)
+        longer = f"--steps {2 * planned}" + (f" --minutes {2 * minutes:g}" if minutes is not None else "")
         tries = (
             f"{again} {longer}",
             "--text FOLDER  # learn another text",
