@@ -458,7 +458,7 @@ class Unit(UnitData):
                 "are written back later; leave the context first"
             )
         backward = root.begin_backward()
-        if self.completed and (self.is_through or self._is_passed_through()):
+        if self.completed and (self.is_through or self._reads_no_more(backward)):
             return
         backward.stepping.check_untouched(self, "its backward began again")
         if call is not None and call.over_in is not None and call.over_in == _torch.graph_task():
@@ -490,12 +490,21 @@ class Unit(UnitData):
             for i in (grads.expected if self.completed else grads.arrived)
         )
 
-    def _is_passed_through(self) -> bool:
-        """Whether no parameter is read by the running backward, which may have passed this unit over by now, as other
-        ranks did: it returned what it was given."""
-        leaves = self.trainable_leaves()
-        every = len(leaves) == sum(len(handle.leaves) for handle in self.handles)
-        return every and not (self.is_tied or any(map(hooks.will_accumulate, leaves)))
+    def _reads_no_more(self, backward: Backward) -> bool:
+        """Whether the running backward has read all parameters that modules of this unit hold, by what is known of
+        their gradients: each has come, or is none that this backward computes.
+
+        An output may be reached later than that: the hidden states beside what a head makes of them, or what the unit
+        was given. Other ranks may not reach it, so nothing is gathered for it.
+        """
+        return not backward.in_inner_task() and all(unit._has_its_gradients() for unit in (self, *self.owners))
+
+    def _has_its_gradients(self) -> bool:
+        return self._late <= 0 and not any(
+            shown.extended or not leaf.requires_grad or (i not in grads.arrived and hooks.will_accumulate(leaf))
+            for handle, shown, grads in self.kinds
+            for i, leaf in enumerate(handle.leaves)
+        )
 
     def _may_be_read_after_its_gradients(self, backward: Backward) -> bool:
         """Whether something inside its module may read parameters of this unit when all of its own gradients have come:

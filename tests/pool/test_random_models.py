@@ -1,11 +1,11 @@
 """Random models of which ranks use different parts: units that are nested, frozen, recomputed, passed through, cut off,
-tied or called again, under random settings, against the same models in one process."""
+tied or called again, or that return several tensors, under random settings, against the same models in one process."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from flatfsdp import FullyShardedDataParallel, ShardedGradScaler, optimizer_in_backward, step_flat
 from tests.conftest import Run
 from tests.harness.meshes import replicas_of_shards
+from tests.harness.thorough import seeds
 
 WIDTH = 6
 STEPS = 3
@@ -36,6 +37,7 @@ class How(NamedTuple):
     original: bool = True
     corners: bool = False  # units are called again, tied, and return tuples
     siblings: bool = False  # several units are recomputed together
+    outputs: bool = False  # units return several tensors, of which a loss uses some, in any order
     alike: bool = False  # ranks use the same parts
     microbatches: int = 1
     forwards: int = 1
@@ -78,11 +80,25 @@ class Leafy(nn.Module):
         super().__init__()
         self.a, self.b, self.c = _weight(), _weight(), _weight()
         self.in_tuple = False
+        self.returns: tuple[str, ...] = ()  # beside its output
 
-    def forward(self, x: Tensor, use: str) -> Tensor | tuple[Tensor, None]:
+    def forward(self, x: Tensor, use: str) -> Any:
+        given, hidden = x, []
         for name in use:
             x = x + (x @ getattr(self, name)).tanh() * 0.5
+            hidden.append(x)
+        if self.returns:
+            beside = {
+                "given": given,
+                "hidden": tuple(hidden),
+                "of the last": (x @ self.a).tanh(),
+                "cut off": {"before": (given.detach() @ self.c).tanh(), "behind": x.detach()},
+            }
+            return x, {name: beside[name] for name in self.returns}
         return (x, None) if self.in_tuple else x
+
+
+BESIDE = ("given", "hidden", "of the last", "cut off")
 
 
 class Nest(nn.Module):
@@ -93,17 +109,20 @@ class Nest(nn.Module):
         self.a, self.b, self.inner = _weight(), _weight(), Leafy()
         self.recompute = recompute
 
-    def forward(self, x: Tensor, use: str) -> Tensor:
+    def forward(self, x: Tensor, use: str) -> Any:
         if "a" in use:
             x = x + (x @ self.a).tanh()
-        x = _run(self.inner, x, use, self.recompute)
-        return x + (x @ self.b).tanh() if "b" in use else x
+        before = x
+        x, beside = _run(self.inner, x, use, self.recompute)
+        x = x + (x @ self.b).tanh() if "b" in use else x
+        return (x, {"of the inner": beside, "before": before}) if self.inner.returns else x
 
 
-def _run(module: Callable[[Tensor, str], Any], x: Tensor, use: str, recompute: bool | None) -> Tensor:
-    """`recompute`: in the backward, reentrantly or not; None for not at all."""
+def _run(module: Callable[[Tensor, str], Any], x: Tensor, use: str, recompute: bool | None) -> tuple[Tensor, Any]:
+    """The output, and what is returned beside it. `recompute`: in the backward, reentrantly or not; None for not at
+    all."""
     y = module(x, use) if recompute is None else checkpoint(partial(module, use=use), x, use_reentrant=recompute)
-    return y[0] if isinstance(y, tuple) else y
+    return y if isinstance(y, tuple) else (y, None)
 
 
 class Part(NamedTuple):
@@ -126,7 +145,7 @@ Step = Callable[[Tensor], Tensor]
 class Net(nn.Module):
     """A residual chain of units, drawn by `seed`."""
 
-    def __init__(self, seed: int, *, corners: bool = False, siblings: bool = False) -> None:
+    def __init__(self, seed: int, *, corners: bool = False, siblings: bool = False, outputs: bool = False) -> None:
         super().__init__()
         drawn = random.Random(seed)
         torch.manual_seed(seed)
@@ -137,6 +156,8 @@ class Net(nn.Module):
         self.units = nn.ModuleList(Nest(part.recompute) if part.nested else Leafy() for part in self.parts)
         for unit, part in zip(self.units, self.parts, strict=True):
             unit.requires_grad_(part.trained)
+        self.outputs = outputs
+        self.beside: list[Any] = []  # of a forward that runs
         self.again = [corners and drawn.random() < 0.3 for _ in self.parts]
         for place, unit in enumerate(self.units):
             if corners and drawn.random() < 0.3:
@@ -149,11 +170,24 @@ class Net(nn.Module):
         if siblings:
             cuts = sorted({0, len(self.parts), *(drawn.randrange(len(self.parts)) for _ in range(2))})
             self.stretches = [Stretch(*ends, drawn.choice(ways)) for ends in itertools.pairwise(cuts)]
+        self.head: nn.Parameter | None = None
+        if outputs:
+            if drawn.random() < 0.7:
+                self.head = _weight()
+            # No gradient flows to what the first unit is given then.
+            self.takes_leaf = self.head is not None and drawn.random() < 0.5
+            for part, unit in zip(self.parts, self.units, strict=True):
+                # What is beside the output of a reentrant checkpoint gets no gradient, in one process either.
+                if part.recompute is not True and drawn.random() < 0.7:
+                    leafy = unit.inner if isinstance(unit, Nest) else unit
+                    leafy.returns = tuple(drawn.sample(BESIDE, drawn.randint(1, len(BESIDE))))
 
-    def forward(self, x: Tensor, seed: int) -> Tensor:
-        """What is used is drawn by another `seed`."""
+    def forward(self, x: Tensor, seed: int) -> Any:
+        """What is used is drawn by another `seed`. With several outputs: nested, some of them the same tensors."""
         drawn = random.Random(seed)
-        x = x.clone().requires_grad_() * 1.0
+        if not (self.outputs and self.takes_leaf):
+            x = x.clone().requires_grad_() * 1.0
+        given, self.beside = x, []
         for again in range(2):
             for first, end, recompute in self.stretches:
                 steps = [self._drawn(place, drawn) for place in range(first, end) if not again or self.again[place]]
@@ -161,7 +195,11 @@ class Net(nn.Module):
                     x = _one_after_the_other(steps, x)
                 else:
                     x = checkpoint(partial(_one_after_the_other, steps), x, use_reentrant=recompute)
-        return x
+        if not self.outputs:
+            return x
+        beside, self.beside = self.beside, []
+        made = {} if self.head is None else {"head": (x @ self.head, (given @ self.head).tanh())}
+        return {"last": x, "units": beside, **made}
 
     def _drawn(self, place: int, drawn: random.Random) -> Step:
         """How one part is used now."""
@@ -170,7 +208,9 @@ class Net(nn.Module):
         cut = drawn.random() < 0.25 and part.recompute is None
 
         def step(x: Tensor) -> Tensor:
-            y = _run(unit, x, use, None if part.nested else part.recompute)
+            y, beside = _run(unit, x, use, None if part.nested else part.recompute)
+            if beside is not None:
+                self.beside.append(beside)
             return x + (y.detach() if cut else y) * 0.5
 
         return step
@@ -182,11 +222,35 @@ def _one_after_the_other(steps: list[Step], x: Tensor) -> Tensor:
     return x
 
 
+def _chosen(outputs: Any, seed: int, *, last: bool) -> Tensor:
+    """A loss of some of the `outputs`, added up in any order. `last`: of what the last unit made, too; what earlier
+    microbatches left is reduced by a backward that reaches a parameter."""
+    if isinstance(outputs, Tensor):
+        return outputs.sum()
+    drawn = random.Random(seed)
+    tensors, share = [*_tensors_in(outputs)], drawn.choice((0.1, 0.5, 1.0))
+    chosen = [tensor for tensor in tensors if tensor.requires_grad and drawn.random() < share]
+    chosen += [outputs["last"]] if last and outputs["last"].requires_grad else []
+    drawn.shuffle(chosen)
+    total = torch.zeros(())
+    for tensor in chosen or [tensor for tensor in tensors if tensor.requires_grad][:1]:
+        total = total + tensor.tanh().mean() * drawn.choice((0.5, 1.0, 2.0))
+    return total
+
+
+def _tensors_in(nested: Any) -> Iterator[Tensor]:
+    if isinstance(nested, Tensor):
+        yield nested
+    elif nested is not None:
+        for each in nested.values() if isinstance(nested, dict) else nested:
+            yield from _tensors_in(each)
+
+
 def _train(rank: int, world: int, seed: int, how: How) -> bool:
     """Whether parameters, and gradients where they are kept, are those of one process that runs all ranks' batches."""
     mesh = replicas_of_shards() if how.strategy == "HYBRID_SHARD" else None
     model = FullyShardedDataParallel(
-        Net(seed, corners=how.corners, siblings=how.siblings),
+        Net(seed, corners=how.corners, siblings=how.siblings, outputs=how.outputs),
         auto_wrap_policy={Leafy, Nest},
         sharding_strategy=how.strategy,
         device_mesh=mesh,
@@ -197,7 +261,7 @@ def _train(rank: int, world: int, seed: int, how: How) -> bool:
         backward_prefetch=how.prefetch,
         join_units_below=how.join_units_below,
     )
-    alone = Net(seed, corners=how.corners, siblings=how.siblings)
+    alone = Net(seed, corners=how.corners, siblings=how.siblings, outputs=how.outputs)
     optimizer, plain = (torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, alone))
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10) if how.stepping == "scaled" else None
     in_backward = how.stepping == "in the backward"
@@ -211,7 +275,7 @@ def _train(rank: int, world: int, seed: int, how: How) -> bool:
         for forward in range(how.forwards):
             x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(of + 10 * microbatch + 100 * forward))
             use = 100 * seed + 10 * step + (0 if how.alike else of) + 10**6 * microbatch + 10**7 * forward
-            total = total + net(x, use).sum()
+            total = total + _chosen(net(x, use), use, last=how.microbatches > 1)
         return total / how.microbatches
 
     def same(found: Any, expected: Any) -> bool:
@@ -283,3 +347,9 @@ def test_so_it_is_where_ranks_use_the_same(run: Run, seed: int) -> None:
 def test_so_it_is_where_several_units_are_recomputed_together(pool3: Run, seed: int) -> None:
     prefetch = ("BACKWARD_PRE", "BACKWARD_MID", "BACKWARD_POST", None)[seed % 4]
     assert all(pool3(_train, seed, How(prefetch, siblings=True), timeout=60))
+
+
+@pytest.mark.parametrize("seed", seeds(8, 200))
+def test_so_it_is_where_units_return_several_tensors(run: Run, seed: int) -> None:
+    how = How.drawn(seed)._replace(outputs=True, alike=True)
+    assert all(run(how.world, _train, seed, how, timeout=60))
