@@ -525,7 +525,7 @@ class Root:
         self.await_gradients()
         self._follow_requests()
         with _torch.as_plain_tensors():  # leaves may be hidden
-            trained = {unit: unit.trained_kinds() for unit in self.record.anchored}
+            trained = {unit: unit.trained() for unit in self.record.anchored}
         unreduced, kept = self._exceptions()
         sync = len(unreduced) < len(self.units)
         self.agreement.check_backward(self, trained, reduces=sync)
@@ -558,8 +558,8 @@ class Root:
             for grads in unit.grads:
                 if grads.pending:
                     backward.expect(unit, reached=False)
-        for unit, kinds in trained.items():
-            if kinds:
+        for unit, flags in trained.items():
+            if any(map(any, flags)):
                 backward.expect(unit)
         backward.join_reductions()
         return backward

@@ -11,19 +11,22 @@ learn of it from their watch ([Note: watch]), which speaks for the main thread w
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 import operator
+import string
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import board
 from .comm import Traffic
-from .errors import AgreementError, FlatFSDPError, LostRankError, logger, ranks_in_words
+from .errors import AgreementError, FlatFSDPError, LostRankError, few, logger, ranks_in_words
 from .foreign_text import one_line, parse
 from .peers import Peers, number
 from .policy.habit import Habit
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from .unit import Unit
     from .unit_data import UnitData
 
+Flags = tuple[tuple[bool, ...], ...]  # of the leaves of a unit, by handle
 TRAINING, EVALUATION = "a training", "an evaluation"  # kinds of forward, with and without gradients
 SAME, DIFFERENT = "same", "different"  # what a meeting of notes ends with
 REMEMBERED = 1024  # symbols that the watch can still quote
@@ -44,10 +48,26 @@ PLANS = 64  # of backwards, whose symbols are known
 
 
 class Symbol(NamedTuple):
-    """One step of the stream: a number that is equal on all ranks, and its words."""
+    """One step of the stream: a number that is equal on all ranks, and its words.
+
+    `trained`: which parameters of the model a backward is to bring gradients, one bit each, as a number in base 16.
+    """
 
     code: int
     words: str
+    trained: str = ""
+
+    def to_text(self) -> str:
+        """What others read of it."""
+        return json.dumps(self[1:])
+
+    @classmethod
+    def of(cls, text: str) -> Symbol:
+        """What a rank wrote; words only where that is no symbol. [Note: trust]"""
+        match parse(text):
+            case [str(words), str(trained)] if set(trained) <= set(string.hexdigits):
+                return cls(-1, words, trained)
+        return cls(-1, one_line(text))
 
 
 class Said(NamedTuple):
@@ -82,6 +102,8 @@ class Stream(Peers):
         self._entries: dict[int, Symbol] = {}  # by id of the unit
         self._forwards: dict[int, str] = {}  # what runs, in words
         self._places: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}  # the number of a unit's first parameter among those of the model
+        self._names: Callable[[], Iterable[str]] = tuple  # of these parameters
         self._backwards: dict[tuple[Any, ...], Symbol] = {}  # by plan
         self._issues: dict[tuple[UnitData | None, ...], Symbol] = {}  # what they issued, by units
         # What is expected, what came, and how far it has come.
@@ -110,7 +132,12 @@ class Stream(Peers):
         """The stream of `root` begins: number its units."""
         self._sharded = any(unit.groups.shard.size > 1 for unit in root.units)
         self._traffic, self._trace = root.traffic, root.trace
-        for index, unit in enumerate(root.units):
+        self._names = _names_in(weakref.ref(root))
+        offsets = itertools.accumulate(  # and their sum
+            (sum(len(handle.leaves) for handle in unit.handles) for unit in root.units), initial=0
+        )
+        for index, (unit, offset) in enumerate(zip(root.units, offsets, strict=False)):
+            self._offsets[id(unit)] = offset
             self._entries[id(unit)] = Symbol(number(f"unit {index}"), f"entered unit {unit.label}")
             self._forwards[id(unit)] = f"the forward of unit {unit.label}"
             self._places[id(unit)] = index
@@ -248,11 +275,12 @@ class Stream(Peers):
             self._next(_ENDED[self._kind], completes=self._kind != TRAINING)
         self.rest()
 
-    def check_backward(self, root: Root, trained: Mapping[Unit, Sequence[int]], *, reduces: bool) -> None:
-        """A backward begins: will all ranks issue the same collectives in it? Collective in the first iteration.
+    def check_backward(self, root: Root, trained: Mapping[Unit, Flags], *, reduces: bool) -> None:
+        """A backward begins: will all ranks issue the same collectives in it, and bring gradients to the same
+        parameters? Collective in the first iteration.
 
-        `trained`: the kinds of handles, of units that can get gradients, that have a leaf that requires one. `reduces`:
-        whether there is a unit that reduces them.
+        `trained`: of units that can get gradients, which of their leaves require one. `reduces`: whether there is a
+        unit that reduces them.
 
         Raises:
             AgreementError: on every rank, within seconds.
@@ -261,7 +289,7 @@ class Stream(Peers):
             return
         record = root.record
         nearby = tuple(place for place, unit in enumerate(root.units) if unit.neighbours and unit.holds_portions)
-        reduced = tuple(trained), tuple(map(tuple, trained.values()))
+        reduced = tuple(trained), tuple(trained.values())
         plan = root.sync, record.entered, record.anchored, reduced, nearby, root.told_schedule
         symbol = self._backwards.get(plan)
         if symbol is None:
@@ -298,18 +326,29 @@ class Stream(Peers):
         sync: bool,
         entered: Sequence[Unit],
         anchored: Sequence[Unit],
-        reduced: tuple[Sequence[Unit], Sequence[Sequence[int]]],
+        reduced: tuple[Sequence[Unit], Sequence[Flags]],
         nearby: Sequence[int],
         schedule: str,
     ) -> Symbol:
         places = self._places
         began, ended = ([places[id(unit)] for unit in units] for units in (entered, anchored))
-        flats = [(places[id(unit)], kind) for unit, kinds in zip(*reduced, strict=True) for kind in kinds]
+        found = dict(zip(*reduced, strict=True))
+        flats = [
+            (places[id(unit)], kind) for unit, flags in found.items() for kind, each in enumerate(flags) if any(each)
+        ]
+        trained = self._bits_of(found)
         how = "" if sync else " under no_sync()"
         words = f"began a backward{how} through {len(ended)} units, {len(flats)} flat gradients{_with(schedule)}"
         if nearby:
             words += f"; {len(nearby)} units kept nearby"
-        return Symbol(number(f"{sync} {began} {ended} {flats} {list(nearby)} {schedule}"), words)
+        return Symbol(number(f"{sync} {began} {ended} {flats} {list(nearby)} {schedule} {trained}"), words, trained)
+
+    def _bits_of(self, trained: Mapping[Unit, Flags]) -> str:
+        bits = 0
+        for unit, flags in trained.items():
+            for flag, index in zip(itertools.chain(*flags), itertools.count(self._offsets[id(unit)])):
+                bits |= flag << index
+        return f"{bits:x}"
 
     def check_gradients(self, *, came: bool) -> None:
         """The first gradient of a parameter came in a backward that reduces, or it ended and none `came`.
@@ -423,8 +462,7 @@ class Stream(Peers):
 
     def _require_same(self, codes: dict[int, int], symbol: Symbol) -> None:
         if len(set(codes.values())) > 1:
-            texts = {ranks: one_line(text) for ranks, text in self._publish(symbol.words, codes).items()}
-            self._fail(AgreementError(self._parting(texts, self._step)))
+            self._fail(AgreementError(self._parting(self._publish(symbol.to_text(), codes), self._step)))
 
     def _leave_note(self, at: int, symbol: Symbol, *, alarm: bool, issued: int | None = None) -> None:
         """Say what this rank does at `at`, and the verdict if that decides it.
@@ -435,7 +473,7 @@ class Stream(Peers):
         notes, place = self._board, f"{self._scope}/{at}"
         if alarm:
             self._noted = symbol.words
-        notes.post(f"{place}/says/{self._rank}", symbol.words)
+        notes.post(f"{place}/says/{self._rank}", symbol.to_text())
         if notes.first(f"{place}/first", str(symbol.code)) != str(symbol.code):
             notes.post(f"{place}/verdict", DIFFERENT)
             return
@@ -477,28 +515,50 @@ class Stream(Peers):
         def all_there() -> bool:
             for rank in self.ranks:
                 if rank not in said and (found := notes.read(f"{place}/says/{rank}")) is not None:
-                    said[rank] = one_line(found)
+                    said[rank] = found
             return len(said) == len(self.ranks)
 
         notes.wait(all_there, 2.5 * board.PERIOD)
         ended = [each for each in Obituary.read_all(notes).values() if each.rank in self.ranks and each.cause is None]
         texts: dict[str, list[int]] = {}
         for rank in self.ranks:
-            texts.setdefault(said.get(rank, "has not come that far"), []).append(rank)
+            texts.setdefault(said.get(rank, Symbol(-1, "has not come that far").to_text()), []).append(rank)
         self._let_all_read(place)
         if ended:
             return LostRankError(in_one_sentence(ended))
         return AgreementError(self._parting({tuple(ranks): text for text, ranks in texts.items()}, step))
 
     def _parting(self, texts: dict[tuple[int, ...], str], step: int) -> str:
-        told = "; ".join(f"{ranks_in_words(ranks)} {text}" for ranks, text in sorted(texts.items()))
+        symbols = {ranks: Symbol.of(text) for ranks, text in sorted(texts.items())}
+        told = "; ".join(f"{ranks_in_words(ranks)} {symbol.words}" for ranks, symbol in symbols.items())
         told = f"ranks part ways in step {max(1, step)}: {told}"
-        if all(text.startswith(_ISSUED) for text in texts.values()):
+        if all(symbol.words.startswith(_ISSUED) for symbol in symbols.values()):
             return f"{told}. {_MIXED}"
+        if differently := self._trained_differently(symbols):
+            return f"{told}. {differently}"
+        remedy = _REMEDY if all(_IN_FORWARD(symbol.words) for symbol in symbols.values()) else ""
         return (
             f"{told}. All ranks must run the same units in the same order, as "
             "many forwards and backwards, and catch an exception at the same point or not at all; what depends on a "
-            f"rank's own data must not decide{_REMEDY if all(map(_IN_FORWARD, texts.values())) else ''}"
+            f"rank's own data must not decide{remedy}"
+        )
+
+    def _trained_differently(self, symbols: Mapping[tuple[int, ...], Symbol]) -> str:
+        """Which parameters require gradients on some of the ranks whose backwards began, "" for none."""
+        sets = {ranks: int(symbol.trained, 16) for ranks, symbol in symbols.items() if symbol.trained}
+        differ = functools.reduce(operator.or_, sets.values(), 0) & ~functools.reduce(operator.and_, sets.values(), -1)
+        names = [name for index, name in enumerate(self._names()) if differ >> index & 1]
+        if not names:
+            return ""
+        first = differ & -differ
+        ranks = [
+            ranks_in_words(sorted(r for each, bits in sets.items() if bool(bits & first) is flag for r in each))
+            for flag in (True, False)
+        ]
+        return (
+            f"Parameter {names[0]!r} requires a gradient on {ranks[0]}, and none on {ranks[1]}"
+            f"{f'; ranks differ in {few(names[1:])}, too' if names[1:] else ''}. Change requires_grad on all ranks "
+            "between the same steps"
         )
 
     # -- for the watch -----------------------------------------------------------------------------------------------
@@ -557,6 +617,16 @@ class Stream(Peers):
             self._verdict = error
             end_process_unless(lambda: self._told or not self.busy)
         return True
+
+
+def _names_in(root: weakref.ref[Root]) -> Callable[[], Iterable[str]]:
+    """The paths of a model's parameters, as long as it lives."""
+
+    def names() -> Iterable[str]:
+        found = root()
+        return found.names_of_leaves().values() if found is not None else ()
+
+    return names
 
 
 def _with(schedule: str) -> str:

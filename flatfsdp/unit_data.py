@@ -197,9 +197,9 @@ class UnitData:
         """The parameters that require a gradient."""
         return [leaf for handle in self.handles for leaf in handle.leaves if leaf.requires_grad]
 
-    def trained_kinds(self) -> list[int]:
-        """Which of the handles have a leaf that requires a gradient."""
-        return [k for k, handle in enumerate(self.handles) if True in map(_requires_grad, handle.leaves)]
+    def trained(self) -> tuple[tuple[bool, ...], ...]:
+        """By handle, which of its leaves require a gradient."""
+        return tuple([tuple(map(_requires_grad, handle.leaves)) for handle in self.handles])
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -19,6 +19,8 @@ from flatfsdp.errors import UsageError
 from flatfsdp.roll_call import Process
 from tests.harness import fresh
 from tests.pool.test_agree import PARTING, REMEDY, Net, step, wrap
+from tests.pool.test_requires_grad import batch, freeze_in_turn
+from tests.pool.test_requires_grad import wrapped as wrapped_game
 
 LIMIT = 60.0  # seconds for all ranks to end once they have started; on idle cores it takes 3
 
@@ -259,3 +261,27 @@ def test_a_program_ends_quietly_with_a_model_alive(destroys: bool) -> None:
         assert outcome.result == ([] if destroys else ["flatfsdp watch", "flatfsdp watch's clock"])
         assert outcome.exit_code == 0
         assert outcome.output == ""
+
+
+def flip(rank: int, world: int, in_pattern: bool) -> None:
+    dist.init_process_group("gloo")
+    strategy = "NO_SHARD" if in_pattern else "FULL_SHARD"
+    model = wrapped_game(strategy, use_orig_params=True)
+    for number in range(8):
+        if in_pattern:
+            freeze_in_turn(model.module, number)
+        weight = model.module.first.weight
+        if number == 5 and rank == 1:
+            weight.requires_grad_(not weight.requires_grad)
+        model(batch(rank, number)).square().mean().backward()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("in_pattern", [False, True])
+def test_a_parameter_that_one_rank_freezes_is_an_error_on_all(in_pattern: bool) -> None:
+    # In the pattern it is the step in which all others train the second player.
+    trains, freezes = (1, 0) if in_pattern else (0, 1)
+    told = f"Parameter 'first.weight' requires a gradient on rank {trains}, and none on rank {freezes}. Change"
+    for outcome in fresh.run(2, flip, in_pattern, timeout=LIMIT):
+        assert outcome.exit_code == 1
+        assert told in f"{outcome.error}{outcome.output}"

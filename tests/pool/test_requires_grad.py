@@ -1,0 +1,76 @@
+"""`requires_grad` changed between steps, on all ranks; on one only: tests/fresh/test_agree.py."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.board import Board
+from tests.conftest import Run
+
+STEPS = 12
+
+
+class Game(nn.Module):
+    """Two players that are trained in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def wrapped(strategy: str, use_orig_params: bool) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(
+        Game(), auto_wrap_policy={nn.Linear}, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def freeze_in_turn(net: nn.Module, step: int) -> None:
+    net.first.requires_grad_(step % 2 == 0)
+    net.second.requires_grad_(step % 2 == 1)
+
+
+def in_turns(rank: int, world: int, strategy: str, use_orig_params: bool) -> tuple[list[int], bool]:
+    """Requests to the store of the main thread in each step, and whether parameters are those of one process."""
+    model, alone = wrapped(strategy, use_orig_params), Game()
+    ours, plain = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, alone))
+    requests, reachable, main = [0] * STEPS, Board._reachable, threading.main_thread()
+
+    def counted(board: Board) -> Any:
+        requests[step] += threading.current_thread() is main
+        return reachable(board)
+
+    with patch.object(Board, "_reachable", counted):
+        for step in range(STEPS):
+            freeze_in_turn(model.module, step)
+            freeze_in_turn(alone, step)
+            model(batch(rank, step)).square().mean().backward()
+            for of in range(world):
+                (alone(batch(of, step)).square().mean() / world).backward()
+            for optimizer in ours, plain:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = model.state_dict()
+    return requests, all(torch.allclose(found[name], each) for name, each in alone.state_dict().items())
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_players_in_turns_cost_nothing_once_learned(pool2: Run, strategy: str, use_orig_params: bool) -> None:
+    for requests, right in pool2(in_turns, strategy, use_orig_params):
+        assert right
+        assert not any(requests[4:]), requests
