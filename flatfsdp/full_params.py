@@ -76,6 +76,8 @@ class _Summoned:
             for leaf in self.handle.leaves:
                 leaf.grad = None
             self.shown.lend(full_views(self.flat, self.handle.layout))
+            if not self.handle.use_orig_params:
+                self.shown.lend_flat(self.flat[: self.handle.layout.numel])
             for leaf, grad in zip(self.handle.leaves, self.grads or [], strict=False):
                 if grad is not None:
                     assign_grad(leaf, grad)
@@ -90,7 +92,9 @@ class _Summoned:
         misfits = []
         with torch.no_grad():
             if self.keep and writeback:
-                # What a user put in a leaf's place, instead of into it, counts too.
+                # What a user put in a parameter's place, instead of into it, counts too.
+                if not handle.use_orig_params:
+                    misfits += self._take_flat()
                 for spec, leaf, view in zip(
                     handle.layout.params, handle.leaves, full_views(self.flat, handle.layout), strict=True
                 ):
@@ -118,6 +122,16 @@ class _Summoned:
                     self._write_grads(whole_grads, from_rank0=from_rank0)
         handle.ledger.remove("summoned", self.bytes)
         return misfits
+
+    def _take_flat(self) -> list[str]:
+        """Copy what the user put in the place of the flat parameter's `.data`; what does not fit, in words."""
+        flat, whole = self.handle.flat_param, self.flat[: self.handle.layout.numel]
+        if flat.data_ptr() == whole.data_ptr():
+            return []
+        if flat.shape != whole.shape:
+            return [f"the flat parameter of unit {self.unit.label}: {tuple(flat.shape)}, not {tuple(whole.shape)}"]
+        whole.copy_(flat.detach())
+        return []
 
     def _write_grads(self, whole: list[torch.Tensor | None], *, from_rank0: bool) -> None:
         """Copy this rank's part of the user's `whole` gradients back. Collective if `from_rank0`."""

@@ -194,8 +194,14 @@ class Shown:
             leaf.data = view
         self.exposure = WHOLE
 
+    def lend_flat(self, flat: torch.Tensor) -> None:
+        """Let the registered flat parameter show `flat`, which the views of `lend` are of, until `give_back`."""
+        self.handle.flat_param.data = flat
+
     def give_back(self) -> None:
-        """End of `lend`: the leaves show the shard."""
+        """End of `lend`: the leaves show the shard, and so does the flat parameter."""
+        if not self.handle.use_orig_params:
+            self.handle.flat_param.data = self.handle.shard
         self.show(SHARD)
 
     def show_again(self) -> None:

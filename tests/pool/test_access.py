@@ -509,3 +509,29 @@ def looked_at(rank: int, world: int) -> list[str]:
 
 def test_the_wrapper_shows_its_module(pool2: Run) -> None:
     assert not joined(pool2(looked_at))
+
+
+def flat_inside(rank: int, world: int) -> list[Any]:
+    model = FullyShardedDataParallel(nn.Linear(3, 3), use_orig_params=False)  # 12 elements
+    flat = model._flat_param
+    model(torch.ones(1, 3)).sum().backward()
+    before = flat.shape
+    with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+        seen = flat.shape, torch.equal(flat[:9].view(3, 3), model.module.weight)
+        flat.mul_(0).add_(torch.arange(12.0))
+    with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+        flat.data = flat.detach() + 1  # in its place
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False), torch.no_grad():
+        flat.zero_()
+    with FullyShardedDataParallel.summon_full_params(model):
+        found = model.module.weight.flatten().tolist() + model.module.bias.tolist()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.step()
+    return [before, *seen, found, flat.shape, model(torch.ones(1, 3)).tolist()]
+
+
+def test_the_flat_parameter_is_whole_inside_and_what_is_written_to_it_is_kept(pool2: Run) -> None:
+    expected = list(range(1, 13))
+    for before, inside, is_alias, found, after, output in pool2(flat_inside):
+        assert (before, inside, is_alias, found, after) == ((6,), (12,), True, expected, (6,))
+        assert output == [[1.0 + 2 + 3 + 10, 4.0 + 5 + 6 + 11, 7.0 + 8 + 9 + 12]]
