@@ -34,18 +34,20 @@ _made: Counter[str] = Counter()
 def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
     """Return when all `ranks`, those of `process_group`, make this `call`, which follows "rank 0 ". Collective.
 
-    Process groups that move nothing have no other ranks.
+    Process groups that move nothing have no other ranks, and threads beside the main one do not meet.
 
     Raises:
         AgreementError: on every rank: some make another one, or none of them will ever come to it.
     """
     if len(ranks) == 1 or "fake" in str(dist.get_backend_config(process_group)):
         return
+    # A thread beside the program has a group of its own, on which all ranks make the calls that they have met for
+    # before; there the backend wakes it if a rank dies, and a wait in the store nobody watches.
+    if threading.current_thread() is not threading.main_thread():
+        return
     watch = current_watch()
     notes = watch.board
-    # Threads beside the program make their calls in an order of their own.
-    aside = threading.current_thread() is not threading.main_thread()
-    scope = f"{number(str(tuple(ranks))):x}{f'.{process_group.group_name}' if aside else ''}"
+    scope = f"{number(str(tuple(ranks))):x}"
     _made[scope] += 1
     place = f"call/{scope}/{_made[scope]}"
     if notes.first(f"{place}/first", call) != call:
