@@ -50,11 +50,13 @@ PLANS = 64  # of backwards, whose symbols are known
 class Symbol(NamedTuple):
     """One step of the stream: a number that is equal on all ranks, and its words.
 
-    `trained`: which parameters of the model a backward is to bring gradients, one bit each, as a number in base 16.
+    `ran`, `trained`: of a backward, which parameters of the model are of units that ran in its forwards, and which it
+    is to bring gradients; one bit each, as numbers in base 16.
     """
 
     code: int
     words: str
+    ran: str = ""
     trained: str = ""
 
     def to_text(self) -> str:
@@ -65,8 +67,8 @@ class Symbol(NamedTuple):
     def of(cls, text: str) -> Symbol:
         """What a rank wrote; words only where that is no symbol. [Note: trust]"""
         match parse(text):
-            case [str(words), str(trained)] if set(trained) <= set(string.hexdigits):
-                return cls(-1, words, trained)
+            case [str(words), str(ran), str(trained)] if set(ran + trained) <= set(string.hexdigits):
+                return cls(-1, words, ran, trained)
         return cls(-1, one_line(text))
 
 
@@ -102,7 +104,7 @@ class Stream(Peers):
         self._entries: dict[int, Symbol] = {}  # by id of the unit
         self._forwards: dict[int, str] = {}  # what runs, in words
         self._places: dict[int, int] = {}
-        self._offsets: dict[int, int] = {}  # the number of a unit's first parameter among those of the model
+        self._numbers: dict[int, range] = {}  # of a unit's parameters among those of the model
         self._names: Callable[[], Iterable[str]] = tuple  # of these parameters
         self._backwards: dict[tuple[Any, ...], Symbol] = {}  # by plan
         self._issues: dict[tuple[UnitData | None, ...], Symbol] = {}  # what they issued, by units
@@ -133,11 +135,10 @@ class Stream(Peers):
         self._sharded = any(unit.groups.shard.size > 1 for unit in root.units)
         self._traffic, self._trace = root.traffic, root.trace
         self._names = _names_in(weakref.ref(root))
-        offsets = itertools.accumulate(  # and their sum
-            (sum(len(handle.leaves) for handle in unit.handles) for unit in root.units), initial=0
-        )
-        for index, (unit, offset) in enumerate(zip(root.units, offsets, strict=False)):
-            self._offsets[id(unit)] = offset
+        start = 0
+        for index, unit in enumerate(root.units):
+            self._numbers[id(unit)] = range(start, start + sum(len(handle.leaves) for handle in unit.handles))
+            start = self._numbers[id(unit)].stop
             self._entries[id(unit)] = Symbol(number(f"unit {index}"), f"entered unit {unit.label}")
             self._forwards[id(unit)] = f"the forward of unit {unit.label}"
             self._places[id(unit)] = index
@@ -341,14 +342,15 @@ class Stream(Peers):
         words = f"began a backward{how} through {len(ended)} units, {len(flats)} flat gradients{_with(schedule)}"
         if nearby:
             words += f"; {len(nearby)} units kept nearby"
-        return Symbol(number(f"{sync} {began} {ended} {flats} {list(nearby)} {schedule} {trained}"), words, trained)
+        ran = f"{sum(1 << place for unit in set(entered) for place in self._numbers[id(unit)]):x}"
+        code = number(f"{sync} {began} {ended} {flats} {list(nearby)} {schedule} {trained}")
+        return Symbol(code, words, ran, trained)
 
     def _bits_of(self, trained: Mapping[Unit, Flags]) -> str:
-        bits = 0
-        for unit, flags in trained.items():
-            for flag, index in zip(itertools.chain(*flags), itertools.count(self._offsets[id(unit)])):
-                bits |= flag << index
-        return f"{bits:x}"
+        numbers = (
+            zip(self._numbers[id(unit)], itertools.chain(*flags), strict=True) for unit, flags in trained.items()
+        )
+        return f"{sum(flag << place for place, flag in itertools.chain.from_iterable(numbers)):x}"
 
     def check_gradients(self, *, came: bool) -> None:
         """The first gradient of a parameter came in a backward that reduces, or it ended and none `came`.
@@ -544,9 +546,11 @@ class Stream(Peers):
         )
 
     def _trained_differently(self, symbols: Mapping[tuple[int, ...], Symbol]) -> str:
-        """Which parameters require gradients on some of the ranks whose backwards began, "" for none."""
-        sets = {ranks: int(symbol.trained, 16) for ranks, symbol in symbols.items() if symbol.trained}
+        """Which parameters of units that ran on all ranks require gradients on some of them, "" for none."""
+        backwards = {ranks: symbol for ranks, symbol in symbols.items() if symbol.ran and symbol.trained}
+        sets = {ranks: int(symbol.trained, 16) for ranks, symbol in backwards.items()}
         differ = functools.reduce(operator.or_, sets.values(), 0) & ~functools.reduce(operator.and_, sets.values(), -1)
+        differ = functools.reduce(operator.and_, (int(symbol.ran, 16) for symbol in backwards.values()), differ)
         names = [name for index, name in enumerate(self._names()) if differ >> index & 1]
         if not names:
             return ""

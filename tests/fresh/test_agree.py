@@ -285,3 +285,19 @@ def test_a_parameter_that_one_rank_freezes_is_an_error_on_all(in_pattern: bool) 
     for outcome in fresh.run(2, flip, in_pattern, timeout=LIMIT):
         assert outcome.exit_code == 1
         assert told in f"{outcome.error}{outcome.output}"
+
+
+def skip(rank: int, world: int) -> None:
+    dist.init_process_group("gloo")
+    model = wrapped_game("NO_SHARD", use_orig_params=True)
+    for number in range(3):
+        model.module.skips_second = number == 2 and rank == 1
+        model(batch(rank, number)).square().mean().backward()
+        model.zero_grad()
+
+
+def test_a_unit_that_one_rank_does_not_run_is_not_taken_for_a_frozen_one() -> None:
+    for outcome in fresh.run(2, skip, timeout=LIMIT):
+        assert outcome.exit_code == 1
+        told = f"{outcome.error}{outcome.output}"
+        assert "All ranks must run the same units" in told and "requires a gradient" not in told

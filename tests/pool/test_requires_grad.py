@@ -20,13 +20,16 @@ STEPS = 12
 class Game(nn.Module):
     """Two players that are trained in turns."""
 
+    skips_second = False
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh())
+        x = self.first(x).tanh()
+        return x if self.skips_second else self.second(x)
 
 
 def wrapped(strategy: str, use_orig_params: bool) -> FullyShardedDataParallel:
