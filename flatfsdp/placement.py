@@ -66,10 +66,11 @@ def apply_to_tensors(
     """`change` (cast or move) the shards of `wrapper`'s own unit; `rest()` changes everything else in the wrapper.
 
     Raises:
-        UsageError: while a forward awaits its backward, and for a move to the meta device.
+        UsageError: while a forward awaits its backward, unless nothing changes, and for a move to the meta device.
     """
     unit: Unit = wrapper.__dict__["_unit"]
-    if not unit.is_between():
+    between = unit.is_between()
+    if not between and _changes(unit, change):
         raise UsageError(
             f"unit {unit.label}: .to(), .half() and their like change parameters between iterations only; a forward "
             "here still awaits its backward"
@@ -86,9 +87,10 @@ def apply_to_tensors(
                 f"stored as {handle.shard.dtype}: as {dtype} they would be others. Change the dtype of single modules "
                 "before wrapping, or compute in another one with mixed_precision="
             )
-    unit.write_back()
-    unit.rest()
-    unit.evict_all()
+    if between:
+        unit.write_back()
+        unit.rest()
+        unit.evict_all()
     flat = {name: wrapper._parameters.pop(name) for name in list(wrapper._parameters) if name.startswith("_flat_param")}
     homes, hidden = (*unit.homes, *unit.aliases), unit.hidden
     for home in homes:
@@ -100,12 +102,22 @@ def apply_to_tensors(
             if not any(home is other for other in hidden):
                 home.register()
         wrapper._parameters.update(flat)
+    if not between:
+        return
     with torch.no_grad():
         for handle, shown in zip(unit.handles, unit.shown, strict=True):
             changed = change(handle.shard)
             if changed is not handle.shard:
                 shown.replace_shard(changed.detach())
     unit.root.placed = False
+
+
+def _changes(unit: Unit, change: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether `change` gives the unit's shards or buffers another dtype or device."""
+    held = [handle.shard for handle in unit.handles]
+    held += [buffer for module in unit.modules for buffer in module._buffers.values() if buffer is not None]
+    probed = [(tensor, change(tensor.new_empty(0))) for tensor in held]
+    return any((made.dtype, made.device) != (tensor.dtype, tensor.device) for tensor, made in probed)
 
 
 def check_registered(root: Root) -> None:

@@ -204,3 +204,38 @@ def what_the_constructor_warns_of(rank: int, world: int) -> list[list[str]]:
 def test_what_all_ranks_would_warn_of_comes_from_the_lowest(pool2: Run) -> None:
     one = ["FlatFSDPWarning"]
     assert pool2(what_the_constructor_warns_of) == [[one, one], [[], one]]
+
+
+# --- moves that move nothing ------------------------------------------------------------------------------------------
+
+
+def moved_in_between(rank: int, world: int, strategy: str, orig: bool) -> tuple[bool, str]:
+    """Whether gradients are those without any move, and what a cast says there."""
+    grads, said = [], ""
+    for moves in (False, True):
+        net = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)))
+        model = FSDP(net, auto_wrap_policy={nn.Linear}, sharding_strategy=strategy, use_orig_params=orig)
+        for step in range(2):
+            loss = model(rows(rank, step)).square().sum()
+            if moves:
+                model.to("cpu").float().cpu().to(torch.float32)
+                model.module[0].to("cpu")
+                with pytest.raises(UsageError) as raised:
+                    model.double()
+                said = str(raised.value)
+            loss.backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            grads.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.double()
+        assert {each.dtype for each in model.state_dict().values()} <= {torch.float64, torch.int64}
+    return all(map(torch.equal, *grads)), said
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_moves_that_change_nothing_are_allowed_between_forward_and_backward(
+    pool2: Run, strategy: str, orig: bool
+) -> None:
+    for right, said in pool2(moved_in_between, strategy, orig):
+        assert right
+        assert "change parameters between iterations only; a forward here still awaits its backward" in said
