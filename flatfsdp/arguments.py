@@ -113,8 +113,12 @@ def check_argument_names(given: Mapping[str, Any], *, where: str) -> None:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether ``module`` can be called: containers such as ``ModuleList`` define no forward of their own."""
-    # Static: on a class of torch.jit the plain attribute is a descriptor that fails without an instance.
-    return inspect.getattr_static(module, "forward") is not nn.Module.forward
+    if "forward" in module.__dict__:
+        return True
+    try:  # plainly, for torch.compile follows it where a whole model is compiled
+        return type(module).forward is not nn.Module.forward
+    except AttributeError:  # on a class of torch.jit it is a descriptor that fails without an instance
+        return True
 
 
 _IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # of FSDP1
