@@ -45,6 +45,7 @@ _MOST = 4096  # bytes of a lock
 
 # The tokens of this process's locks, and of the files by which its ranks find each other.
 _busy: set[str] = set()
+_putting_away = threading.RLock()  # again by the same thread: in a signal handler
 # When this process saw a lock first as it is: kept from one look to the next.
 _seen: dict[Path, tuple[bytes, float]] = {}
 
@@ -186,14 +187,18 @@ class Lock:
     def _put_away(self, known: bytes) -> None:
         """Remove the lock if it is the one that is `known`, and nobody else's by now."""
         away = self.file.with_name(f".{self.path.name}.{self._machine.holder().name}{TOKEN}")
-        try:
-            disk().rename(self.file, away)
-        except FileNotFoundError:
-            return
-        if self._read(away) != known:
-            with suppress(OSError):  # there is a third one's; who had this finds it lost (`check`)
-                os.link(away, self.file)
-        disk().remove(away)
+        # Threads of this process take turns: none gives a lock another name between the look and the rename of one.
+        with _putting_away:
+            if self._read() != known:
+                return
+            try:
+                disk().rename(self.file, away)
+            except FileNotFoundError:
+                return
+            if self._read(away) != known:  # another process was faster
+                with suppress(OSError):  # there is a third one's; who had this finds it lost (`check`)
+                    os.link(away, self.file)
+            disk().remove(away)
 
 
 class _Beat:
