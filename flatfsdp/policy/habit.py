@@ -5,15 +5,16 @@ word. Where two ranks part ways, at least one of them does what its habit did no
 Nothing else is needed of the predictor; a better one only makes surprises rarer.
 
 Inside a forward what follows is expected from the unit that runs and how often it has run in this forward. Between
-forwards and backwards it is expected from the longest run of them that was seen before, so that a window of
-accumulation is no surprise once it has been seen. Until then what completes an iteration is expected to be followed by
-the stream's beginning.
+forwards and backwards it is what followed the longest run of them that came before and ended like the present one: a
+window of accumulation, or players that are trained in turns, are no surprise once they have been seen. Of several such
+runs the earliest counts: of steps that were all alike most were followed by another, only the last ones by what ended
+them. Where there is none, what completes an iteration is expected to be followed by the stream's beginning.
 """
 
 from __future__ import annotations
 
-RUN = 8  # forwards and backwards that are looked back upon
-CONTEXTS = 4096  # beyond it everything is forgotten, on every rank at the same symbol
+SYMBOLS = 4096  # beyond it everything is forgotten, on every rank at the same symbol
+PAST = 4096  # what is looked back upon: half as many symbols at the least
 
 
 class Habit:
@@ -21,21 +22,26 @@ class Habit:
 
     def __init__(self) -> None:
         self._inside: dict[tuple[int, int], int] = {}
-        self._between: dict[tuple[int, ...], int] = {}
+        self._ends: set[int] = set()  # symbols that ended a forward: which one does hangs on what began it
         self._visits: dict[int, int] = {}  # of this forward: unit -> times
         self._now: tuple[int, int] | None = None  # in a forward: the unit that runs and which visit of it this is
-        self._run: tuple[int, ...] = ()
+        # What came between the units of forwards, a character for each symbol: texts are searched at no cost in Python.
+        self._past = ""
+        self._letters: dict[int, str] = {}
+        self._symbols: list[int] = []  # by the number of its character
+        self._begun = 0  # where in the past the present begins
+        self._follower: int | None = None  # where the past has what followed a run like the present one
         self._first: int | None = None
         self._completed = False  # the last symbol completes an iteration
 
     def expected(self) -> int | None:
         """The next symbol, None where nothing like the present was seen before."""
         if self._now is not None:
-            return self._inside.get(self._now)
-        for start in range(len(self._run)):
-            found = self._between.get(self._run[start:])
-            if found is not None:
+            found = self._inside.get(self._now)
+            if found not in self._ends or self._follower is None:
                 return found
+        if self._follower is not None:
+            return self._symbols[ord(self._past[self._follower])]
         return self._first if self._completed else None
 
     def learn(self, symbol: int, *, unit: int | None = None, completes: bool = False) -> None:
@@ -45,27 +51,68 @@ class Habit:
         """
         if self._first is None:
             self._first = symbol
-        if self._now is not None:
-            self._inside[self._now] = symbol
-        else:
-            for start in range(len(self._run)):
-                self._between[self._run[start:]] = symbol
+        before, self._now = self._now, None
+        if before is not None:
+            self._inside[before] = symbol
+            if unit is None:
+                self._ends.add(symbol)
         self._completed = completes
         if unit is not None:
             visit = self._visits.get(unit, 0) + 1
             self._visits[unit] = visit
             self._now = (unit, visit)
-            return
-        self._visits.clear()
-        self._now = None
-        self._run = (*self._run, symbol)[-RUN:]
-        if len(self._inside) + len(self._between) > CONTEXTS:
-            self._inside.clear()
-            self._between.clear()
+            if before is not None:
+                return
+        else:
+            self._visits.clear()
+        self._remember(symbol)
 
     def forget_present(self) -> None:
         """The stream was cut off: nothing that came before says what comes next."""
         self._visits.clear()
         self._now = None
-        self._run = ()
+        self._begun = len(self._past)
+        self._follower = None
         self._completed = False
+
+    def _remember(self, symbol: int) -> None:
+        letter = self._letters.get(symbol)
+        if letter is None:
+            if len(self._symbols) == SYMBOLS:
+                self._forget()
+            letter = self._letters[symbol] = chr(len(self._symbols))
+            self._symbols.append(symbol)
+        follower, self._follower = self._follower, None
+        if follower is not None and self._past[follower] == letter:
+            self._follower = follower + 1
+        self._past += letter
+        if len(self._past) == PAST:
+            self._drop(PAST // 2)
+        if self._follower is None:
+            self._follower = self._search()
+
+    def _drop(self, count: int) -> None:
+        self._past, self._begun = self._past[count:], max(0, self._begun - count)
+        if self._follower is not None:
+            self._follower = self._follower - count if self._follower >= count else None
+
+    def _search(self) -> int | None:
+        """Where the past goes on after the longest run in it that is like its own end."""
+        past, end = self._past, len(self._past)
+        follower = None
+        seen, most = 0, end - self._begun  # a run of so many was seen before; none of more can be
+        while seen < most:
+            length = (seen + most + 1) // 2
+            found = past.find(past[end - length :], 0, end - 1)
+            if found < 0:
+                most = length - 1
+            else:
+                seen, follower = length, found + length
+        return follower
+
+    def _forget(self) -> None:
+        self._inside.clear()
+        self._ends.clear()
+        self._letters.clear()
+        self._symbols.clear()
+        self._past, self._begun, self._follower = "", 0, None

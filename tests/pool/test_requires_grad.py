@@ -42,12 +42,13 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def freeze_in_turn(net: nn.Module, step: int) -> None:
-    net.first.requires_grad_(step % 2 == 0)
-    net.second.requires_grad_(step % 2 == 1)
+def freeze_in_turn(net: nn.Module, step: int, length: int = 1) -> None:
+    seconds = step % (length + 1) == length
+    net.first.requires_grad_(not seconds)
+    net.second.requires_grad_(seconds)
 
 
-def in_turns(rank: int, world: int, strategy: str, use_orig_params: bool) -> tuple[list[int], bool]:
+def in_turns(rank: int, world: int, strategy: str, use_orig_params: bool, length: int) -> tuple[list[int], bool]:
     """Requests to the store of the main thread in each step, and whether parameters are those of one process."""
     model, alone = wrapped(strategy, use_orig_params), Game()
     ours, plain = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, alone))
@@ -59,8 +60,8 @@ def in_turns(rank: int, world: int, strategy: str, use_orig_params: bool) -> tup
 
     with patch.object(Board, "_reachable", counted):
         for step in range(STEPS):
-            freeze_in_turn(model.module, step)
-            freeze_in_turn(alone, step)
+            freeze_in_turn(model.module, step, length)
+            freeze_in_turn(alone, step, length)
             model(batch(rank, step)).square().mean().backward()
             for of in range(world):
                 (alone(batch(of, step)).square().mean() / world).backward()
@@ -72,8 +73,11 @@ def in_turns(rank: int, world: int, strategy: str, use_orig_params: bool) -> tup
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_players_in_turns_cost_nothing_once_learned(pool2: Run, strategy: str, use_orig_params: bool) -> None:
-    for requests, right in pool2(in_turns, strategy, use_orig_params):
+@pytest.mark.parametrize(("use_orig_params", "length"), [(True, 1), (False, 1), (True, 4)])
+def test_players_in_turns_cost_nothing_once_learned(
+    pool2: Run, strategy: str, use_orig_params: bool, length: int
+) -> None:
+    """Nothing is exchanged from the second period on, however long the periods are."""
+    for requests, right in pool2(in_turns, strategy, use_orig_params, length):
         assert right
-        assert not any(requests[4:]), requests
+        assert requests[length] and not any(requests[length + 1 :]), requests

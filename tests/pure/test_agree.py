@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from flatfsdp.agree import _compared, _first_difference
 from flatfsdp.errors import few, ranks_in_words
 from flatfsdp.peers import number
-from flatfsdp.policy.habit import CONTEXTS, Habit
+from flatfsdp.policy.habit import PAST, SYMBOLS, Habit
 
 ROOT, A, B, C, END, BACKWARD = range(6)
 TRAIN = 10
@@ -87,11 +89,61 @@ def test_after_a_cut_nothing_is_expected() -> None:
     assert forward(habit, A) == [None, A, END]
 
 
+def iteration(habit: Habit, symbol: int = BACKWARD, *, opening: int = TRAIN, sharded: bool = True) -> int:
+    """A forward and a backward, or an evaluation, and how often something else was expected."""
+    expected: list[int | None] = []
+    came: list[int | None] = []
+    if sharded:
+        end = END if opening == TRAIN else 6
+        expected, came = forward(habit, A, B, opening=opening, end=end), [opening, A, B, end]
+    if opening == TRAIN:
+        expected, came = [*expected, backward(habit, symbol)], [*came, symbol]
+    return sum(found != symbol for found, symbol in zip(expected, came, strict=True))
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("length", [1, 2, 3, 8, 16, 100])
+def test_players_in_turns_are_expected_from_the_second_period_on(length: int, sharded: bool) -> None:
+    habit = Habit()
+    surprises = [
+        sum(iteration(habit, 20 + (place == length), sharded=sharded) for place in range(length + 1)) for _ in range(4)
+    ]
+    assert surprises[0] > 0 and not any(surprises[1:]), surprises
+
+
+@pytest.mark.parametrize("length", [1, 7, 100])
+def test_evaluations_at_a_rhythm_become_expected(length: int) -> None:
+    habit = Habit()
+    surprises = [
+        sum(iteration(habit) for _ in range(length)) + sum(iteration(habit, opening=11) for _ in range(3))
+        for _ in range(5)
+    ]
+    assert surprises[1] <= 1 and not any(surprises[2:]), surprises
+
+
+def test_an_evaluation_out_of_turn_leaves_steps_expected() -> None:
+    """What came after it once, early in a run of steps, is not expected again at each of the steps that follow."""
+    habit = Habit()
+    for _ in range(200):
+        iteration(habit)
+    iteration(habit, opening=11)
+    assert sum(iteration(habit) for _ in range(200)) <= 2
+
+
+def test_a_long_past_is_bounded() -> None:
+    habit = Habit()
+    for _ in range(2 * PAST):
+        iteration(habit)
+        assert len(habit._past) < PAST
+    assert sum(iteration(habit, 20 + place % 9) for place in range(90)) > 0
+    assert sum(iteration(habit, 20 + place % 9) for place in range(90)) == 0
+
+
 def test_what_never_repeats_does_not_pile_up() -> None:
     habit = Habit()
-    for plan in range(100, 100 + 2 * CONTEXTS):
+    for plan in range(100, 100 + 2 * SYMBOLS):
         backward(habit, plan)
-    assert len(habit._between) <= CONTEXTS
+    assert len(habit._symbols) == len(habit._letters) <= SYMBOLS
 
 
 def test_numbers_are_the_same_on_every_machine() -> None:
