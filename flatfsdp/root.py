@@ -311,18 +311,18 @@ class Root:
                 self._take_back()
             for each in self.units:
                 each.write_back()
+            if torch.is_grad_enabled():
+                self.agreement.compare_values(self)
         except BaseException:
             self.abandon()
             raise
         for each in self.units:
             for shown in each.shown:
                 shown.guard()
-        if torch.is_grad_enabled():
-            self.agreement.compare_values(self)
-            if self.record.consumed:
-                self.record = ForwardRecord()
-                self.branches.begin_record()
-                self.links.unhook()
+        if torch.is_grad_enabled() and self.record.consumed:
+            self.record = ForwardRecord()
+            self.branches.begin_record()
+            self.links.unhook()
         self.record.begin()
         self._order.begin()
         self.branches.begin(unit, training=torch.is_grad_enabled())

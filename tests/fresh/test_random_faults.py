@@ -36,7 +36,7 @@ FAULTS = (
     "is killed",
     "leaves",
 )
-SEEDS = seeds(2, 300)
+SEEDS = sorted({*seeds(2, 300), 29})  # 29: a rank ends before the first forward that trains, after a state_dict()
 
 
 def world_of(seed: int) -> int:
