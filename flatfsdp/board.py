@@ -144,9 +144,14 @@ def where_it_was() -> str:
     return f" at {host}:{port}" if host and port else ""
 
 
+def launcher_serves_it() -> bool:
+    """Whether the store is torchrun's own, and outlives every rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def who_serves_it() -> str:
     """The process behind the store, as far as the environment tells."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if launcher_serves_it():
         return "the launcher, which serves it,"
     return "rank 0, which serves it unless a launcher does,"
 

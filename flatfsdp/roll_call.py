@@ -33,7 +33,7 @@ from .foreign_text import parse
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
 REFUSALS = 5  # looks after which one that asked first, and is not heard of, counts for nothing
 QUIETLY = "ended its program without an error"
-_UNEVEN = ". Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join(model) as joined`"
+UNEVEN = ". Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join(model) as joined`"
 OBITUARIES = 64  # ends of processes that a roll call reads at most
 
 # Why it is asked: what ranks wait for may never come ("meet"); a wait is to be reported, or to be an error, by what the
@@ -357,7 +357,7 @@ def in_one_sentence(obituaries: Sequence[Obituary]) -> str:
             return each.cause
     told = "; ".join(f"rank {each.rank} {each.words}" for each in obituaries)
     uneven = any(each.words.startswith(QUIETLY) for each in obituaries)
-    return f"{told}. The others cannot go on without it{_UNEVEN if uneven else ''}"
+    return f"{told}. The others cannot go on without it{UNEVEN if uneven else ''}"
 
 
 def lines_of(answers: dict[int, Answer]) -> list[str]:

@@ -49,7 +49,7 @@ from typing import Any, Protocol, cast
 import torch.distributed as dist
 
 from . import _torch, waits
-from .board import KEPT, Board, StoreGone, where_it_was, who_serves_it
+from .board import KEPT, Board, StoreGone, launcher_serves_it, where_it_was, who_serves_it
 from .errors import AgreementError, FlatFSDPError, LostRankError, WaitError
 from .farewell import at_end, in_words
 from .foreign_text import parse
@@ -57,6 +57,7 @@ from .roll_call import (
     ANSWER,
     PURPOSES,
     QUIETLY,
+    UNEVEN,
     Answer,
     Obituary,
     Process,
@@ -233,7 +234,7 @@ class Watch:
         try:
             self.board.count("alarms", 0)
         except RuntimeError as gone:
-            return LostRankError(f"{gone}: {who_serves_it()} has ended. A connection to another rank broke: {broken}")
+            return LostRankError(f"{gone}: {_server_ended()}. A connection to another rank broke: {broken}")
         return LostRankError(
             "a connection to another rank broke, and nobody told why. Look for what ended the other ranks, or their "
             f"network: {broken}"
@@ -484,7 +485,7 @@ class Watch:
                 self._fail(
                     LostRankError(
                         f"the store of the process group{where_it_was()} is gone, and this rank waits for others: "
-                        f"{who_serves_it()} has ended"
+                        f"{_server_ended()}"
                     ),
                     None,
                 )
@@ -502,6 +503,11 @@ class Watch:
             limit = "set_wait(raise_after=...)" if passed[0] == "raise" else "the time limit of the process group"
             told = f"this rank waited for {passed[1]:.0f} s ({limit}), {doing}. {_does_not_answer(silent)}"
             self._fail(WaitError(told), None)
+
+
+def _server_ended() -> str:
+    """A rank that took the store with it could not tell how it ended: out of batches before the others, it may be."""
+    return f"{who_serves_it()} has ended{'' if launcher_serves_it() else UNEVEN}"
 
 
 def _does_not_answer(silent: float) -> str:

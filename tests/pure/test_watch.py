@@ -283,11 +283,17 @@ def test_no_deadlock_is_proved_where_a_rank(case: str, said: list[str]) -> None:
     assert not any(model.error for model in world.models)
 
 
-def test_a_lost_connection_is_explained_when_the_store_is_gone(said: list[str]) -> None:
+def test_a_lost_connection_is_explained_when_the_store_is_gone(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(2)
     world.notes[0].is_gone = True
     error = world.watches[0].explain(RuntimeError("gloo: closed by peer"))
     assert isinstance(error, LostRankError) and str(error).startswith("gone: rank 0, which serves it unless")
+    assert "flatfsdp.join(model)" in str(error), "it may have ended for it had no more batches"
+
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # no rank's end ends it
+    assert "join" not in str(world.watches[0].explain(RuntimeError("gloo: closed by peer")))
 
 
 def test_a_wait_that_outlives_the_store_ends(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +305,8 @@ def test_a_wait_that_outlives_the_store_ends(said: list[str], monkeypatch: pytes
     (sentence,) = said
     assert sentence.startswith("[flatfsdp, rank 0] LostRankError: the store of the process group")
     assert sentence.endswith(
-        "and this rank waits for others: rank 0, which serves it unless a launcher does, has ended"
+        "and this rank waits for others: rank 0, which serves it unless a launcher does, has ended. Where ranks have "
+        "different numbers of batches, take the steps inside `with flatfsdp.join(model) as joined`"
     )
 
 
