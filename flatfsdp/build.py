@@ -33,6 +33,7 @@ from .state_dicts.parts import watch
 from .storage import Ledger
 from .traversal import homes_of, ignored_of, leave_alone, leaves_of, modules_of, units_in
 from .unit import Unit
+from .unstepped import tell_if_unstepped
 from .values import Beginnings
 from .views import Home
 from .wrap import check_called
@@ -173,6 +174,7 @@ def new_root(unit: Unit, device: torch.device, ledger: Ledger, settings: RootSet
     own(unit)
     roots.add(root)
     guard_optimizers()
+    tell_if_unstepped(root)
     stamp_state_dicts()
     return root
 

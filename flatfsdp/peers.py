@@ -60,6 +60,11 @@ class Peers:
             self._rank = axes[0].group.ranks[axes[0].group.rank]
 
     @property
+    def is_first(self) -> bool:
+        """Whether this rank is the lowest of those that were heard from, or the only one."""
+        return self._rank == min(self.ranks, default=self._rank)
+
+    @property
     def time_limit(self) -> float:
         """Seconds that the process groups give an operation."""
         return max((_torch.time_limit(axis.group.process_group) for axis in self._axes), default=0.0)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -73,6 +73,13 @@ class RootSettings:
     join_units_below: int
 
 
+class Observer(Protocol):
+    """Looks on, from outside."""
+
+    def after_backward(self, backward: Backward) -> None:
+        """A backward has ended, and its gradients are there, but those of units that linger."""
+
+
 def _unshard_lane(device: Device, *, on_callers: bool) -> Lane:
     return device.callers_lane("unshard") if on_callers else device.lane("unshard", high_priority=True)
 
@@ -91,6 +98,7 @@ class Root:
         weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
         steppers: optimizers that step in backwards. [Note: stepping]
         detector: looks for values that are not finite; None if nobody asked for it. [Note: findings]
+        observers: told of each backward that has ended, once its gradients are there; some end before the model does.
     """
 
     def __init__(self, unit: Unit, device: Device, *, ledger: Ledger, settings: RootSettings) -> None:
@@ -118,6 +126,7 @@ class Root:
         self.steppers = Steppers()
         self.branches = Branches()
         self.detector: Detector | None = None
+        self.observers: list[Observer] = []
         self.depth = 0
         self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
         self._asked: dict[Unit, None] = {}  # unsharded by users, who may compute with parameters outside of a forward
@@ -629,6 +638,9 @@ class Root:
         for unit in self.units:
             if unit not in stepping.stepped:
                 unit.run_user_hooks()
+        if backward is not None:
+            for observer in [*self.observers]:
+                observer.after_backward(backward)
 
     def _await_later(self, units: Sequence[Unit]) -> None:
         """Give `units` the gradients that are reduced still. [Note: awaited]"""

@@ -1,0 +1,194 @@
+"""Optimizers that step on nothing, as param groups by name make them of flat parameters: said once, and nothing else is
+taken for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel as FSDP
+from flatfsdp import errors, optimizer_in_backward
+from tests.conftest import Run
+
+STEPS = 4
+
+
+def wrapped(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    return FSDP(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), auto_wrap_policy={nn.Linear}, **settings)
+
+
+def loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+    found: Tensor = model(x).square().mean()
+    return found
+
+
+def by_name(model: nn.Module) -> torch.optim.Optimizer:
+    named = list(model.named_parameters())
+    biases = [parameter for name, parameter in named if name.endswith("bias")]
+    weights = [parameter for name, parameter in named if name.endswith("weight")]
+    return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights}], lr=0.1)
+
+
+def empty() -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": []}], lr=0.1)
+
+
+# Each is a step of training, or what prepares such a step, and yields once per step.
+
+
+def groups_by_name(rank: int, **settings: Any) -> Iterator[None]:
+    model = wrapped(**settings)
+    optimizer = by_name(model)
+    while True:
+        loss(model, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def groups_that_match(rank: int) -> Iterator[None]:
+    return groups_by_name(rank, use_orig_params=True)
+
+
+def by_hand(rank: int) -> Iterator[None]:
+    """An optimizer of nothing carries the learning rate for a scheduler."""
+    model, optimizer = wrapped(), empty()
+    while True:
+        loss(model, rank).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+        yield
+
+
+def by_hand_through_data(rank: int) -> Iterator[None]:
+    model, optimizer = wrapped(use_orig_params=True), empty()
+    while True:
+        loss(model, rank).backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            if parameter.grad is not None:  # there is one where this rank holds elements
+                parameter.data -= 0.1 * parameter.grad
+        yield
+
+
+def by_nobody(rank: int) -> Iterator[None]:
+    model = wrapped()
+    while True:
+        loss(model, rank).backward()
+        yield
+
+
+class OfTheirOwn:
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+def of_another_library(rank: int) -> Iterator[None]:
+    model = wrapped()
+    optimizer, other = OfTheirOwn(list(model.parameters())), empty()
+    while True:
+        loss(model, rank).backward()
+        optimizer.step()
+        other.step()
+        yield
+
+
+def in_the_backward(rank: int) -> Iterator[None]:
+    model, other = wrapped(), empty()
+    optimizer_in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    while True:
+        loss(model, rank).backward()
+        other.step()
+        yield
+
+
+def accumulated(rank: int) -> Iterator[None]:
+    """The optimizer of the model steps after many backwards, one that is idle as yet after each."""
+    model = wrapped()
+    optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1)
+    while True:
+        for _ in range(3):
+            loss(model, rank).backward()
+            other.step()
+        optimizer.step()
+        yield
+
+
+def looked_at(rank: int) -> Iterator[None]:
+    """The gradients of a model that nobody trains are read, beside another model's training."""
+    model, other = wrapped(), wrapped()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    while True:
+        loss(model, rank).backward()
+        loss(other, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def game(rank: int) -> Iterator[None]:
+    """The maker moves first, through the judge, whose gradients are of no use then."""
+    maker, judge = wrapped(), wrapped()
+    makers, judges = (torch.optim.Adam(each.parameters(), lr=0.1) for each in (maker, judge))
+    while True:
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+        judge(maker(x)).mean().backward()
+        makers.step()
+        judges.zero_grad()
+        (judge(x) - judge(maker(x).detach())).mean().backward()
+        judges.step()
+        makers.zero_grad()
+        yield
+
+
+def said(rank: int, world: int, program: Callable[..., Iterator[None]], **settings: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught, patch.object(errors, "_warned", set()):
+        warnings.simplefilter("always", errors.FlatFSDPWarning)
+        for _ in zip(range(STEPS), program(rank, **settings), strict=False):
+            pass
+    return [str(each.message) for each in caught if "no optimizer steps" in str(each.message)]
+
+
+def test_groups_by_names_that_match_nothing_are_told_once(pool2: Run) -> None:
+    (message,), others = pool2(said, groups_by_name)
+    assert others == []
+    assert message == (
+        "no optimizer steps on the parameters of this model: it has got gradients in two backwards, and the AdamW that "
+        "stepped between them holds no parameter with a gradient (2 of its 2 param groups are empty). Names of flat "
+        "parameters end in '_flat_param' (0._flat_param, 2._flat_param), so groups that are picked by names such as "
+        "'bias' are empty; use_orig_params=True keeps the original names"
+    )
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        groups_that_match,
+        by_hand,
+        by_hand_through_data,
+        by_nobody,
+        of_another_library,
+        in_the_backward,
+        accumulated,
+        looked_at,
+        game,
+    ],
+)
+def test_what_else_leaves_an_optimizer_without_parameters_is_not(
+    pool2: Run, program: Callable[..., Iterator[None]]
+) -> None:
+    assert pool2(said, program) == [[], []]
