@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,30 +113,43 @@ class Job:
             return 0
         result = trainer.train()
         if world.leads:
-            again = shlex.join([*self.given, "--resume", "latest", "--output", str(self.training.output)])
+            goes_on = {"--resume": "latest", "--output": str(self.training.output)}
             if result.stopped_by:
                 say(f"stopped by {in_words(result.stopped_by)} after step {result.steps}; this goes on:")
-                say(f"  {self.program} {again}")
+                say(f"  {self.program} {shlex.join(changed(self.given, goes_on))}")
             elif self.shows:
-                say(self._what_next(result.steps, again), sys.stdout)
+                say(self._what_next(result.steps, goes_on), sys.stdout)
         return result.exit_code
 
-    def _what_next(self, steps: int, again: str) -> str:
-        minutes = self.training.minutes
-        planned = max(steps, self.training.steps or 0)
-        longer = f"--steps {2 * planned}" + (f" --minutes {2 * minutes:g}" if minutes is not None else "")
-        tries = (
-            f"{again} {longer}",
-            "--text FOLDER  # learn another text",
-            "--dry-run --world-size 64 --layers 24 --width 1024  # plan",
-            "--model module:function --train-data module:function  # yours",
-        )
-        return "\n".join(["try next", *(f"  {self.program} {line}" for line in tries)])
+    def _what_next(self, steps: int, goes_on: dict[str, str]) -> str:
+        longer = goes_on | {"--steps": str(2 * max(steps, self.training.steps or 0))}
+        if self.training.minutes is not None:
+            longer["--minutes"] = f"{2 * self.training.minutes:g}"
+        tries = {
+            shlex.join(changed(self.given, longer)): "train for longer",
+            "--text FOLDER": "learn another text",
+            "--dry-run --world-size 64 --layers 24 --width 1024": "plan",
+            "--model module:function --train-data module:function": "yours",
+        }
+        lines = [(f"  {self.program} {each}", f"  # {why}") for each, why in tries.items()]
+        return "\n".join(["try next", *(line + why * (len(line + why) <= 80) for line, why in lines)])
 
     def meta_model(self) -> nn.Module:
         """The model without memory; called on the meta device."""
         model = make(self.task, "model")
         return on_meta(model) if model is self.task.model else model
+
+
+def changed(given: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """The command line `given`, where each of the flags in `values` has that value, and no other."""
+    kept: list[str] = []
+    of_flag = False
+    for word in given:
+        flag, has_value, _ = word.partition("=")
+        if not of_flag and flag not in values:
+            kept.append(word)
+        of_flag = not of_flag and flag in values and not has_value
+    return kept + [word for pair in values.items() for word in pair]
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, announced: bool = False) -> int:

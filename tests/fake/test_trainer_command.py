@@ -126,3 +126,16 @@ def test_a_run_after_another_has_a_folder_of_its_own(no_ranks: None, tmp_path: P
         else:
             Path(name, "step-00000001").mkdir()
     assert train.read(["--device", "cpu", "--resume", "latest"]).training.output == Path("train-out")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "--resume latest --output run"),
+        ("--steps 5 --output there --no-plot", "--steps 5 --no-plot --resume latest --output run"),
+        ("--output=there --plot --resume best --text -", "--plot --text - --resume latest --output run"),
+    ],
+)
+def test_a_command_line_that_goes_on_says_nothing_twice(given: str, expected: str) -> None:
+    values = {"--resume": "latest", "--output": "run"}
+    assert train.changed(given.split(), values) == expected.split()

@@ -20,12 +20,15 @@ from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer import launch, reports, stopping
 from flatfsdp.trainer.callbacks import EarlyStop, LossPlot, MetricsLog, ProgressBar, read_metrics
 from flatfsdp.trainer.callbacks.loss_plot import plot_loss, smoothed
-from flatfsdp.trainer.callbacks.progress import PLAIN_LINES
+from flatfsdp.trainer.callbacks.progress import BAR, PLAIN_LINES, fitting
 from flatfsdp.trainer.launch import Placement
 from flatfsdp.trainer.measuring import activations_counted
 from flatfsdp.trainer.reports import Footprint, Progress, StepReport
 from flatfsdp.trainer.sizes import size_in_words, sizes_in_words
 from flatfsdp.trainer.stopping import ASKED, StopRequest
+
+
+MIB = 2**20
 
 
 def a_trainer(tmp_path: Path, *, step: int = 0, rank: int = 0) -> Any:
@@ -274,6 +277,25 @@ def test_progress_without_a_terminal_is_some_lines(tmp_path: Path, capsys: pytes
     bar.on_begin(other)
     bar.on_step(other, a_report(1))
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("width", "end"),
+    [
+        (None, "; per rank params 1.1, grads 1.1, optim 2.1, unsharded 0.5 MiB"),
+        (120, "; params 1.1, grads 1.1, optim 2.1, unsharded 0.5 MiB"),
+        (80, "; 4.8 MiB per rank"),
+        (60, ""),
+    ],
+)
+def test_beside_the_bar_stands_what_a_terminal_has_room_for(width: int | None, end: str) -> None:
+    text = "step 1400: loss 1.909, 5,312 tokens/s"
+    footprint = Footprint(
+        parameters=11 * MIB // 10, gradients=11 * MIB // 10, optimizer=21 * MIB // 10, in_flight=MIB // 2
+    )
+    shown = fitting(text, footprint, width)
+    assert shown == text + end
+    assert not end or len(shown) + BAR <= (width or 1000)
 
 
 def test_the_losses_as_a_picture(tmp_path: Path) -> None:

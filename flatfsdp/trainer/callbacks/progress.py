@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flatfsdp.trainer.trainer import Trainer
 
 PLAIN_LINES = 20  # lines of a run whose output is not a terminal
-BAR = 26  # columns: percentage, bar, hours, minutes and seconds that remain, what stands between, and one to spare
+BAR = 23  # columns: percentage, bar, hours, minutes and seconds that remain, what stands between, and one to spare
 
 
 class ProgressBar(Callback):
@@ -40,7 +40,7 @@ class ProgressBar(Callback):
             self._bar = _tqdm_bar(done)
         text = f"step {report.step}: loss {report.loss:.3f}, {report.tokens_per_second:,.0f} tokens/s"
         if self._bar is not None:
-            self._bar.set_postfix_str(_fitting(text, report.footprint, columns(sys.stderr)), refresh=False)
+            self._bar.set_postfix_str(fitting(text, report.footprint, columns(sys.stderr)), refresh=False)
             self._bar.update(done - self._bar.n)
         elif self._lines is None or done * PLAIN_LINES >= self._lines + 1:
             self._lines = int(done * PLAIN_LINES)
@@ -57,11 +57,11 @@ class ProgressBar(Callback):
             self._bar = None
 
 
-def _fitting(text: str, footprint: Footprint, width: int | None) -> str:
+def fitting(text: str, footprint: Footprint, width: int | None) -> str:
     """`text`, and of a rank's bytes what a line of `width` has room for beside the bar: each kind, or their sum."""
     whole = footprint.parameters + footprint.gradients + footprint.optimizer + footprint.in_flight
     room = (width or 1000) - BAR - len(text)
-    ends = (f"; per rank {footprint}", f"; {sizes_in_words(whole)} per rank")
+    ends = (f"; per rank {footprint}", f"; {footprint}", f"; {sizes_in_words(whole)} per rank")
     return text + next((end for end in ends if len(end) <= room), "")
 
 
@@ -72,5 +72,5 @@ def _tqdm_bar(done: float) -> Any:
         from tqdm import tqdm
     except ImportError:
         return None
-    form = "{percentage:3.0f}% {bar:8} {remaining}{postfix}"
+    form = "{percentage:3.0f}% {bar:5} {remaining}{postfix}"
     return tqdm(total=1.0, initial=done, dynamic_ncols=True, bar_format=form)
