@@ -27,7 +27,6 @@ from flatfsdp.trainer.reports import Footprint, Progress, StepReport
 from flatfsdp.trainer.sizes import size_in_words, sizes_in_words
 from flatfsdp.trainer.stopping import ASKED, StopRequest
 
-
 MIB = 2**20
 
 
