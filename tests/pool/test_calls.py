@@ -127,13 +127,15 @@ def call(rank: int, world: int, folder: str, *calls: str) -> str:
         return str(caught.value)
 
 
+# One operation by two names: both ranks get what they asked for.
+ALIKE = {"FullyShardedDataParallel.full_optim_state_dict", "FullyShardedDataParallel.optim_state_dict"}
 PARTNERS = list(CALLS) if is_thorough() else ["checkpoint.keep"]
 
 
 @pytest.mark.parametrize("other", PARTNERS)
 @pytest.mark.parametrize("name", CALLS)
 def test_ranks_make_different_calls(pool2: Run, name: str, other: str, tmp_path: Path) -> None:
-    if name == other:
+    if name == other or {name, other} == ALIKE:
         return
     told = pool2(call, str(tmp_path), name, other)
     for message in told:
