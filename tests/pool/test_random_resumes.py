@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3, fused=True),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-3, amsgrad=True),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.002, momentum=0.9),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, eps=1e-3, initial_accumulator_value=0.2),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, eps=1e-3),
 }
