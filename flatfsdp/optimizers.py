@@ -8,7 +8,7 @@ the set of live models, and for those that write unnoticed one at their paramete
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -16,10 +16,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from . import registry
 from .errors import UsageError
 from .flat_param import FlatParameter
+from .root import Root
 from .stepping import is_at_work
 
-# The registry's generation at which an optimizer was last checked.
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+class _Checked(NamedTuple):
+    """An optimizer, as it was when it was last looked at: the registry's generation, how many param groups it had, and
+    the models that it steps."""
+
+    generation: int
+    groups: int
+    models: tuple[weakref.ref[Root], ...]
+
+
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Checked] = weakref.WeakKeyDictionary()
 _installed = False
 
 
@@ -36,12 +46,19 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if is_at_work(optimizer):
         return
     bring_to_rest(optimizer)
-    if _checked.get(optimizer) != registry.generation:
+    known, groups = _checked.get(optimizer), len(optimizer.param_groups)
+    if known is None or known[:2] != (registry.generation, groups):
         check_parameters(optimizer)
-        _checked[optimizer] = registry.generation
+        models = tuple(map(weakref.ref, models_of(optimizer)))
+        _checked[optimizer] = _Checked(registry.generation, groups, models)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    known = _checked.get(optimizer)
+    if known is not None and not is_at_work(optimizer):
+        for model in known.models:
+            if (root := model()) is not None:
+                root.agreement.stepped = True
     groups = [group for group in optimizer.param_groups if _writes_unnoticed(optimizer, group)]
     stepped = [p for group in groups for p in group["params"] if p.grad is not None and _is_managed(p)]
     if stepped:
@@ -52,6 +69,22 @@ def _writes_unnoticed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
     """Whether parameters may keep their versions: torch's fused kernels leave them, and so do other libraries' own.
     Whole parameters that outlive the step, and graphs of before, would not be known to be out of date."""
     return bool(group.get("fused")) or not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def models_of(optimizer: torch.optim.Optimizer) -> list[Root]:
+    """The models of which `optimizer` steps parameters, and does so on every rank: one that has no element of what it
+    would step may have no optimizer for it."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [
+        root
+        for root in registry.roots
+        if any(
+            not held.isdisjoint(map(id, handle.steppable))
+            for unit in root.units
+            for handle in unit.handles
+            if handle.layout.owned(handle.layout.world - 1)  # the last rank is the first to have none
+        )
+    ]
 
 
 def _is_managed(parameter: torch.Tensor) -> bool:

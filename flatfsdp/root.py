@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,9 @@ from .views import NOTHING, SHARD
 
 if TYPE_CHECKING:
     from .nonfinite import Detector
+
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 @dataclass
@@ -150,6 +154,7 @@ class Root:
         self._excepted.clear()
         for unit in nested:
             unit.root.await_gradients()
+            self.agreement.loaded |= unit.root.agreement.loaded
             self.is_last_backward = self.is_last_backward and unit.root.is_last_backward
             unit.join(self)
 
@@ -197,6 +202,12 @@ class Root:
             for handle in unit.handles
             for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)
         }
+
+    def trained(self) -> tuple[bool, ...]:
+        """Which parameters of the model require a gradient."""
+        leaves = [leaf for unit in self.units for handle in unit.handles for leaf in handle.leaves]
+        with _torch.as_plain_tensors():  # leaves may be hidden
+            return tuple(map(_requires_grad, leaves))
 
     def _check_placed(self) -> None:
         check_registered(self)
@@ -313,7 +324,7 @@ class Root:
                 f"a forward of unit {unit.label} inside inference() has gradients enabled; parameters are kept there "
                 "for forwards without. Leave the context to train"
             )
-        self.agreement.begin_forward(training=torch.is_grad_enabled())
+        self.agreement.begin_forward(self, training=torch.is_grad_enabled())
         self.settle_down()
         try:
             if self._at_rest:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import board
 from .comm import Traffic
+from .conditions import Conditions, autocast_on, differences
 from .errors import AgreementError, FlatFSDPError, LostRankError, few, logger, ranks_in_words
 from .foreign_text import one_line, parse
 from .peers import Peers, number
@@ -51,13 +52,15 @@ class Symbol(NamedTuple):
     """One step of the stream: a number that is equal on all ranks, and its words.
 
     `ran`, `trained`: of a backward, which parameters of the model are of units that ran in its forwards, and which it
-    is to bring gradients; one bit each, as numbers in base 16.
+    is to bring gradients; of a training forward all, and which require gradients. One bit each, as numbers in base 16.
+    `conditions`: those of a forward or a backward. [Note: conditions]
     """
 
     code: int
     words: str
     ran: str = ""
     trained: str = ""
+    conditions: Conditions = Conditions()
 
     def to_text(self) -> str:
         """What others read of it."""
@@ -67,8 +70,10 @@ class Symbol(NamedTuple):
     def of(cls, text: str) -> Symbol:
         """What a rank wrote; words only where that is no symbol. [Note: trust]"""
         match parse(text):
-            case [str(words), str(ran), str(trained)] if set(ran + trained) <= set(string.hexdigits):
-                return cls(-1, words, ran, trained)
+            case [str(words), str(ran), str(trained), [bool(stepped), bool(loaded), str(autocast)]] if set(
+                ran + trained
+            ) <= set(string.hexdigits):
+                return cls(-1, words, ran, trained, Conditions(stepped, loaded, autocast))
         return cls(-1, one_line(text))
 
 
@@ -115,6 +120,9 @@ class Stream(Peers):
         self._step = 0
         self._kind = ""  # of the running forward
         self._opening: str | None = None  # the kind of forward that the next unit begins
+        self.stepped = self.loaded = False  # since a step began with it; noted where it happens
+        self._autocast = ""  # of the last forward; where nothing is sharded, of the last training forward
+        self._flags: tuple[bool, ...] = ()  # which parameters required gradients in it
         self._doing: str | None = None  # which part of the stream runs, None between iterations
         self._issued_before = 0
         # For the watch of this rank, and through it for the others.
@@ -143,12 +151,15 @@ class Stream(Peers):
             self._forwards[id(unit)] = f"the forward of unit {unit.label}"
             self._places[id(unit)] = index
 
-    def begin_forward(self, *, training: bool) -> None:
+    def begin_forward(self, root: Root, *, training: bool) -> None:
         """An outermost forward begins. If the last iteration was abandoned, wait for the others to say the same."""
         if not self._axes or self.silent:
             return
         self.busy = True
         self._kind = self._opening = TRAINING if training else EVALUATION
+        if training or self._sharded:
+            self._autocast = autocast_on(root.device.device.type)
+            self._flags = root.trained() if training else ()
         self._meet_abandoned()
         if self._sharded:
             self._start("the beginning of a forward")
@@ -175,8 +186,7 @@ class Stream(Peers):
             return
         symbol = self._entries[id(unit)]
         if self._opening is not None:
-            words = f"began {self._opening} forward at unit {unit.label}{_with(schedule)}"
-            opening = Symbol(number(f"{self._opening} {symbol.code} {schedule}"), words)
+            opening = _opening(self._opening, symbol.code, unit.label, schedule, self._conditions(), self._flags)
             self._opening = None
             self._start(self._forwards[id(unit)])
             self._next(opening, unit=symbol.code, opens=True)
@@ -291,7 +301,8 @@ class Stream(Peers):
         record = root.record
         nearby = tuple(place for place, unit in enumerate(root.units) if unit.neighbours and unit.holds_portions)
         reduced = tuple(trained), tuple(trained.values())
-        plan = root.sync, record.entered, record.anchored, reduced, nearby, root.told_schedule
+        begun_with = None if self._sharded else (self._conditions(), self._flags)
+        plan = root.sync, record.entered, record.anchored, reduced, nearby, root.told_schedule, begun_with
         symbol = self._backwards.get(plan)
         if symbol is None:
             if len(self._backwards) == PLANS:  # of a model whose order is another at every step
@@ -330,6 +341,7 @@ class Stream(Peers):
         reduced: tuple[Sequence[Unit], Sequence[Flags]],
         nearby: Sequence[int],
         schedule: str,
+        begun_with: tuple[Conditions, tuple[bool, ...]] | None,
     ) -> Symbol:
         places = self._places
         began, ended = ([places[id(unit)] for unit in units] for units in (entered, anchored))
@@ -338,13 +350,23 @@ class Stream(Peers):
             (places[id(unit)], kind) for unit, flags in found.items() for kind, each in enumerate(flags) if any(each)
         ]
         trained = self._bits_of(found)
+        conditions = Conditions()
+        if begun_with is not None:
+            conditions, flags = begun_with
+            trained = f"{int(trained, 16) & _bits(flags):x}"  # what was frozen in the forward gets no gradient, either
         how = "" if sync else " under no_sync()"
         words = f"began a backward{how} through {len(ended)} units, {len(flats)} flat gradients{_with(schedule)}"
         if nearby:
             words += f"; {len(nearby)} units kept nearby"
         ran = f"{sum(1 << place for unit in set(entered) for place in self._numbers[id(unit)]):x}"
-        code = number(f"{sync} {began} {ended} {flats} {list(nearby)} {schedule} {trained}")
-        return Symbol(code, words, ran, trained)
+        code = number(f"{sync} {began} {ended} {flats} {list(nearby)} {schedule} {trained} {conditions}")
+        return Symbol(code, words, ran, trained, conditions)
+
+    def _conditions(self) -> Conditions:
+        """Those with which a step begins, and the next one has its own."""
+        found = Conditions(self.stepped, self.loaded, self._autocast)
+        self.stepped = self.loaded = False
+        return found
 
     def _bits_of(self, trained: Mapping[Unit, Flags]) -> str:
         numbers = (
@@ -534,6 +556,10 @@ class Stream(Peers):
         symbols = {ranks: Symbol.of(text) for ranks, text in sorted(texts.items())}
         told = "; ".join(f"{ranks_in_words(ranks)} {symbol.words}" for ranks, symbol in symbols.items())
         told = f"ranks part ways in step {max(1, step)}: {told}"
+        if len({symbol.words for symbol in symbols.values()}) == 1 and (
+            unlike := differences({ranks: symbol.conditions for ranks, symbol in symbols.items()})
+        ):
+            return f"{told}. {unlike}"
         if all(symbol.words.startswith(_ISSUED) for symbol in symbols.values()):
             return f"{told}. {_MIXED}"
         if differently := self._trained_differently(symbols):
@@ -631,6 +657,21 @@ def _names_in(root: weakref.ref[Root]) -> Callable[[], Iterable[str]]:
         return found.names_of_leaves().values() if found is not None else ()
 
     return names
+
+
+@functools.lru_cache(maxsize=PLANS)
+def _opening(
+    kind: str, unit: int, label: str, schedule: str, conditions: Conditions, flags: tuple[bool, ...]
+) -> Symbol:
+    """A forward of this kind begins; `flags`: which parameters require gradients in it."""
+    trained = f"{_bits(flags):x}" if flags else ""
+    code = number(f"{kind} {unit} {schedule} {conditions} {trained}")
+    words = f"began {kind} forward at unit {label}{_with(schedule)}"
+    return Symbol(code, words, f"{(1 << len(flags)) - 1:x}" if flags else "", trained, conditions)
+
+
+def _bits(flags: Iterable[bool]) -> int:
+    return sum(flag << place for place, flag in enumerate(flags))
 
 
 def _with(schedule: str) -> str:

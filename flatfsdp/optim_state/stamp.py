@@ -19,6 +19,7 @@ import torch
 from .. import registry
 from ..errors import UsageError
 from ..flat_param import FlatParameter, FlatParamHandle
+from ..optimizers import models_of
 
 KEY = "flatfsdp_shards"
 
@@ -52,6 +53,8 @@ def _comparing(torchs_own: Callable[..., None]) -> Callable[..., None]:
         if isinstance(given, dict):
             _compare(given, stamp_of(self))
         torchs_own(self, state_dict)
+        for root in models_of(self):
+            root.agreement.loaded = True
 
     return load_state_dict
 

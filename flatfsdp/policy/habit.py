@@ -65,7 +65,15 @@ class Habit:
                 return
         else:
             self._visits.clear()
-        self._remember(symbol)
+        letter = self._letters.get(symbol)
+        if letter is None:
+            letter = self._take_letter(symbol)
+        follower, self._follower = self._follower, None
+        if follower is not None and self._past[follower] == letter:
+            self._follower = follower + 1
+        self._past += letter
+        if self._follower is None or len(self._past) == PAST:
+            self._look_back()
 
     def forget_present(self) -> None:
         """The stream was cut off: nothing that came before says what comes next."""
@@ -75,31 +83,23 @@ class Habit:
         self._follower = None
         self._completed = False
 
-    def _remember(self, symbol: int) -> None:
-        letter = self._letters.get(symbol)
-        if letter is None:
-            if len(self._symbols) == SYMBOLS:
-                self._forget()
-            letter = self._letters[symbol] = chr(len(self._symbols))
-            self._symbols.append(symbol)
-        follower, self._follower = self._follower, None
-        if follower is not None and self._past[follower] == letter:
-            self._follower = follower + 1
-        self._past += letter
+    def _take_letter(self, symbol: int) -> str:
+        if len(self._symbols) == SYMBOLS:
+            self._inside.clear()
+            self._ends.clear()
+            self._letters.clear()
+            self._symbols.clear()
+            self._past, self._begun, self._follower = "", 0, None
+        letter = self._letters[symbol] = chr(len(self._symbols))
+        self._symbols.append(symbol)
+        return letter
+
+    def _look_back(self) -> None:
+        """Find where the past goes on after the longest run in it that is like its own end."""
         if len(self._past) == PAST:
-            self._drop(PAST // 2)
-        if self._follower is None:
-            self._follower = self._search()
-
-    def _drop(self, count: int) -> None:
-        self._past, self._begun = self._past[count:], max(0, self._begun - count)
-        if self._follower is not None:
-            self._follower = self._follower - count if self._follower >= count else None
-
-    def _search(self) -> int | None:
-        """Where the past goes on after the longest run in it that is like its own end."""
+            self._past, self._begun = self._past[PAST // 2 :], max(0, self._begun - PAST // 2)
+        self._follower = None
         past, end = self._past, len(self._past)
-        follower = None
         seen, most = 0, end - self._begun  # a run of so many was seen before; none of more can be
         while seen < most:
             length = (seen + most + 1) // 2
@@ -107,12 +107,4 @@ class Habit:
             if found < 0:
                 most = length - 1
             else:
-                seen, follower = length, found + length
-        return follower
-
-    def _forget(self) -> None:
-        self._inside.clear()
-        self._ends.clear()
-        self._letters.clear()
-        self._symbols.clear()
-        self._past, self._begun, self._follower = "", 0, None
+                seen, self._follower = length, found + length

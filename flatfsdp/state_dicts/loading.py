@@ -232,6 +232,7 @@ def begin(
 def begin_unit(unit: Unit, state_dict: dict[str, Any]) -> None:
     """Bring `unit` to rest, and make of `state_dict` one that modules can load."""
     check_between("load_state_dict()", [unit])
+    unit.root.agreement.loaded = True
     if not unit.is_between():
         unit.root.come_to_rest()
     unit.write_back()

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -26,17 +27,22 @@ LIMIT = 120.0
 FAULTS = (
     "stops",
     "another model",
+    "skips the optimizer",
     "lists alone",
     "saves alone",
     "summons alone",
     "steps alone",
     "skips a unit",
-    "raises",
     "raises in backward",
     "is killed",
     "leaves",
+    "loads alone",
+    "autocasts alone",
+    "freezes for a forward",
+    "raises",
 )
-SEEDS = sorted({*seeds(2, 300), 29})  # 29: a rank ends before the first forward that trains, after a state_dict()
+QUIET = "skips the optimizer", "loads alone", "autocasts alone", "freezes for a forward"  # as many steps of all units
+SEEDS = sorted({*seeds(3, 300), 29})  # 29: a rank ends before the first forward that trains, after a state_dict()
 
 
 def world_of(seed: int) -> int:
@@ -49,8 +55,18 @@ def drawn_from(seed: int) -> tuple[random.Random, str, int, int]:
     return drawn, FAULTS[seed % len(FAULTS)], drawn.randrange(4), drawn.randrange(world_of(seed))
 
 
-def misbehave(fault: str, model: nn.Module, pids: list[int]) -> None:
-    """What one rank does in place of a step."""
+def step_with(model: Any, fault: str) -> None:
+    """A step under a condition that the others do not have."""
+    weight = model.module.blocks[1].linear.weight
+    weight.requires_grad_(fault != "freezes for a forward")
+    with torch.autocast("cpu", torch.bfloat16, enabled=fault == "autocasts alone"):
+        output = model(torch.ones(2, 4))
+    weight.requires_grad_(True)
+    output.sum().backward()
+
+
+def misbehave(fault: str, model: Any, pids: list[int]) -> None:
+    """What one rank does before a step."""
     if fault == "skips a unit":
         step(model, order=(0, 2))
     elif fault == "raises":
@@ -76,6 +92,9 @@ def misbehave(fault: str, model: nn.Module, pids: list[int]) -> None:
     elif fault == "steps alone":
         step(model)
         step(model)
+    elif fault == "loads alone":
+        with FullyShardedDataParallel.state_dict_type(model, "LOCAL_STATE_DICT"):
+            model.load_state_dict(model.state_dict())
 
 
 def play(rank: int, world: int, seed: int) -> str:
@@ -86,15 +105,21 @@ def play(rank: int, world: int, seed: int) -> str:
     store.set(f"pid of {rank}", str(os.getpid()))
     pids = [int(store.get(f"pid of {each}")) for each in range(world) if each != rank]
     flatfsdp.set_wait(report_after=1, raise_after=12)
-    model = wrap(Net(), sharding_strategy=drawn.choice(["FULL_SHARD", "SHARD_GRAD_OP"]))
-    for index in range(5):
+    strategies = ["FULL_SHARD", "SHARD_GRAD_OP", *["NO_SHARD"] * (fault in QUIET)]
+    model = wrap(Net(), sharding_strategy=drawn.choice(strategies))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index in range(6):
         if drawn.random() < 0.3:
             model.state_dict()
+        if index % 2 and not (fault == "skips the optimizer" and index >= at and rank == odd):
+            optimizer.step()
         if index == at and rank == odd:
             misbehave(fault, model, pids)
             if fault == "leaves":
                 return "left"
-        step(model)
+            step_with(model, fault)
+        else:
+            step(model)
         if drawn.random() < 0.2:
             time.sleep(0.1)
     return "ended without an error"
