@@ -76,7 +76,9 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
             parameter per unit (and kind). With True, each parameter starts on 16 bytes.
         ignored_states: as `ignored_modules`, for modules or for parameters, not both.
         device_mesh: in place of `process_group`: a 1-D mesh, or 2-D (replicate, shard) for the hybrid strategies.
-        check_values: what to do when ranks begin from different values: "warn", "raise", or "off". Not in FSDP1.
+        check_values: what to do when ranks begin from different values, or when replicas (of the hybrids, and under
+            `NO_SHARD`) are found to differ later, which is looked at in each thousandth backward that reduces: "warn",
+            "raise", or "off". Not in FSDP1.
         reshard_after_forward: whether parameters are freed between forward and backward, or among how many ranks they
             stay, as `set_reshard_after_forward` says; for wrappers by policy, too. None leaves it to the strategy. Not
             in FSDP1.

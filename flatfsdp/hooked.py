@@ -55,6 +55,11 @@ class CommHook:
         return CommHook(state, function)
 
     @property
+    def is_ours(self) -> bool:
+        """Whether it is one of `flatfsdp.comm_hooks`, which leave the same on all ranks."""
+        return getattr(self.function, "__module__", "") == comm_hooks.__name__
+
+    @property
     def told(self) -> str:
         """The hook in words that are equal on all ranks."""
         return f"a communication hook, {getattr(self.function, '__qualname__', type(self.function).__name__)}"

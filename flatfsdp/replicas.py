@@ -3,11 +3,12 @@
 [Note: replicas] Ranks along the replicate axis hold the same pieces, at the beginning and, since their gradients are
 the same, after every step: to the bit. What differs by then (a checkpoint that one rank did not load, a write on one
 rank) stays different for good, and nothing else would show it. Checksums of each rank's pieces are exchanged as one
-number, and one by one only where those differ.
+number, and one by one only where those differ; before anything is trained, and once in `EVERY` backwards that reduce.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from .errors import AgreementError, few, ranks_in_words, warn
@@ -19,13 +20,34 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
-def verify_at_first(root: Root) -> None:
-    """Compare replicas before the first training forward, as `check_values` says. Collective over all axes."""
+EVERY = 1000
+
+
+def verify(root: Root, *, again: bool) -> float:
+    """Compare replicas, as `check_values` says; after how many backwards that reduce it is due again. Collective over
+    all axes.
+
+    `again`: they were compared before, and were the same.
+    """
+    if again and not all(map(_stays_alike, root.units)):
+        return math.inf
     found = differences(root)
-    if found and not root.agreement.values_differ:  # else it was said, of all ranks
+    if not found:
+        return EVERY if any(unit.groups.replicate is not None for unit in root.units) else math.inf
+    if again:
+        found = f"{found}. They were the same {EVERY:,} backwards before"
+    if not root.agreement.values_differ:  # else it was said, of all ranks
         if root.agreement.check_values == "raise":
             raise AgreementError(found)
         warn(found)
+    return math.inf
+
+
+def _stays_alike(unit: Unit) -> bool:
+    """Whether replicas of `unit` get the same gradients: what a user's hook does in place of the all-reduce is its own
+    affair."""
+    hook = unit.choices.comm_hook
+    return hook is None or unit.groups.shard.size > 1 or hook.is_ours
 
 
 def differences(root: Root) -> str:

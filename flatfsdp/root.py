@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +37,7 @@ from .limiter import Limiter
 from .links import Links
 from .placement import check_placed, check_registered
 from .policy.order import ForwardOrder, ForwardRecord
-from .replicas import verify_at_first
+from .replicas import verify
 from .residents import Residents
 from .stepping import NO_STEPPING, Steppers
 from .storage import Ledger
@@ -143,7 +144,8 @@ class Root:
         self.agreement = Agreement(check_values=settings.check_values)
         self._told: str | None = None  # what was set, None when it has to be put together anew
         self._excepted: dict[bool, tuple[frozenset[Unit], frozenset[Unit]]] = {}  # found before, by `sync`
-        self._replicas_due = settings.check_values != "off"  # to be compared
+        # After how many backwards that reduce replicas are compared again; None: they were not yet. [Note: replicas]
+        self._replicas_due: float | None = None if settings.check_values != "off" else math.inf
         self._neighbours_due = True  # units are to be told anew who keeps portions with them
 
     # -- construction and lazy init ----------------------------------------------------------------------------------
@@ -400,8 +402,8 @@ class Root:
         if first and not self.agreement.silent:
             if self._neighbours_due:
                 self._connect_neighbours()
-            if torch.is_grad_enabled() and self.agreement.compares_forwards:
-                self._verify_replicas()
+            if self._replicas_due is None and torch.is_grad_enabled() and self.agreement.compares_forwards:
+                self._replicas_due = verify(self, again=False)  # all ranks are known to train
             self._follow_other_ranks()
             self.residents.fetch(self)
         if torch.is_grad_enabled() or (self.branches.training and unit.choices.schedule.branch is not None):
@@ -424,12 +426,6 @@ class Root:
             if owner.phase is not SUMMONED:
                 owner.launch_unshard()
         self._launch(unit, self._order.upcoming())
-
-    def _verify_replicas(self) -> None:
-        """Once, when all ranks are known to train. [Note: replicas] Collective over all axes."""
-        if self._replicas_due:
-            self._replicas_due = False
-            verify_at_first(self)
 
     def _connect_neighbours(self) -> None:
         """Let units know who keeps portions with them. [Note: portions]
@@ -549,7 +545,12 @@ class Root:
         unreduced, kept = self._exceptions()
         sync = len(unreduced) < len(self.units)
         self.agreement.check_backward(self, trained, reduces=sync)
-        self._verify_replicas()
+        if self._replicas_due is None:
+            self._replicas_due = verify(self, again=False)
+        elif sync:
+            self._replicas_due -= 1
+            if not self._replicas_due:
+                self._replicas_due = verify(self, again=True)
         if self._at_rest:  # a graph older than the last rest
             self._follow_writes()
         self.record.consumed = True

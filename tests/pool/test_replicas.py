@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, comm_hooks, replicas
 from flatfsdp.errors import AgreementError, ConfigTypeError, UsageError
 from tests.conftest import Run
 from tests.harness.meshes import replicas_of_shards
@@ -72,7 +74,7 @@ def on_demand(rank: int, world: int, kind: str, by: int) -> list[str]:
         with pytest.raises(AgreementError) as caught:
             flatfsdp.check_replicas(model)
         said.append(str(caught.value))
-    assert not train(model, rank)  # only the first forward looks
+    assert not train(model, rank)  # only the first forward looks, and a late backward
     return said
 
 
@@ -210,3 +212,50 @@ def test_what_only_some_ranks_call_is_told_to_all_where_nothing_is_sharded(pool2
     first, second = pool2(parting)
     assert first == second
     assert "rank 0 called check_replicas(); rank 1 called inference(max_bytes=None), 2 flat parameters" in first
+
+
+def in_the_course(rank: int, world: int, kind: str, check: str, hook: str) -> list[str]:
+    """What steps say of a write by one rank between the second and the third."""
+    model = wrapped(world, kind, check_values=check)
+    if hook:
+        function = comm_hooks.allreduce_hook if hook == "ours" else of_a_user
+        model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), function)
+    said = []
+    with patch.object(replicas, "EVERY", 3):
+        for step in range(9):
+            if step == 2:
+                write(model, rank, 1)
+            try:
+                with model.no_sync() if step == 1 else nullcontext():  # which reduces nothing, and does not count
+                    said.append("; ".join(train(model, rank)))
+            except AgreementError as error:
+                return [*said, f"raised {error}"]
+    return said
+
+
+def of_a_user(state: Any, grad: torch.Tensor) -> None:
+    """Leaves each rank its own gradients."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "check", "hook", "finds"),
+    [
+        ("HYBRID_SHARD", "warn", "", True),
+        ("HYBRID_SHARD", "off", "", False),
+        ("NO_SHARD", "raise", "", True),
+        ("NO_SHARD", "warn", "ours", True),
+        ("NO_SHARD", "warn", "a user's", False),
+        ("FULL_SHARD", "warn", "", False),
+    ],
+)
+def test_replicas_are_compared_at_a_rhythm(pool4: Run, kind: str, check: str, hook: str, finds: bool) -> None:
+    # The third backward that reduces after the first comparison; where nothing is sharded that is in the first one.
+    due = 3 if kind == "HYBRID_SHARD" else 4
+    for said in pool4(in_the_course, kind, check, hook):
+        if not finds:
+            assert said == [""] * 9
+        elif check == "raise":
+            assert len(said) == due + 1 and said[due].startswith("raised replicas differ in 1 of 12 parameters: ")
+        else:
+            assert [index for index, each in enumerate(said) if each] == [due], said
+            assert "on rank 1" in said[due] and said[due].endswith(". They were the same 3 backwards before")
