@@ -39,15 +39,18 @@ class Call:
 
     Attributes:
         began: when, in ticks of the record's clock; None where that tells nothing.
-        over_in: the graph task in which it was over before it began, if any: it returned what it was given.
+        over_in: the graph task in which it was over last. An output that is reached later is what it was given.
+        outlasts: it may go on when the gradients of its inputs are there: those of leaves come before those of outputs
+            that were not computed from them.
     """
 
-    __slots__ = ("__weakref__", "began", "kept", "over_in")
+    __slots__ = ("__weakref__", "began", "kept", "outlasts", "over_in")
 
     def __init__(self, began: int | None) -> None:
         self.began = began
         self.kept: object = None
         self.over_in: int | None = None
+        self.outlasts = False
 
 
 class Unit(UnitData):
@@ -278,7 +281,7 @@ class Unit(UnitData):
         if kwargs:
             inputs += [tensor for tensor in tensors_in(kwargs) if tensor.requires_grad]
         awaited = [tensor for tensor in inputs if root.links.first_reader(tensor, self)]
-        if not awaited and not all(leaf.requires_grad for handle in self.handles for leaf in handle.leaves):
+        if not awaited and self._has_frozen():
             awaited = inputs
         if not awaited:
             return None
@@ -295,6 +298,7 @@ class Unit(UnitData):
 
         registered, call.kept = hooks.after_backward_to(awaited, arrived)
         if all(tensor.grad_fn is None for tensor in awaited):
+            call.outlasts = True
             root.links.unhook_later(registered)
         return call
 
@@ -316,6 +320,8 @@ class Unit(UnitData):
             anchors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             for anchor in anchors:
                 self._anchor(root, anchor, call)
+            if call is not None and call.outlasts:
+                call.outlasts = len(anchors) > 1 and self._has_frozen()
             reached = bool(anchors)
             keep = stays and not reached and not recomputing and bool(self.trainable_leaves())
             if keep:
@@ -467,6 +473,7 @@ class Unit(UnitData):
                 return  # freed when that was over
         if call is not None and call not in self._open_calls:
             self._open_calls.add(call)
+            self.needed_whole = self.needed_whole or call.outlasts
             if backward.in_inner_task():
                 for unit in (self, *self.owners):
                     unit._late = unit._come_late()
@@ -513,7 +520,10 @@ class Unit(UnitData):
             self._encloses = not set(self.module.modules()).issubset(self.modules)
         if not self._encloses:
             return False
-        return backward.recomputes or not all(leaf.requires_grad for handle in self.handles for leaf in handle.leaves)
+        return backward.recomputes or self._has_frozen()
+
+    def _has_frozen(self) -> bool:
+        return not all(leaf.requires_grad for handle in self.handles for leaf in handle.leaves)
 
     def arm(self, backward: Backward, *, share: bool = False) -> None:
         """Await the gradients of all leaves that require one. `share`: in the parameters' own places."""
@@ -605,10 +615,8 @@ class Unit(UnitData):
 
     def inputs_ready(self, call: Call) -> None:
         """The gradients of the inputs of one call are there."""
-        if call in self._open_calls:
-            self._open_calls.discard(call)
-        else:  # its backward does not begin, unless an input is an output
-            call.over_in = _torch.graph_task()
+        self._open_calls.discard(call)
+        call.over_in = _torch.graph_task()
         backward = self.root.backward
         if backward is not None and call.began is not None and call.began == backward.began.get(self):
             self.is_through = True

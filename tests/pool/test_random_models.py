@@ -38,6 +38,7 @@ class How(NamedTuple):
     corners: bool = False  # units are called again, tied, and return tuples
     siblings: bool = False  # several units are recomputed together
     outputs: bool = False  # units return several tensors, of which a loss uses some, in any order
+    reentrant: bool = True  # some units are recomputed by reentrant checkpoints
     alike: bool = False  # ranks use the same parts
     microbatches: int = 1
     forwards: int = 1
@@ -145,11 +146,12 @@ Step = Callable[[Tensor], Tensor]
 class Net(nn.Module):
     """A residual chain of units, drawn by `seed`."""
 
-    def __init__(self, seed: int, *, corners: bool = False, siblings: bool = False, outputs: bool = False) -> None:
+    def __init__(self, seed: int, how: How) -> None:
         super().__init__()
+        corners, siblings, outputs = how.corners, how.siblings, how.outputs
         drawn = random.Random(seed)
         torch.manual_seed(seed)
-        ways = (None, True, False)
+        ways = (None, True if how.reentrant else None, False)
         self.parts = [
             Part(drawn.random() < 0.5, drawn.choice(ways), drawn.random() > 0.15) for _ in range(drawn.randint(2, 5))
         ]
@@ -172,10 +174,13 @@ class Net(nn.Module):
             self.stretches = [Stretch(*ends, drawn.choice(ways)) for ends in itertools.pairwise(cuts)]
         self.head: nn.Parameter | None = None
         if outputs:
-            if drawn.random() < 0.7:
+            if drawn.random() < 0.7 or not how.alike:
                 self.head = _weight()
             # No gradient flows to what the first unit is given then.
             self.takes_leaf = self.head is not None and drawn.random() < 0.5
+            self.head_comes_first = drawn.random() < 0.5
+            for parameter in self.units.parameters():
+                parameter.requires_grad_(parameter.requires_grad and drawn.random() > 0.1)
             for part, unit in zip(self.parts, self.units, strict=True):
                 # What is beside the output of a reentrant checkpoint gets no gradient, in one process either.
                 if part.recompute is not True and drawn.random() < 0.7:
@@ -188,6 +193,8 @@ class Net(nn.Module):
         if not (self.outputs and self.takes_leaf):
             x = x.clone().requires_grad_() * 1.0
         given, self.beside = x, []
+        if self.head is not None and self.head_comes_first:
+            of_given = (given @ self.head).tanh()
         for again in range(2):
             for first, end, recompute in self.stretches:
                 steps = [self._drawn(place, drawn) for place in range(first, end) if not again or self.again[place]]
@@ -198,7 +205,11 @@ class Net(nn.Module):
         if not self.outputs:
             return x
         beside, self.beside = self.beside, []
-        made = {} if self.head is None else {"head": (x @ self.head, (given @ self.head).tanh())}
+        made = {}
+        if self.head is not None:
+            if not self.head_comes_first:
+                of_given = (given @ self.head).tanh()
+            made = {"head": (x @ self.head, of_given), "sure": of_given}
         return {"last": x, "units": beside, **made}
 
     def _drawn(self, place: int, drawn: random.Random) -> Step:
@@ -208,10 +219,11 @@ class Net(nn.Module):
         cut = drawn.random() < 0.25 and part.recompute is None
 
         def step(x: Tensor) -> Tensor:
-            y, beside = _run(unit, x, use, None if part.nested else part.recompute)
+            # All ranks' outputs of a unit require a gradient, or none does.
+            y, beside = _run(unit, x, use if x.requires_grad else "abc", None if part.nested else part.recompute)
             if beside is not None:
                 self.beside.append(beside)
-            return x + (y.detach() if cut else y) * 0.5
+            return x + (y.detach() if cut and x.requires_grad else y) * 0.5
 
         return step
 
@@ -222,15 +234,16 @@ def _one_after_the_other(steps: list[Step], x: Tensor) -> Tensor:
     return x
 
 
-def _chosen(outputs: Any, seed: int, *, last: bool) -> Tensor:
+def _chosen(outputs: Any, seed: int, *, last: bool, sure: bool) -> Tensor:
     """A loss of some of the `outputs`, added up in any order. `last`: of what the last unit made, too; what earlier
-    microbatches left is reduced by a backward that reaches a parameter."""
+    microbatches left is reduced by a backward that reaches a parameter. `sure`: of one that comes from a parameter."""
     if isinstance(outputs, Tensor):
         return outputs.sum()
     drawn = random.Random(seed)
     tensors, share = [*_tensors_in(outputs)], drawn.choice((0.1, 0.5, 1.0))
     chosen = [tensor for tensor in tensors if tensor.requires_grad and drawn.random() < share]
     chosen += [outputs["last"]] if last and outputs["last"].requires_grad else []
+    chosen += [outputs["sure"]] if sure else []
     drawn.shuffle(chosen)
     total = torch.zeros(())
     for tensor in chosen or [tensor for tensor in tensors if tensor.requires_grad][:1]:
@@ -250,7 +263,7 @@ def _train(rank: int, world: int, seed: int, how: How) -> bool:
     """Whether parameters, and gradients where they are kept, are those of one process that runs all ranks' batches."""
     mesh = replicas_of_shards() if how.strategy == "HYBRID_SHARD" else None
     model = FullyShardedDataParallel(
-        Net(seed, corners=how.corners, siblings=how.siblings, outputs=how.outputs),
+        Net(seed, how),
         auto_wrap_policy={Leafy, Nest},
         sharding_strategy=how.strategy,
         device_mesh=mesh,
@@ -261,7 +274,7 @@ def _train(rank: int, world: int, seed: int, how: How) -> bool:
         backward_prefetch=how.prefetch,
         join_units_below=how.join_units_below,
     )
-    alone = Net(seed, corners=how.corners, siblings=how.siblings, outputs=how.outputs)
+    alone = Net(seed, how)
     optimizer, plain = (torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, alone))
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10) if how.stepping == "scaled" else None
     in_backward = how.stepping == "in the backward"
@@ -275,7 +288,7 @@ def _train(rank: int, world: int, seed: int, how: How) -> bool:
         for forward in range(how.forwards):
             x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(of + 10 * microbatch + 100 * forward))
             use = 100 * seed + 10 * step + (0 if how.alike else of) + 10**6 * microbatch + 10**7 * forward
-            total = total + _chosen(net(x, use), use, last=how.microbatches > 1)
+            total = total + _chosen(net(x, use), use, last=how.microbatches > 1, sure=not how.alike)
         return total / how.microbatches
 
     def same(found: Any, expected: Any) -> bool:
@@ -351,5 +364,11 @@ def test_so_it_is_where_several_units_are_recomputed_together(pool3: Run, seed: 
 
 @pytest.mark.parametrize("seed", seeds(8, 200))
 def test_so_it_is_where_units_return_several_tensors(run: Run, seed: int) -> None:
+    how = How.drawn(seed)._replace(outputs=True, reentrant=False)
+    assert all(run(how.world, _train, seed, how, timeout=60))
+
+
+@pytest.mark.parametrize("seed", seeds(3, 100))
+def test_so_it_is_where_ranks_use_the_same_of_several_tensors(run: Run, seed: int) -> None:
     how = How.drawn(seed)._replace(outputs=True, alike=True)
     assert all(run(how.world, _train, seed, how, timeout=60))
