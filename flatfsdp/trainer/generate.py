@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ def generate(
     context: int | None = None,
     device: torch.device,
     seed: int,
-    temperature: float = TEMPERATURE,
+    temperature: float | Callable[[int], float] = TEMPERATURE,
 ) -> list[int]:
     """`tokens`, and `length` ones that `model` continues them with.
 
@@ -33,7 +33,8 @@ def generate(
             of transformers.
         tokens: at least one.
         context: how many of the last tokens it sees; None for all.
-        temperature: divides the logits; 0 always takes the likeliest token.
+        temperature: divides the logits; 0 always takes the likeliest token. A function is asked for each token, with
+            the one before it.
     """
     generator = torch.Generator().manual_seed(seed)
     made = list(tokens)
@@ -43,10 +44,11 @@ def generate(
         for _ in range(length):
             window = torch.tensor([made[-context:] if context else made], device=device)
             last = logits_of(model(window))[0, -1].float().cpu()
-            if temperature == 0:
+            divisor = temperature(made[-1]) if callable(temperature) else temperature
+            if divisor == 0:
                 made.append(int(last.argmax()))
             else:
-                odds = torch.softmax(last / temperature, dim=-1)
+                odds = torch.softmax(last / divisor, dim=-1)
                 made.append(int(torch.multinomial(odds, 1, generator=generator)))
     model.train(training)
     return made

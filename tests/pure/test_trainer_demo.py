@@ -11,7 +11,8 @@ import torch
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.demo import DemoOptions
 from flatfsdp.trainer.demo.corpus import Corpus, Split, corpus_files, split_of
-from flatfsdp.trainer.demo.model import ByteTransformer
+from flatfsdp.trainer.demo.model import TOGETHER, ByteTransformer, spread
+from flatfsdp.trainer.demo.options import temperature
 
 # options
 
@@ -98,3 +99,15 @@ def test_a_position_sees_the_order_of_what_came_before() -> None:
     swapped = tokens.clone()
     swapped[0, [2, 3]] = tokens[0, [3, 2]]
     assert (model(tokens) - model(swapped))[0, -1].abs().max() > 1e-3
+
+
+def test_what_bytes_say_together_is_spread_over_the_table() -> None:
+    pairs = torch.arange(256)[:, None] * 256 + torch.arange(97, 123)
+    places = spread(pairs.flatten())
+    assert int(places.min()) >= 0 and int(places.max()) < TOGETHER
+    assert int(places.bincount(minlength=TOGETHER).max()) <= 6, "of 6,656 among 4,096"
+    assert spread(torch.tensor([256**4 - 1])) < TOGETHER, "no number of four bytes is too large"
+
+
+def test_a_word_is_spelled_with_less_chance_than_it_is_chosen() -> None:
+    assert temperature(ord("e")) < temperature(ord("_")) == temperature(ord(" "))

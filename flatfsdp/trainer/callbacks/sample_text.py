@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from flatfsdp.trainer.callbacks.base import Callback
-from flatfsdp.trainer.generate import generate
+from flatfsdp.trainer.generate import TEMPERATURE, generate
 from flatfsdp.trainer.terminal import say
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class SampleText(Callback):
         encode, decode: text to tokens and back.
         context: how many of the last tokens the model sees; None for all.
         only_at_end: not after evaluations.
+        temperature: divides the logits; or a function that gives it for what follows a token.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class SampleText(Callback):
         decode: Callable[[Sequence[int]], str],
         context: int | None = None,
         only_at_end: bool = False,
+        temperature: float | Callable[[int], float] = TEMPERATURE,
     ) -> None:
         self._prompt, self._length, self._context, self._only_at_end = prompt, length, context, only_at_end
-        self._encode, self._decode = encode, decode
+        self._encode, self._decode, self._temperature = encode, decode, temperature
 
     def on_evaluation(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         if not self._only_at_end:
@@ -59,6 +61,7 @@ class SampleText(Callback):
             context=self._context,
             device=trainer.world.device,
             seed=trainer.training.seed,
+            temperature=self._temperature,
         )
         return self._decode(tokens)
 

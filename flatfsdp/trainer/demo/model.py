@@ -1,7 +1,7 @@
 """The model: a decoder-only transformer over bytes, pre-norm, with rotary positions.
 
-A position begins as the sum of vectors for its byte and for those just before it: two blocks are enough to spell words
-after a minute.
+A position begins as the sum of vectors for its byte and for those just before it, one by one and together: two blocks
+are enough to spell words after a minute.
 
 `Block` is what the trainer wraps as one FSDP unit; embedding, last norm and head stay with the root. What a block adds
 to the stream starts at zero, and so do the logits: the first loss is ln 256.
@@ -15,21 +15,36 @@ from torch import Tensor, nn
 
 VOCABULARY = 256  # every byte is a token
 RECENT = 4  # bytes that a position begins with: its own and those before
+TOGETHER = 4096  # vectors for the last two bytes together, as many for the last three, and so on
 
 
 class RecentBytes(nn.Module):
-    """Each position as the sum of what its byte says, and the byte before it, and so on: `RECENT` in all."""
+    """Each position as the sum of what its byte says, and the byte before it, and so on, `RECENT` in all; and of what
+    the last two, three, ... `RECENT` bytes say together. Those that a hash puts into one place of the table share it.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.table = nn.Embedding(RECENT * VOCABULARY, width)
-        nn.init.normal_(self.table.weight, std=0.1)
+        self.table = nn.Embedding(RECENT * VOCABULARY + (RECENT - 1) * TOGETHER, width)
+        nn.init.normal_(self.table.weight, std=0.05)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         time = input_ids.shape[1]
         padded = F.pad(input_ids, (RECENT - 1, 0))  # zeros stand before the text
-        recent = [padded[:, RECENT - 1 - back :][:, :time] + back * VOCABULARY for back in range(RECENT)]
-        return self.table(torch.stack(recent, dim=-1)).sum(dim=-2)
+        rows = []
+        together = torch.zeros_like(input_ids)
+        for back in range(RECENT):
+            byte = padded[:, RECENT - 1 - back :][:, :time]
+            rows.append(byte + back * VOCABULARY)
+            together = together * VOCABULARY + byte
+            if back:
+                rows.append(spread(together) + RECENT * VOCABULARY + (back - 1) * TOGETHER)
+        return self.table(torch.stack(rows, dim=-1)).sum(dim=-2)
+
+
+def spread(numbers: Tensor) -> Tensor:
+    """Numbers below `TOGETHER` in place of any, by a multiplicative hash."""
+    return (numbers * 2654435761 & 0xFFFFFFFF) * TOGETHER >> 32
 
 
 class Attention(nn.Module):

@@ -1,0 +1,33 @@
+"""Tokens from a model whose odds are known."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.trainer.generate import generate
+from tests.harness.fake import fake_world
+
+
+class Odds(nn.Module):
+    """The same logits after whatever came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor([3.0, 2.0, 1.0, 0.0]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.logits.expand(*tokens.shape, 4)
+
+
+def test_a_temperature_may_hang_on_the_token_before() -> None:
+    with fake_world(1):
+        model = FullyShardedDataParallel(Odds())
+        asked = {"length": 200, "device": torch.device("cpu"), "seed": 0}
+        made = generate(model, [3], temperature=lambda token: 0.0 if token else 1e9, **asked)  # type: ignore[arg-type]
+    after = {token: {two[1] for two in itertools.pairwise(made) if two[0] == token} for token in range(4)}
+    assert after == {0: {0, 1, 2, 3}, 1: {0}, 2: {0}, 3: {0}}
+    assert len(made) == 201
