@@ -20,6 +20,7 @@ from .errors import UsageError, warn
 from .extensions import can_transform, transform
 from .flat_param import FlatParamHandle
 from .groups import plan_groups
+from .local_clipping import tell_of_local_clipping
 from .materialise import materialise
 from .optim_state.stamp import stamp_state_dicts
 from .optimizers import guard_optimizers
@@ -175,6 +176,7 @@ def new_root(unit: Unit, device: torch.device, ledger: Ledger, settings: RootSet
     roots.add(root)
     guard_optimizers()
     tell_if_unstepped(root)
+    tell_of_local_clipping(root)
     stamp_state_dicts()
     return root
 

@@ -60,6 +60,11 @@ class Peers:
             self._rank = axes[0].group.ranks[axes[0].group.rank]
 
     @property
+    def scope(self) -> str:
+        """Names this model in the store, the same on all its ranks; "" where there is no other to hear from."""
+        return self._scope
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank is the lowest of those that were heard from, or the only one."""
         return self._rank == min(self.ranks, default=self._rank)

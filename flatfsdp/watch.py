@@ -70,6 +70,7 @@ from .timekeeper import Timekeeper
 
 GRACE = 4.0  # seconds that a blocked main thread gets to come back before its process is ended
 JOIN = 10.0  # seconds that the thread gets to finish what it says, when the interpreter ends
+LAST_ERRANDS = 0.3  # seconds that errands get then
 SILENCE = 3.0  # periods without an answer of the store after which the watch cannot be relied on
 PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late for good reasons: torch's own bound
 
@@ -140,6 +141,7 @@ class Watch:
         self._blocks: Counter[str] = Counter()  # how many of a name were entered: ranks count alike
         self._inside: list[str] = []  # of blocks, those that the main thread is in
         self._failures: list[Failure] = []  # of other ranks, in blocks that this one may be in
+        self._errands: list[Callable[[], bool]] = []  # of others, done when the thread looks
         self._next_roll = 0.0  # seconds into a wait of the kind above, at which to ask again
         self._reported: float | None = None  # since when the wait lasts that was reported
         self._standing, self._standing_since = "", 0.0  # where all ranks were found waiting [Note: deadlock]
@@ -160,6 +162,13 @@ class Watch:
             self._watched.add(watched)
             weakref.finalize(watched, self._wake.set).atexit = False
             self._start()
+
+    def run(self, errand: Callable[[], bool]) -> None:
+        """Let the thread call `errand`, soon and then once per period, until it returns True."""
+        with self._lock:
+            self._errands.append(errand)
+            self._start()
+        self._wake.set()
 
     @contextlib.contextmanager
     def waiting(self, ranks: Sequence[int], what: str, *, settled_by_notes: bool = False) -> Iterator[None]:
@@ -256,6 +265,9 @@ class Watch:
                 if time.monotonic() > deadline or self.board.silent_for() > self._calls.period:
                     break
                 thread.join(timeout=0.1)
+        if self._errands and not self.board.silent_for():
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                self.board.wait(self._run_errands, LAST_ERRANDS)
 
     @property
     def failure(self) -> AgreementError | None:
@@ -305,6 +317,14 @@ class Watch:
         purpose = self._suspicion()
         if purpose is not None:
             self._calls.ask(purpose, heard=self._heard)
+        self._run_errands()
+
+    def _run_errands(self) -> bool:
+        """Go on with what others asked for; True when all of it is done."""
+        for errand in [*self._errands]:
+            if errand():
+                self._errands.remove(errand)
+        return not self._errands
 
     def _hear(self) -> None:
         ended = []

@@ -57,7 +57,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (4, "labels links joining residents traversal placement branches stepping backward root"),
     (4, "registry"),
     (4, "optimizers"),
-    (4, "unstepped"),
+    (4, "unstepped local_clipping"),
     (5, "owned"),
     (5, "consolidate"),
     (5, "full_params inference"),
