@@ -146,8 +146,7 @@ class LocalClipping:
         if root is None or sample is None:
             return
         held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-        handles = [handle for unit in root.units for handle in unit.handles]
-        if any(id(parameter) in held for handle in handles for parameter in handle.steppable):
+        if any(id(parameter) in held for parameter in root.steppable):
             self._sample, self._due = None, False
             _sampled.discard(self)
             self._compare(root, sample, held)

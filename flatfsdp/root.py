@@ -211,6 +211,11 @@ class Root:
         with _torch.as_plain_tensors():  # leaves may be hidden
             return tuple(map(_requires_grad, leaves))
 
+    @property
+    def steppable(self) -> Iterator[torch.Tensor]:
+        """The parameters that optimizers see."""
+        return (each for unit in self.units for handle in unit.handles for each in handle.steppable)
+
     def _check_placed(self) -> None:
         check_registered(self)
         check_placed(self)

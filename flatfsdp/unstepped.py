@@ -80,7 +80,7 @@ class Unstepped:
             if self._in_vain and all(each.is_unchanged() for each in self._before):
                 _say(root, self._in_vain)
             self._end(root)
-        elif not self._before:
+        elif not self._before and not backward.lingering:  # whoever reads a gradient that lingers waits for it
             handles = [handle for unit in root.units for handle in unit.handles]
             self._before = [_Before(each) for each in handles if any(p.grad is not None for p in each.steppable)]
             if self._before:
@@ -111,8 +111,7 @@ class Unstepped:
 
 def _holds_some_of(root: Root, optimizer: torch.optim.Optimizer) -> bool:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    handles = (handle for unit in root.units for handle in unit.handles)
-    return any(id(parameter) in held for handle in handles for parameter in handle.steppable)
+    return any(id(parameter) in held for parameter in root.steppable)
 
 
 def _say(root: Root, in_vain: str) -> None:
