@@ -4,6 +4,8 @@
 `torchrun ... -m flatfsdp.as_torch script.py args...`, runs a program that was written for FSDP1 as it is. In a program
 of your own `install()` does the same. FSDP2's names stay torch's.
 
+`torch.nn.utils.clip_grad_norm_`, which would clip each rank's shards by themselves, takes the norm over all ranks.
+
 Names are replaced where modules hold them: in torch's public modules, in `torch.distributed.checkpoint.state_dict`,
 whose `get_state_dict` and `set_state_dict` then work on flatfsdp's models, and in every module that has imported one
 of them by then. What a program keeps elsewhere (in an object, a default argument) before `install()` stays torch's.
@@ -27,9 +29,11 @@ import torch.distributed.fsdp.fully_sharded_data_parallel as torchs_wrapper
 import torch.distributed.fsdp.sharded_grad_scaler as torchs_scaler
 import torch.distributed.fsdp.wrap as torchs_wrap
 from torch import nn
+from torch.nn.utils import clip_grad
 
 from . import FullyShardedDataParallel, ShardedGradScaler, flat_param, fsdp1_mode, registry, state_dict_configs, wrap
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from .clip import clips_over_ranks
 from .dcp_state_dict import replacements
 from .errors import UsageError, current_rank
 
@@ -63,6 +67,7 @@ def install() -> None:
         return
     fsdp1_mode.active = True
     by_id: dict[int, Any] = {}
+    by_id[id(clip_grad.clip_grad_norm_)] = clips_over_ranks(clip_grad.clip_grad_norm_)
     for module in _PUBLIC:
         for name, ours in _OURS.items():
             if name in vars(module):
@@ -89,7 +94,7 @@ def uninstall() -> None:
 
 def _is_to_be_told(module: ModuleType) -> bool:
     """Whether the names of `module` are a program's, or those under which programs find torch's FSDP1."""
-    if module in (*_PUBLIC, dcp_state_dict):
+    if module in (*_PUBLIC, dcp_state_dict, nn.utils, clip_grad):
         return True
     package = module.__name__.partition(".")[0]
     return package not in ("torch", "flatfsdp") or module.__name__ == __name__ == "__main__"

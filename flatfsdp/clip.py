@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import torch
-from torch import nn
 
+from . import registry
 from .errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, refuse_type, warn
 from .nonfinite import first_gradient, of_all_ranks
 from .root import Root
@@ -30,9 +31,10 @@ def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dt
 
 @torch.no_grad()
 def clip_grad_norm(
-    root: Root, model: nn.Module, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    root: Root, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """Scale all gradients of `model` so that their joint norm is at most `max_norm`; returns the norm before.
+    """Scale the gradients of `parameters`, as optimizers see them and the same on all ranks, so that their joint norm
+    is at most `max_norm`; returns the norm before.
 
     A sharded gradient counts once over its shard group, one that every rank holds (NO_SHARD, ignored parameters) once.
     Collective over the shard groups: one scalar each, present gradients or not. A norm that is not finite is that on
@@ -60,11 +62,15 @@ def clip_grad_norm(
     whole: list[torch.Tensor] = []
     managed: set[int] = set()
     dtypes: set[torch.dtype] = set()  # of the gradients on any rank, also where this one holds none of a kind
+    chosen = {id(parameter): parameter for parameter in parameters}
     for unit in root.units:
         for handle in unit.handles:
             managed.update(id(leaf) for leaf in handle.leaves)
             managed.add(id(handle.flat_param))
-            grads = [parameter.grad for parameter in handle.steppable if parameter.grad is not None]
+            found = [parameter for parameter in handle.steppable if id(parameter) in chosen]
+            if not found:
+                continue
+            grads = [parameter.grad for parameter in found if parameter.grad is not None]
             if any(leaf.requires_grad for leaf in handle.leaves):
                 dtypes.add(handle.precision.grad)
             if handle.whole:
@@ -73,7 +79,7 @@ def clip_grad_norm(
                 key = id(unit.groups.shard.process_group)
                 axes[key] = unit.gather
                 sharded.setdefault(key, []).extend(grads)
-    whole.extend(p.grad for p in model.parameters() if id(p) not in managed and p.grad is not None)
+    whole.extend(p.grad for key, p in chosen.items() if key not in managed and p.grad is not None)
     dtypes.update(grad.dtype for grad in whole)
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     total = _power_sum(whole, p, device, wide)
@@ -96,6 +102,40 @@ def clip_grad_norm(
     for grad in every:
         grad.mul_(scale.to(grad.device))  # of no dimension: computed in its precision, kept in the gradient's dtype
     return norm.to(max(dtypes, key=lambda d: d.itemsize)) if dtypes else norm
+
+
+def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.nn.utils.clip_grad_norm_` that takes the norm over all ranks where it is given parameters of a model of
+    ours, all of them or some; collective then. Gradients of parameters of no model are left to `torchs_own`."""
+
+    @functools.wraps(torchs_own)
+    def clip_grad_norm_(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        ids = set(map(id, given))
+        # Wrappers inside others were roots before.
+        units = {unit for root in registry.roots for unit in root.units}
+        handles = [(unit.root, handle) for unit in units for handle in unit.handles]
+        found = {root for root, handle in handles if not ids.isdisjoint(map(id, handle.steppable))}
+        if not found:
+            return torchs_own(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        if len(found) > 1:
+            raise UsageError(
+                f"clip_grad_norm_: got parameters of {len(found)} wrapped models. Clip the gradients of one at a time, "
+                "or wrap them as one model"
+            )
+        (root,) = found
+        root.lazy_init()
+        root.settle_down()
+        with root.agreement.together("clip_grad_norm_()"):
+            return clip_grad_norm(root, given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    return clip_grad_norm_
 
 
 def _refuse_norm(root: Root, norm: torch.Tensor, p: float) -> NoReturn:

@@ -437,4 +437,4 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
         """
         root = root_of(self._unit, "clip_grad_norm_")
         with root.agreement.together("clip_grad_norm_()"):
-            return clip_grad_norm(root, self, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+            return clip_grad_norm(root, self.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -56,6 +56,8 @@ assert ShardedGradScaler.__module__.startswith("flatfsdp")
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 for _ in range(2):
     model(torch.ones(2, 4)).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    assert model.clip_grad_norm_(0.5) <= 0.5001 and norm > 0.5, norm  # of all ranks
     optimizer.step()
     optimizer.zero_grad()
 
