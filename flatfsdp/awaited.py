@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .flat_param import FlatParameter
+from .flat_param import FlatParameter, NoticesWrites
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -50,7 +50,7 @@ class _Awaiting:
         return self.__reduce_ex__(protocol)
 
 
-class AwaitedParameter(_Awaiting, nn.Parameter):
+class AwaitedParameter(_Awaiting, NoticesWrites, nn.Parameter):
     """What `nn.Parameter` objects are while their gradients are awaited; never constructed."""
 
 
@@ -61,7 +61,7 @@ class AwaitedFlatParameter(_Awaiting, FlatParameter):
 _WHILE_AWAITED: dict[type, type] = {nn.Parameter: AwaitedParameter, FlatParameter: AwaitedFlatParameter}
 _AFTERWARDS = {awaited: kind for kind, awaited in _WHILE_AWAITED.items()}
 
-_arrivals: dict[int, weakref.ref[Arrival]] = {}  # by id of the parameter
+ARRIVALS: dict[int, weakref.ref[Arrival]] = {}  # by id of the parameter; empty: nothing is awaited
 
 
 class Arrival:
@@ -72,7 +72,7 @@ class Arrival:
         self._parameters = parameters
         self._finish = finish
         ids = list(map(id, parameters))
-        _arrivals.update(dict.fromkeys(ids, weakref.ref(self)))
+        ARRIVALS.update(dict.fromkeys(ids, weakref.ref(self)))
         self._forget = weakref.finalize(self, _forget, ids)
         show_awaited(parameters)
 
@@ -105,23 +105,22 @@ def can_await(parameter: nn.Parameter) -> bool:
 
 def is_awaited(parameter: nn.Parameter) -> bool:
     """Whether the parameter's gradient is awaited."""
-    return id(parameter) in _arrivals
+    return id(parameter) in ARRIVALS
 
 
 def show_awaited(parameters: Iterable[nn.Parameter]) -> None:
     """Let those of `parameters` whose gradients are awaited wait for them again, after they were hidden, say."""
-    if _arrivals:
-        for parameter in parameters:
-            if is_awaited(parameter):
-                parameter.__class__ = _WHILE_AWAITED[type(parameter)]
+    for parameter in parameters:
+        if is_awaited(parameter):
+            parameter.__class__ = _WHILE_AWAITED.get(type(parameter), type(parameter))
 
 
 def arrive(parameter: object) -> None:
     """Wait for the gradient of `parameter`, if it is awaited."""
-    if (found := _arrivals.get(id(parameter))) is not None and (arrival := found()) is not None:
+    if (found := ARRIVALS.get(id(parameter))) is not None and (arrival := found()) is not None:
         arrival.wait()
 
 
 def _forget(ids: Iterable[int]) -> None:
     for each in ids:
-        del _arrivals[each]
+        del ARRIVALS[each]

@@ -30,10 +30,23 @@ from .lifecycle import GATHERING, SHARD_STEPS, SHARDED, UNSHARDED, refuse_step
 from .policy.precision import resolve
 from .portion import Portion
 from .resident import HostCopy, Residence
-from .storage import FlatBuffer, Ledger, Versions, versions_of
+from .storage import VERSION, FlatBuffer, Ledger, Versions, versions_of
 
 
-class FlatParameter(nn.Parameter):
+class NoticesWrites:
+    """A parameter of which what is written to `.data` in place is noticed, by version."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any parameter, but of one version counter with it."""
+        return self.detach()  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+class FlatParameter(NoticesWrites, nn.Parameter):
     """The shard of one handle as a parameter, 1-D, in the master dtype.
 
     The underscored attributes are FSDP1's names for facts of the layout; other programs read them.
@@ -41,15 +54,6 @@ class FlatParameter(nn.Parameter):
 
     _fsdp_flattened = True
     _handle_ref: weakref.ref[FlatParamHandle] | None = None
-
-    @property
-    def data(self) -> torch.Tensor:
-        """As of any parameter, but that what is written to it in place is noticed by version."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
     @property
     def _handle(self) -> FlatParamHandle:
@@ -596,7 +600,8 @@ class FlatParamHandle:
     @property
     def is_stale(self) -> bool:
         """Whether the shard was written to since the unsharded buffer was filled."""
-        return self._writes != self._shard_version or self.was_edited
+        writes = self.shard._version + self.flat_param._version
+        return writes != self._shard_version or list(map(VERSION, self.leaves)) != self._versions.known
 
     @property
     def was_written_since_gathered(self) -> bool:
@@ -606,7 +611,14 @@ class FlatParamHandle:
     @property
     def was_edited(self) -> bool:
         """Whether a leaf was written to in place since the unsharded buffer was filled."""
-        return versions_of(self.leaves) != self._versions.known
+        return list(map(VERSION, self.leaves)) != self._versions.known
+
+    @property
+    def shows_whole(self) -> bool:
+        """Whether the leaves show their places in the unsharded buffer; not if a user replaced a `.data`. Only while
+        unsharded."""
+        views = (self._active or self._refuse_sharded()).views
+        return list(map(torch.Tensor.data_ptr, self.leaves)) == list(map(torch.Tensor.data_ptr, views))
 
     @property
     def edited(self) -> list[str]:

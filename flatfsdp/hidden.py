@@ -4,7 +4,8 @@
 backward, the leaf of a unit that has not run shows this rank's shard. A term over `model.parameters()` would then be
 zero, or another one on each rank, without a word, and its gradient of a shape that autograd refuses in words of its
 own. So for that time the leaf is of a class whose operations refuse. It stays the same object, a `Parameter`, and what
-only asks about it (shape, `.grad`, `requires_grad`, hooks) is answered.
+only asks about it (`.grad`, `requires_grad`, hooks) is answered; its shape, strides, dtype and device are those of this
+rank's shard, which it shows before and after, so that who counts elements finds as many at any time.
 
 [Note: shards by hand] Momentum encoders update their weights inside a forward, element by element and without a graph:
 `k.mul_(m).add_(q, alpha=1 - m)`, or the same with `.data` or `detach()`. On every rank that is right for its shards,
@@ -24,12 +25,22 @@ from torch import nn
 from .awaited import AwaitedParameter, arrive
 from .errors import UsageError
 from .flat_param import FlatParamHandle
+from .leaf_classes import ORIGINAL, Variants
 from .placeholder import asks, name_of, property_of
 
 # By their names without what marks variants: in place, reflected, of lists of tensors.
 _ELEMENTWISE = frozenset(
     "mul add sub div true_divide truediv lerp copy neg clamp clamp_min clamp_max zero fill addcmul addcdiv".split()
 )
+
+
+# What is asked of this rank's shard: what describes a tensor.
+_OF_SHARD = frozenset(
+    "shape ndim dtype device itemsize nbytes is_cpu is_cuda is_meta is_xpu size dim ndimension numel nelement stride "
+    "storage_offset element_size is_contiguous is_floating_point is_complex is_signed get_device __len__".split()
+)
+
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class HiddenParameter(nn.Parameter):
@@ -41,8 +52,11 @@ class HiddenParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if asks(func):
-            if property_of(func) == "grad":
+            asked = property_of(func)
+            if asked == "grad":
                 arrive(args[0])
+            elif (asked or func.__name__) in _OF_SHARD:
+                args, kwargs = tuple(map(_described, args)), {name: _described(value) for name, value in kwargs.items()}
             return super().__torch_function__(func, types, args, kwargs)
         if property_of(func) == "data":
             return _data(*args)
@@ -53,6 +67,10 @@ class HiddenParameter(nn.Parameter):
             raise UsageError(_refusal_to_ask(name_of(func), used))
         raise UsageError(_refusal(name_of(func), used))
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        found = f"shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad}"
+        return f"Parameter containing: this rank's shard, which shows no values until the backward is over ({found})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A parameter of the shard, which is nobody's leaf and hides nothing."""
         if id(self) not in memo:
@@ -61,23 +79,24 @@ class HiddenParameter(nn.Parameter):
         return copied
 
 
+HIDDEN = Variants(HiddenParameter)
+HIDDEN[AwaitedParameter] = HiddenParameter
+
+
 def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
-    """Let `leaves` show `nothing`, unless they do, and refuse operations on them; those of users' own classes stay what
-    they are."""
+    """Let `leaves` show `nothing`, unless they do, and refuse operations on them."""
     for leaf in leaves:
         kind = type(leaf)
-        if kind is not HiddenParameter:
-            leaf.data = nothing
-            if kind is nn.Parameter or kind is AwaitedParameter:
-                leaf.__class__ = HiddenParameter
+        hidden = HIDDEN[kind]
+        if kind is not hidden or kind not in ORIGINAL:
+            _SET_DATA(leaf, nothing)
+            leaf.__class__ = hidden
 
 
 def refuse_use(leaves: Iterable[nn.Parameter]) -> None:
-    """Refuse operations on `leaves`; those of users' own classes stay what they are."""
+    """Refuse operations on `leaves`."""
     for leaf in leaves:
-        kind = type(leaf)
-        if kind is nn.Parameter or kind is AwaitedParameter:
-            leaf.__class__ = HiddenParameter
+        leaf.__class__ = HIDDEN[type(leaf)]
 
 
 # Where leaves lie that may be hidden, by their ids: asked when one is used.
@@ -111,6 +130,11 @@ def _place_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
 def _shard_of(leaf: torch.Tensor) -> torch.Tensor:
     handle, index = _place_of(leaf)
     return handle.sharded_views[index].detach()  # of one version counter with the shard, unlike `.data`
+
+
+def _described(value: Any) -> Any:
+    """In a hidden parameter's place, its shard; the parameter itself where the model is gone."""
+    return _shard_of(value) if isinstance(value, HiddenParameter) and id(value) in _places else value
 
 
 def _data(leaf: torch.Tensor, *written: torch.Tensor) -> torch.Tensor | None:
@@ -169,7 +193,7 @@ def _check_alike(func: Callable[..., Any], used: Sequence[Any], given: Sequence[
 
 def _hidden_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
-        if type(value) is HiddenParameter:
+        if isinstance(value, HiddenParameter):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _hidden_in(value)

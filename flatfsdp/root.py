@@ -495,6 +495,7 @@ class Root:
             for each in (*unit.owners, unit):
                 if each.is_whole and each.phase is IDLE:
                     each.wait_unshard()
+                    each.notice_writes()
 
     def reshard(self, unit: Unit) -> None:
         """Free the unsharded parameters of `unit` because a user asks for it."""
@@ -778,10 +779,14 @@ class Root:
         self.settle_down()
         if self._at_rest:
             self._take_back(written=True)
-        for unit in self.units:
-            unit.rest()
-        self.limiter.settle()
-        self._at_rest = True
+        try:
+            for unit in self.units:
+                unit.check_kept()
+        finally:
+            for unit in self.units:
+                unit.rest()
+            self.limiter.settle()
+            self._at_rest = True
 
     def _follow_writes(self) -> None:
         """Order the next gathers after what was written to the shards at rest, by an optimizer say."""

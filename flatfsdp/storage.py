@@ -163,12 +163,12 @@ class FlatBuffer:
         return given
 
 
-_version = attrgetter("_version")
+VERSION = attrgetter("_version")
 
 
 def versions_of(leaves: Sequence[torch.Tensor]) -> list[int]:
     """The version counters of `leaves`."""
-    return list(map(_version, leaves))
+    return list(map(VERSION, leaves))
 
 
 class Versions:

@@ -305,8 +305,8 @@ class Unit(UnitData):
     def _after_forward(self, root: Root, recomputing: bool, call: Call | None, output: Any, *, stays: bool) -> Any:
         """`stays`: whether the unit stays whole where it is trained and no output shows it."""
         for unit in (self, *self.owners):
-            for handle in unit.handles:
-                check_unwritten(handle, unit.name)
+            for handle, shown, _ in unit.kinds:
+                check_unwritten(shown, unit.name)
                 if handle.packed and handle.state is UNSHARDED:
                     keep_packed(handle, unit.homes, unit.name)
         output = self._own_output(output)
@@ -351,7 +351,9 @@ class Unit(UnitData):
                 self.root.record.anchor(owner)
         elif self.root.branches.training:
             self.root.record.leave_without_graph(self)
-        if not (keep or self._lent or not self.reshards_after_forward):
+        if keep or self._lent or not self.reshards_after_forward:
+            self.notice_writes()
+        else:
             self.reshard_after_forward(self)
         for owner in self.owners:
             owner.lent_no_more(self)
@@ -396,8 +398,12 @@ class Unit(UnitData):
         """`borrower`, which holds some of these parameters too, has run its forward: reshard, unless they are needed
         still."""
         in_use = self.phase in (FORWARD, SUMMONED) or self.needed_whole or self._lent
-        if not in_use and self.reshards_after_forward:
+        if in_use:
+            return
+        if self.reshards_after_forward:
             self.reshard_after_forward(self, borrower)
+        else:
+            self.notice_writes()
 
     def _own_output(self, output: Any) -> Any:
         """Outputs that are views of unsharded parameters become copies: their memory is about to be freed."""
@@ -479,8 +485,8 @@ class Unit(UnitData):
                     unit._late = unit._come_late()
         if self.phase is PRE_BACKWARD and (self.is_whole or not self.choices.schedule.unshard_in_backward):
             return
-        for handle in self.handles:
-            check_exposed(handle, self.name)
+        for shown in self.shown:
+            check_exposed(shown, self.name)
         if call is None and self._may_be_read_after_its_gradients(backward):
             self.needed_whole = True
         backward.gather(self)

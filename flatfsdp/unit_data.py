@@ -317,8 +317,21 @@ class UnitData:
         for shown in self.shown:
             if shown.exposure is not WHOLE:
                 shown.show(WHOLE)
+            elif shown.notices_writes:
+                shown.unhide()
             if shown.extended:
                 shown.install_extended()
+
+    def notice_writes(self) -> None:
+        """What users write to the unsharded parameters until the unit computes again would be lost: notice it."""
+        for shown in self.shown:
+            shown.notice_writes()
+
+    def check_kept(self) -> None:
+        """Refuse what was written to the unsharded parameters that a forward has left, which are about to be freed."""
+        for shown in self.shown:
+            if shown.exposure is WHOLE and self.phase is not SUMMONED:
+                check_exposed(shown, self.name)
 
     def reshard_unused(self) -> None:
         """Free what was gathered ahead and is not used after all."""
@@ -345,8 +358,8 @@ class UnitData:
         if self.kept and not self.is_between():
             stale = any([handle.is_stale for handle in self.handles])
             try:
-                for handle in self.handles:
-                    check_requested(handle, self.name)
+                for shown in self.shown:
+                    check_requested(shown, self.name)
             finally:
                 if written or stale:
                     self.reshard(SHARD)
@@ -521,8 +534,8 @@ class UnitData:
                     handle.wait_unshard()
                     self.root.free(handle)
                 self._drop_old_host_copy(handle)
-            else:
-                check_exposed(handle, self.name)
+            elif self.phase is not SUMMONED:  # else the parameters are the user's
+                check_exposed(shown, self.name)
 
     def _drop_old_host_copy(self, handle: FlatParamHandle) -> None:
         copy = handle.host_copy

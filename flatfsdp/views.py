@@ -26,10 +26,11 @@ from torch import nn
 
 from . import hooks
 from ._torch import has_hooks, hooks_on
-from .awaited import show_awaited
+from .awaited import ARRIVALS, show_awaited
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle, dense
-from .hidden import HiddenParameter, hide, may_hide, refuse_use
+from .hidden import hide, may_hide, refuse_use
+from .leaf_classes import NOTICED, ORIGINAL
 from .lifecycle import UNSHARDED
 
 if TYPE_CHECKING:
@@ -98,13 +99,14 @@ class Shown:
     Attributes:
         extended: those of the leaves that modules see transformed.
         some_hidden: some leaves refuse to be used. [Note: hidden]
+        notices_writes: what is written to the `.data` of leaves in place is noticed.
         exposure: [Note: exposure].
     """
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
         self.extended: list[Extended] = []
-        self.some_hidden = False
+        self.some_hidden = self.notices_writes = False
         self.exposure = WHOLE
         self.show(SHARD)
         may_hide(handle)
@@ -123,13 +125,13 @@ class Shown:
         if exposure is NOTHING:
             if before is not GUARDED:
                 hide(handle.leaves, handle.nothing)
-                self.some_hidden = True
+                self.some_hidden, self.notices_writes = True, False
         else:
             if exposure is WHOLE:
                 shown = handle.shown_unsharded
             else:
                 shown = self._shapes() if exposure is SHAPE else handle.shown_sharded
-            if self.some_hidden:
+            if self.some_hidden or self.notices_writes:
                 self.unhide()
             for leaf, view in shown:
                 leaf.data = view
@@ -161,14 +163,34 @@ class Shown:
         refuse_use(self.handle.leaves)
         self.some_hidden = True
 
-    def unhide(self) -> None:
-        """The leaves are about to show something: nobody but the engine asks them until then."""
-        if self.some_hidden:
-            self.some_hidden = False
+    def notice_writes(self) -> None:
+        """A forward is over and has left the leaves whole: what is written to them until they are freed would be lost,
+        also where it is written to `.data` in place, which tells nobody."""
+        if self.exposure is WHOLE and self.handle.owns_unsharded:
             for leaf in self.handle.leaves:
-                if type(leaf) is HiddenParameter:
-                    leaf.__class__ = nn.Parameter  # type: ignore[assignment]
-            show_awaited(self.handle.leaves)
+                leaf.__class__ = NOTICED[type(leaf)]
+            self.notices_writes = True
+
+    def unhide(self) -> None:
+        """Let the leaves be of their own classes: they are about to show something, or to be used in a forward."""
+        if self.some_hidden or self.notices_writes:
+            self.some_hidden = self.notices_writes = False
+            for leaf in self.handle.leaves:
+                if (original := ORIGINAL.get(type(leaf))) is not None:
+                    leaf.__class__ = original
+            if ARRIVALS:
+                show_awaited(self.handle.leaves)
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether leaves that should show the whole do not: the user replaced their `.data`. Only while unsharded."""
+        return self.exposure is WHOLE and not self.some_hidden and not self.handle.shows_whole
+
+    @property
+    def replaced(self) -> list[str]:
+        """The names of the leaves that do not."""
+        rows = zip(self.handle.layout.params, self.handle.shown_unsharded, strict=True)
+        return [spec.name for spec, (leaf, view) in rows if leaf.data_ptr() != view.data_ptr()]
 
     def used_at_rest(self) -> list[str]:
         """The names of parameters that a graph read while they showed the shard: autograd refuses gradients of the
@@ -347,10 +369,11 @@ def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
     parameter.grad = grad
 
 
-def check_unwritten(handle: FlatParamHandle, name: str) -> None:
+def check_unwritten(shown: Shown, name: str) -> None:
     """Refuse a change of parameters inside a forward: it would be lost with their unsharded memory."""
-    if handle.state is UNSHARDED and handle.owns_unsharded and handle.was_edited:
-        _refuse_writes(handle, name, "inside a forward")
+    handle = shown.handle
+    if handle.state is UNSHARDED and handle.owns_unsharded and (handle.was_edited or shown.was_replaced):
+        _refuse_writes(shown, name, "inside a forward")
 
 
 def keep_packed(handle: FlatParamHandle, homes: Iterable[Home], name: str) -> None:
@@ -378,21 +401,23 @@ def keep_packed(handle: FlatParamHandle, homes: Iterable[Home], name: str) -> No
             home.register() if handle.use_orig_params else home.unregister()
 
 
-def check_exposed(handle: FlatParamHandle, name: str) -> None:
+def check_exposed(shown: Shown, name: str) -> None:
     """Refuse a change of parameters between forward and backward while they are kept unsharded."""
-    if handle.state is UNSHARDED and handle.is_stale:
-        _refuse_writes(handle, name, "between forward and backward")
+    handle = shown.handle
+    if handle.state is UNSHARDED and (handle.is_stale or shown.was_replaced):
+        _refuse_writes(shown, name, "between forward and backward")
 
 
-def check_requested(handle: FlatParamHandle, name: str) -> None:
+def check_requested(shown: Shown, name: str) -> None:
     """Refuse a change of parameters that a user had unsharded, or whole gradients: they would be lost with that memory.
 
     Precondition: the leaves show the whole.
     """
+    handle = shown.handle
     if handle.owns_unsharded and handle.was_edited:
-        _refuse_writes(handle, name, "while unshard() showed them whole")
-    shown = zip(handle.layout.params, handle.shown_unsharded, handle.sharded_views, strict=True)
-    for spec, (leaf, view), piece in shown:
+        _refuse_writes(shown, name, "while unshard() showed them whole")
+    rows = zip(handle.layout.params, handle.shown_unsharded, handle.sharded_views, strict=True)
+    for spec, (leaf, view), piece in rows:
         replaced = leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
         if whole_grad := leaf.grad is not None and leaf.grad.shape != piece.shape:
             leaf.grad = None  # which the leaf cannot have when it shows its shard
@@ -442,8 +467,9 @@ def refuse_functional_call(changed: Iterable[Home], label: str) -> NoReturn:
     )
 
 
-def _refuse_writes(handle: FlatParamHandle, name: str, when: str) -> NoReturn:
-    changed = handle.edited or ["the flat parameter"]
+def _refuse_writes(shown: Shown, name: str, when: str) -> NoReturn:
+    handle = shown.handle
+    changed = handle.edited or shown.replaced or ["the flat parameter"]
     raise UsageError(
         f"unit {name or '<root>'!r}: parameters were written to {when}: {', '.join(changed)}. The backward would not "
         "be that of the forward, or the change would be lost; write to parameters before the forward or after the "

@@ -47,6 +47,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (3, "flat_param"),
     (3, "placeholder"),
     (3, "awaited"),
+    (3, "leaf_classes"),
     (3, "hidden"),
     (3, "hooks"),
     (3, "views"),
