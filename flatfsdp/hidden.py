@@ -68,7 +68,8 @@ class HiddenParameter(nn.Parameter):
         raise UsageError(_refusal(name_of(func), used))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        found = f"shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad}"
+        shard = _described(self)
+        found = f"shape={tuple(shard.shape)}, dtype={shard.dtype}, requires_grad={self.requires_grad}"
         return f"Parameter containing: this rank's shard, which shows no values until the backward is over ({found})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

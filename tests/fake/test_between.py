@@ -76,7 +76,7 @@ def test_writes_to_data_are_refused(
     for step in range(2):
         loss = loss_of(model)
         write(weight)
-        with pytest.raises(UsageError, match="unit '1': parameters were written to between forward and backward: weigh"):
+        with pytest.raises(UsageError, match="unit '1': parameters were written to between .*: weight"):
             if step:
                 loss.backward()
             else:
@@ -204,6 +204,7 @@ def test_a_resharded_parameter_is_described_as_its_shard(world: None, precision:
         for parameter in parameters:
             assert parameter.untyped_storage().nbytes() == 0 and parameter.data_ptr() == 0
             assert f"shape={tuple(parameter.shape)}" in repr(parameter) == f"{parameter}"
+            assert pickle.loads(pickle.dumps(parameter)).shape == parameter.shape
             for use in USES:
                 with pytest.raises(UsageError, match=r"reads parameter '(weight|bias)' of unit '\d'"):
                     use(parameter)
@@ -219,7 +220,6 @@ USES: tuple[Callable[[nn.Parameter], Any], ...] = (
     lambda parameter: torch.zeros_like(parameter),
     lambda parameter: nn.init.normal_(parameter),
     lambda parameter: nn.utils.parameters_to_vector([parameter]),
-    pickle.dumps,
 )
 
 

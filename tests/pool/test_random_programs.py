@@ -33,6 +33,7 @@ from flatfsdp import (
     register_fsdp_forward_method,
     step_flat,
 )
+from flatfsdp.lifecycle import SHARDED
 from tests.conftest import Run
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.thorough import seeds
@@ -192,7 +193,7 @@ class Player:
         if (how is with_a_penalty and any(self.alone.recompute)) or (how is some_parts and self.momentum):
             how = once  # reentrant checkpoints refuse it; what is not used is zero, and None in one process
         if how is with_an_interlude:
-            how = partial(with_an_interlude, self.drawn.choice((look, save, show_whole, peek)), self)
+            how = partial(with_an_interlude, self.drawn.choice((look, save, show_whole, peek, count, move)), self)
         manual = self.drawn.random() < 0.5
         context: AbstractContextManager[Any] = nullcontext()
         if not sync and manual:
@@ -322,6 +323,21 @@ def with_an_interlude(
 def peek(player: Player) -> None:
     with torch.no_grad():
         player.model(torch.ones(1, WIDTH))
+
+
+def count(player: Player) -> None:
+    """What is sharded is described as this rank's shard."""
+    for unit in FullyShardedDataParallel.fsdp_modules(player.model):
+        for handle in unit._unit.handles:
+            if handle.state is SHARDED:
+                found = [(leaf.shape, leaf.dtype, leaf.device) for leaf in handle.leaves]
+                if found != [(shard.shape, shard.dtype, shard.device) for shard in handle.sharded_views]:
+                    player.wrong.append(f"unit {unit._unit.label} is described by {found}")
+
+
+def move(player: Player) -> None:
+    """To where everything is."""
+    player.model.to("cpu").float().cpu()
 
 
 BACKWARDS = (
