@@ -76,7 +76,7 @@ def test_writes_to_data_are_refused(
     for step in range(2):
         loss = loss_of(model)
         write(weight)
-        with pytest.raises(UsageError, match="unit '1': parameters were written to between .*: weight"):
+        with pytest.raises(UsageError, match=r"unit '1': parameters were written to between .*: weight"):
             if step:
                 loss.backward()
             else:
