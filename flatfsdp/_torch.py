@@ -37,6 +37,7 @@ REASONS = {
     "torch._C._current_autograd_node": "units that run in one reentrant checkpoint's backward are recomputed together",
     "torch._C._will_engine_execute_node": "which of several gradients a backward will bring; nothing public tells",
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
+    "torch.Tensor._use_count": "whether anybody may hold a leaf's node of autograd; to ask for the node makes one",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded "
     "gradient, after ours",
     "torch.amp.GradScaler._unscale_grads_": "ranks must agree on found-inf between unscaling and the step, and this is "
@@ -79,6 +80,7 @@ def missing() -> list[str]:
         "torch.autograd.Variable._execution_engine.queue_callback": lambda: (
             torch.autograd.Variable._execution_engine.queue_callback
         ),
+        "torch.Tensor._use_count": lambda: getattr(torch.Tensor, "_use_count"),  # noqa: B009
         "torch.Tensor._post_accumulate_grad_hooks": lambda: getattr(torch.Tensor, "_post_accumulate_grad_hooks"),  # noqa: B009
         "torch.amp.GradScaler._unscale_grads_": lambda: torch.amp.GradScaler._unscale_grads_,
         "torch.distributed.distributed_c10d._process_group_name": lambda: (
@@ -248,6 +250,21 @@ def will_accumulate(node: Any) -> bool:
 def shape_awaited(node: Any) -> torch.Size:
     """The shape that gradients which come to `node`, a leaf's, must have."""
     return torch.Size(node._input_metadata[0].shape)
+
+
+_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 2)
+
+
+def may_have_nodes(leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether a graph, or anybody else, may hold a node of autograd's to which gradients of one of `leaves` come."""
+    return max(map(_use_count, leaves), default=0) > 1
+
+
+def applies_in_backward() -> bool:
+    """Whether torch's `_apply_optimizer_in_backward` was called on parameters that are there still; to ask every
+    parameter would take longer."""
+    module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return module is not None and bool(module.param_to_acc_grad_map.data)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -135,6 +135,7 @@ class FlatParamHandle:
         portion: what stays here between forward and backward besides the shard, if anything. [Note: portions]
         residence: where the unsharded parameter stays between uses; None if it does not. [Note: residents]
         host_copy: what stays of it on the host, once it was gathered.
+        was_asked: whether somebody asked for a hidden leaf's node of autograd. [Note: accumulators]
         device: where the unit computes; `home`: where the shard lives (the CPU when offloaded).
     """
 
@@ -183,6 +184,7 @@ class FlatParamHandle:
         self.portion: Portion | None = None
         self.residence: Residence | None = None
         self.host_copy: HostCopy | None = None
+        self.was_asked = False
         self._flags: list[bool] = []  # whether leaves require a gradient, when that was asked last
         self._trainable: frozenset[int] = frozenset()
         self.shard = shard

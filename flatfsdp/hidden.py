@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import _torch
 from .awaited import AwaitedParameter, arrive
 from .errors import UsageError
 from .flat_param import FlatParamHandle
@@ -60,6 +61,8 @@ class HiddenParameter(nn.Parameter):
             return super().__torch_function__(func, types, args, kwargs)
         if property_of(func) == "data":
             return _data(*args)
+        if name_of(func) in ("expand_as()", "view_as()") and args[0] is args[-1]:
+            return _expanded(args[0])
         if not torch.is_grad_enabled() and _is_elementwise(func):
             return _on_shards(func, args, kwargs)
         used = (*args, *kwargs.values())
@@ -78,6 +81,44 @@ class HiddenParameter(nn.Parameter):
             memo[id(self)] = nn.Parameter(_shard_of(self).clone(), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
         return copied
+
+
+class Expanded(torch.Tensor):
+    """A hidden parameter as one operation of autograd away from it: answers what leads to the parameter's node."""
+
+    leaf: nn.Parameter
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if asks(func):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        used = (*args, *(kwargs or {}).values())
+        names = _names(each.leaf for each in used if isinstance(each, Expanded))
+        raise UsageError(
+            f"{name_of(func)} computes with what expand_as() or view_as() made of parameter {names} where it is "
+            "sharded: that only leads to its AccumulateGrad node"
+        )
+
+
+def _expanded(leaf: nn.Parameter) -> torch.Tensor:
+    """`leaf.expand_as(leaf)`, for those who look for its accumulator, which admits whole gradients. [Note:
+    accumulators]"""
+    handle, index = _place_of(leaf)
+    handle.was_asked = True
+    with torch.no_grad(), _torch.as_plain_tensors():
+        shown = leaf.data
+        leaf.data = shown.new_zeros(()).expand(handle.layout.params[index].shape)
+        try:
+            with torch.enable_grad():
+                made = leaf.expand_as(leaf)
+        finally:
+            leaf.data = shown
+    made.__class__ = Expanded  # `as_subclass` would be an operation more
+    assert isinstance(made, Expanded)
+    made.leaf = leaf
+    return made
 
 
 HIDDEN = Variants(HiddenParameter)

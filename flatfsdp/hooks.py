@@ -7,8 +7,11 @@ step: a closure on a leaf is never freed, not even by the garbage collector.
 
 from __future__ import annotations
 
+import itertools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -43,14 +46,14 @@ class LeafHook:
 
 
 class Deferred:
-    """A user's post-accumulate hook, kept from running on the unsharded gradient and run on the sharded one instead."""
+    """A user's hook, kept from running on the unsharded gradient and run on the sharded one instead."""
 
     __slots__ = ("hook",)
 
-    def __init__(self, hook: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
 
-    def __call__(self, leaf: torch.Tensor) -> None:
+    def __call__(self, *args: Any) -> None:
         return
 
 
@@ -71,18 +74,28 @@ def are_more_than_ours(registries: Collection[Registry]) -> bool:
 def defer_user_hooks(leaves: Iterable[nn.Parameter]) -> None:
     """Keep users' post-accumulate hooks of `leaves` for `run_user_hooks`; their own handles still remove them."""
     for hooks in _torch.accumulate_hooks(leaves):
-        for key, hook in hooks.items():
-            if not isinstance(hook, (LeafHook, Deferred)):
-                hooks[key] = Deferred(hook)
+        defer(hooks)
+
+
+def defer(registry: dict[int, Any]) -> None:
+    """Keep the hooks in `registry` for `run_deferred`, but for our own."""
+    for key, hook in registry.items():
+        if not isinstance(hook, (LeafHook, Deferred)):
+            registry[key] = Deferred(hook)
+
+
+def run_deferred(registry: dict[int, Any], *args: Any) -> None:
+    """Run what `defer` kept, on `args`."""
+    for hook in tuple(registry.values()):
+        if isinstance(hook, Deferred):
+            hook.hook(*args)
 
 
 def run_user_hooks(leaves: Sequence[torch.Tensor]) -> None:
     """Run what `defer_user_hooks` kept, on those of `leaves` whose `.grad`, the sharded gradient now, is there."""
     for leaf in leaves:
         for hooks in _torch.accumulate_hooks([leaf]) if leaf.grad is not None else ():
-            for hook in tuple(hooks.values()):
-                if isinstance(hook, Deferred):
-                    hook.hook(leaf)
+            run_deferred(hooks, leaf)
 
 
 def run_hooks(parameter: torch.Tensor) -> None:
@@ -124,7 +137,76 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
 
 def shape_awaited(leaf: torch.Tensor) -> torch.Size:
     """The shape of `leaf` when the graphs that are alive first read it; its own where there are none."""
-    return _torch.shape_awaited(torch.autograd.graph.get_gradient_edge(leaf).node)
+    return shape_admitted(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
+def shape_admitted(node: Any) -> torch.Size:
+    """The shape that gradients which come to `node`, a leaf's, must have."""
+    return _torch.shape_awaited(node)
+
+
+class _Edges(torch.autograd.Function):
+    """Of no use but for its node, whose next ones are those of all its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
+        return leaves[0].new_empty(0)
+
+
+def _nodes_of(leaves: Sequence[torch.Tensor]) -> tuple[list[Any], list[int]]:
+    """The nodes to which gradients of `leaves` come, all of which require one, and how many references each has."""
+    enabled = torch.is_grad_enabled()
+    if not enabled:
+        torch.set_grad_enabled(True)
+    try:
+        # Function's own `apply` looks at every argument in Python, for functorch.
+        made: Any = super(torch.autograd.Function, _Edges).apply(*leaves)
+    finally:
+        if not enabled:
+            torch.set_grad_enabled(False)
+    node = made.grad_fn
+    nodes = [found for found, _ in node.next_functions]
+    # While that node lives: one that C++ holds, too, may have a reference more.
+    return nodes, list(map(sys.getrefcount, nodes))
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_unheld = 0  # references to a node that nobody else holds, where they are counted; found when it matters
+
+
+def held_nodes(leaves: Iterable[torch.Tensor]) -> dict[int, Any]:
+    """The nodes to which gradients of `leaves` come, of those where somebody holds the node in Python; by id of the
+    leaf."""
+    global _unheld
+    leaves = [*filter(_REQUIRES_GRAD, leaves)]
+    if not _torch.may_have_nodes(leaves):
+        return {}
+    if not _unheld:
+        _, (_unheld,) = _nodes_of([torch.empty(0, requires_grad=True)])
+    nodes, counts = _nodes_of(leaves)
+    if max(counts) == _unheld:
+        return {}
+    held = itertools.compress(zip(map(id, leaves), nodes, strict=True), map(_unheld.__lt__, counts))
+    return dict(held)
+
+
+# Weakly: as alive as the node.
+HooksOfNode = Callable[[], "dict[int, Any] | None"]
+
+
+def hooks_of_node(node: Any) -> tuple[HooksOfNode, HooksOfNode]:
+    """What gives the live dictionaries of hooks that run before and after `node`, as long as that is there."""
+    found = []
+    for register in node.register_prehook, node.register_hook:
+        handle = register(_nothing)
+        handle.remove()
+        found.append(handle.hooks_dict_ref)
+    before, after = found
+    return before, after
+
+
+def _nothing(*args: Any) -> None:
+    return
 
 
 class Arrivals:

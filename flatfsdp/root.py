@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from . import _torch, hooks, joining
+from .accumulators import Accumulators
 from .agree import Agreement
 from .arguments import has_forward
 from .awaited import Arrival, can_await
@@ -130,6 +131,7 @@ class Root:
         self._joins = Joining(most=settings.join_units_below)
         self.steppers = Steppers()
         self.branches = Branches()
+        self.accumulators = Accumulators()
         self.detector: Detector | None = None
         self.observers: list[Observer] = []
         self.depth = 0
@@ -157,6 +159,7 @@ class Root:
         for unit in nested:
             unit.root.await_gradients()
             self.agreement.loaded |= unit.root.agreement.loaded
+            self.accumulators.adopt(unit.root.accumulators)
             self.is_last_backward = self.is_last_backward and unit.root.is_last_backward
             unit.join(self)
 
@@ -339,6 +342,7 @@ class Root:
             for each in self.units:
                 each.write_back()
             if torch.is_grad_enabled():
+                self.accumulators.look_before_forward(self.units)
                 self.agreement.compare_values(self)
         except BaseException:
             self.abandon()
@@ -479,6 +483,8 @@ class Root:
         self.lazy_init()
         if not self.in_forward:
             self.settle_down()
+            if torch.is_grad_enabled():
+                self.accumulators.look_before_forward(self.units)
         self.agreement.check_request(unit, "unshard")
         if not self.in_forward:
             self.lanes.unshard.follow_compute()
@@ -577,6 +583,7 @@ class Root:
         hooks.at_end_of_backward(
             functools.partial(self.end_backward, backward), functools.partial(self.fail_backward, backward)
         )
+        self.accumulators.look_before_backward(self.units)
         with _torch.as_plain_tensors():
             for unit in self.record.begun:
                 for grads in unit.grads:
@@ -641,24 +648,30 @@ class Root:
         stepping = backward.stepping if backward is not None else NO_STEPPING
         steps = bool(stepping)
         lingering = backward.lingering if backward is not None else ()
-        awaited = [unit for unit in lingering if all(map(can_await, unit.parameters))]
+        awaited = [unit for unit in lingering if self._can_await(unit)]
+        finished = []
         for unit in self.units:
             if steps:
                 stepping.step(unit)
-            elif unit not in awaited:
-                unit.settle()
+            elif unit not in awaited and (complete := unit.settle()):
+                finished.append((unit, complete))
         if awaited:
             self._await_later(awaited)
         self.limiter.settle()
         self._failed = False
         self.agreement.rest()
         self.trace.record("end", "", IDLE.value)
-        for unit in self.units:
-            if unit not in stepping.stepped:
-                unit.run_user_hooks()
+        for unit, complete in finished:
+            unit.run_user_hooks(complete)
+            if self.accumulators.awaited:
+                self.accumulators.run(complete)
         if backward is not None:
             for observer in [*self.observers]:
                 observer.after_backward(backward)
+
+    def _can_await(self, unit: Unit) -> bool:
+        """Whether nobody looks at gradients of `unit` but by reading `.grad`, which can be made to wait."""
+        return all(map(can_await, unit.parameters)) and self.accumulators.awaited.isdisjoint(unit.handles)
 
     def _await_later(self, units: Sequence[Unit]) -> None:
         """Give `units` the gradients that are reduced still. [Note: awaited]"""

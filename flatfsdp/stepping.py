@@ -176,7 +176,8 @@ class Stepping:
         if complete:
             self.stepped[unit] = None
             unit.note("step")
-            unit.run_user_hooks()
+            unit.run_user_hooks(complete)
+            root.accumulators.run(complete)
             parameters = [parameter for handle in complete for parameter in handle.steppable]
             for stepper in self._steppers:
                 stepper.step(parameters)

@@ -7,7 +7,7 @@ is over when its gradients, and those of its inputs, are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -711,9 +711,11 @@ class Unit(UnitData):
         self.needed_whole = False
         self._end_backward()
 
-    def run_user_hooks(self) -> None:
-        """Run users' post-accumulate hooks on the sharded gradients."""
+    def run_user_hooks(self, complete: Collection[FlatParamHandle]) -> None:
+        """Run users' post-accumulate hooks on the sharded gradients of the handles that are `complete`."""
         for kind, handle in enumerate(self.handles):
+            if handle not in complete:
+                continue
             if not handle.use_orig_params:
                 hooks.run_hooks(handle.flat_param)
             elif hooks.are_more_than_ours(self._watched[kind].values()):

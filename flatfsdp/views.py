@@ -202,6 +202,15 @@ class Shown:
         leaves = zip(self.handle.layout.params, self.handle.leaves, strict=True)
         return [spec.name for spec, leaf in leaves if leaf.requires_grad and hooks.shape_awaited(leaf) != leaf.shape]
 
+    def part_from_accumulator(self, leaf: nn.Parameter) -> None:
+        """Let autograd make the node to which gradients of `leaf` come anew, as it does where a leaf's dtype changes.
+
+        Precondition: `leaf` is not hidden. [Note: accumulators]
+        """
+        shown = leaf.data
+        leaf.data = shown.new_empty(0, dtype=torch.float32 if shown.dtype == torch.float64 else torch.float64)
+        leaf.data = shown
+
     def install_extended(self) -> None:
         """Let modules see what extensions make of the leaves, anew: each pass has a graph of its own.
 

@@ -148,6 +148,7 @@ class Player:
         self.before: list[Tensor | None] = []  # where some are: those of `alone` without them
         self.exposed = False  # parameters may be whole
         self.wrong: list[str] = []
+        self.nodes: list[Any] = []  # that are held
 
     def _optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(net.parameters(), lr=0.05, momentum=self.momentum)
@@ -193,7 +194,8 @@ class Player:
         if (how is with_a_penalty and any(self.alone.recompute)) or (how is some_parts and self.momentum):
             how = once  # reentrant checkpoints refuse it; what is not used is zero, and None in one process
         if how is with_an_interlude:
-            how = partial(with_an_interlude, self.drawn.choice((look, save, show_whole, peek, count, move)), self)
+            interludes = (look, save, show_whole, peek, count, move, hold_nodes)
+            how = partial(with_an_interlude, self.drawn.choice(interludes), self)
         manual = self.drawn.random() < 0.5
         context: AbstractContextManager[Any] = nullcontext()
         if not sync and manual:
@@ -359,6 +361,24 @@ BACKWARDS = (
     with_the_inputs_gradient,
     beside_an_evaluation,
 )
+
+
+def hold_nodes(player: Player) -> None:
+    """Take the nodes that gradients come to, as Horovod does, for a while."""
+    parameters = [p for p in player.model.parameters() if p.requires_grad]
+    player.nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in parameters]
+    if player.original:
+        for node, parameter in zip(player.nodes, parameters, strict=True):
+            node.register_hook(partial(_check_final, player, parameter))
+
+
+def _check_final(player: Player, parameter: Tensor, before: Any, after: Any) -> None:
+    if parameter.grad is not after[0] or parameter.grad.shape != parameter.shape:
+        player.wrong.append("a hook of a node that is held ran on what is not the sharded gradient")
+
+
+def let_nodes_go(player: Player) -> None:
+    player.nodes = []
 
 
 def train(player: Player) -> None:
@@ -604,6 +624,8 @@ def save_a_part(player: Player) -> None:
 
 
 ANYTIME = [
+    hold_nodes,
+    let_nodes_go,
     infer,
     keep,
     show_while_computing,

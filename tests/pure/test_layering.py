@@ -55,7 +55,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (3, "reduction"),
     (3, "grads"),
     (4, "trees buffers materialise limiter choices midway unit_data unit"),
-    (4, "labels links joining residents traversal placement branches stepping backward root"),
+    (4, "labels links joining residents traversal placement branches stepping backward accumulators root"),
     (4, "registry"),
     (4, "optimizers"),
     (4, "unstepped local_clipping"),
