@@ -116,7 +116,7 @@ def test_gradients_of_three_units_are_there_at_a_time(pool2: Run, orig: bool, pr
     assert after["reduced"] == DEPTH * SHARD
     assert within["reduced"] == units * SHARD
     assert (after["grads"], within["grads"]) == (DEPTH * SHARD, 0)
-    assert abs(after["end"] - within["end"] - DEPTH * SHARD) < 1024  # a scalar more or less
+    assert abs(after["end"] - within["end"] - DEPTH * SHARD) < 4096  # scalars and probes more or less
     # DEPTH - 3 of them; peaks vary by some shards, with the moment when gloo's threads let go.
     assert after["peak"] - within["peak"] >= DEPTH // 3 * SHARD
 
