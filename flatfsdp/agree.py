@@ -55,7 +55,11 @@ class Agreement(Stream):
             answers = self._exchange(_fingerprint(facts), number(str(values)) if values else 0)
         if answers is None:
             return
-        self._know(list(answers)).add(self)
+        watch = self._know(list(answers))
+        self.unused.connect(
+            self._rank, self.ranks, self._scope, watch, numbers=self._numbers, check=self._raise_verdict
+        )
+        watch.add(self)
         models = {rank: answer[0] for rank, answer in answers.items()}
         if len(set(models.values())) > 1:
             texts = self._publish(json.dumps(facts), models)

@@ -140,7 +140,6 @@ class Backward:
         self._due = self._span.due  # when gathers of the plan are
         self._segments = tuple(self._span.segments.values())
         self._held: dict[Unit, int] = {}  # passed over, and when what they may be recomputed with began
-        self._branching: tuple[Unit, ...] = ()  # units that reduce, and that maybe no rank has run
         self._midway: Midway[Unit] = Midway()
         self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
         self._ends_with_all = last or bool(steppers)
@@ -328,10 +327,19 @@ class Backward:
 
     def join_reductions(self) -> None:
         """All units that take part are known, as far as they are the same on all ranks: let small ones go together."""
-        self._branching = tuple(unit for unit in self._reductions.outstanding() if unit.choices.schedule.branch)
+        unused = self.agreement.unused
+        if self._branches.exist and any(unit.choices.schedule.branch for unit in self._reductions.outstanding()):
+            unused.branch()
         self._reductions.join(self._joins.reductions)
-        if not (self._ends_with_all or self._branching):
+        if not self._ends_with_all:
             self._reduced_last = self._reductions.at_the_end()
+        elif unused.expects and all(map(self._waits_for_all, self._reductions.outstanding())):
+            unused.rely()
+
+    def _waits_for_all(self, unit: Unit) -> bool:
+        """Whether the host of each rank waits for the reduction of `unit`, to which no other rank can be missing."""
+        alike = unit.groups.world == len(self.agreement.ranks) and unit.choices.comm_hook is None
+        return alike and not unit.root.device.has_streams
 
     def gradient_arrived(self, *, watched: bool) -> None:
         """The first gradient of a parameter is there. `watched`: somebody looks at each."""
@@ -368,6 +376,8 @@ class Backward:
             older, newer = self._in_flight
             older.finish()
             newer.release_input()
+            if self.agreement.unused.foreseen is not None:
+                self.agreement.unused.before_reduction(group)
             self._in_flight = newer, Flight(group, joining.reduce(group))
             self.reduced += group
             self._step(older)  # beside what was issued just now
@@ -407,7 +417,7 @@ class Backward:
         """Let optimizers step on units whose gradients have been reduced, and with which this backward is through."""
         if self.stepping:
             for unit in flight.units:
-                if self.stepping.knows(unit) and self.is_over_with_gradients(unit):
+                if self.stepping.knows(unit) and unit.brings_all and self.is_over_with_gradients(unit):
                     self.stepping.step(unit)
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -431,7 +441,8 @@ class Backward:
                 self.lingering = newer.units
             else:
                 newer.finish()
-            self._leave_out_what_no_rank_used()
+            if self.reduced:  # on all ranks, or on none
+                self._leave_out_what_no_rank_used()
             for unit in windows:
                 for grads in unit.grads:
                     grads.keep()
@@ -451,12 +462,9 @@ class Backward:
                     unit.reshard(NOTHING)
 
     def _leave_out_what_no_rank_used(self) -> None:
-        """Units of branches to which no rank's gradients came get none, as in one process. Collective over all axes."""
-        if self._branching:
-            used = self.agreement.on_any_rank([any(grads.brought for grads in u.grads) for u in self._branching])
-            for unit, was_used in zip(self._branching, used, strict=True):
-                for grads in unit.grads:
-                    grads.left_out = not was_used
+        """Parameters to which no rank's gradients came get none, as in one process. [Note: unused]"""
+        lacking = {unit for unit in self.reduced for grads in unit.grads if not grads.expected <= grads.brought}
+        self.agreement.unused.settle([unit for unit in lacking if unit.completes])
 
     def _complete_plan(self) -> None:
         """Do for units that this rank's backward did not reach, or not all of, what the other ranks' backwards did.

@@ -82,6 +82,11 @@ class Board:
         with self._asking() as store:
             return int(store.add(key, step))
 
+    def append(self, key: str, text: str) -> None:
+        """Write `text` after what stands at `key`."""
+        with self._asking() as store:
+            store.append(key, text)
+
     def erase(self, *keys: str) -> None:
         """Remove what stands at `keys`."""
         for key in keys:

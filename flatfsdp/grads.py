@@ -3,7 +3,8 @@
 [Note: gradient slots] As a leaf's gradient arrives it is moved, with the cast to the reduce dtype, into its *slot*: its
 place in a flat buffer laid out like the parameter. Large ones are moved at once; small ones are collected up to
 `COLLECT_BYTES` and moved by one call. When the unit's last expected gradient is in, the buffer is reduce-scattered
-(`Reduction`). Slots that received nothing count as zero. Without synchronisation the buffer stays and the next
+(`Reduction`). Slots that received nothing count as zero, and where that is so on all ranks their leaves get no gradient
+([Note: unused]). Without synchronisation the buffer stays and the next
 microbatch adds to it: a *window*.
 
 [Note: slot sharing] A parameter whose gradient has arrived is read no more, so its own place in the unsharded buffer
@@ -68,8 +69,8 @@ class Gradients:
         collects_in: autograd's graph task in which gradients that come for the first time are only collected, if any.
         sharing: gradients go to the parameters' places. [Note: slot sharing]
         reducing: what this backward has handed over to reductions.
-        brought: a gradient came to what is being reduced, on this rank or in what earlier reductions brought.
-        left_out: none did, on any rank: `.grad` stays as it is.
+        brought: leaves of which a gradient came to what is being reduced, or was reduced earlier, on this rank.
+        absent: leaves of which none did, on any rank: `.grad` stays as it is. [Note: unused]
     """
 
     def __init__(self, handle: FlatParamHandle, shown: Shown) -> None:
@@ -95,13 +96,14 @@ class Gradients:
         self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
         self._accumulating = False
         self.sharing = False
-        self.brought = False
-        self.left_out = False
+        self.brought: set[int] = set()
+        self.absent: frozenset[int] = frozenset()
         self._return_place: Callable[[FlatBuffer], None] | None = None  # once the places are ours
         # Microbatches without synchronisation came before: the next synchronised backward reduces, on every rank alike,
         # whether or not gradients arrived on this one.
         self.window_open = False
         self._partial: torch.Tensor | None = None  # [Note: partial sums]: shape (shard_numel,), reduce dtype
+        self._partly: set[int] = set()  # leaves of which a gradient came to it on this rank
         self._completes = True  # whether the reductions in flight are more than partial sums
         self._marks: list[Mark] = []
 
@@ -320,7 +322,8 @@ class Gradients:
         self._open_buffer()
         buffer = self._buffer
         assert buffer is not None
-        self.brought = self.brought or bool(self._filled) or self._partial is not None
+        filled = self._filled  # given up with the buffer
+        self.brought = filled.union(self.brought, self._partly) if self.brought or self._partly else filled
         if len(self._filled) < len(self._slots):
             for i, slot in enumerate(self._slots):
                 if i not in self._filled:
@@ -351,6 +354,10 @@ class Gradients:
         self.reducing.append(part)
         return part
 
+    def lacking(self) -> frozenset[int]:
+        """Leaves of which this rank has brought no gradient to what was or will be reduced."""
+        return self.expected.difference(self.brought, self._filled, self._collected, self._partly)
+
     @property
     def reduced(self) -> list[torch.Tensor]:
         """What reductions that are over have brought, not scaled and not settled: each of shape (shard_numel,)."""
@@ -371,16 +378,16 @@ class Gradients:
             total = result if total is None else total.add_(result)
         downloaded = self.reducing[0].downloaded if len(self.reducing) == 1 else None
         self.reducing = []
-        trained = self.expected
-        left_out = self.left_out
+        trained, brought = self.expected - self.absent, self.brought
+        left_out = bool(self.absent) and not trained
         self._forget_expectations()
-        if total is None or left_out:
+        if total is None:
             self.restore()
             self._mark_window()
             return False
         if self._partial is not None or not self._completes:
-            self._replace_partial(None if self._completes else total)
-        if not self._completes:
+            self._replace_partial(*((None, set()) if self._completes else (total, brought)))
+        if left_out or not self._completes:
             self.restore()
             return False
         _add(self._show(downloaded if downloaded is not None else self._at_home(total), trained))
@@ -390,7 +397,7 @@ class Gradients:
     def may_linger(self) -> bool:
         """Whether what is being reduced can become `.grad` before it is there. [Note: awaited]"""
         handle = self.handle
-        if len(self.reducing) != 1 or self._partial is not None or self.left_out:
+        if len(self.reducing) != 1 or self._partial is not None:
             return False
         (part,) = self.reducing
         arrives_at_home = part.dtype == handle.precision.grad and not handle.offload
@@ -403,9 +410,12 @@ class Gradients:
         """
         (part,) = self.reducing
         self.reducing = []
-        trained = self.expected
+        trained = self.expected - self.absent
+        left_out = bool(self.absent) and not trained
         self._forget_expectations()
-        sums = self._show(part.result, trained)
+        if left_out:
+            self.restore()
+        sums = [] if left_out else self._show(part.result, trained)
 
         def finish() -> None:
             part.wait()
@@ -449,19 +459,20 @@ class Gradients:
         # Where the CPU stands in for a device the same copy is made.
         return total.to(handle.home) if total.device != handle.home else total.clone()
 
-    def _replace_partial(self, total: torch.Tensor | None) -> None:
+    def _replace_partial(self, total: torch.Tensor | None, brought: set[int]) -> None:
         ledger = self.handle.ledger
         if self._partial is not None:
             ledger.remove("partial", self._partial.numel() * self._partial.element_size())
         if total is not None:
             ledger.add("partial", total.numel() * total.element_size())
-        self._partial = total
+        self._partial, self._partly = total, brought
 
     def _forget_expectations(self) -> None:
         self.expected = frozenset()
         self.arrived = set()
         self.missing = set()
-        self.brought = self.left_out = False
+        self.brought = set()
+        self.absent = frozenset()
 
     def restore(self) -> None:
         """Give the leaves back the `.grad` that was taken. Precondition: leaves show the shard."""

@@ -88,8 +88,8 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
     - *When*: a unit is stepped inside the backward once an earlier one has shown that its gradients come once: from the
       second on. In the first, and where parameters are tied, units called several times, recomputed with reentrant
-      checkpointing or in `ensure_unit_participation()`, it is stepped as the backward ends; gradients of such units are
-      all there until then.
+      checkpointing or in `ensure_unit_participation()`, and where this rank's backward does not reach all of its
+      parameters, it is stepped as the backward ends; gradients of such units are all there until then.
     - *Accumulation*: a backward under `no_sync()` or without all-reduce does not step; the next one that reduces steps
       on the sum. Without `no_sync()`, use `no_step()` of what this returns.
     - *Failure*: steps cannot be undone. After a backward that fails, a warning says which units were stepped.

@@ -31,8 +31,8 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
 
     It costs what a model costs that always runs all of it: each wrapper is gathered in forward and in backward (frozen
     ones, too; `set_unshard_in_backward(False)` spares a frozen tower at the model's beginning the second), and its
-    gradients are reduced. At the end of each backward that reduces there is one exchange of a byte for each trainable
-    wrapper in `module`, for which the host waits. In order, no more memory is taken than by a wrapper at a time; in any
+    gradients are reduced. Where ranks used others than expected, each sends one small message through the store at the
+    end of the backward, for which the host waits. In order, no more memory is taken than by a wrapper at a time; in any
     order all of `module` is gathered when a rank runs its first wrapper, and freed when all of it is over, in backward
     as well, with the memory of its gradients. Activation checkpointing of it takes `any_order=True` and
     `use_reentrant=False`. Parameters that units inside share with others are refused.

@@ -91,18 +91,6 @@ class Peers:
             return None
         return {rank: (code, extra) for rank, code, extra in block.view(-1, 3).tolist()}
 
-    def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of the `flags` are set on any rank; all have as many. A byte of each. Collective over all axes."""
-        if not self._axes:
-            return list(flags)
-        block = torch.tensor([flags], dtype=torch.uint8, device=self._axes[0].device.device)
-        for axis in self._axes:
-            block = axis.gather_now(block).flatten(0, 1)
-        if any(axis.group.backend == "fake" for axis in self._axes):
-            return list(flags)
-        found: list[bool] = block.bool().any(0).tolist()
-        return found
-
     def _publish(self, text: str, codes: dict[int, int]) -> dict[tuple[int, ...], str]:
         """The texts of ranks whose codes differ, by the ranks that share one. All ranks call it."""
         notes, place = self._board, f"{self._scope}/x{self._exchanges}"

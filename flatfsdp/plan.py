@@ -35,7 +35,7 @@ class Plan:
     Attributes:
         units: of the model, as in `summary`.
         params: shards, padding included.
-        grads: sharded gradients, between the end of a backward and the optimizer's step.
+        grads: sharded gradients, between the end of a backward and the optimizer's step, where all parameters get one.
         optimizer: what the optimizer keeps after a step, by the name of the state; empty without an optimizer.
         buffers: the model's buffers, and parameters that no unit owns.
         unsharded_peak: unsharded parameters at their peak, as `stats(model).bytes_unsharded_peak`.

@@ -146,7 +146,7 @@ class Stepping:
     def __init__(self, steppers: Sequence[Stepper], units: Iterable[Unit]) -> None:
         """`units` take part in the backward. Falsy without `steppers`."""
         self._steppers = steppers
-        # Whatever this backward still shows: late gradients come late. Whether a branch gets any is known at the end.
+        # Whatever this backward still shows: late gradients come late. Units of branches come in any order.
         known = [unit for unit in units if unit.reads_once and unit.choices.schedule.branch is None]
         self._known = frozenset(known) if steppers else frozenset()
         self.stepped: dict[Unit, None] = {}

@@ -33,6 +33,7 @@ from .peers import Peers, number
 from .policy.habit import Habit
 from .roll_call import Obituary, in_one_sentence
 from .trace import Trace
+from .unused import Unused
 from .waits import blocked_since
 from .watch import PATIENCE, end_process_unless, is_lost_connection, speak
 
@@ -136,6 +137,7 @@ class Stream(Peers):
         self._settled: int | None = None
         self._abandoned: Said | None = None
         self._refused = ""  # why a part that autograd runs cannot go on, as that was said on this rank
+        self.unused = Unused()
         self.silent = False  # forwards communicate nothing: ranks may differ in them
 
     def _flow(self, root: Root) -> None:
@@ -171,6 +173,7 @@ class Stream(Peers):
             self._meet(at)
             self._abandoned = None
             self._habit.forget_present()
+            self.unused.forget()
             self._follow(symbol)
 
     def check_order(self, unit: Unit, *, schedule: str) -> None:
@@ -312,6 +315,8 @@ class Stream(Peers):
         self._meet_abandoned()
         self._start("a backward")
         self._next(symbol, opens=not self._sharded, completes=not reduces)
+        if reduces:
+            self.unused.begin(self._place, symbol.code)
 
     def check_issued(self, gathered: Sequence[UnitData], reduced: Sequence[UnitData]) -> None:
         """A backward that reduces has issued its collectives, those of these units: are they the same on all ranks?
@@ -618,9 +623,16 @@ class Stream(Peers):
             self._verdict = error
         return concerned
 
+    def leave_word(self) -> None:
+        """Nobody will answer other ranks any more. Called by the watch."""
+        self.unused.leave_word()
+
     def consider(self, alarm: str) -> bool:
         """Judge the alarm of a rank; True when it is settled or does not concern this one. Called by the watch."""
         match parse(alarm):
+            case ["unused", str(scope), int(at), bool(calls)]:
+                self.unused.consider(scope, at, calls)
+                return True
             case [str(scope), int(at), int() | None as issued]:
                 pass
             case _:

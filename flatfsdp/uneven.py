@@ -147,10 +147,12 @@ class Joined:
             self._check(found, with_data, step)
             counts = 1.0 if self._by_all else len(found) / len(with_data)
             root.weight = counts if self.has_data else 0.0
+            root.agreement.unused.with_data = tuple(with_data) if len(with_data) < len(found) else None
             try:
                 yield batch if self.has_data else kept  # type: ignore[misc]
             finally:
                 root.weight = 1.0  # also after a break
+                root.agreement.unused.with_data = None
         self._end()
 
     def until(self, done: Callable[[], bool]) -> Iterator[int]:

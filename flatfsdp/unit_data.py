@@ -449,6 +449,11 @@ class UnitData:
         return self.choices.schedule.all_reduce or self.reducers[1] is None
 
     @property
+    def brings_all(self) -> bool:
+        """Whether this rank brought gradients of all leaves to what it reduces, so that it need not hear of others."""
+        return all(grads.expected <= grads.brought for grads in self.grads)
+
+    @property
     def completed_by(self) -> Reducer | None:
         """What carries out the second stage of a reduction now; None where there is none."""
         return self.reducers[1] if self.completes else None

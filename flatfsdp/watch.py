@@ -97,6 +97,9 @@ class Watched(Protocol):
     def consider(self, alarm: str) -> bool:
         """Judge an alarm, by the reading of the store at most; True when it is of no interest any more."""
 
+    def leave_word(self) -> None:
+        """The watch ends: leave what others may ask it."""
+
     def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
         """Go on with nothing that needs one of `ranks` (None: any other), because of `error`; whether that is so."""
 
@@ -258,6 +261,10 @@ class Watch:
         """Stop the threads: at the end of the interpreter they would die in the middle of a call."""
         self._closed = True
         self._wake.set()
+        if self.board.silent_for() < self._calls.period:
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                for each in list(self._watched):
+                    each.leave_word()
         deadline = time.monotonic() + JOIN
         for thread in (self._thread, self._timekeeper.stop()):
             while thread not in (None, threading.current_thread()) and thread.is_alive():
@@ -347,7 +354,7 @@ class Watch:
                     ended.append(number)
                 case ["failed", str(block), int(rank), str(words)]:
                     self._failures.append(Failure(block, rank, words))
-                case [str(), int(), int() | None]:
+                case [str(), int(), int() | None] | ["unused", str(), int(), bool()]:
                     self._open.append(alarm or "")
         watched = list(self._watched)
         self._open = [alarm for alarm in self._open if not all([each.consider(alarm) for each in watched])]

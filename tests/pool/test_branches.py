@@ -528,22 +528,22 @@ def test_memory(pool2: Run, any_order: bool, layers: int) -> None:
     assert pool2(peaks, any_order) == [[layers * layer] * 3] * 2
 
 
-def exchanges(rank: int, world: int) -> list[tuple[int, int]]:
+def exchanges(rank: int, world: int) -> list[int]:
     model = wrap(Mixture())
     flatfsdp.ensure_unit_participation(model.branch)
     figures, seen = flatfsdp.stats(model), []
     for step, plan in enumerate(IN_ORDER[Mixture]):
         figures.reset()
         model(data(rank, step), plan[rank]).sum().backward()
-        seen.append(figures.comm["scalar"])
+        seen.append(figures.comm.get("scalar", (0, 0))[0])
         with torch.no_grad():
             model(data(rank, step), plan[rank])
     return seen
 
 
-def test_a_step_has_one_exchange_of_a_byte_for_each_unit(pool2: Run) -> None:
+def test_a_learned_step_exchanges_nothing_on_the_device(pool2: Run) -> None:
     for seen in pool2(exchanges):
-        assert seen[2:] == [(1, 4 * 2)] * 3
+        assert seen[2:] == [0] * 3
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (2, "comm_hooks"),
     (2, "hooked"),
     (2, "conditions"),
-    (2, "values board roll_call timekeeper watch peers calls stream agree replicas"),
+    (2, "values board roll_call timekeeper watch peers calls unused stream agree replicas"),
     (2, "exchange messages"),
     (2, "groups"),
     (3, "portion resident"),

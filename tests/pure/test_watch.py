@@ -67,6 +67,9 @@ class Model:
         self.ranks = ranks
         self.error: AgreementError | None = None
 
+    def leave_word(self) -> None:
+        pass
+
     def consider(self, alarm: str) -> bool:
         return True
 

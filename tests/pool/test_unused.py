@@ -1,0 +1,248 @@
+"""Parameters to which no rank brings a gradient have none, as in one process: no decay, no momentum, no state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.board import Board
+from tests.conftest import Run
+
+WIDTH = 4
+Microbatch = Sequence[str]  # by rank, what its loss takes: l, r: the output of a head; s: the trunk's spare parameter
+Plan = Sequence[Sequence[Microbatch]]  # steps
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.spare = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, uses: bool = False) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y @ self.spare if uses else y
+
+
+class Net(nn.Module):
+    """A trunk, a unit, and two heads of which a loss may take one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = Part(), Part(), Part()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, uses: bool) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.trunk(x, uses) * self.scale)
+        return self.left(hidden), self.right(hidden)
+
+
+def data(rank: int, step: int, micro: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+
+def backward(model: nn.Module, x: Tensor, takes: str, share: float = 1.0) -> None:
+    left, right = model(x, "s" in takes)
+    loss = left.square().mean() * ("l" in takes) if "l" in takes else torch.zeros(())
+    if "r" in takes:
+        loss = loss + right.square().mean()
+    (loss * share).backward()
+
+
+def adam(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5, **options)
+
+
+def difference(
+    rank: int,
+    world: int,
+    plan: Plan,
+    *,
+    strategy: str = "FULL_SHARD",
+    orig: bool = True,
+    unsynced: bool = False,
+    in_backward: bool = False,
+    set_to_none: bool = True,
+    prepare: str = "",
+    **options: Any,
+) -> str:
+    """What the wrapped model and one process have differently after some step of `plan`; "" if nothing.
+
+    `unsynced`: all microbatches but the last come under no_sync().
+    """
+    torch.manual_seed(0)
+    alone, net = Net(), Net()
+    net.load_state_dict(alone.state_dict())
+    mesh = flatfsdp_mesh(world) if strategy.startswith(("HYBRID", "_HYBRID")) else None
+    model = FullyShardedDataParallel(
+        net,
+        auto_wrap_policy={Part},
+        sharding_strategy=flatfsdp.ShardingStrategy[strategy],
+        use_orig_params=orig,
+        device_mesh=mesh,
+        **options,
+    )
+    kind = {"foreach": {"foreach": True}, "fused": {"fused": True}}.get(prepare, {})
+    mine, reference = adam(model.parameters(), **kind), adam(alone.parameters())
+    if prepare == "comm hook":
+        model.register_comm_hook(None, averaged)
+    elif prepare == "step_flat":
+        flatfsdp.step_flat(mine)
+    if in_backward:
+        flatfsdp.optimizer_in_backward(model, mine)
+    told: list[str] = []
+    for step, microbatches in enumerate(plan):
+        mine.zero_grad(set_to_none), reference.zero_grad(set_to_none)
+        for micro, takes in enumerate(microbatches):
+            last = micro == len(microbatches) - 1
+            if prepare == "lingering":
+                model.set_is_last_backward(last)
+            elif prepare == "partial":
+                model.set_requires_all_reduce(last)
+            with model.no_sync() if unsynced and not last else contextlib.nullcontext():
+                backward(model, data(rank, step, micro), takes[rank])
+            for each in range(world):
+                backward(alone, data(each, step, micro), takes[each], 1 / world)
+        expected = {name: parameter.grad is None for name, parameter in alone.named_parameters()}
+        if orig and not in_backward:
+            held = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
+            found = {name: parameter.grad is None for name, parameter in held}
+            if any(found[name] is not expected[name] for name in found):
+                told.append(f"step {step}: without: {[n for n in found if found[n] is not expected[n]]} only in one")
+        if prepare == "clip":
+            model.clip_grad_norm_(0.01)
+            nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
+        if not in_backward:
+            mine.step()
+        reference.step()
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            for name, parameter in alone.named_parameters():
+                got = dict(net.named_parameters())[name]
+                if not torch.allclose(got, parameter, atol=1e-5):
+                    told.append(f"step {step}: {name}, {got.flatten()[0]:.4f} and {parameter.flatten()[0]:.4f} alone")
+    return told[0] if told else ""
+
+
+def averaged(state: object, full: Tensor, output: Tensor | None = None) -> None:
+    """A communication hook that does what the engine does."""
+    torch.distributed.all_reduce(full)
+    full /= torch.distributed.get_world_size()
+    if output is not None:
+        output.copy_(full.chunk(torch.distributed.get_world_size())[torch.distributed.get_rank()])
+
+
+def flatfsdp_mesh(world: int) -> Any:
+    from tests.harness.meshes import shared_mesh
+
+    return shared_mesh(2, world // 2)
+
+
+def same(*takes: str) -> Plan:
+    """Steps in which both ranks do the same."""
+    return [[(each, each)] for each in takes]
+
+
+ONE_OUTPUT = same("l", "l", "l")
+PLANS = {
+    "one output": ONE_OUTPUT,
+    "in turn": same("l", "r", "l", "r", "lr", "lrs", "l", "r", "l", "r"),
+    "one rank brings it": [[("l", "lrs")], [("l", "lrs")], [("lr", "l")], [("l", "l")], [("lrs", "l")], [("ls", "r")]],
+    "then nobody": [*same("lrs", "lrs"), [("lrs", "l")], [("lr", "lr")], [("lr", "lrs")], *same("lrs")],
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_what_no_loss_reaches_has_no_gradient(pool2: Run, plan: str, strategy: str) -> None:
+    assert pool2(difference, PLANS[plan], strategy=strategy) == ["", ""]
+
+
+def test_replicas_of_shards(pool4: Run) -> None:
+    plan = [[("l", "l", "l", "lr")], [("l", "l", "l", "lr")], [("l", "l", "l", "l")], [("ls", "l", "r", "r")]]
+    assert pool4(difference, plan, strategy="HYBRID_SHARD") == [""] * 4
+
+
+FEW = [[("lr", "lr")], [("l", "lrs")], [("l", "l")], [("l", "l")]]
+OTHER_WAYS: dict[str, dict[str, Any]] = {
+    "offloaded": {"cpu_offload": flatfsdp.CPUOffload(offload_params=True)},
+    "foreach": {"prepare": "foreach"},
+    "fused": {"prepare": "fused"},
+    "step_flat": {"prepare": "step_flat"},
+    "comm hook": {"prepare": "comm hook"},
+    "clipped": {"prepare": "clip"},
+    "kept whole": {"backward_prefetch": None},
+}
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_other_ways_to_train(pool2: Run, way: str) -> None:
+    assert pool2(difference, FEW, **OTHER_WAYS[way]) == ["", ""]
+
+
+def test_partial_sums_over_replicas(pool4: Run) -> None:
+    plan = [[("l", "l", "l", "r"), ("l", "l", "l", "l")], [("ls", "l", "l", "l"), ("l", "l", "l", "l")]]
+    assert pool4(difference, [*plan, *plan, plan[0][1:]], strategy="HYBRID_SHARD", prepare="partial") == [""] * 4
+
+
+def test_reductions_that_outlast_the_backward(pool2: Run) -> None:
+    assert pool2(difference, WINDOWS, prepare="lingering") == ["", ""]
+
+
+WINDOWS = [[("l", "l"), ("r", "l")], [("l", "l"), ("l", "l")], [("ls", "l"), ("l", "l")], [("l", "l"), ("l", "r")]]
+
+
+@pytest.mark.parametrize("unsynced", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_microbatches_count_together(pool2: Run, unsynced: bool, set_to_none: bool) -> None:
+    assert pool2(difference, WINDOWS, unsynced=unsynced, set_to_none=set_to_none) == ["", ""]
+
+
+def test_a_unit_that_steps_in_the_backward_leaves_them_out(pool2: Run) -> None:
+    assert pool2(difference, PLANS["then nobody"], in_backward=True) == ["", ""]
+    assert pool2(difference, PLANS["one output"], in_backward=True) == ["", ""]
+
+
+def test_a_flat_parameter_has_no_gradient_where_none_of_its_parameters_has(pool2: Run) -> None:
+    # Of the trunk only the spare parameter is without: with the others it is one, whose gradient is 0 there.
+    assert pool2(nones_of_flats) == [[False, False, False, True]] * 2
+
+
+def nones_of_flats(rank: int, world: int) -> list[bool]:
+    model = FullyShardedDataParallel(Net(), auto_wrap_policy={Part}, use_orig_params=False)
+    backward(model, data(rank, 0, 0), "l")
+    return [parameter.grad is None for parameter in model.parameters()]
+
+
+def posts_of(rank: int, world: int, plan: Plan) -> list[int]:
+    """How often this rank writes to the store in each backward, about gradients that are lacking."""
+    model = FullyShardedDataParallel(Net(), auto_wrap_policy={Part}, use_orig_params=True)
+    posts, append = [0], Board.append
+
+    def counted(board: Board, key: str, text: str) -> None:
+        posts[-1] += 1
+        append(board, key, text)
+
+    Board.append = counted  # type: ignore[method-assign]
+    try:
+        for step, (takes,) in enumerate(plan):
+            backward(model, data(rank, step, 0), takes[rank])
+            posts.append(0)
+    finally:
+        Board.append = append  # type: ignore[method-assign]
+    return posts[:-1]
+
+
+def test_what_is_expected_is_not_said(pool2: Run) -> None:
+    assert pool2(posts_of, same(*["lrs"] * 4)) == [[1, 0, 0, 0]] * 2
+    assert pool2(posts_of, same(*["l"] * 4)) == [[1, 0, 0, 0]] * 2
+    mixed = [[("l", "rs")]] * 4
+    assert pool2(posts_of, mixed) == [[1, 0, 0, 0]] * 2
+    in_turn = pool2(posts_of, same(*["l", "r"] * 10))
+    assert all(sum(posts[10:]) == 0 for posts in in_turn), in_turn
