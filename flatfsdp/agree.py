@@ -59,7 +59,7 @@ class Agreement(Stream):
         self.unused.connect(
             self._rank, self.ranks, self._scope, watch, numbers=self._numbers, check=self._raise_verdict
         )
-        watch.add(self)
+        watch.add(self, self.unused.leave_word)
         models = {rank: answer[0] for rank, answer in answers.items()}
         if len(set(models.values())) > 1:
             texts = self._publish(json.dumps(facts), models)

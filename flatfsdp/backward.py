@@ -441,14 +441,13 @@ class Backward:
                 self.lingering = newer.units
             else:
                 newer.finish()
-            if self.reduced:  # on all ranks, or on none
-                self._leave_out_what_no_rank_used()
             for unit in windows:
                 for grads in unit.grads:
                     grads.keep()
         elif self.sync and self._reductions.rest():
             self.agreement.check_gradients(came=False)
         if self.sync and self.reduced:  # on all ranks, or on none
+            self._leave_out_what_no_rank_used()
             self.agreement.check_issued(self.gathered, self.reduced)
 
     def _gather_what_others_reached(self) -> None:

@@ -652,7 +652,7 @@ class Root:
         finished = []
         for unit in self.units:
             if steps:
-                stepping.step(unit)
+                stepping.step(unit, earlier=backward is not None and backward.sync and unit.completes)
             elif unit not in awaited and (complete := unit.settle()):
                 finished.append((unit, complete))
         if awaited:

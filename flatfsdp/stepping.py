@@ -8,6 +8,7 @@ after the backward, and computes the same numbers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -158,8 +159,9 @@ class Stepping:
         """Whether an earlier backward has shown that gradients of `unit` come once."""
         return unit in self._known
 
-    def step(self, unit: Unit) -> None:
-        """Make the reduced gradients of `unit` a step, if they are complete and were not that before.
+    def step(self, unit: Unit, *, earlier: bool = False) -> None:
+        """Make the reduced gradients of `unit` a step, if they are complete and were not that before. `earlier`: and
+        those that earlier backwards left, to which this one adds none.
 
         Postcondition: what its leaves show is as it was.
         """
@@ -173,15 +175,20 @@ class Stepping:
         for shown in unit.shown:
             shown.show(SHARD)
         complete = unit.settle()
+        handles = complete
+        if earlier:
+            has_gradient = (any(each.grad is not None for each in handle.steppable) for handle in unit.handles)
+            handles = [*itertools.compress(unit.handles, has_gradient)]
         if complete:
             self.stepped[unit] = None
             unit.note("step")
             unit.run_user_hooks(complete)
             root.accumulators.run(complete)
-            parameters = [parameter for handle in complete for parameter in handle.steppable]
+        if handles:
+            parameters = [parameter for handle in handles for parameter in handle.steppable]
             for stepper in self._steppers:
                 stepper.step(parameters)
-            for handle in complete:
+            for handle in handles:
                 if handle.whole and not handle.use_orig_params:
                     # The leaves see the write, made through the flat parameter, without having been told.
                     torch.autograd.graph.increment_version(handle.leaves)

@@ -623,10 +623,6 @@ class Stream(Peers):
             self._verdict = error
         return concerned
 
-    def leave_word(self) -> None:
-        """Nobody will answer other ranks any more. Called by the watch."""
-        self.unused.leave_word()
-
     def consider(self, alarm: str) -> bool:
         """Judge the alarm of a rank; True when it is settled or does not concern this one. Called by the watch."""
         match parse(alarm):

@@ -322,7 +322,8 @@ class Unused:
             self._board.append(f"{key}/heard", _entry(self._rank, 0, takes_part=True))
 
     def leave_word(self) -> None:
-        """This rank answers no more: leave what it would say."""
+        """This rank answers no more, for its model is gone or its program ends: leave what it would say. Called by the
+        watch."""
         if self._watch is not None and self._own:
             text = "".join(_entry(at, own.lacking, takes_part=False) for at, own in self._own.items())
             self._board.post(f"{self._scope}/unused/left/{self._rank}", text)

@@ -97,9 +97,6 @@ class Watched(Protocol):
     def consider(self, alarm: str) -> bool:
         """Judge an alarm, by the reading of the store at most; True when it is of no interest any more."""
 
-    def leave_word(self) -> None:
-        """The watch ends: leave what others may ask it."""
-
     def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
         """Go on with nothing that needs one of `ranks` (None: any other), because of `error`; whether that is so."""
 
@@ -133,6 +130,7 @@ class Watch:
         self._time_limit = time_limit
         self._calls = RollCalls(board, rank=rank, world=world)
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._words: list[tuple[weakref.ref[Any], Callable[[], None]]] = []  # of which models, to be left after them
         self._gap_since = math.inf  # when an alarm was found counted, but not written
         self._open: list[str] = []
         self._lock = threading.Lock()
@@ -159,10 +157,12 @@ class Watch:
         self._heard = board.count("alarms", 0)
         board.post(f"here/{rank}", Process.this().to_text())
 
-    def add(self, watched: Watched) -> None:
-        """Look after `watched` until it is gone; starts the thread if none runs."""
+    def add(self, watched: Watched, leave_word: Callable[[], None] = lambda: None) -> None:
+        """Look after `watched` until it is gone; starts the thread if none runs. When it is gone, or the watch ends,
+        `leave_word`, which must not hold it, writes to the store what others may still ask of it."""
         with self._lock:
             self._watched.add(watched)
+            self._words.append((weakref.ref(watched), leave_word))
             weakref.finalize(watched, self._wake.set).atexit = False
             self._start()
 
@@ -263,8 +263,7 @@ class Watch:
         self._wake.set()
         if self.board.silent_for() < self._calls.period:
             with contextlib.suppress(RuntimeError):  # the store is gone
-                for each in list(self._watched):
-                    each.leave_word()
+                self._leave_words(of_all=True)
         deadline = time.monotonic() + JOIN
         for thread in (self._thread, self._timekeeper.stop()):
             while thread not in (None, threading.current_thread()) and thread.is_alive():
@@ -304,6 +303,8 @@ class Watch:
                 self._wake.clear()
                 if not self._closed:
                     self.look()
+            if not self._closed:
+                self._leave_words()
         except RuntimeError:  # the store is gone, and with it whatever it could tell
             self._store_is_gone = True
             self._outlive_the_store()
@@ -325,6 +326,13 @@ class Watch:
         if purpose is not None:
             self._calls.ask(purpose, heard=self._heard)
         self._run_errands()
+        self._leave_words()
+
+    def _leave_words(self, *, of_all: bool = False) -> None:
+        gone = [words for words in self._words if of_all or words[0]() is None]
+        for words in gone:
+            self._words.remove(words)
+            words[1]()
 
     def _run_errands(self) -> bool:
         """Go on with what others asked for; True when all of it is done."""

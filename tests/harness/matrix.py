@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "frozen": {"case": "frozen"},
     "dtypes": {"case": "dtypes"},
     "tied and frozen": {"case": "tied and frozen"},
+    "reached": {"case": "reached"},
 }
 PASSES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -142,6 +143,8 @@ def illegal(cell: Cell) -> str | None:
     """Why there is no such cell."""
     if cell.hybrid and cell.world != 4:
         return "two axes of two ranks need a world of four"
+    if cell.model == "reached" and cell.checkpointing == "reentrant checkpoints":
+        return "what is recomputed reentrantly is reached by every rank's loss"
     if cell.model == "flat" and cell.checkpointing in ("checkpoints around units", "reentrant checkpoints"):
         return "nothing is wrapped inside, around which there could be a checkpoint"
     return None

@@ -186,6 +186,42 @@ class Nest(nn.Module):
         return self.second(x + self.shift)
 
 
+class Chosen(nn.Module):
+    """Uses those of its weights that the bits from `first` on in `bits` are set for; with none returns its input."""
+
+    def __init__(self, width: int, bits: list[int], first: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(width, width) / width) for _ in range(3))
+        self.bits, self.first = bits, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, weight in enumerate((self.a, self.b, self.c)):
+            if self.bits[0] >> (self.first + place) & 1:
+                x = x + torch.tanh(x @ weight)
+        return x
+
+
+class Reached(nn.Module):
+    """Units of which a batch uses some parameters, and some outputs: a weight, or a unit, has no gradient at times.
+
+    The bits of the second input choose. Always unused is `spare`; `aside` always runs, and the loss seldom sees it.
+    """
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.bits = [0]  # the same list in the units: what a wrapper is given does not reach its module
+        self.first, self.second = Chosen(width, self.bits, 0), Chosen(width, self.bits, 3)
+        self.aside = Feedforward(width, width + 2)
+        self.spare = nn.Parameter(torch.randn(3, width))
+        self.shift = nn.Parameter(torch.zeros(width))  # or the first unit would have no graph on some ranks
+        self.head = nn.Linear(width, out)
+
+    def forward(self, x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        self.bits[0] = int(bits)
+        x = self.first(x + self.shift)
+        return self.head(self.second(x)), self.aside(x)
+
+
 # --- cases ------------------------------------------------------------------------------------------------------------
 
 WIDTH, OUT, ROWS = 13, 3, 4  # features, outputs, rows of a batch
@@ -208,6 +244,12 @@ def _images(rank: int, step: int, micro: int = 0) -> Batch:
     return image, torch.randn(ROWS, OUT, generator=generator)
 
 
+def _chosen(rank: int, step: int, micro: int = 0) -> Batch:
+    x, target = _vectors(rank, step, micro)
+    drawn = torch.rand(7, generator=_generator(rank, step, micro + 50)) < (0.08 if micro else 0.35)
+    return x, (drawn * 2 ** torch.arange(7)).sum(0, keepdim=True), target
+
+
 def _generator(rank: int, step: int, micro: int) -> torch.Generator:
     return torch.Generator().manual_seed((step * 97 + micro) * 1009 + rank)
 
@@ -215,6 +257,13 @@ def _generator(rank: int, step: int, micro: int) -> torch.Generator:
 def _squared_error(model: nn.Module, batch: Batch) -> Tensor:
     *inputs, target = batch
     return F.mse_loss(model(*inputs).float(), target)
+
+
+def _some_outputs(model: nn.Module, batch: Batch) -> Tensor:
+    x, bits, target = batch
+    output, aside = model(x, bits)
+    loss = F.mse_loss(output.float(), target)
+    return loss + aside.float().square().mean() if int(bits) >> 6 else loss
 
 
 def _cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
@@ -272,5 +321,13 @@ CASES: dict[str, Case] = {
         ),
         _vector_case("unused", lambda: Spare(WIDTH), 2, Spare),
         _vector_case("nested", lambda: Nest(WIDTH), 2, Nest, Feedforward),
+        Case(
+            "reached",
+            _built(lambda: Reached(WIDTH, OUT)),
+            _chosen,
+            frozenset({Chosen, Feedforward}),
+            _some_outputs,
+            concatenable=False,
+        ),
     )
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -22,6 +22,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import pool, reference
+from tests.harness.gradients import (
+    Gradients,
+    Together,
+    gradients_of,
+    names_of,
+    plain,
+    together,
+    together_in_torchs,
+    unlike,
+)
 from tests.harness.meshes import shared_mesh
 from tests.harness.plain_fsdp import PlainFSDP
 from tests.harness.reference import Recipe, Story, Tensors
@@ -50,8 +60,11 @@ class Engine(Protocol):
     def clip(self, model: nn.Module, bound: float) -> None:
         """Clip the norm of all gradients."""
 
-    def gradients(self, model: nn.Module) -> Tensors | None:
+    def gradients(self, model: nn.Module) -> Gradients | None:
         """The full gradient of every trainable parameter by its plain name; None where the engine cannot tell."""
+
+    def together(self, model: nn.Module) -> Together:
+        """Which parameters have gradients together."""
 
     def tensors(self, model: nn.Module) -> tuple[Tensors, Tensors]:
         """The full parameters, and this rank's buffers, by their plain names."""
@@ -107,11 +120,17 @@ class FSDP:
     def clip(self, model: Any, bound: float) -> None:
         model.clip_grad_norm_(bound)
 
-    def gradients(self, model: Any) -> Tensors | None:
+    def gradients(self, model: Any) -> Gradients | None:
         if self.package != "flatfsdp" and not model._use_orig_params:
             return None
         with type(model).summon_full_params(model, with_grads=True, writeback=False):
-            return _gradients(model)
+            return gradients_of(model)
+
+    def together(self, model: Any) -> Together:
+        if self.package != "flatfsdp":
+            return together_in_torchs(model)
+        with type(model).summon_full_params(model, writeback=False):
+            return together(model, names_of(model))
 
     def tensors(self, model: Any) -> tuple[Tensors, Tensors]:
         with type(model).summon_full_params(model, writeback=False):
@@ -132,7 +151,7 @@ class StepsInBackward(FSDP):
     def communicate(self, model: nn.Module) -> AbstractContextManager[None]:
         return _stepping[model].no_step()
 
-    def gradients(self, model: Any) -> Tensors | None:
+    def gradients(self, model: Any) -> Gradients | None:
         assert not any(parameter.grad is not None for parameter in model.parameters())
         return None
 
@@ -171,8 +190,11 @@ class Unsharded:
     def clip(self, model: nn.Module, bound: float) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), bound)
 
-    def gradients(self, model: nn.Module) -> Tensors | None:
-        return _gradients(model)
+    def gradients(self, model: nn.Module) -> Gradients | None:
+        return gradients_of(model)
+
+    def together(self, model: nn.Module) -> Together:
+        return ()
 
     def tensors(self, model: nn.Module) -> tuple[Tensors, Tensors]:
         return _tensors(model)
@@ -194,7 +216,7 @@ class Plain(Unsharded):
     def optimize(self, model: Any, recipe: Recipe) -> torch.optim.Optimizer:
         return recipe.optimize(model.shards)
 
-    def gradients(self, model: nn.Module) -> Tensors | None:
+    def gradients(self, model: nn.Module) -> Gradients | None:
         return None  # they exist as shards only
 
     def tensors(self, model: Any) -> tuple[Tensors, Tensors]:
@@ -202,26 +224,9 @@ class Plain(Unsharded):
         return both
 
 
-_PREFIXES = ("_fsdp_wrapped_module.", "module.")  # what wrappers put into names
-
-
-def _plain(name: str) -> str:
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name
-
-
-def _gradients(model: nn.Module) -> Tensors:
-    return {
-        _plain(name): torch.zeros_like(param) if param.grad is None else param.grad.detach().clone()
-        for name, param in model.named_parameters()
-        if param.requires_grad
-    }
-
-
 def _tensors(model: nn.Module) -> tuple[Tensors, Tensors]:
-    parameters = {_plain(name): param.detach().clone() for name, param in model.named_parameters()}
-    return parameters, {_plain(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
+    parameters = {plain(name): param.detach().clone() for name, param in model.named_parameters()}
+    return parameters, {plain(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -260,14 +265,18 @@ def train(
                 story.gradients.append(gradients)
             optimizer.step()
         story.parameters, story.buffers = engine.tensors(model)
-    fingerprint = _fingerprint([*story.gradients, story.parameters])
+        story.together = engine.together(model)
+    fingerprint = _fingerprint([*story.gradients, {**story.parameters}])
     return (story if rank == 0 else Story(losses=story.losses)), fingerprint
 
 
-def _fingerprint(groups: list[Tensors]) -> str:
+def _fingerprint(groups: list[Gradients]) -> str:
     digest = hashlib.sha256()
     for group in groups:
         for name, tensor in group.items():
+            if tensor is None:
+                digest.update(f"{name} None".encode())
+                continue
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -312,19 +321,23 @@ def check(
         for rank, (_, fingerprint) in enumerate(results)
         if fingerprint != results[0][1]
     ]
-    differences += compare(story, oracle_story(recipe, world, oracle), mode=mode, bound=bound)
+    differences += compare(story, oracle_story(recipe, world, oracle, story.together), mode=mode, bound=bound)
     what = f"{engine!r} {options} on {world} ranks, against the {oracle} reference, {recipe}"
     assert not differences, "\n".join([what, *differences[:20]])
     return story
 
 
 @lru_cache(maxsize=256)
-def oracle_story(recipe: Recipe, world: int, oracle: str = "sequential") -> Story:
-    """The oracle's training, computed once in this process."""
+def oracle_story(recipe: Recipe, world: int, oracle: str = "sequential", together: Together = ()) -> Story:
+    """The oracle's training, computed once in this process. What has gradients `together` counts where some lack."""
+    if together:
+        alone = oracle_story(recipe, world, oracle)
+        if all(grad is not None for gradients in alone.gradients for grad in gradients.values()):
+            return alone
     if oracle == "concatenated":
         assert recipe.model.concatenable, f"the ranks' losses of {recipe.case!r} do not add up to that of one batch"
-        return reference.concatenated(recipe, world)
-    return reference.sequential(recipe, world)
+        return reference.concatenated(recipe, world, together)
+    return reference.sequential(recipe, world, together)
 
 
 def _joined(stories: list[Story]) -> Story:
@@ -358,11 +371,17 @@ def compare(story: Story, oracle: Story, *, mode: Mode, bound: float = 1e-5) -> 
 _Same = Callable[[str, Tensor, Tensor], Iterator[str]]
 
 
-def _compared(what: str, found: Tensors, expected: Tensors, same: _Same) -> Iterator[str]:
+def _compared(
+    what: str, found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], same: _Same
+) -> Iterator[str]:
     if found.keys() != expected.keys():
         yield f"{what}: found the names {sorted(found)}, expected {sorted(expected)}"
     for name in found.keys() & expected.keys():
-        yield from same(f"{what} {name}", found[name], expected[name])
+        mine, others = found[name], expected[name]
+        if mine is not None and others is not None:
+            yield from same(f"{what} {name}", mine, others)
+        elif words := unlike(mine, others):
+            yield f"{what} {name}: {words}"
 
 
 def _equal(what: str, found: Tensor, expected: Tensor) -> Iterator[str]:

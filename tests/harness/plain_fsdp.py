@@ -55,7 +55,9 @@ class PlainUnit:
 
     def reduce(self) -> None:
         """Average the gradients over the ranks, added in rank order; keep this rank's chunk as the shard's gradient."""
-        pieces = [torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self.params]
+        grads = [p.grad for p in self.params if p.grad is not None]
+        assert len(grads) == len(self.params)
+        pieces = [grad.reshape(-1) for grad in grads]
         flat = torch.nn.functional.pad(torch.cat(pieces), (0, self.full.numel() - sum(p.numel() for p in self.params)))
         of_all = [torch.empty_like(flat) for _ in range(self.world)]
         dist.all_gather(of_all, flat)
@@ -70,7 +72,7 @@ class PlainUnit:
 class PlainFSDP(nn.Module):
     """The units of ``module`` (instances of ``classes``, and the rest as one), of one dtype; every parameter is used.
 
-    Optimize `shards`.
+    None is frozen. Optimize `shards`.
     """
 
     def __init__(self, module: nn.Module, classes: Iterable[type[nn.Module]]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.harness.gradients import Gradients, Together, fill, gradients_of
 from tests.harness.models import CASES, Batch, Case
 
 Tensors = dict[str, Tensor]
@@ -31,7 +32,7 @@ class Recipe:
         micro: microbatches per step.
         accumulate: with several microbatches, "no_sync" (gradients add up unsharded and are reduced once) or
             "communicate" (every microbatch is reduced and the sharded results add up).
-        optimizer: "sgd" (with momentum) or "adamw".
+        optimizer: "sgd" (with momentum) or "adamw"; both decay weights.
         compute, reduce, accumulated, buffers: dtypes of `MixedPrecision`; None as they are there.
         nested: the case's units are wrapped, and so are batch norms, in full precision, where a dtype is given; else
             the whole model is one unit.
@@ -65,8 +66,8 @@ class Recipe:
     def optimize(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """A new optimizer."""
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(parameters, lr=1e-2)
-        return torch.optim.SGD(parameters, lr=5e-2, momentum=0.9)
+            return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+        return torch.optim.SGD(parameters, lr=5e-2, momentum=0.9, weight_decay=0.1)
 
 
 @dataclass
@@ -74,20 +75,22 @@ class Story:
     """What a training run was: ``losses[step][micro][rank]``, the full gradients of each step, and how it ended."""
 
     losses: list[list[list[Tensor]]] = field(default_factory=list)
-    gradients: list[Tensors] = field(default_factory=list)
+    gradients: list[Gradients] = field(default_factory=list)
+    together: Together = ()  # what has gradients together in each step
     parameters: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)  # rank 0's, in the dtypes that the model was built with
 
 
-def sequential(recipe: Recipe, world: int) -> Story:
+def sequential(recipe: Recipe, world: int, together: Together = ()) -> Story:
     """Train on ``world`` ranks' batches, one rank after the other, on a full copy each.
 
     Gradients are cast to the reduce dtype, added in rank order (within a replica group, then over the groups), scaled
-    by 1 / ``world`` and cast to the parameter's dtype. A gradient that a rank lacks counts as zero. fp16 is divided
-    before the sum by the next power of two, and the rest is made up afterwards.
+    by 1 / ``world`` and cast to the parameter's dtype. A gradient that a rank lacks counts as zero; one that all lack
+    is none, unless another one of a set that has them ``together`` is there. fp16 is divided before the sum by the
+    next power of two, and the rest is made up afterwards.
     """
     with _one_thread():
-        case, story = recipe.model, Story()
+        case, story = recipe.model, Story(together=together)
         master = case.build()
         ranks = [_Rank(master, recipe, world) for _ in range(world)]
         optimizer = recipe.optimize(master.parameters())
@@ -99,8 +102,9 @@ def sequential(recipe: Recipe, world: int) -> Story:
                 story.losses[-1].append([rank.run(master, case.batch(i, step, micro)) for i, rank in enumerate(ranks)])
                 if recipe.accumulate == "communicate" or micro == recipe.micro - 1:
                     averaged = _average([rank.release() for rank in ranks], recipe)
-                    for name, param in trained.items():
-                        grad = averaged[name].to(param.dtype)
+                    for name, average in averaged.items():
+                        param = trained[name]
+                        grad = average.to(param.dtype)
                         param.grad = grad if param.grad is None else param.grad + grad
             _finish_step(master, optimizer, recipe, story)
         story.parameters = {name: param.detach() for name, param in master.named_parameters()}
@@ -108,10 +112,10 @@ def sequential(recipe: Recipe, world: int) -> Story:
         return story
 
 
-def concatenated(recipe: Recipe, world: int) -> Story:
+def concatenated(recipe: Recipe, world: int, together: Together = ()) -> Story:
     """Train one model on the ranks' batches put together: no cast, no rank. ``losses`` has one rank."""
     with _one_thread():
-        case, story = recipe.model, Story()
+        case, story = recipe.model, Story(together=together)
         model = case.build()
         optimizer = recipe.optimize(model.parameters())
         for step in range(recipe.steps):
@@ -128,15 +132,11 @@ def concatenated(recipe: Recipe, world: int) -> Story:
 
 
 def _finish_step(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, story: Story) -> None:
+    fill(model, story.together)
     if recipe.clip is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-    trained = ((name, param) for name, param in model.named_parameters() if param.requires_grad)
-    story.gradients.append({name: _grad(param).clone() for name, param in trained})
+    story.gradients.append(gradients_of(model))
     optimizer.step()
-
-
-def _grad(param: Tensor) -> Tensor:
-    return torch.zeros_like(param) if param.grad is None else param.grad
 
 
 class _Rank:
@@ -191,8 +191,8 @@ class _Rank:
             self.buffers[name] = torch.where(buffer != before.to(buffer.dtype), buffer.to(before.dtype), before)
         loss.backward()
         for name, param in self.model.named_parameters():
-            if param.requires_grad:
-                grad = _grad(param) / self.divisors[name]
+            if param.grad is not None:
+                grad = param.grad / self.divisors[name]
                 if name in self.window:
                     self.window[name].add_(grad)
                 else:
@@ -201,18 +201,19 @@ class _Rank:
         return loss.detach()
 
     def release(self) -> Tensors:
-        """The window's gradients in the reduce dtype; the next window is empty."""
+        """The window's gradients in the reduce dtype, of what this rank has reached; the next window is empty."""
         window, self.window = self.window, {}
         return {name: grad.to(self.reduce_dtypes[name]) for name, grad in window.items()}
 
 
 def _average(of_ranks: list[Tensors], recipe: Recipe) -> Tensors:
-    """Every rank's gradients to one, in the reduce dtype."""
+    """Every rank's gradients to one, in the reduce dtype, of what any rank has reached."""
     world = len(of_ranks)
     per_group = world // recipe.replicas
     averaged = {}
-    for name in of_ranks[0]:
-        grads = [grads[name] for grads in of_ranks]
+    for name in dict.fromkeys(name for grads in of_ranks for name in grads):
+        there = next(grads[name] for grads in of_ranks if name in grads)
+        grads = [grads[name] if name in grads else torch.zeros_like(there) for grads in of_ranks]
         groups = [reduce(torch.add, grads[start : start + per_group]) for start in range(0, world, per_group)]
         divided = 2 ** (world - 1).bit_length() if grads[0].dtype == torch.float16 else 1
         averaged[name] = reduce(torch.add, groups) * (divided / world)

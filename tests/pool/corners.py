@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +24,16 @@ from flatfsdp import FullyShardedDataParallel, grads
 from flatfsdp.comm import Late, doubled
 from flatfsdp.storage import poison
 from flatfsdp.wrap import ModuleWrapPolicy
+from tests.harness.gradients import (
+    Gradients,
+    Together,
+    averaged_over_ranks,
+    filled,
+    gradients_of,
+    names_of,
+    together,
+    unlike,
+)
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
 
@@ -122,7 +132,7 @@ class Expected:
     """What a program gives on plain models: each step's results on this rank with the averaged gradients, and how the
     parameters ended."""
 
-    steps: list[tuple[list[Tensor], dict[str, Tensor]]]
+    steps: list[tuple[list[Tensor], Gradients]]
     parameters: dict[str, Tensor]
 
 
@@ -144,13 +154,16 @@ def _differences(
             found = program(model, rank, step)
             yield from (f"step {step}: {line}" for line in _compared("result", flat(found), results, bound))
             yield from (f"step {step}: {line}" for line in at_rest(model))
-            gradients = full_gradients(model)
+            gradients, sets = _gradients(model)
             if gradients.keys() != averaged.keys():
                 yield f"step {step}: found gradients of {sorted(gradients)}, expected {sorted(averaged)}"
+            right = filled(averaged, sets, partial(_zeros, expected.parameters))
             for name in gradients.keys() & averaged.keys():
-                yield from (
-                    f"step {step}: {line}" for line in _compared(name, [gradients[name]], [averaged[name]], bound)
-                )
+                mine, others = gradients[name], right[name]
+                if mine is not None and others is not None:
+                    yield from (f"step {step}: {line}" for line in _compared(name, [mine], [others], bound))
+                elif mine is not others:
+                    yield f"step {step}: gradient of {name}: {unlike(mine, others)}"
             optimizer.step()
             if {id(p) for p in model.parameters()} != identities:
                 yield f"step {step}: parameters are other objects than before"
@@ -167,28 +180,34 @@ def _oracle(rank: int, world: int, build: Callable[[], nn.Module], program: Prog
         for model in plain:
             model.zero_grad()
         results = [program(model, r, step) for r, model in enumerate(plain)]
-        averaged: dict[str, Tensor] = {}
+        averaged: Gradients = {}
         for parameters in zip(*(model.named_parameters() for model in plain), strict=True):
             name, first = parameters[0]
             if not first.requires_grad:
                 continue
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in parameters]
-            averaged[name] = reduce(torch.add, grads) * (1.0 / world)
+            average = averaged[name] = averaged_over_ranks([p.grad for _, p in parameters])
+            if average is None:
+                continue
             with torch.no_grad():
                 for _, parameter in parameters:
-                    parameter.add_(averaged[name], alpha=-LR)  # as SGD does, to the bit
+                    parameter.add_(average, alpha=-LR)  # as SGD does, to the bit
         expected.append((flat(results[rank]), averaged))
     return Expected(expected, {name: parameter.detach() for name, parameter in plain[0].named_parameters()})
 
 
-def full_gradients(model: Any) -> dict[str, Tensor]:
-    """The whole gradient of every trainable parameter by name, zero where there is none. Collective."""
+def _zeros(parameters: dict[str, Tensor], name: str) -> Tensor:
+    return torch.zeros_like(parameters[name])
+
+
+def full_gradients(model: Any) -> Gradients:
+    """The whole gradient of every trainable parameter by name, None where there is none. Collective."""
+    return _gradients(model)[0]
+
+
+def _gradients(model: Any) -> tuple[Gradients, Together]:
+    """The whole gradients, and of which parameters they come together."""
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
-        return {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        }
+        return gradients_of(model), together(model, names_of(model))
 
 
 def full_parameters(model: Any) -> dict[str, Tensor]:

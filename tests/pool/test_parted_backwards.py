@@ -16,6 +16,7 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel, comm_hooks
 from flatfsdp.joining import apart
 from tests.conftest import Run
+from tests.harness.gradients import averaged_over_ranks, copied, unlike
 
 WIDTH = 6
 
@@ -46,18 +47,20 @@ def _wrap(net: nn.Module, **kwargs: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=True, **kwargs)
 
 
-def _gradients(model: nn.Module) -> list[Tensor]:
+def _gradients(model: nn.Module) -> list[Tensor | None]:
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-        return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        return [copied(p.grad) for p in model.parameters()]
 
 
-def _expected(nets: list[nn.Module]) -> list[Tensor]:
-    grads = [[torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()] for net in nets]
-    return [sum(of_ranks[1:], of_ranks[0]) / len(nets) for of_ranks in zip(*grads, strict=True)]
+def _expected(nets: list[nn.Module]) -> list[Tensor | None]:
+    return [
+        averaged_over_ranks([p.grad for p in of_ranks])
+        for of_ranks in zip(*(net.parameters() for net in nets), strict=True)
+    ]
 
 
-def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+def _same(found: list[Tensor | None], expected: list[Tensor | None], *, rtol: float = 0.0, atol: float = 0.0) -> bool:
+    return not any(unlike(a, b, rtol=rtol, atol=atol) for a, b in zip(found, expected, strict=True))
 
 
 def cut_on_one_rank(rank: int, world: int, prefetch: str | None) -> bool:
@@ -255,8 +258,7 @@ def half_way_before_or_after(rank: int, world: int, tails: list[bool]) -> bool:
         model(_data(rank), tails[rank] or step == 2).sum().backward()
         for each, net in enumerate(nets):
             net(_data(each), tails[each] or step == 2).sum().backward()
-    found, expected = _gradients(model), _expected(nets)
-    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    return _same(_gradients(model), _expected(nets), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("tails", [[True, False], [False, True], [False, False]])
@@ -288,8 +290,7 @@ def again_after_a_failure(rank: int, world: int, strategy: str, prefetch: str) -
     for each, net in enumerate(nets):
         net(_data(each)).sum().backward()
         net(_data(each)).sum().backward()
-    found, expected = _gradients(model), _expected(nets)
-    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    return _same(_gradients(model), _expected(nets), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID"])
@@ -312,8 +313,7 @@ def zero_between(rank: int, world: int, strategy: str, to_none: bool) -> bool:
         penalty(model, _data(rank), lambda: model.zero_grad(set_to_none=to_none))
         for each, net in enumerate(nets):
             penalty(net, _data(each), lambda net=net: net.zero_grad(set_to_none=to_none))
-    found, expected = _gradients(model), _expected(nets)
-    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    return _same(_gradients(model), _expected(nets), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -397,8 +397,7 @@ def used_on_one_rank(rank: int, world: int, without: str, prefetch: str | None, 
             model(_data(rank), rank, without).sum().backward()
         for each, net in enumerate(nets):
             net(_data(each), each, without).sum().backward()
-    found, expected = _gradients(model), _expected(nets)
-    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    return _same(_gradients(model), _expected(nets), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -451,11 +450,7 @@ def called_twice(rank: int, world: int, left_out: list[tuple[set[int], set[int]]
         for each, net in enumerate(nets):
             train(net, each)
     expected = _expected(nets)
-    return all(
-        torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-        for model in models
-        for a, b in zip(_gradients(model), expected, strict=True)
-    )
+    return all(_same(_gradients(model), expected, rtol=1e-5, atol=1e-6) for model in models)
 
 
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID", None])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, unused
 from flatfsdp.board import Board
 from tests.conftest import Run
 
@@ -246,3 +248,23 @@ def test_what_is_expected_is_not_said(pool2: Run) -> None:
     assert pool2(posts_of, mixed) == [[1, 0, 0, 0]] * 2
     in_turn = pool2(posts_of, same(*["l", "r"] * 10))
     assert all(sum(posts[10:]) == 0 for posts in in_turn), in_turn
+
+
+def test_a_model_that_is_gone_answers(pool2: Run) -> None:
+    # Rank 0 lacks nothing, so it waits for nobody, and lets go of its model before the other one asks.
+    assert pool2(gone_before_it_is_asked) == [[], ["0.weight", "1.weight"]]
+
+
+def gone_before_it_is_asked(rank: int, world: int) -> list[str]:
+    net = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+    model = FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=True)
+    with patch.object(unused, "SOON", 1.0):
+        for uses in 2, (2, 1)[rank]:
+            model.zero_grad()
+            outputs = [each(data(rank, 0, 0)).sum() for each in net]
+            torch.stack(outputs[:uses]).sum().backward()
+    if rank == 0:
+        del model, net
+        gc.collect()
+        return []
+    return sorted(name for name, parameter in model.named_parameters() if parameter.grad is not None)

@@ -70,9 +70,6 @@ class Model:
     busy, doing, last_step = False, ("in the program's own code", 0.0), ""
     time_limit = math.inf
 
-    def leave_word(self) -> None:
-        pass
-
     def consider(self, alarm: str) -> bool:
         return True
 

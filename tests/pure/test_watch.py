@@ -67,9 +67,6 @@ class Model:
         self.ranks = ranks
         self.error: AgreementError | None = None
 
-    def leave_word(self) -> None:
-        pass
-
     def consider(self, alarm: str) -> bool:
         return True
 

@@ -1,0 +1,104 @@
+"""Gradients of which some are None, which is not zeros: an optimizer with momentum or weight decay moves a parameter
+whose gradient is zeros and leaves one alone that has none.
+
+One process is the measure: a parameter has a gradient where any rank's loss reached it in any microbatch of a window.
+Parameters that share one flat parameter (`use_orig_params=False`) have gradients together, zeros where none came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Gradients = dict[str, Tensor | None]
+Names = dict[nn.Parameter, str]
+Together = tuple[frozenset[str], ...]  # sets of parameters, by their plain names, that have gradients together
+
+_PREFIXES = ("_fsdp_wrapped_module.", "module.")  # what wrappers put into names
+
+
+def plain(name: str) -> str:
+    """A parameter's or buffer's name without what wrappers put into it."""
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """A copy of the gradient of every trainable parameter, by its plain name."""
+    return {plain(name): copied(param.grad) for name, param in model.named_parameters() if param.requires_grad}
+
+
+def copied(grad: Tensor | None) -> Tensor | None:
+    """A copy of its own."""
+    return None if grad is None else grad.detach().clone()
+
+
+def fill(model: nn.Module, sets: Together) -> None:
+    """Give parameters of a plain `model` the zeros that they have where gradients come together."""
+    params = dict(model.named_parameters())
+    for name, grad in filled(gradients_of(model), sets, lambda name: torch.zeros_like(params[name])).items():
+        if params[name].grad is None:
+            params[name].grad = grad
+
+
+def averaged_over_ranks(grads: Sequence[Tensor | None]) -> Tensor | None:
+    """What the ranks brought of one parameter, added in rank order: None if it is nothing."""
+    there = [grad for grad in grads if grad is not None]
+    if not there:
+        return None
+    total = reduce(torch.add, [torch.zeros_like(there[0]) if grad is None else grad for grad in grads])
+    return total * (1 / len(grads))
+
+
+def names_of(model: nn.Module) -> Names:
+    """The plain names of the parameters: of a plain model, or of a wrapped one while they are whole."""
+    return {param: plain(name) for name, param in model.named_parameters()}
+
+
+def together(model: Any, names: Names) -> Together:
+    """Which parameters of our wrapper have gradients together."""
+    handles = [handle for unit in model._unit.root.units for handle in unit.handles if not handle.use_orig_params]
+    return tuple(frozenset(names[leaf] for leaf in handle.leaves if leaf in names) for handle in handles)
+
+
+def together_in_torchs(model: Any) -> Together:
+    """Which do in torch's FSDP1: all of a unit, with original parameters, too."""
+    sets = []
+    for name, module in model.named_modules():
+        if isinstance(module, type(model)) and module._handle is not None:
+            fqns = module._handle.flat_param._fqns
+            sets.append(frozenset(plain(f"{name}.{fqn}" if name else fqn) for fqn in fqns))
+    return tuple(sets)
+
+
+def filled(gradients: Gradients, sets: Together, zeros: Callable[[str], Tensor]) -> Gradients:
+    """`gradients` as they are where those of a set come together; `zeros(name)` makes what is missing."""
+    result = dict(gradients)
+    for names in sets:
+        if any(gradients.get(name) is not None for name in names):
+            result |= {name: zeros(name) for name in names if name in gradients and gradients[name] is None}
+    return result
+
+
+def unlike(found: Tensor | None, expected: Tensor | None, *, rtol: float = 0.0, atol: float = 0.0) -> str:
+    """In words, what is not the same within the bounds; nothing where all is."""
+    if found is None and expected is not None and not expected.numel():
+        return ""  # no rank holds a piece of it
+    if found is None or expected is None:
+        return "" if found is expected else f"{_in_words(found)}, expected {_in_words(expected)}"
+    if found.shape != expected.shape:
+        return f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    if torch.allclose(found, expected, rtol=rtol, atol=atol):
+        return ""
+    return f"differs by {(found - expected).abs().max():.3g}"
+
+
+def _in_words(grad: Tensor | None) -> str:
+    if grad is None:
+        return "None"
+    return f"a gradient of norm {grad.double().norm():.3g}" if grad.count_nonzero() else "zeros"
