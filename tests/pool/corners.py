@@ -31,6 +31,7 @@ from tests.harness.gradients import (
     filled,
     gradients_of,
     names_of,
+    plain,
     together,
     unlike,
 )
@@ -162,8 +163,8 @@ def _differences(
                 mine, others = gradients[name], right[name]
                 if mine is not None and others is not None:
                     yield from (f"step {step}: {line}" for line in _compared(name, [mine], [others], bound))
-                elif mine is not others:
-                    yield f"step {step}: gradient of {name}: {unlike(mine, others)}"
+                elif what := unlike(mine, others):
+                    yield f"step {step}: gradient of {name}: {what}"
             optimizer.step()
             if {id(p) for p in model.parameters()} != identities:
                 yield f"step {step}: parameters are other objects than before"
@@ -200,8 +201,13 @@ def _zeros(parameters: dict[str, Tensor], name: str) -> Tensor:
 
 
 def full_gradients(model: Any) -> Gradients:
-    """The whole gradient of every trainable parameter by name, None where there is none. Collective."""
-    return _gradients(model)[0]
+    """The whole gradient of every trainable parameter by name, None where there is none. Collective.
+
+    Of a parameter without elements no rank holds a piece: its gradient, without elements too, is taken to be there.
+    """
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
+        trained = {plain(name): p for name, p in model.named_parameters() if p.requires_grad}
+        return gradients_of(model) | {name: torch.zeros_like(p) for name, p in trained.items() if not p.numel()}
 
 
 def _gradients(model: Any) -> tuple[Gradients, Together]:
