@@ -324,8 +324,9 @@ class Unused:
     def leave_word(self) -> None:
         """This rank answers no more, for its model is gone or its program ends: leave what it would say. Called by the
         watch."""
-        if self._watch is not None and self._own:
+        with self._lock:
             text = "".join(_entry(at, own.lacking, takes_part=False) for at, own in self._own.items())
+        if text:
             self._board.post(f"{self._scope}/unused/left/{self._rank}", text)
 
     def _last_words(self, rank: int) -> Iterator[int]:

@@ -130,7 +130,7 @@ class Watch:
         self._time_limit = time_limit
         self._calls = RollCalls(board, rank=rank, world=world)
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._words: list[tuple[weakref.ref[Any], Callable[[], None]]] = []  # of which models, to be left after them
+        self._last_words: list[tuple[weakref.ref[Any], Callable[[], None]]] = []  # of which models
         self._gap_since = math.inf  # when an alarm was found counted, but not written
         self._open: list[str] = []
         self._lock = threading.Lock()
@@ -162,7 +162,7 @@ class Watch:
         `leave_word`, which must not hold it, writes to the store what others may still ask of it."""
         with self._lock:
             self._watched.add(watched)
-            self._words.append((weakref.ref(watched), leave_word))
+            self._last_words.append((weakref.ref(watched), leave_word))
             weakref.finalize(watched, self._wake.set).atexit = False
             self._start()
 
@@ -263,7 +263,7 @@ class Watch:
         self._wake.set()
         if self.board.silent_for() < self._calls.period:
             with contextlib.suppress(RuntimeError):  # the store is gone
-                self._leave_words(of_all=True)
+                self._leave_last_words(of_all=True)
         deadline = time.monotonic() + JOIN
         for thread in (self._thread, self._timekeeper.stop()):
             while thread not in (None, threading.current_thread()) and thread.is_alive():
@@ -304,7 +304,7 @@ class Watch:
                 if not self._closed:
                     self.look()
             if not self._closed:
-                self._leave_words()
+                self._leave_last_words()
         except RuntimeError:  # the store is gone, and with it whatever it could tell
             self._store_is_gone = True
             self._outlive_the_store()
@@ -326,13 +326,14 @@ class Watch:
         if purpose is not None:
             self._calls.ask(purpose, heard=self._heard)
         self._run_errands()
-        self._leave_words()
+        self._leave_last_words()
 
-    def _leave_words(self, *, of_all: bool = False) -> None:
-        gone = [words for words in self._words if of_all or words[0]() is None]
-        for words in gone:
-            self._words.remove(words)
-            words[1]()
+    def _leave_last_words(self, *, of_all: bool = False) -> None:
+        with self._lock:  # the main thread, at the end, may meet the watch's here
+            gone = [words for words in self._last_words if of_all or words[0]() is None]
+            self._last_words = [words for words in self._last_words if words not in gone]
+        for _, leave_word in gone:
+            leave_word()
 
     def _run_errands(self) -> bool:
         """Go on with what others asked for; True when all of it is done."""
