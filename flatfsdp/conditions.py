@@ -37,7 +37,6 @@ def autocast_on(device_type: str) -> str:
 
 def differences(found: Mapping[tuple[int, ...], Conditions]) -> str:
     """What the ranks do not have in common, and what to do about it; "" for nothing."""
-
     out = []
     if len(ranks := _by(found, "stepped")) > 1:
         out.append(
