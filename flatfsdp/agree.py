@@ -13,7 +13,7 @@ import torch
 from .api import MixedPrecision
 from .calls import meet
 from .comm import Transport
-from .errors import AgreementError, few, ranks_in_words, warn
+from .errors import AgreementError, few, one_voice, ranks_in_words, warn
 from .foreign_text import parse
 from .peers import NO_ANSWER, Peers, number
 from .stream import Stream, Symbol
@@ -128,7 +128,8 @@ class Agreement(Stream):
         self.values_differ = True
         if self.check_values == "raise":
             raise AgreementError(message)
-        warn(message)
+        with one_voice(speaks=self.is_first):
+            warn(message)
 
 
 # A value that ranks must have in common: what it is of, the value, and whether the first has to be called the same.

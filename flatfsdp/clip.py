@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 
 from . import registry
-from .errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, refuse_type, warn
+from .errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, refuse_type, warn
 from .nonfinite import first_gradient, of_all_ranks
 from .root import Root
 
@@ -95,7 +95,7 @@ def clip_grad_norm(
     every = [grad for grads in sharded.values() for grad in grads] + whole
     if not every:
         warn(
-            f"clip_grad_norm_: no parameter of rank {root.unit.groups.shard.rank} has a gradient; the norm counts only "
+            f"clip_grad_norm_: no parameter of rank {current_rank()} has a gradient; the norm counts only "
             "other ranks' gradients"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -20,11 +20,12 @@ from torch import nn
 from .build import new_root
 from .choices import Targets
 from .comm import GroupPlan
-from .errors import UsageError, warn
+from .errors import UsageError
 from .extensions import Extended
 from .flat_param import FlatParamHandle
 from .groups import plan_over
 from .lifecycle import IDLE
+from .once_per_job import warn_once_per_job
 from .storage import Ledger
 from .traversal import leave_alone, left_alone_in, units_in
 from .unit import Unit
@@ -180,7 +181,7 @@ def _copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
     try:
         return copy.deepcopy(hook, memo)
     except Exception as error:  # whatever a user's state raises
-        warn(
+        warn_once_per_job(
             f"the copy of a wrapped model does not have what was given to {method}, which cannot be copied "
             f"({type(error).__name__}: {error}). Call {method} on the copy before it trains"
         )
@@ -211,7 +212,7 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
         return _blank, (type(wrapper),), state_of(wrapper)
     units = _at_rest(wrapper)
     if any(unit.choices.comm_hook is not None or unit.choices.all_reduce_hook is not None for unit in units):
-        warn(
+        warn_once_per_job(
             "the pickle of a wrapped model does not have its communication and all-reduce hooks. Register them again "
             "when it is loaded, before it trains"
         )

@@ -221,9 +221,16 @@ _warned: set[Hashable] = set()
 
 def warn_once(key: Hashable, message: str) -> None:
     """:func:`warn`, at most once per ``key`` in this process: for what would repeat at every step or unit."""
-    if key not in _warned:
-        _warned.add(key)
+    if is_new(key):
         warn(message)
+
+
+def is_new(key: Hashable) -> bool:
+    """Whether this is the first question for ``key`` in this process."""
+    if key in _warned:
+        return False
+    _warned.add(key)
+    return True
 
 
 class _AddRank(logging.Filter):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .errors import AgreementError, few, ranks_in_words, warn
+from .errors import AgreementError, few, one_voice, ranks_in_words, warn
 from .peers import number
 from .values import checksum
 
@@ -39,7 +39,8 @@ def verify(root: Root, *, again: bool) -> float:
     if not root.agreement.values_differ:  # else it was said, of all ranks
         if root.agreement.check_values == "raise":
             raise AgreementError(found)
-        warn(found)
+        with one_voice(speaks=root.agreement.is_first):
+            warn(found)
     return math.inf
 
 

@@ -27,7 +27,7 @@ from .backward import Backward
 from .branches import Branches
 from .comm import Group, Traffic, Transport, transport
 from .device import Device, Lane
-from .errors import InternalError, UsageError, logger, warn, warn_once
+from .errors import InternalError, UsageError, is_new, logger
 from .flat_param import FlatParamHandle
 from .groups import extent_of, groups_in_words, neighbours
 from .hooked import check_all_or_none, reducers
@@ -36,6 +36,7 @@ from .labels import follow_profiler
 from .lifecycle import IDLE, SUMMONED
 from .limiter import Limiter
 from .links import Links
+from .once_per_job import warn_once_per_job
 from .placement import check_placed, check_registered
 from .policy.order import ForwardOrder, ForwardRecord
 from .replicas import verify
@@ -186,7 +187,7 @@ class Root:
         self._check_placed()
         self._choose_unshard_lane()
         if not any(unit.handles for unit in self.units):
-            warn(
+            warn_once_per_job(
                 f"{type(self.unit.module).__name__} is wrapped, but no unit of it has parameters: they are all "
                 "ignored, or there are none. Nothing is sharded, and no gradient is averaged"
             )
@@ -708,10 +709,11 @@ class Root:
         self.agreement.rest()
         lost = [unit.label for unit in self.units if unit.undo()]
         if lost:
-            warn(
+            warn_once_per_job(
                 "a backward failed inside an accumulation window: the unsharded gradients of earlier microbatches are "
                 f"dropped with it ({len(lost)} units, "
-                f"first {lost[0]}). Run the window again from its first microbatch"
+                f"first {lost[0]}). Run the window again from its first microbatch",
+                names_rank=True,
             )
 
     def _name_used_at_rest(self) -> None:
@@ -719,11 +721,12 @@ class Root:
         for unit in self.record.entered:
             used = [name for shown in unit.shown for name in shown.used_at_rest() if unit.phase is not SUMMONED]
             if used:
-                warn(
+                warn_once_per_job(
                     f"a backward failed that brings gradients to {', '.join(map(repr, used))} of unit {unit.label}: "
                     "before the forward, where parameters show this rank's shard, something was computed with them "
                     "that autograd has recorded and that is still there. Compute terms over parameters (an L2 penalty, "
-                    "say) inside the forward of the module that holds them, or under torch.no_grad()"
+                    "say) inside the forward of the module that holds them, or under torch.no_grad()",
+                    names_rank=True,
                 )
 
     def _stop_sharing(self) -> None:
@@ -731,13 +734,14 @@ class Root:
         sharing = [unit for unit in self.units if unit.places_are_taken]
         if not sharing:
             return
-        warn_once(
-            ("failed sharing", id(self)),
-            f"a backward failed in unit {sharing[0].label}, while gradients took the places of its parameters. If "
-            "autograd complained of a variable that was modified by an inplace operation, a parameter is read after "
-            "its gradient has come (a detached use, say): run the step again; in units of this class gradients have "
-            "memory of their own from now on",
-        )
+        if is_new(("failed sharing", id(self))):
+            warn_once_per_job(
+                f"a backward failed in unit {sharing[0].label}, while gradients took the places of its parameters. If "
+                "autograd complained of a variable that was modified by an inplace operation, a parameter is read "
+                "after its gradient has come (a detached use, say): run the step again; in units of this class "
+                "gradients have memory of their own from now on",
+                names_rank=True,
+            )
         classes = {type(unit.module) for unit in sharing}
         for unit in self.units:
             if type(unit.module) in classes:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from . import _torch
-from .errors import UsageError, fail, few, warn
+from .errors import UsageError, fail, few
+from .once_per_job import warn_once_per_job
 from .unit import Unit
 from .views import SHARD
 
@@ -211,11 +212,12 @@ class Stepping:
         if self.stepped:
             labels = [unit.label for unit in units if unit in self.stepped]
             rest = [unit.label for unit in units if unit not in self.stepped]
-            warn(
+            warn_once_per_job(
                 f"a backward failed after the optimizer had stepped {len(labels)} of {len(units)} units "
                 f"({few(labels)}); a step cannot be undone. The others ({few(rest) or 'none'}) have the parameters and "
                 "the optimizer state of the step before. Load a checkpoint to have all of them of one step, or go on "
-                "with the next batch"
+                "with the next batch",
+                names_rank=True,
             )
 
 

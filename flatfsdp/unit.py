@@ -16,11 +16,12 @@ from torch import nn
 from . import _torch, hooks
 from .api import BackwardPrefetch
 from .buffers import cast_buffers
-from .errors import ConfigValueError, UsageError, warn_once
+from .errors import ConfigValueError, UsageError, is_new
 from .flat_param import FlatParamHandle
 from .hooked import left_to_average
 from .lifecycle import FORWARD, IDLE, POST_BACKWARD, PRE_BACKWARD, SUMMONED, UNSHARDED
 from .midway import CountedLeaves
+from .once_per_job import warn_once_per_job
 from .policy.order import Pass
 from .trees import cast_floating, map_tensors, move, tensors_in
 from .unit_data import UnitData, check_hooks
@@ -431,14 +432,13 @@ class Unit(UnitData):
                 "not run it free it. Return tensors in tuples, lists, dicts or dataclasses, or call it under "
                 "torch.no_grad() if it needs no gradient"
             )
-        warn_once(
-            ("unanchored", self.name, id(self)),
-            f"unit {self.label} has trainable parameters, but its forward returned no tensor that requires a gradient "
-            "(or returned them inside an "
-            "object that flatfsdp cannot look into). It stays unsharded until the end of backward. Return tensors in "
-            "tuples, lists, "
-            "dicts or dataclasses, or call it under torch.no_grad() if it needs no gradient",
-        )
+        if is_new(("unanchored", self.name, id(self))):
+            warn_once_per_job(
+                f"unit {self.label} has trainable parameters, but its forward returned no tensor that requires a "
+                "gradient (or returned them inside an object that flatfsdp cannot look into). It stays unsharded until "
+                "the end of backward. Return tensors in tuples, lists, dicts or dataclasses, or call it under "
+                "torch.no_grad() if it needs no gradient"
+            )
         self.needed_whole = True
         self.foretell_backward()
 

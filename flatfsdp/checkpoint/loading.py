@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, few, warn
+from ..errors import CheckpointError, few
+from ..once_per_job import warn_once_per_job
 from . import manifest as manifest_file
 from . import metadata
 from .folders import Place, candidates, choose
@@ -64,7 +65,7 @@ class Found:
         lost = [key for key in keys if not self.sees(frozenset().union(*self.here), key)]
         if lost:
             raise CheckpointError(f"{self._lacks()}. What is missing holds elements of {few(lost)}")
-        warn(f"{self._lacks()}. Nothing that is loaded lies there")
+        warn_once_per_job(f"{self._lacks()}. Nothing that is loaded lies there")
 
     def _lacks(self) -> str:
         names = [str(self.folder / name) for name in self.missing]

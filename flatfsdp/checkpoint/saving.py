@@ -14,14 +14,14 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..errors import CheckpointError, ConfigTypeError, few, warn_once
+from ..errors import CheckpointError, ConfigTypeError, few, one_voice, warn_once
 from ..owned import OwnedInterval
 from ..values import checksum
 from . import manifest, metadata
@@ -272,11 +272,11 @@ class _Save:
         mine = _Facts(digest(owned), digest(whole), *told, self.leader, cached.name if cached else "")
         facts = self.all(lambda: mine)
         if len({each.buffers for each in facts}) > 1:
-            warn_once(
+            self.warn_once(
                 ("buffers of ranks", *buffers),
-                f"{self.doing}: buffers differ between ranks (of {few([*buffers])}), as running statistics of each "
-                "rank's own data do. A checkpoint holds rank 0's, and every rank has them once it is loaded. Average "
-                "them before saving, or use SyncBatchNorm, if that is not meant",
+                f"buffers differ between ranks (of {few([*buffers])}), as running statistics of each rank's own data "
+                "do. A checkpoint holds rank 0's, and every rank has them once it is loaded. Average them before "
+                "saving, or use SyncBatchNorm, if that is not meant",
             )
         self.leaders = [each.leader for each in facts]
         if len({each.values for each in facts}) > 1:
@@ -308,13 +308,18 @@ class _Save:
                 return Weights.of(held)
             except ConfigTypeError as error:  # on all ranks, who see the same
                 raise CheckpointError(f"{self.doing}: {error} Others are saved with model_format='flatfsdp'") from error
-        warn_once(
+        self.warn_once(
             "weights per node",
-            f"{self.doing}: the ranks of a node do not hold the whole model between them, and no node sees another's "
-            "files; the model is saved as the optimizer is, not as safetensors. Save to a folder that all ranks share, "
-            "or shard within each node (HYBRID_SHARD)",
+            "the ranks of a node do not hold the whole model between them, and no node sees another's files; the model "
+            "is saved as the optimizer is, not as safetensors. Save to a folder that all ranks share, or shard within "
+            "each node (HYBRID_SHARD)",
         )
         return None
+
+    def warn_once(self, key: Hashable, message: str) -> None:
+        """Warn of what all ranks know: on the first of them."""
+        with one_voice(speaks=self.ranks.rank == 0):
+            warn_once(key, f"{self.doing}: {message}")
 
     def checksums(self, weights: Weights) -> list[dict[tuple[str, int], int]]:
         """Of the blocks of all safetensors files, read by the ranks of this node, each its share."""

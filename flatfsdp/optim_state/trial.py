@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UsageError, warn
+from ..errors import UsageError
+from ..once_per_job import warn_once_per_job
 from .facts import value_of
 from .held import Held, Key
 
@@ -99,7 +100,7 @@ def _state_of_trial(
         with torch.random.fork_rng(devices=sorted(on, key=str), device_type=_type_of(on)):
             own_step(type(optimizer))(trial)
     except Exception as error:
-        warn(
+        warn_once_per_job(
             f"the state that {type(optimizer).__name__} has before its first step is not known, because a copy of it "
             f"does not step on zeros ({type(error).__name__}: {error}). Its state dict has no state; ask for it after "
             "a step"

@@ -20,10 +20,11 @@ from torch import nn
 
 from .. import _torch, exchange
 from ..consolidate import is_first, scatter, store, together
-from ..errors import UsageError, warn
+from ..errors import UsageError
 from ..flat_param import FlatParamHandle
 from ..full_params import summon
 from ..lifecycle import SUMMONED
+from ..once_per_job import warn_once_per_job
 from ..owned import OwnedInterval
 from ..placeholder import ReadsValues
 from ..state_dict_configs import FullStateDictConfig, StateDictType
@@ -356,7 +357,7 @@ def _tell_dtypes(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
         for spec in handle.layout.params:
             value = state_dict.get(f"{inside}{spec.name}")
             if isinstance(value, torch.Tensor) and value.dtype != handle.precision.master:
-                warn(
+                warn_once_per_job(
                     f"load_state_dict(assign=True): {spec.name!r} is {value.dtype} in the state dict, and stays "
                     f"{handle.precision.master} in unit {unit.label}: values are copied into its shards. To change the "
                     "dtype call .to() on the wrapper"

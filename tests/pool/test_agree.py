@@ -515,8 +515,8 @@ ALL = different(6, "blocks.0.linear.weight, blocks.0.linear.bias, blocks.1.linea
     ],
 )
 def test_values_to_begin_with(pool2: Run, case: str, expected: list[str], exchanges: int) -> None:
-    for messages, count in pool2(begin, case):
-        assert messages == expected
+    for rank, (messages, count) in enumerate(pool2(begin, case)):
+        assert messages == (expected if rank == 0 or case == "raise" else [])  # warnings are once per job
         assert count == exchanges
 
 

@@ -683,7 +683,7 @@ def test_a_parameter_used_before_the_forward(world: None, orig: bool) -> None:
     assert_expected_inline(
         in_lines(caught[0].message),
         """\
-a backward failed that brings gradients to 'weight' of unit '0': before the forward, where
+rank 0: a backward failed that brings gradients to 'weight' of unit '0': before the forward, where
 parameters show this rank's shard, something was computed with them that autograd has recorded and
 that is still there. Compute terms over parameters (an L2 penalty, say) inside the forward of the
 module that holds them, or under torch.no_grad()""",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.fsdp._common_utils import TrainingState as TorchTrainingState
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
 
-from flatfsdp import api
+from flatfsdp import ShardedGradScaler, api
 from flatfsdp.api import CPUOffload, MixedPrecision
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
 
@@ -41,6 +43,24 @@ def test_enums_have_torchs_names_and_values_then_our_own(ours, torchs, only_ours
 def test_configs_have_torchs_fields_defaults_and_order_then_our_own(ours, torchs, only_ours):
     described = [[(field.name, field.default) for field in dataclasses.fields(kind)] for kind in (ours, torchs)]
     assert described[0] == described[1] + only_ours
+
+
+def parameters_of(function: object) -> list[tuple[str, object, object]]:
+    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
+
+
+def test_the_scaler_has_the_signatures_of_torchs():
+    theirs = {name: value for name, value in vars(TorchScaler).items() if inspect.isfunction(value)}
+    # A part of FSDP1's own update(), which the base class does.
+    found = {
+        name: parameters_of(getattr(ShardedGradScaler, name)) for name in theirs.keys() - {"_amp_update_scale_cpu_"}
+    }
+    assert found == {name: parameters_of(theirs[name]) for name in found}
+    overridden = {name for name, value in vars(ShardedGradScaler).items() if inspect.isfunction(value)} - {"__init__"}
+    for name in overridden:
+        own, base = (parameters_of(getattr(kind, name)) for kind in (ShardedGradScaler, torch.amp.GradScaler))
+        # torch's amp names no default for what FSDP1 gives one.
+        assert [each[:2] for each in own] == [each[:2] for each in base], name
 
 
 def test_configs_are_values():
