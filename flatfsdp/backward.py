@@ -345,8 +345,7 @@ class Backward:
         """The first gradient of a parameter is there. `watched`: somebody looks at each."""
         self.fired = True
         self.collecting = None if watched or self.double else self.task
-        if self.sync:
-            self.agreement.check_gradients(came=True)
+        self.agreement.check_gradients(came=True)
 
     @explained
     def gradients_ready(self, unit: Unit) -> None:
@@ -444,11 +443,15 @@ class Backward:
             for unit in windows:
                 for grads in unit.grads:
                     grads.keep()
-        elif self.sync and self._reductions.rest():
+        elif self._reductions.rest() if self.sync else self._windows and self._gathers_anew():
             self.agreement.check_gradients(came=False)
         if self.sync and self.reduced:  # on all ranks, or on none
             self._leave_out_what_no_rank_used()
             self.agreement.check_issued(self.gathered, self.reduced)
+
+    def _gathers_anew(self) -> bool:
+        """Whether a backward that brings gradients gathers anything."""
+        return any(unit.reshards_after_forward for unit in self._sequence)
 
     def _gather_what_others_reached(self) -> None:
         """No gradient completes units here: gather those that other ranks may have, where branches tell them apart."""

@@ -380,10 +380,10 @@ class Stream(Peers):
         return f"{sum(flag << place for place, flag in itertools.chain.from_iterable(numbers)):x}"
 
     def check_gradients(self, *, came: bool) -> None:
-        """The first gradient of a parameter came in a backward that reduces, or it ended and none `came`.
+        """The first gradient of a parameter came in a backward that communicates, or it ended and none `came`.
 
-        Where none comes a rank reduces nothing (`torch.autograd.grad` brings none), so all ranks must be alike. That
-        none comes is the rare case and part of the stream; that some come is only where the other was expected. No
+        Where none comes a rank gathers and reduces no more (`torch.autograd.grad` brings none), so all must be alike.
+        That none comes is the rare case and part of the stream; that some come is only where the other was expected. No
         collective.
 
         Raises:

@@ -134,8 +134,18 @@ class ForwardRecord(Generic[U]):
             self._inside.pop(unit, None)
         self._begun.setdefault(unit, now)
         self._entered.setdefault(unit)
-        if self._now.began.setdefault(unit, now) != now:
+        if self._left and unit in self._left:
+            self._enter_again(unit)
+        elif self._now.began.setdefault(unit, now) != now:
             self._now.again.add(unit)
+
+    def _enter_again(self, unit: U) -> None:
+        """`unit` has run without a graph: recomputed, it brings gradients after those of the graph that it gets now, so
+        a backward is through with it when it is through with that run."""
+        now = self._now
+        now.again.add(unit)
+        if now.began.get(unit) != self._begun[unit]:
+            now.began = dict(sorted({**now.began, unit: self._begun[unit]}.items(), key=lambda item: item[1]))
 
     def enter_without_graph(self, unit: U) -> None:
         """`unit` began its forward; a recomputation may still make its graph."""
@@ -151,7 +161,11 @@ class ForwardRecord(Generic[U]):
     def lend(self, owner: U) -> None:
         """Parameters of `owner` are about to be used by another unit, in whose backward it takes part."""
         self._entered.setdefault(owner)
-        self._now.began.setdefault(owner, self._tick(owner))
+        now = self._tick(owner)
+        if owner in self._left:
+            self._enter_again(owner)
+        else:
+            self._now.began.setdefault(owner, now)
 
     def lend_without_graph(self, owner: U) -> None:
         """Parameters of `owner` are about to be used by a unit that began without a graph: gradients may come to them

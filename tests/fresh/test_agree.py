@@ -151,15 +151,16 @@ class Aside(Net):
         return super().forward(x), 2 * x
 
 
-def reach(rank: int, world: int, usual: str) -> None:
+def reach(rank: int, world: int, usual: str, accumulates: bool) -> None:
     """Backwards of one kind on all ranks, then one that is not on the last."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = wrap(Aside())
     for i in range(5):
-        output, aside = model(torch.ones(2, 4, requires_grad=True))
         reaches = (usual == "parameters") != (i == 3 and rank == world - 1)
-        (output if reaches else aside).sum().backward()
+        with model.no_sync() if accumulates else contextlib.nullcontext():
+            output, aside = model(torch.ones(2, 4, requires_grad=True))
+            (output if reaches else aside).sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,14 @@ def reach(rank: int, world: int, usual: str) -> None:
     ],
 )
 def test_one_backward_reaches_no_parameter(usual: str, told: str) -> None:
-    assert told_to_all(fresh.run(2, reach, usual, timeout=LIMIT)).startswith(f"ranks part ways in step 4: {told}.")
+    outcomes = fresh.run(2, reach, usual, accumulates=False, timeout=LIMIT)
+    assert told_to_all(outcomes).startswith(f"ranks part ways in step 4: {told}.")
+
+
+def test_so_it_is_where_that_backward_accumulates() -> None:
+    outcomes = fresh.run(2, reach, "parameters", accumulates=True, timeout=LIMIT)
+    told = "rank 0 began a training forward at unit <root>; rank 1 ended a backward that computed no gradient of a "
+    assert told_to_all(outcomes).startswith(f"ranks part ways in step 4: {told}parameter.")
 
 
 def test_one_of_three_parts() -> None:

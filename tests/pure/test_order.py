@@ -116,6 +116,19 @@ def test_a_record_knows_when_units_without_a_graph_ran() -> None:
     assert record.left("b") == 8 and record.left("b", later=1) == record.left("b", later=2) == 4
 
 
+@pytest.mark.parametrize("lent", [False, True])
+def test_what_has_run_without_a_graph_is_over_with_that_run(lent: bool) -> None:
+    record: ForwardRecord[str] = ForwardRecord()
+    record.begin()
+    record.enter_without_graph("a")
+    record.leave_without_graph("a")
+    for unit in "b", "a":
+        (record.lend if lent and unit == "a" else record.enter)(unit)
+        record.anchor(unit)
+    assert list(record.span.began.items()) == [("a", 1), ("b", 3)]
+    assert record.span.again == {"a"} and record.span.ended["a"] == 6
+
+
 def test_joined_gathers_are_handed_out_as_one() -> None:
     plan = GatherPlan(("a", "b", "c", "d", "e"), join=pairs)
     assert plan.until("e") == (("e", "d"),)
