@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.pool.test_agree import Net, scalars, step, wrap
 
@@ -17,7 +18,7 @@ RANK_CODE_EXTRA = 3 * 8  # bytes that each rank sends
 def cost_of_steps(count: int, **kwargs: object) -> list[tuple[int, int]]:
     """(exchanges, their bytes) so far, after each of `count` steps."""
     model = wrap(Net(), **kwargs)
-    traffic = model._unit.root.traffic
+    traffic = inspect.comm_stats(model)
     assert not traffic.counts, "constructors do not communicate"
     seen = []
     for _ in range(count):

@@ -15,9 +15,10 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.device import Device
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, UsageError
 from flatfsdp.wrap import ModuleWrapPolicy
-from tests.fake.test_communication import NUMELS, Block, forward, padded, root_of, settled, story, tower, wrapped
+from tests.fake.test_communication import NUMELS, Block, forward, padded, settled, story, tower, wrapped
 from tests.fake.test_controls import evaluate, live, refused
 from tests.fake.test_lanes import OPTIONS, device_of, named, nothing, train
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import AsyncWork
 
@@ -72,7 +73,7 @@ def test_every_wait_is_needed(without: Callable[[], Any], race: str) -> None:
         model = wrapped("FULL_SHARD", cpu_offload=True)
         model.set_unshard_async_op(True)
         loss = forward(model)
-        model._unit.root.observers.clear()  # else the race that is found is with what they read after the backward
+        inspect.drop_observers(model)  # else the race is with what they read after the backward
         loss.backward()
         with torch.no_grad(), device.by_host():
             for parameter in model.parameters():
@@ -120,11 +121,11 @@ def test_nothing_is_gathered_ahead_by_itself() -> None:
         usual = story(model, lambda: forward(model).backward(), *kinds)
         assert usual != alone
         model.set_unshard_async_op(True)
-        root = root_of(model)
-        root.ledger.reset_peaks()
+        memory = inspect.memory(model)
+        memory.reset_peaks()
         assert story(model, lambda: forward(model).backward(), *kinds) == alone
         block, *_, own = padded(NUMELS, 4)
-        assert root.ledger.peak("unsharded") == 4 * (own + block)
+        assert memory.peak("unsharded") == 4 * (own + block)
         assert story(listed(model), lambda: forward(model).backward(), *kinds) == by_lists != alone
         model.set_unshard_async_op(False)
         for each in (model.module.a, model.module.c):
@@ -152,7 +153,7 @@ def test_what_gathers_ahead_by_itself_is_refused() -> None:
             with refused(ConfigValueError, f"set_unshard_async_op: a Block inside was wrapped with {setting}, which"):
                 model.set_unshard_async_op(True)
             model.set_unshard_async_op(False)
-            assert root_of(model).told_schedule == ""
+            assert inspect.schedule_in_words(model) == ""
 
 
 def test_it_is_for_whole_models() -> None:
@@ -162,10 +163,10 @@ def test_it_is_for_whole_models() -> None:
         with refused(UsageError, "of unit 'a' was called on a nested wrapper, .* on the outermost .Tower"):
             model.module.a.set_unshard_async_op(True)
         model.set_unshard_async_op(True)
-        assert root_of(model).told_schedule == "unshard_async_op=True in all units"
+        assert inspect.schedule_in_words(model) == "unshard_async_op=True in all units"
         twin: Any = copy.deepcopy(model)
         settled(twin)
-        assert root_of(twin).told_schedule == "unshard_async_op=True in all units"
+        assert inspect.schedule_in_words(twin) == "unshard_async_op=True in all units"
         early = nn.Sequential(FullyShardedDataParallel(Block()), FullyShardedDataParallel(Block()))
         early[1].set_unshard_async_op(True)
         late = FullyShardedDataParallel(early)
@@ -192,5 +193,5 @@ def test_islands_and_policies_have_it_too() -> None:
             net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=torch.bfloat16
         )
         model.set_unshard_async_op(True)
-        units = root_of(model).units
-        assert len(units) == 3 and all(unit.choices.schedule.unshard_async_op for unit in units)
+        units = inspect.units(model)
+        assert len(units) == 3 and all(unit.schedule.unshard_async_op for unit in units)

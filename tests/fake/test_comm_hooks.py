@@ -14,9 +14,10 @@ from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm_hooks
 from flatfsdp import device as seam
 from flatfsdp.errors import ConfigTypeError, UsageError
-from tests.fake.test_communication import UNITS, Collectives, forward, root_of, settled, story, tower, wrapped
+from tests.fake.test_communication import UNITS, Collectives, forward, settled, story, tower, wrapped
 from tests.fake.test_controls import live, refused
 from tests.fake.test_lanes import device_of, train
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
@@ -61,7 +62,7 @@ def test_hooks_take_the_place_of_reductions(strategy: str) -> None:
 
 def test_hooks_run_in_the_order_of_reductions() -> None:
     with tower() as model:
-        model.register_comm_hook(None, lambda *given: root_of(model).trace.record("hook", "", ""))
+        model.register_comm_hook(None, lambda *given: inspect.events(model).record("hook"))
         assert story(model, forward(model).backward, "hook", "reduce", "grads") == (
             "grads:c reduce:c hook:root grads:b reduce:b hook:root grads:a reduce:a hook:root "
             "grads:root reduce:root hook:root"

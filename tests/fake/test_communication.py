@@ -20,12 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, comm
 from flatfsdp.device import DONE, Pending
-from flatfsdp.lifecycle import ShardState
 from flatfsdp.midway import CountedLeaves
 from flatfsdp.reduction import Part
-from flatfsdp.root import Root
-from flatfsdp.trace import Event
 from flatfsdp.wrap import ModuleWrapPolicy
+from tests.harness import inspect
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
 
@@ -75,11 +73,6 @@ def wrapped(strategy: str, **options: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(
         Tower(), sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=policy, **options
     )
-
-
-def root_of(model: FullyShardedDataParallel) -> Root:
-    root: Root = model._unit.root
-    return root
 
 
 NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "allreduce_": "all_reduce"}
@@ -206,9 +199,9 @@ def test_bytes_of_full_shard(world: int, mixed: MixedPrecision | None) -> None:
             forward(model).backward()
         whole = padded(NUMELS, world)
         assert seen.bytes == {"gather": (2 * sum(whole) - whole[-1]) * size, "scatter": sum(whole) * 4}
-        root = root_of(model)
-        assert dict(root.traffic.counts).keys() >= {"all_gather", "reduce_scatter"}
-        assert {kind: count for kind, count in root.ledger.live.items() if count} == {"shard": 4 * sum(whole) // world}
+        memory = inspect.memory(model)
+        assert dict(inspect.comm_stats(model).counts).keys() >= {"all_gather", "reduce_scatter"}
+        assert memory.held == {"shard": 4 * sum(whole) // world}
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
@@ -219,7 +212,7 @@ def test_bytes_of_no_shard(world: int) -> None:
         with Collectives() as seen:
             forward(model).backward()
         assert seen.bytes == {"all_reduce": 4 * sum(NUMELS)}
-        assert {kind: n for kind, n in root_of(model).ledger.live.items() if n} == {"shard": 4 * sum(NUMELS)}
+        assert inspect.memory(model).held == {"shard": 4 * sum(NUMELS)}
 
 
 def test_bytes_of_hybrid_shard_8x16() -> None:
@@ -231,7 +224,7 @@ def test_bytes_of_hybrid_shard_8x16() -> None:
         whole = padded(NUMELS, 16)
         gathered = (2 * sum(whole) - whole[-1]) * 4
         assert seen.bytes == {"gather": gathered, "scatter": sum(whole) * 4, "all_reduce": sum(whole) * 4 // 16}
-        assert {k: n for k, n in root_of(model).ledger.live.items() if n} == {"shard": 4 * sum(whole) // 16}
+        assert inspect.memory(model).held == {"shard": 4 * sum(whole) // 16}
 
 
 def test_one_collective_per_kind_for_any_number_of_parameters() -> None:
@@ -270,13 +263,13 @@ def test_constructors_do_not_communicate(strategy: str) -> None:
 def story(model: FullyShardedDataParallel, run: Callable[[], Any], *kinds: str) -> str:
     """The events of these kinds as they come; "compute:between" is the root's work between ``b`` and ``a``, and
     "let go" when a reduction has read its input."""
-    trace = root_of(model).trace
+    trace = inspect.events(model)
     inner: Any = model.module
-    inner.between = lambda: trace.record("compute", "between", "")
+    inner.between = lambda: trace.record("compute", "between")
     release = Part.release_buffer
 
     def let_go(part: Part) -> None:
-        trace.record("let go", part.handle.name, "")
+        trace.record("let go", part.handle.name)
         release(part)
 
     with trace.listening() as events, patch.object(Part, "release_buffer", let_go):
@@ -394,15 +387,15 @@ def test_only_units_that_gather_half_way_count_what_comes() -> None:
 def test_whole_units_at_once_besides_the_root(prefetch: str | None, most: int) -> None:
     """In use, gathered ahead, or read by a reduction."""
     with tower(backward_prefetch=prefetch) as model:
-        root = root_of(model)
+        memory = inspect.memory(model)
         block, own = padded(NUMELS, 4)[0], padded(NUMELS, 4)[-1]
         found = 0
 
-        def measure(event: Event) -> None:
+        def measure(event: inspect.Event) -> None:
             nonlocal found
-            found = max(found, root.ledger.live["unsharded"] + root.ledger.live["slots"])
+            found = max(found, memory.live["unsharded"] + memory.live["slots"])
 
-        with root.trace.listening(measure):
+        with inspect.events(model).listening(measure):
             for _ in range(2):
                 forward(model).backward()
         assert found == 4 * (own + most * block)
@@ -446,21 +439,22 @@ def test_forward_prefetch_gathers_the_next_unit_before_this_ones_forward() -> No
 )
 def test_besides_the_root_at_most_one_unit_is_ahead_of_the_one_in_use(options: dict[str, Any], bound: int) -> None:
     with tower(**options) as model:
-        root = root_of(model)
+        memory = inspect.memory(model)
+        units = inspect.units(model)
         most = 0
 
-        def count(event: Event) -> None:
+        def count(event: inspect.Event) -> None:
             nonlocal most
-            held = [u for u in root.units[:-1] if any(h.state is not ShardState.SHARDED for h in u.handles)]
+            held = [u for u in units[:-1] if any(not flat.is_sharded for flat in u.flat_params)]
             most = max(most, len(held))
 
-        root.ledger.reset_peaks()
-        with root.trace.listening(count):
+        memory.reset_peaks()
+        with inspect.events(model).listening(count):
             for _ in range(2):
                 forward(model).backward()
         assert most == bound
         block, own = padded(NUMELS, 4)[0], padded(NUMELS, 4)[-1]
-        assert root.ledger.peak("unsharded") == 4 * (bound * block + own)
+        assert memory.peak("unsharded") == 4 * (bound * block + own)
 
 
 def test_what_backward_gathers_ahead_and_does_not_use_is_freed_at_its_end() -> None:
@@ -479,12 +473,12 @@ def test_what_backward_gathers_ahead_and_does_not_use_is_freed_at_its_end() -> N
         model = FullyShardedDataParallel(Two(), auto_wrap_policy=ModuleWrapPolicy({Block}))
         for _ in range(2):
             first, second = model(torch.randn(3, WIDTH))
-            with root_of(model).trace.listening() as events:
+            with inspect.events(model).listening() as events:
                 first.sum().backward()
             gathered = [event.unit for event in events if event.kind == "gather"]
             assert gathered == ["c", "b", "a"]  # in the order that all ranks share
-            assert all(unit.is_sharded for unit in root_of(model).units)
-            assert root_of(model).ledger.live["unsharded"] == 0
+            assert all(unit.is_sharded for unit in inspect.units(model))
+            assert inspect.memory(model).live["unsharded"] == 0
             del second
 
 
@@ -492,15 +486,15 @@ def test_a_units_unsharded_storage_is_one_for_ever() -> None:
     """Saved views of a forward point into it when backward fills it again."""
     found: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
     with tower(use_orig_params=True) as model:
-        root = root_of(model)
+        units = inspect.units(model)
 
-        def look(event: Event) -> None:
-            for unit in root.units:
-                for handle in unit.handles:
-                    if handle.state is ShardState.UNSHARDED:
-                        found[unit.name].add((id(handle.unsharded), handle.unsharded.untyped_storage()._cdata))
+        def look(event: inspect.Event) -> None:
+            for unit in units:
+                for flat in unit.flat_params:
+                    if flat.is_unsharded:
+                        found[unit.name].add((id(flat.unsharded), flat.unsharded.untyped_storage()._cdata))
 
-        with root.trace.listening(look):
+        with inspect.events(model).listening(look):
             for _ in range(3):
                 forward(model).backward()
                 with torch.no_grad():
@@ -515,7 +509,7 @@ class Alike(comm.Base):
     """Every rank has the same gradients: sums in the dtype they come in, one rank after the other."""
 
     def __init__(self, inner: comm.Transport) -> None:
-        super().__init__(inner.group, inner.device, traffic=inner.traffic, ledger=inner.ledger)
+        super().__init__(**inspect.arguments_of(inner))
 
     def reduce_scatter_base(self, output: Tensor, full: Tensor, lane: Any) -> Pending:
         piece = full[: output.numel()]
@@ -593,11 +587,11 @@ def test_bytes_after_a_backward_that_is_not_the_last(orig: bool) -> None:
     with fake_world(4):
         model = wrapped("FULL_SHARD", use_orig_params=orig)
         settled(model)
-        live = root_of(model).ledger.live
+        live = inspect.memory(model).live
         for last in (False, False, True):
             model.set_is_last_backward(last)
             forward(model).backward()
-            whole = 0 if last else 4 * model._unit.handles[0].layout.padded_numel
+            whole = 0 if last else 4 * inspect.flat_params(model)[-1].layout.padded_numel
             assert (live["slots"], live["reduced"]) == (whole, whole // 4)
             assert live["unsharded"] == 0
 
@@ -631,7 +625,7 @@ def test_a_backward_that_is_not_the_last_issues_the_same(world: int) -> None:
         schedules = []
         for last in (True, False):
             model.set_is_last_backward(last)
-            with root_of(model).trace.listening() as events:
+            with inspect.events(model).listening() as events:
                 forward(model).backward()
             schedules.append(list(map(str, events)))
         assert schedules[0] == schedules[1]

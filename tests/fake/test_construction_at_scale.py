@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.wrap import CustomPolicy
+from tests.harness import inspect
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
 
@@ -73,12 +74,12 @@ def test_seventy_billion_parameters_on_a_thousand_ranks_are_wrapped_within_a_sec
                 check_values="off",  # reads all values
             )
         )
-        made[0]._unit.root.lazy_init()
+        inspect.begin(made[0])
 
     with fake_world(1024, rank=512):
         assert calls_of(wrap) < 300_000
         (wrapped,) = made
-        layouts = [handle.layout for unit in wrapped._unit.root.units for handle in unit.handles]
+        layouts = [each.layout for each in inspect.flat_params(wrapped)]
         assert sum(spec.numel for layout in layouts for spec in layout.params) == 70_553_706_496
         assert sum(layout.shard_numel for layout in layouts) == 70_553_706_496 // 1024
 
@@ -95,7 +96,7 @@ def wrap_and_begin(units: int, tensors: int, world: int, *, strategy: str = "FUL
             auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in body,
             use_orig_params=True,
         )
-        model._unit.root.lazy_init(training=True)
+        inspect.begin(model, training=True)
 
 
 def test_calls_are_in_proportion_to_units_and_parameters() -> None:
@@ -127,8 +128,7 @@ def test_a_group_that_was_destroyed_is_made_anew(strategy: str) -> None:
             return FullyShardedDataParallel(nn.Linear(4, 4), sharding_strategy=strategy)
 
         def for_reductions(model: FullyShardedDataParallel) -> dist.ProcessGroup:
-            groups = model._unit.groups
-            return (groups.replicate or groups.scatter).process_group
+            return inspect.unit(model).reduction_group
 
         first, second = wrapped(), wrapped()
         assert for_reductions(first) is for_reductions(second)

@@ -15,9 +15,9 @@ from torch import nn
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, UsageError
-from flatfsdp.trace import Event
 from flatfsdp.wrap import ModuleWrapPolicy
-from tests.fake.test_communication import BACKWARD, UNITS, Collectives, forward, root_of, settled, story, tower, wrapped
+from tests.fake.test_communication import BACKWARD, UNITS, Collectives, forward, settled, story, tower, wrapped
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
 
@@ -26,7 +26,7 @@ FORWARD = ("gather", "forward", "reshard", "end")
 
 def live(model: FullyShardedDataParallel) -> set[str]:
     """The kinds of memory that are in use."""
-    return {kind for kind, count in root_of(model).ledger.live.items() if count}
+    return set(inspect.memory(model).held)
 
 
 def evaluate(model: FullyShardedDataParallel) -> None:
@@ -194,7 +194,7 @@ def test_a_unit_that_backward_does_not_read_is_not_gathered_for_it() -> None:
         net = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
         embedder = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({nn.Embedding}))
         embedder[0].set_unshard_in_backward(False)
-        with root_of(embedder).trace.listening() as events:
+        with inspect.events(embedder).listening() as events:
             embedder(torch.arange(3)).sum().backward()
         assert [event.kind for event in events if event.unit == "0"] == (
             "gather gathered forward reshard backward grads reduce".split()
@@ -209,7 +209,7 @@ def test_some_settings_are_for_a_wrapper_and_none_inside() -> None:
         model.set_all_reduce_hook(reduced.append)
         assert story(model, forward(model).backward, "gather") == "gather:c gather:b gather:a"
         assert len(reduced) == 1
-        units = {unit.name: unit.choices.schedule.divide_by for unit in root_of(model).units}
+        units = {unit.name: unit.schedule.divide_by for unit in inspect.units(model)}
         assert units == {"a": None, "b": None, "c": None, "": 2.0}
 
 
@@ -256,17 +256,17 @@ def test_what_a_forward_does_not_use_is_freed_at_its_end() -> None:
 
 def test_no_more_units_are_ahead_than_are_listed() -> None:
     with tower() as model:
-        root = root_of(model)
+        units = inspect.units(model)
         a, b, c = model.module.a, model.module.b, model.module.c
         a.set_modules_to_forward_prefetch([b, c])
         c.set_modules_to_backward_prefetch([b, a])
         most = 0
 
-        def count(event: Event) -> None:
+        def count(event: inspect.Event) -> None:
             nonlocal most
-            most = max(most, sum(not unit.is_sharded for unit in root.units[:-1]))
+            most = max(most, sum(not unit.is_sharded for unit in units[:-1]))
 
-        with root.trace.listening(count):
+        with inspect.events(model).listening(count):
             for _ in range(2):
                 forward(model).backward()
         assert most == 3

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, device
 from flatfsdp.device import Device, Lane, Pending
-from tests.fake.test_communication import UNITS, WIDTH, forward, root_of, settled, wrapped
+from tests.fake.test_communication import UNITS, WIDTH, forward, settled, wrapped
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
 
@@ -34,16 +35,16 @@ def offloaded(strategy: str = "FULL_SHARD", **options: Any) -> Iterator[tuple[Fu
 
 def story(model: FullyShardedDataParallel) -> str:
     """Reductions, downloads and the end of a step, as they are issued."""
-    trace = root_of(model).trace
+    trace = inspect.events(model)
     download, wait = Lane.download, Device.block_host
 
     def downloading(lane: Lane, tensor: Tensor) -> Any:
-        trace.record("download", lane.name, "")
+        trace.record("download", lane.name)
         return download(lane, tensor)
 
     def waiting(fake: Device, event: Any) -> None:
         if event is not None:
-            trace.record("wait", event.stream.name, "")
+            trace.record("wait", event.stream.name)
         wait(fake, event)
 
     with patch.object(Lane, "download", downloading), patch.object(Device, "block_host", waiting):
@@ -138,7 +139,7 @@ def test_page_locked_memory_is_taken_for_every_gradient() -> None:
     with patch.object(device, "pinned_like", wraps=device.pinned_like) as taken, offloaded() as (model, _):
         taken.reset_mock()
         forward(model).backward()
-        shards = sorted(unit.handles[0].shard.numel() for unit in root_of(model).units)
+        shards = sorted(flat.shard.numel() for flat in inspect.flat_params(model))
         assert sorted(call.args[0].numel() for call in taken.call_args_list) == shards
 
 

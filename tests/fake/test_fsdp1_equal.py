@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from flatfsdp import FullyShardedDataParallel as Ours
 from flatfsdp import ShardedGradScaler as OurScaler
 from flatfsdp import api
 from flatfsdp.wrap import ModuleWrapPolicy
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.models import Block, Feedforward, Transformer
 
@@ -33,7 +34,7 @@ Theirs = torch_fsdp.FullyShardedDataParallel
 
 
 def test_the_constructor() -> None:
-    ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (Ours, Theirs))
+    ours, theirs = (signature(cls.__init__).parameters for cls in (Ours, Theirs))
     shared = [p for p in ours.values() if p.kind is not p.KEYWORD_ONLY]
     assert [p.name for p in shared] == list(theirs)
     for name in theirs:
@@ -54,7 +55,7 @@ def test_the_constructor() -> None:
     ],
 )
 def test_methods(method: str) -> None:
-    ours, theirs = (inspect.signature(getattr(cls, method)).parameters for cls in (Ours, Theirs))
+    ours, theirs = (signature(getattr(cls, method)).parameters for cls in (Ours, Theirs))
     shared = [p for p in ours.values() if p.kind is not p.KEYWORD_ONLY]
     assert [(p.name, p.kind, p.default) for p in shared] == [(p.name, p.kind, p.default) for p in theirs.values()]
 
@@ -85,7 +86,7 @@ def test_configs(name: str) -> None:
 
 def test_the_scaler() -> None:
     for method in ("__init__", "scale", "unscale_", "_unscale_grads_", "step", "update"):
-        ours, theirs = (inspect.signature(getattr(cls, method)).parameters for cls in (OurScaler, TheirScaler))
+        ours, theirs = (signature(getattr(cls, method)).parameters for cls in (OurScaler, TheirScaler))
         assert list(ours) == list(theirs), method
         defaults = [(p.name, p.default) for p in theirs.values() if p.name != "process_group"]
         assert [(p.name, p.default) for p in ours.values() if p.name != "process_group"] == defaults, method
@@ -157,7 +158,7 @@ def test_a_root_without_a_forward(manually: bool) -> None:
             found = model.decoder(code), model.decoder(code.float())
             assert [each.dtype for each in (code, *found)] == [torch.bfloat16] * 3
             found[0].sum().backward()
-        assert {id(each) for each in model._unit.root.entries} == {id(model.encoder._unit), id(model.decoder._unit)}
+        assert inspect.wrappers_called(model) == {id(model.encoder.module), id(model.decoder.module)}
         with pytest.raises(NotImplementedError):
             model(code)
         with pytest.raises(flatfsdp.errors.UsageError, match=r"ModuleList defines no forward.*\(0.weight, 0.bias\)"):
@@ -355,7 +356,7 @@ def test_underscored_attributes_that_other_programs_read(orig: bool) -> None:
 def trace_of(model: Any) -> list[str]:
     """The events of the second of two iterations."""
     for _ in range(2):
-        with model._unit.root.trace.listening() as events:
+        with inspect.events(model).listening() as events:
             model(torch.zeros(1, Transformer.length, dtype=torch.long)).sum().backward()
     return [str(event) for event in events]
 
@@ -388,9 +389,9 @@ def test_the_limit_of_gathers_is_set() -> None:
         model: Any = Ours(Transformer(tied=False), auto_wrap_policy={Block})
         for unit in Ours.fsdp_modules(model):
             unit.limit_all_gathers = False
-            assert not (model.limit_all_gathers or unit._unit.root.limiter.limit)
+            assert not (model.limit_all_gathers or inspect.limits_gathers(unit))
         model.set_unshard_async_op(True)
-        assert not model._unit.root.limiter.limit
+        assert not inspect.limits_gathers(model)
         with pytest.raises(flatfsdp.errors.ConfigValueError, match="forward_prefetch=True"):
             model.forward_prefetch = True
         assert not model.forward_prefetch

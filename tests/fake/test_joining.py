@@ -16,6 +16,7 @@ from flatfsdp.device import Device
 from flatfsdp.grads import Gradients
 from flatfsdp.storage import Ledger
 from tests.fake.test_communication import Collectives
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
 
@@ -68,12 +69,13 @@ def test_one_collective_for_as_many_units_as_a_group_has_room_for(world: int, or
     """Groups: the root with three blocks, which begins and ends first, then four by four; reductions end with it."""
     with fake_world(world, joined=True):
         model = wrapped(Many(), _padded(FOUR, world), use_orig_params=orig)
-        root = model._unit.root
+        memory = inspect.memory(model)
+        units = inspect.units(model)
         with Collectives() as first:
             step(model)
         with Collectives() as second:
             step(model)
-        sizes = {unit.name: sum(h.layout.padded_numel for h in unit.handles) * FLOAT for unit in root.units}
+        sizes = {unit.name: sum(flat.layout.padded_numel for flat in unit.flat_params) * FLOAT for unit in units}
         everything = sum(sizes.values())
         assert first.counts["gather"] - second.counts["gather"] >= BLOCKS - 4  # the order of a forward is not known yet
         blocks = [f"blocks.{i}" for i in range(BLOCKS)]
@@ -82,9 +84,9 @@ def test_one_collective_for_as_many_units_as_a_group_has_room_for(world: int, or
         assert second.counts["scatter"] == groups_of(forward[::-1], sizes)
         assert second.bytes["gather"] == 2 * everything - sizes[""]
         assert second.bytes["scatter"] == everything
-        assert root.traffic.staged > 0
-        assert 0 < root.ledger.peak("staging") <= 2 * _padded(FOUR, world)  # one gather and one reduction
-        assert root.ledger.live["staging"] == 0
+        assert inspect.comm_stats(model).staged > 0
+        assert 0 < memory.peak("staging") <= 2 * _padded(FOUR, world)  # one gather and one reduction
+        assert memory.live["staging"] == 0
 
 
 def _padded(count: int, world: int) -> int:
@@ -110,14 +112,14 @@ def test_nothing_is_joined_where_users_do_not_want_it() -> None:
         with Collectives() as found:
             step(model)
         assert found.counts == {"gather": 2 * BLOCKS + 1, "scatter": BLOCKS + 1}
-        assert model._unit.root.traffic.staged == 0
+        assert inspect.comm_stats(model).staged == 0
 
 
 def test_a_large_unit_travels_alone_and_parts_its_neighbours() -> None:
     with fake_world(8, joined=True):
         model = wrapped(Many(large=2), 2**10)
         step(model)
-        with Collectives() as found, model._unit.root.trace.listening() as events:
+        with Collectives() as found, inspect.events(model).listening() as events:
             model(torch.ones(2, WIDTH))
         gathered = [event.unit or "root" for event in events if event.kind == "gather"]
         assert gathered == ["root", *(f"blocks.{i}" for i in range(BLOCKS))]
@@ -129,7 +131,7 @@ def test_what_is_joined_is_gathered_when_its_first_unit_is_needed_and_reduced_wh
     with fake_world(8, joined=True):
         model = wrapped(Many(), FOUR, backward_prefetch=None)
         step(model)
-        with model._unit.root.trace.listening() as events:
+        with inspect.events(model).listening() as events:
             step(model)
         told = " ".join(
             f"{event.kind[0]}{event.unit.removeprefix('blocks.') or 'R'}"
@@ -149,7 +151,7 @@ def test_units_that_a_forward_leaves_out_are_freed_at_its_end() -> None:
         step(model)
         module = model.module
         module.order = [0, 5, 6]  # with the root 1 and 2 are gathered, in vain
-        ledger = model._unit.root.ledger
+        ledger = inspect.memory(model)
         loss = model(torch.ones(2, WIDTH))
         assert ledger.live["unsharded"] == ROOT * FLOAT
         loss.backward()
@@ -167,7 +169,7 @@ def test_a_group_counts_as_one_for_the_limiter(options: dict[str, Any]) -> None:
         with fake_world(8, joined=True), FakeDevice() as device:
             model = wrapped(Many(), FOUR, limit_all_gathers=limit, **options)
             step(model)
-            ledger = model._unit.root.ledger
+            ledger = inspect.memory(model)
             ledger.reset_peaks()
             loss = model(torch.ones(2, WIDTH))
             forward = ledger.peak("unsharded")
@@ -282,7 +284,7 @@ def test_what_was_handed_over_is_given_back_if_its_reduction_is_not_issued() -> 
         model = wrapped(Many(), 2**20)
         step(model)
         model.zero_grad()
-        ledger = model._unit.root.ledger
+        ledger = inspect.memory(model)
         at_rest = dict(ledger.live)
         hand_over = Gradients.hand_over
 

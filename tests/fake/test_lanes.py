@@ -18,8 +18,8 @@ from torch import nn
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, comm, wrap
 from flatfsdp.device import Device, Lane, Pending
 from flatfsdp.reduction import Reduction
-from flatfsdp.trace import Event
-from tests.fake.test_communication import NUMELS, WIDTH, Block, forward, padded, root_of, settled, wrapped
+from tests.fake.test_communication import NUMELS, WIDTH, Block, forward, padded, settled, wrapped
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
 
@@ -82,7 +82,7 @@ def test_nothing_happens_too_early(strategy: str, options: dict[str, Any]) -> No
             for parameter in model.parameters():
                 parameter.mul_(2)
         train(model, device, steps=1)
-        live = {kind for kind, count in root_of(model).ledger.live.items() if count}
+        live = set(inspect.memory(model).held)
         assert live == {"shard"}, "a device that is never found to be anywhere holds memory back"
         del model
     assert device.races == []
@@ -202,7 +202,7 @@ def test_a_sum_over_replicas_runs_beside_the_next_reduce_scatter() -> None:
     scatter = comm.Base.reduce_scatter_base
 
     def watched(self: comm.Base, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending:
-        across = root_of(model).lanes.replicate._stream
+        across = inspect.replicate_stream(model)
         unknown.append(across.clock[across] - lane._stream.clock.get(across, 0))
         return scatter(self, output, full, lane)
 
@@ -245,7 +245,7 @@ def test_with_the_limit_two_units_hold_memory_besides_the_root(options: dict[str
     with device_of() as device:
         model = wrapped("FULL_SHARD", **options)
         train(model, device, steps=1)
-        ledger = root_of(model).ledger
+        ledger = inspect.memory(model)
         ledger.reset_peaks()
         train(model, device, steps=1)
         block, *_, own = padded(NUMELS, 4)
@@ -262,14 +262,15 @@ def test_whole_units_at_once_besides_the_root(prefetch: str | None, most: int) -
     with device_of() as device:
         model = wrapped("FULL_SHARD", backward_prefetch=prefetch)
         train(model, device, steps=1)
-        root, loss = root_of(model), forward(model)
+        memory = inspect.memory(model)
+        loss = forward(model)
 
-        def measure(event: Event) -> None:
+        def measure(event: inspect.Event) -> None:
             nonlocal found
-            found = max(found, root.ledger.live["unsharded"] + root.ledger.live["slots"])
+            found = max(found, memory.live["unsharded"] + memory.live["slots"])
 
         device.log.clear()
-        with root.trace.listening(measure):
+        with inspect.events(model).listening(measure):
             loss.backward()
         block, *_, own = padded(NUMELS, 4)
         assert found == 4 * (own + most * block)
@@ -295,7 +296,7 @@ def test_without_the_limit_memory_goes_back_when_the_device_is_past_its_last_use
         with device_of(is_fast=is_fast) as device:
             model = wrapped("FULL_SHARD", limit_all_gathers=limit)
             train(model, device, steps=1)
-            ledger = root_of(model).ledger
+            ledger = inspect.memory(model)
             ledger.reset_peaks()
             forward(model).backward()
             waits = device.log.count("unshard waits for compute")

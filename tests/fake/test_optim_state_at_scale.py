@@ -13,6 +13,7 @@ from torch import nn
 
 from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp.errors import FlatFSDPError
+from tests.harness import inspect
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
 from tests.harness.models import WIDTH, Feedforward
@@ -52,17 +53,17 @@ def test_a_rank_of_many_has_what_it_owns(world: int, rank: int) -> None:
     with fake_world(world, rank):
         model, optim = model_and_optimizer(2, orig=False)
         state = FSDP.sharded_optim_state_dict(model, optim)["state"]
-        for unit in model._unit.root.units:
-            for handle in unit.handles:
-                owned = {handle.layout.params[each.index].name: each for each in handle.layout.owned(rank)}
-                for spec in handle.layout.params:
+        for unit in inspect.units(model):
+            for flat in unit.flat_params:
+                owned = {flat.layout.params[each.index].name: each for each in flat.layout.owned(rank)}
+                for spec in flat.layout.params:
                     value = state[f"{unit.name}.{spec.name}" if unit.name else spec.name]["exp_avg"]
                     piece = owned.get(spec.name)
                     assert value.shape == spec.shape
                     assert value.span.numel == value.local.numel() == (piece.in_param.numel if piece else 0)
                     if piece:
                         assert value.span == piece.in_param
-                        moments = optim.state[handle.flat_param]["exp_avg"]
+                        moments = optim.state[flat.parameter]["exp_avg"]
                         assert torch.equal(value.local, moments[piece.in_shard.slice])
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel, comm
 from flatfsdp.device import Pending
 from flatfsdp.wrap import ModuleWrapPolicy
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 
 UNITS = 6
@@ -109,7 +110,7 @@ class Slow(comm.Base):
     """Every operation takes a beat of its communicator."""
 
     def __init__(self, inner: comm.Transport, clock: Clock) -> None:
-        super().__init__(inner.group, inner.device, traffic=inner.traffic, ledger=inner.ledger)
+        super().__init__(**inspect.arguments_of(inner))
         self._begin = clock.backend()
 
     def all_gather_base(self, output: Tensor, shard: Tensor, lane: Any) -> Pending:

@@ -21,9 +21,10 @@ from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.device import Lane
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
 from flatfsdp.wrap import ModuleWrapPolicy
-from tests.fake.test_communication import NUMELS, UNITS, WIDTH, forward, padded, root_of, settled, story, tower, wrapped
+from tests.fake.test_communication import NUMELS, UNITS, WIDTH, forward, padded, settled, story, tower, wrapped
 from tests.fake.test_controls import evaluate, live, refused
 from tests.fake.test_lanes import OPTIONS, named, nothing, train
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
 
@@ -53,7 +54,7 @@ class Gathers(TorchDispatchMode):
 
 def portions(model: FullyShardedDataParallel) -> int:
     """Bytes that are held between forward and backward, besides the shards and what is unsharded."""
-    return root_of(model).ledger.live["portion"]
+    return inspect.memory(model).live["portion"]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,8 @@ def test_neighbours_of_hybrids_share_the_shard_axis() -> None:
     with fake_world(16, rank=13):
         model = wrapped("HYBRID_SHARD", mesh=(2, 8), reshard_after_forward=4)
         settled(model)
-        unit = model.module.a._unit
-        assert unit.neighbours.group.ranks == (12, 13, 14, 15) and unit.neighbours.group.rank == 1
+        axis = inspect.unit(model.module.a).post_forward_axis
+        assert axis.ranks == (12, 13, 14, 15) and axis.rank == 1
         with Gathers() as seen:
             forward(model).backward()
         assert seen.counts == {8: UNITS, 4: UNITS}
@@ -134,7 +135,7 @@ def test_one_rank_and_all_ranks_are_no_numbers(number: int, meant: bool) -> None
         for model in (numbered, plain):
             settled(model)
         assert gathered_by_backward(numbered) == gathered_by_backward(plain)
-        assert numbered.module.a._unit.choices == plain.module.a._unit.choices
+        assert inspect.unit(numbered.module.a).options == inspect.unit(plain.module.a).options
 
 
 def test_what_is_no_divisor_is_refused() -> None:
@@ -150,7 +151,7 @@ def test_what_is_no_divisor_is_refused() -> None:
         with refused(ConfigValueError, f"reshard_after_forward: got 5. {accepted}"):
             FullyShardedDataParallel(plain, reshard_after_forward=5)
         assert isinstance(plain.weight, nn.Parameter) and plain.weight.shape == (WIDTH, WIDTH)  # as it was
-        assert "reshard_after_forward" not in root_of(model).told_schedule
+        assert "reshard_after_forward" not in inspect.schedule_in_words(model)
         # In a model of several axes no wrapper is changed where one refuses.
         hybrid = wrapped("HYBRID_SHARD", mesh=(3, 4))
         with refused(ConfigValueError, "a divisor of the 4 ranks"):
@@ -165,12 +166,12 @@ def test_the_story_of_a_step() -> None:
             "gather:root gather:a portion:a reshard:a gather:b portion:b reshard:b gather:c portion:c reshard:c "
             "portion:root reshard:root"
         )
-        root = root_of(model)
         loss = forward(model)
         block, *_, own = padded(NUMELS, 4)
         assert portions(model) == 4 * (3 * block + own) // 2
         held = []
-        with root.trace.listening(lambda event: held.append(portions(model)) if event.kind == "gathered" else None):
+        events = inspect.events(model)
+        with events.listening(lambda event: held.append(portions(model)) if event.kind == "gathered" else None):
             assert story(model, loss.backward, "gather", "reshard", "reduce") == (
                 "gather:root gather:c gather:b reshard:c reduce:c gather:a reshard:b reduce:b reshard:a reduce:a "
                 "reshard:root reduce:root"
@@ -180,13 +181,13 @@ def test_the_story_of_a_step() -> None:
 
 def test_the_peak_of_a_step_is_a_sum_of_terms() -> None:
     with tower(reshard_after_forward=2) as model:
-        root, peaks = root_of(model), []
+        memory, peaks = inspect.memory(model), []
         block, *_, own = padded(NUMELS, 4)
         for _ in range(3):
-            root.ledger.reset_peaks()
+            memory.reset_peaks()
             forward(model).backward()
             model.zero_grad()
-            peaks.append((root.ledger.peak("portion"), root.ledger.peak("unsharded")))
+            peaks.append((memory.peak("portion"), memory.peak("unsharded")))
         # Each unit's portion is there before its unsharded parameters go.
         assert peaks == [(4 * (3 * block + own) // 2, 4 * (own + 2 * block))] * 3
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, inference, stats, summary
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, UsageError
-from tests.fake.test_communication import root_of
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
 from tests.harness.models import Low
@@ -44,7 +44,7 @@ def gathers(model: nn.Module, *, grad: bool = True) -> tuple[int, int]:
 
 def live(model: FullyShardedDataParallel) -> dict[str, int]:
     """Bytes in use besides the shards."""
-    return {kind: count for kind, count in root_of(model).ledger.live.items() if count and kind != "shard"}
+    return {kind: count for kind, count in inspect.memory(model).live.items() if count and kind != "shard"}
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from flatfsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictTyp
 from flatfsdp.owned import OwnedInterval
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.fake.test_communication import WORLDS, Block, Collectives, Tower
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
@@ -25,8 +26,7 @@ def tower(**options: Any) -> FullyShardedDataParallel:
 
 
 def padded_bytes(model: FullyShardedDataParallel) -> list[int]:
-    units = model._unit.root.units
-    return [4 * handle.layout.padded_numel for unit in units for handle in unit.handles]
+    return [4 * each.layout.padded_numel for each in inspect.flat_params(model)]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -53,7 +53,7 @@ def test_whole_state_dicts_gather_each_unit_once_one_at_a_time(world: int, orig:
         model = tower(use_orig_params=orig)
         model(torch.randn(3, 6)).sum().backward()
         sizes = padded_bytes(model)
-        ledger = model._unit.root.ledger
+        ledger = inspect.memory(model)
         for config in (FullStateDictConfig(), FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
             ledger.reset_peaks()
             before = ledger.total
@@ -118,7 +118,7 @@ def test_the_first_rank_sends_each_other_its_shard(world: int) -> None:
         model = tower()
         model(torch.randn(3, 6)).sum().backward()
         sizes = padded_bytes(model)
-        ledger = model._unit.root.ledger
+        ledger = inspect.memory(model)
         with as_type(model, FULL, FullStateDictConfig(rank0_only=True)), Messages() as sent:
             model.load_state_dict(Tower().state_dict())
         assert sorted(sent.bytes) == sorted(size // world for size in sizes for _ in range(world - 1))

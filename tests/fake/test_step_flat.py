@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import ConfigTypeError, UsageError
+from tests.harness import inspect
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
 from tests.harness.memory import Recording
@@ -128,8 +129,8 @@ class Twin:
         saved, expected = (optimizer.state_dict() for optimizer in self.optimizers)
         assert saved["param_groups"] == expected["param_groups"] and saved["state"].keys() == expected["state"].keys()
         for model in self.models:
-            for handle in model._unit.root.unit.handles:
-                assert not any(handle.shard[gap.slice].any() for gap in handle.layout.gaps if handle.whole)
+            for flat in inspect.unit(model).flat_params:
+                assert not any(flat.shard[gap.slice].any() for gap in flat.layout.gaps if flat.is_alone)
 
 
 # --- the same numbers -------------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def test_a_fused_optimizer_steps_flat(kind: Any) -> None:
 def test_kinds_of_a_unit_are_runs_of_their_own() -> None:
     with fake_world(1):
         twin = Twin(sizes=((64,), (128,), (7,), (64,), (9,)), low=(0, 1, 3))
-        assert [len(unit.handles) for unit in twin.models[0]._unit.root.units if unit.handles] == [2, 2]
+        assert [len(unit.flat_params) for unit in inspect.units(twin.models[0]) if unit.flat_params] == [2, 2]
         twin.step(3)
         assert (twin.steps.runs, twin.steps.members) == (4, 10)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from flatfsdp.errors import UsageError
 from flatfsdp.roll_call import Process
-from tests.harness import fresh
+from tests.harness import fresh, inspect
 from tests.pool.test_agree import PARTING, REMEDY, Net, step, wrap
 from tests.pool.test_requires_grad import batch, freeze_in_turn
 from tests.pool.test_requires_grad import wrapped as wrapped_game
@@ -202,7 +202,7 @@ def stay(rank: int, world: int) -> None:
         step(model, order=(0, 2) if rank == 1 else (0, 1, 2))
     finally:
         if rank == 1:  # its connections stay open: nothing wakes rank 0
-            first = Process(*json.loads(model._unit.root.agreement._board.read("here/0")))
+            first = Process(*json.loads(inspect.note(model, "here/0")))
             deadline = time.monotonic() + LIMIT
             while not first.is_gone() and time.monotonic() < deadline:
                 time.sleep(0.1)

@@ -18,7 +18,7 @@ from flatfsdp.device import Device
 from flatfsdp.storage import Ledger
 from flatfsdp.watch import is_lost_connection
 from flatfsdp.wrap import ModuleWrapPolicy
-from tests.harness import fresh
+from tests.harness import fresh, inspect
 
 WIDTH = 768  # a unit is large enough to be exchanged by messages
 
@@ -55,7 +55,7 @@ def train(rank: int, disturb: Any) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert model._unit.root.traffic.messages > 0
+    assert inspect.comm_stats(model).messages > 0
     return losses
 
 

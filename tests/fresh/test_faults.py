@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import flatfsdp
 from flatfsdp import watch
-from tests.harness import fresh
+from tests.harness import fresh, inspect
 from tests.pool.test_agree import Net, step, wrap
 
 LIMIT = 120.0  # seconds for all ranks to end once they have started; on idle cores it takes 5 to 15
@@ -158,7 +158,7 @@ def asleep(rank: int, world: int) -> None:
         step(model)
         flatfsdp.set_wait(report_after=2, raise_after=4)
         if rank == 1:
-            sleep_until(lambda: model._unit.root.agreement._verdict)
+            sleep_until(inspect.verdict_of(model))
         step(model)
 
 
@@ -168,9 +168,8 @@ def slower_than_the_group(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = wrap(Net())
     step(model)
-    agreement = model._unit.root.agreement
     if rank == 1:
-        sleep_until(lambda: agreement._verdict)
+        sleep_until(inspect.verdict_of(model))
     step(model)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.wrap import ModuleWrapPolicy
-from tests.harness import fresh
+from tests.harness import fresh, inspect
 from tests.harness.memory import Recording
 
 MIB = 1024 * 1024
@@ -189,9 +189,8 @@ def _train(rank: int, orig: bool) -> list[weakref.ref[Any]]:
         optimizer.step()
         optimizer.zero_grad()
     _step(model, rank, 3)
-    units = model._unit.root.units
-    parts = [module, model, model._unit.root, *units, *model.parameters()]
-    return [weakref.ref(each) for each in (*parts, *(handle.shard for unit in units for handle in unit.handles))]
+    parts = [weakref.ref(each) for each in (module, model, *model.parameters())]
+    return parts + inspect.parts(model)
 
 
 @pytest.mark.parametrize("orig", [True, False])

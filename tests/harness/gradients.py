@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.harness import inspect
+
 Gradients = dict[str, Tensor | None]
 Names = dict[nn.Parameter, str]
 Together = tuple[frozenset[str], ...]  # sets of parameters, by their plain names, that have gradients together
@@ -62,8 +64,8 @@ def names_of(model: nn.Module) -> Names:
 
 def together(model: Any, names: Names) -> Together:
     """Which parameters of our wrapper have gradients together."""
-    handles = [handle for unit in model._unit.root.units for handle in unit.handles if not handle.use_orig_params]
-    return tuple(frozenset(names[leaf] for leaf in handle.leaves if leaf in names) for handle in handles)
+    found = [each for each in inspect.flat_params(model) if not each.has_orig_params]
+    return tuple(frozenset(names[leaf] for leaf in each.leaves if leaf in names) for each in found)
 
 
 def together_in_torchs(model: Any) -> Together:

@@ -24,6 +24,7 @@ from flatfsdp import FullyShardedDataParallel, grads
 from flatfsdp.comm import Late, doubled
 from flatfsdp.storage import poison
 from flatfsdp.wrap import ModuleWrapPolicy
+from tests.harness import inspect
 from tests.harness.gradients import (
     Gradients,
     Together,
@@ -224,8 +225,8 @@ def full_parameters(model: Any) -> dict[str, Tensor]:
 
 def at_rest(model: Any) -> Iterator[str]:
     """A line for each sign that an iteration has not ended: memory beside the shards, gradients of another shape."""
-    root = model._unit.root
-    for kind, count in root.ledger.live.items():
+    memory = inspect.memory(model)
+    for kind, count in memory.live.items():
         if count and kind != "shard":
             yield f"at rest, {count} bytes of {kind!r} are live"
     for name, parameter in model.named_parameters():

@@ -16,6 +16,7 @@ from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.clip import clips_over_ranks
 from flatfsdp.errors import FlatFSDPError, FlatFSDPWarning, UsageError
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import (
     ALL,
@@ -253,11 +254,10 @@ def _summoned(
     yield from (f"{what}: {name} after" for name in unlike(full_parameters(model), written))
     yield from (f"{what}: gradient of {name} after" for name in unlike(full_gradients(model), grown))
     yield from (f"{what}: {line}" for line in at_rest(model))
-    for unit in model._unit.root.units:
-        for handle in unit.handles:
-            owned = sum(piece.in_shard.numel for piece in handle.layout.owned(handle.rank))
-            if owned < handle.shard.numel() and handle.shard.count_nonzero() > owned:
-                yield f"{what}: padding was written to"
+    for flat in inspect.flat_params(model):
+        owned = sum(piece.in_shard.numel for piece in flat.layout.owned(flat.rank))
+        if owned < flat.shard.numel() and flat.shard.count_nonzero() > owned:
+            yield f"{what}: padding was written to"
 
 
 @pytest.mark.parametrize("with_grads", [False, True])

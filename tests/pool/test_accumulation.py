@@ -15,6 +15,7 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import UsageError
 from flatfsdp.joining import apart
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.models import Feedforward
 from tests.pool.corners import (
     ALL,
@@ -174,9 +175,9 @@ def counts(rank: int, world: int, setting: Setting, of: str) -> list[dict[str, i
         one(model, rank, 0, 0, sync=True)
         counted = []
         for micro, kind in enumerate(of):
-            model._unit.root.traffic.reset()
+            inspect.comm_stats(model).reset()
             one(model, rank, 1, micro, sync=kind == "s")
-            counted.append(dict(model._unit.root.traffic.counts))
+            counted.append(dict(inspect.comm_stats(model).counts))
         assert not list(at_rest(model)) or of.endswith("n")
         return counted
 

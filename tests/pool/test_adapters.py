@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp import MixedPrecision, stats, summary
-from tests.fake.test_communication import root_of
-from tests.harness import parity
+from tests.harness import inspect, parity
 from tests.harness.fake import fake_world
 from tests.harness.matrix import hostile_world
 from tests.harness.models import Case
@@ -178,7 +177,7 @@ def test_gradients_and_optimizer_state_take_the_memory_of_the_adapters() -> None
                 layer.base.sums = lambda base=layer.base: base.bytes_in_all  # nothing is sent in this world
             wrapper.module.down.base.sums = lambda base=wrapper.module.down.base: base.bytes_in_all
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-        ledger = root_of(model).ledger
+        ledger = inspect.memory(model)
         for _ in range(2):
             optimizer.zero_grad()
             ledger.reset_peaks()

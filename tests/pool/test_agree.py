@@ -22,6 +22,7 @@ from flatfsdp.errors import AgreementError, FlatFSDPWarning
 from flatfsdp.policy.order import GatherPlan
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
+from tests.harness import inspect
 
 
 class Block(nn.Module):
@@ -59,7 +60,7 @@ def step(model: nn.Module, **kwargs: Any) -> None:
 
 
 def scalars(model: FullyShardedDataParallel) -> int:
-    return model._unit.root.traffic.counts["scalar"]
+    return inspect.comm_stats(model).counts["scalar"]
 
 
 def message_of(job: Callable[[], None]) -> str:
@@ -242,7 +243,7 @@ def deviate(rank: int, world: int) -> tuple[str, list[str]]:
     model = wrap(Net(), join_units_below=0)
     step(model)
     step(model)
-    with model._unit.root.trace.listening() as events:
+    with inspect.events(model).listening() as events:
         message = message_of(lambda: step(model, order=((1, 0, 2), (2, 0, 1))[rank]))
     return message, [event.unit for event in events if event.kind == "gather"]
 
@@ -306,7 +307,7 @@ def mix(rank: int, world: int, after: int) -> tuple[str, bool]:
     with patch.object(GatherPlan, "__init__", swapped if rank == 1 else planned):
         if after and rank == 0:  # who does as ever waits for nobody, and hears of it later
             step(model)
-            while model._unit.root.agreement._verdict is None:
+            while inspect.verdict_of(model)() is None:
                 time.sleep(0.05)
         message = message_of(lambda: step(model))
     after_it = [parameter.grad for parameter in model.parameters()]
@@ -375,7 +376,7 @@ def accumulate(rank: int, world: int) -> list[int]:
                     out.backward()
             else:
                 out.backward()
-        notes.append(len(model._unit.root.agreement._met))
+        notes.append(inspect.meetings(model))
     return notes
 
 

@@ -23,8 +23,7 @@ from flatfsdp.checkpoint.disk import Disk, through
 from flatfsdp.checkpoint.nested import flatten
 from flatfsdp.checkpoint.parts import parts_of
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError
-from flatfsdp.traversal import units_in
-from tests.harness import pool
+from tests.harness import inspect, pool
 from tests.harness.models import Feedforward, Low, Motley
 from tests.pool.corners import Net, Setting, data, loss_of, seeded
 from tests.pool.test_optim_state import Corners, different
@@ -173,7 +172,7 @@ def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
 def lent_for_a_save(rank: int, world: int, setting: Setting) -> set[int]:
     """Memory that a save would read, beside that of the shards, the optimizer, and what the model holds whole."""
     trained = Trained(setting).train(0)
-    held = [handle.shard for unit in units_in(trained.model) for handle in unit.handles]
+    held = [flat.shard for flat in inspect.flat_params(trained.model)]
     held += [*trained.model.buffers(), *trained.model.outside.parameters()]
     held += [value for state in trained.optim.state.values() for value in state.values()]
     read = []

@@ -19,6 +19,7 @@ from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm_hooks
 from flatfsdp.errors import AgreementError, FlatFSDPWarning
 from flatfsdp.joining import apart
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import (
@@ -42,7 +43,7 @@ EXACT, FP16, BF16 = 2e-6, 4e-3, 3e-2  # relative errors of gradients, by how the
 
 def register(model: Any, hook: Callable[..., Any], state: Callable[[Any], Any]) -> None:
     """Register `hook` with `state(process group)` on a wrapped model that has none."""
-    if isinstance(model, FullyShardedDataParallel) and model._unit.choices.comm_hook is None:
+    if isinstance(model, FullyShardedDataParallel) and inspect.unit(model).comm_hook is None:
         model.register_comm_hook(state(model.process_group), hook)
 
 
@@ -254,7 +255,7 @@ def skipping(rank: int, world: int, under: tuple[Setting, ...]) -> list[str]:
         order: list[str] = []
         for step in range(2):
             backward(plain, rank, step)
-            with model._unit.root.trace.listening() as events:
+            with inspect.events(model).listening() as events:
                 backward(model, rank, step)
             order = [f"{e.kind} {e.unit}" for e in events if e.kind in ("gather", "reduce")]
         if "FULL" in setting.strategy:
@@ -292,7 +293,7 @@ def failing(rank: int, world: int, late: bool, under: tuple[Setting, ...]) -> li
     def program(model: Any, rank: int, step: int) -> list[Tensor]:
         register(model, hook, lambda group: {"state": comm_hooks.DefaultState(group)})
         if isinstance(model, FullyShardedDataParallel):
-            chosen = model._unit.choices.comm_hook
+            chosen = inspect.unit(model).comm_hook
             assert chosen is not None
             chosen.state.update(calls=0, fails=True)
             with pytest.raises(Bang):
@@ -361,8 +362,8 @@ def copied(rank: int, world: int) -> list[str]:
         backward(model, rank, 0)
         model.zero_grad()
         twin: Any = copy.deepcopy(model)
-        hooks = {id(each._unit.choices.comm_hook) for each in FullyShardedDataParallel.fsdp_modules(twin)}
-        hook = twin._unit.choices.comm_hook
+        hooks = {id(inspect.unit(each).comm_hook) for each in FullyShardedDataParallel.fsdp_modules(twin)}
+        hook = inspect.unit(twin).comm_hook
         before, own = state.calls, hook.state.calls
         backward(twin, rank, 1)
         if len(hooks) != 1 or state.calls != before or hook.state.calls != 2 * own:
@@ -378,10 +379,6 @@ def test_copies_have_copies_of_hooks(pool2: Run, pool4: Run) -> None:
     assert not joined(pool4(copied))
 
 
-def named(targets: Any) -> list[str]:
-    return [unit.name for unit in targets.units()]
-
-
 def dropped(rank: int, world: int) -> list[str]:
     """What cannot be copied or pickled is missed in words; lists of units are there."""
     model = Setting().wrap(seeded(Net), (Feedforward,))
@@ -395,15 +392,15 @@ def dropped(rank: int, world: int) -> list[str]:
     plain = Setting().wrap(seeded(Net), (Feedforward,))
     backward(plain, rank, 0)
     for each in (twin, loaded):
-        assert each._unit.choices.comm_hook is None
+        assert inspect.unit(each).comm_hook is None
         backward(each, rank, 0)
-        assert named(each.blocks[0]._unit.choices.forward_targets) == ["blocks.2", "blocks.1"]
-        assert named(each.blocks[2]._unit.choices.backward_targets) == ["blocks.0", ""]
-        assert all(unit.root is each._unit.root for unit in each.blocks[2]._unit.choices.backward_targets.units())
+        first, last = inspect.unit(each.blocks[0]), inspect.unit(each.blocks[2])
+        assert first.forward_prefetch == ["blocks.2", "blocks.1"]
+        assert last.backward_prefetch == ["blocks.0", ""] and last.prefetches_own
         expected = full_gradients(plain)
         assert all(torch.equal(grad, expected[name]) for name, grad in full_gradients(each).items())
     part = copy.deepcopy(model.blocks[2])
-    assert not named(part._unit.choices.backward_targets)
+    assert not inspect.unit(part).backward_prefetch
     return [str(each.message) for each in caught if issubclass(each.category, FlatFSDPWarning)]
 
 

@@ -18,6 +18,7 @@ from flatfsdp.errors import AgreementError, ConfigValueError
 from flatfsdp.flat_param import FlatParamHandle
 from flatfsdp.wrap import CustomPolicy
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import (
     ALL,
@@ -351,7 +352,7 @@ class Failing(Base):
     left = 2
 
     def __init__(self, inner: Base) -> None:
-        super().__init__(inner.group, inner.device, traffic=inner.traffic, ledger=inner.ledger)
+        super().__init__(**inspect.arguments_of(inner))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         Failing.left -= 1

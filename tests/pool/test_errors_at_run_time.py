@@ -21,6 +21,7 @@ from flatfsdp import FullyShardedDataParallel, groups
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
 from flatfsdp.extensions import set_extensions
 from flatfsdp.wrap import CustomPolicy
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 
 
@@ -309,7 +310,7 @@ model.to_empty(device=...) for memory without values, or wrap a module that is o
 def test_on_another_device(world: None) -> None:
     model = FullyShardedDataParallel(nn.Sequential(linear(), nn.BatchNorm1d(4)), use_orig_params=True)
     # Any device that is not the model's; this machine may have only one that computes.
-    model._unit.root.device.device = torch.device("cuda", 0)
+    inspect.move(model, torch.device("cuda", 0))
     assert_expected_inline(
         said(lambda: model._lazy_init()),
         """\
@@ -392,9 +393,9 @@ def test_an_optimizer_from_before_with_original_parameters(world: None) -> None:
     net = linear()
     optimizer = torch.optim.Adam(net.parameters(), lr=1.0)
     model = FullyShardedDataParallel(net, use_orig_params=True)
-    before = model._unit.handles[0].shard.clone()
+    before = inspect.flat_params(model)[0].shard.clone()
     step(model, optimizer)
-    assert not torch.equal(before, model._unit.handles[0].shard)
+    assert not torch.equal(before, inspect.flat_params(model)[0].shard)
 
 
 def test_an_optimizer_from_before_that_has_state(world: None) -> None:
@@ -531,7 +532,7 @@ another parameter now. Untie parameters before wrapping, or copy values in place
 @pytest.mark.parametrize("orig", [True, False])
 def test_another_module_wide_dtype_one_by_one(world: None, orig: bool) -> None:
     model = FullyShardedDataParallel(linear(), use_orig_params=orig)
-    for leaf in model._unit.handles[0].leaves:
+    for leaf in inspect.flat_params(model)[0].leaves:
         leaf.data = leaf.data.half()
     assert_expected_inline(
         said(lambda: model(torch.ones(1, 4))),

@@ -21,6 +21,7 @@ from flatfsdp.comm import Group, Traffic, Transport
 from flatfsdp.device import Device, Pending
 from flatfsdp.storage import Ledger
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.memory import peak_bytes
 
 CPU = torch.device("cpu")
@@ -86,8 +87,8 @@ def wrong_answers(rank: int, world: int, way: str) -> list[str]:
                     transport.all_reduce(tensor, lane).wait()
                     if not torch.equal(tensor, in_rank_order(world, numel, dtype, 11)):
                         wrong.append(f"all-reduce of {numel} {dtype}")
-        assert (transport.traffic.messages > 0) == (way == "pairs")
-        assert not any(transport.ledger.live.values())
+        assert (inspect.comm_stats_of(transport).messages > 0) == (way == "pairs")
+        assert not any(inspect.memory_of(transport).live.values())
         return wrong
 
 
@@ -165,10 +166,10 @@ def messages_of(rank: int, world: int, numel: int) -> list[int]:
         lambda: transport.reduce_scatter_base(piece, whole, lane),
         lambda: transport.all_reduce(whole, lane),
     ):
-        before = transport.traffic.messages
+        before = inspect.comm_stats_of(transport).messages
         exchange().wait()
-        seen.append(transport.traffic.messages - before)
-    assert transport.traffic.counts == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+        seen.append(inspect.comm_stats_of(transport).messages - before)
+    assert inspect.comm_stats_of(transport).counts == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
     return seen
 
 
@@ -193,10 +194,10 @@ def memory(rank: int, world: int) -> dict[str, tuple[int, int]]:
         "reduce-scatter": lambda: transport.reduce_scatter_base(piece, full, lane).wait(),
         "all-reduce": lambda: transport.all_reduce(full, lane).wait(),
     }.items():
-        transport.ledger.reset_peaks()
+        inspect.memory_of(transport).reset_peaks()
         peak, left = peak_bytes(exchange)
         assert left == 0
-        found[name] = round(peak / size / 4, 2), round(transport.ledger.peak("exchange") / size / 4, 2)
+        found[name] = round(peak / size / 4, 2), round(inspect.memory_of(transport).peak("exchange") / size / 4, 2)
     return found
 
 

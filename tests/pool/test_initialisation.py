@@ -16,6 +16,7 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.comm import Base
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.memory import Recording
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
@@ -365,7 +366,7 @@ def peak(rank: int, world: int, sync: bool) -> tuple[int, int]:
         model = FullyShardedDataParallel(net, auto_wrap_policy={Wide}, sync_module_states=sync, check_values="off")
         recording.mark("end")
     usage = recording.between("begin", "end")
-    assert model._unit.root.ledger.live["shard"] == DEPTH * WIDE * WIDE * 4 // world
+    assert inspect.memory(model).live["shard"] == DEPTH * WIDE * WIDE * 4 // world
     unit = WIDE * WIDE * 4
     return round((usage.peak - usage.start) / unit, 2), round((usage.end - usage.start) / unit, 2)  # type: ignore[return-value]
 

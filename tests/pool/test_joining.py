@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import ALL, HYBRID, Setting, full_parameters, seeded
 
@@ -104,9 +105,9 @@ def counts(rank: int, world: int) -> list[dict[str, int]]:
     for most in (0, MOST):
         model = Setting().wrap(seeded(Many), (Small, Feedforward), join_units_below=most)
         for step in (0, 0):
-            model._unit.root.traffic.reset()
+            inspect.comm_stats(model).reset()
             program(model, rank, step)
-        found.append(dict(model._unit.root.traffic.counts))
+        found.append(dict(inspect.comm_stats(model).counts))
     return found
 
 

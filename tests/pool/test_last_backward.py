@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel, awaited
 from flatfsdp.checkpoint import load, save
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.pool.corners import ALL, HYBRID, Net, Setting, data, differences, full_gradients, joined, loss_of, seeded
 from tests.pool.test_controls import microbatch, say
 
@@ -203,14 +204,14 @@ def seen_with(between: Callable[[Any], Any], setting: Setting, rank: int, *, las
                 model.set_is_last_backward(last or micro == 2)
                 microbatch(model, rank, number, micro)
                 lingers = any(map(awaited.is_awaited, model.parameters()))
-                assert lingers is (not model._unit.root.is_last_backward), "nothing is under way, or at the end"
+                assert lingers is (not inspect.is_last_backward(model)), "nothing is under way, or at the end"
                 if micro == 0:
                     found[f"between, step {number}"] = between(model)
             found[f"gradients, step {number}"] = read(model)
             optimizer.step()
             optimizer.zero_grad()
         found["parameters"] = [p.detach().clone() for p in model.parameters()]
-        for kind, count in model._unit.root.ledger.live.items():
+        for kind, count in inspect.memory(model).live.items():
             assert not count or kind == "shard", f"{count} bytes of {kind} are left"
     return found
 

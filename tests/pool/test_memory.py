@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, grads, wrap
 from flatfsdp.grads import Gradients
 from flatfsdp.reduction import Part
-from flatfsdp.trace import Event
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 
 WIDTH, DEPTH = 128, 4  # the gradient of a layer is too large to be collected with others
@@ -60,7 +60,7 @@ def peaks(rank: int, world: int, options: dict[str, Any], micro: int) -> dict[in
     policy = wrap.ModuleWrapPolicy({Block})
     model = FullyShardedDataParallel(Tower(), auto_wrap_policy=policy, join_units_below=0, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ledger = model._unit.root.ledger
+    ledger = inspect.memory(model)
     found = {}
     for step in range(51):
         ledger.reset_peaks()
@@ -194,13 +194,13 @@ def test_a_gradient_is_held_twice_only_between_its_reduction_and_the_end_of_its_
     """The first microbatch's, and what is to be added to it: a backward that fails can still be forgotten."""
     with fake_world(2):
         model = FullyShardedDataParallel(Tower(), auto_wrap_policy=wrap.ModuleWrapPolicy({Block}), use_orig_params=True)
-        root = model._unit.root
+        memory = inspect.memory(model)
 
         def microbatch() -> list[tuple[str, int]]:
             """Bytes of gradients that are not the user's yet, whenever a reduction is issued, and at the end."""
             loss = model(torch.zeros(2, 3, dtype=torch.int64)).sum()
             found: list[tuple[str, int]] = []
-            with root.trace.listening(lambda event: found.append((event.kind, root.ledger.live["reduced"]))):
+            with inspect.events(model).listening(lambda event: found.append((event.kind, memory.live["reduced"]))):
                 loss.backward()
             return [(kind, count) for kind, count in found if kind in ("reduce", "end")]
 
@@ -261,7 +261,7 @@ def test_beside_the_slots_live_only_gradients_that_were_not_moved_yet(sizes: lis
     def alive() -> int:
         return sum(storage.nbytes() for ref in arrived if (storage := ref()) is not None)
 
-    def sample(event: Event | None = None) -> None:
+    def sample(event: inspect.Event | None = None) -> None:
         nonlocal most
         most = max(most, alive())
 
@@ -275,7 +275,7 @@ def test_beside_the_slots_live_only_gradients_that_were_not_moved_yet(sizes: lis
 
     with fake_world(2), patch.object(Gradients, "arrive", watched):
         model = FullyShardedDataParallel(Stack(), use_orig_params=True)
-        with model._unit.root.trace.listening(sample):
+        with inspect.events(model).listening(sample):
             model(torch.randn(max(sizes))).backward()
     assert len(arrived) == len(sizes)
     bytes_of = [4 * size * size for size in sizes]

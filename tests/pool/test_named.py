@@ -22,6 +22,7 @@ from flatfsdp.comm import Base, Transport, doubled
 from flatfsdp.device import DONE, Lane, Pending
 from flatfsdp.errors import FlatFSDPWarning, UsageError
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.models import WIDTH, Feedforward, Low, Motley
 from tests.pool.corners import (
@@ -394,7 +395,7 @@ class Alike(Base):
     """A double for the fake group: every rank has the same gradients as this one, added up in their own dtype."""
 
     def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.group, inner.device, traffic=inner.traffic, ledger=inner.ledger)
+        super().__init__(**inspect.arguments_of(inner))
 
     def all_gather_base(self, output: Tensor, shard: Tensor, lane: Lane) -> Pending:
         output.view(self.group.size, -1).copy_(shard.clone())

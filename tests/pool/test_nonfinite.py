@@ -13,6 +13,7 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, nonfinite
 from flatfsdp.errors import ConfigTypeError, NonFiniteError, UsageError
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import full_parameters, seeded
@@ -215,13 +216,12 @@ def refused(rank: int, world: int) -> list[str]:
         with pytest.raises(kind) as caught, call():
             pass
         said.append(str(caught.value))
-    root = model._unit.root
     with flatfsdp.detect_nonfinite(model):
-        said.append(root.told_schedule)
+        said.append(inspect.schedule_in_words(model))
         with pytest.raises(UsageError) as caught, flatfsdp.detect_nonfinite(model):
             pass
         said.append(str(caught.value))
-    assert root.detector is None and not root.told_schedule
+    assert inspect.non_finite_detector(model) is None and not inspect.schedule_in_words(model)
     return said
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, flat_param
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.models import Feedforward
 from tests.pool.corners import Net, data, full_gradients, full_parameters, joined, loss_of, seeded
@@ -55,24 +56,24 @@ def separate(rank: int, world: int, strategy: str, orig: bool) -> list[str]:
     lines = []
     net = seeded(Spied)
     model = wrap(net, orig, sharding_strategy=strategy, join_units_below=0)
-    handles = [handle for unit in model._unit.root.units for handle in unit.handles]
-    shards = {storage(handle.shard) for handle in handles}
+    flats = inspect.flat_params(model)
+    shards = {storage(flat.shard) for flat in flats}
     with Copies(shards) as copies:
         loss_of(model(data(rank, 0))).backward()
     if net.seen & shards:
         lines.append("the model computed with the shards themselves")
-    if {storage(handle.shard) for handle in handles} != shards:
+    if {storage(flat.shard) for flat in flats} != shards:
         lines.append("the shards moved")
     # Forward copies every unit's shard to the compute device once; backward those that were given up.
-    expected = len(handles) + (len(handles) - 1 if strategy == "FULL_SHARD" else 0)
+    expected = len(flats) + (len(flats) - 1 if strategy == "FULL_SHARD" else 0)
     if copies.out != expected:
         lines.append(f"{copies.out} copies out of shards, expected {expected}")
     if copies.into:
         lines.append(f"{copies.into} copies into shards")
-    for handle in handles:
-        holders = handle.leaves if orig else [handle.flat_param]
+    for flat in flats:
+        holders = flat.leaves if orig else [flat.parameter]
         for holder in holders:
-            if storage(holder) != storage(handle.shard) or holder.device.type != "cpu":
+            if storage(holder) != storage(flat.shard) or holder.device.type != "cpu":
                 lines.append("a parameter at rest is not a view of its shard")
             if holder.grad is not None and storage(holder.grad) in shards:
                 lines.append("a gradient lies in a shard")
@@ -129,7 +130,7 @@ def test_pinning(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat_param, "pin", pin)
     with fake_world(2):
         model = wrap(seeded(Net), True, CPUOffload(True, pin_memory=pinned))
-        shards = [handle.shard.shape for unit in model._unit.root.units for handle in unit.handles]
+        shards = [flat.shard.shape for flat in inspect.flat_params(model)]
         assert asked == (shards if pinned else [])
         asked.clear()
         model.double()

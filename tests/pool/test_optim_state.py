@@ -17,6 +17,7 @@ from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp.optim_state.facts import alike, shown
 from flatfsdp.state_dict_configs import FullOptimStateDictConfig
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.models import WIDTH, Convolution, Feedforward, Low, Motley, Pooled
 from tests.pool.corners import ALL, HALVES, HYBRID, Setting, data, full_gradients, joined, loss_of, seeded
 
@@ -243,7 +244,7 @@ def test_what_is_loaded_steps_on(optimizer: str, way: str, pool2: Run) -> None:
 def save(rank: int, world: int, setting: Setting, path: str) -> dict[str, Any]:
     """Save intervals; values outlive the steps that follow."""
     pair = Pair(setting).train(rank)
-    traffic = pair.model._unit.root.traffic
+    traffic = inspect.comm_stats(pair.model)
     traffic.reset()
     with FSDP.state_dict_type(pair.model, "SHARDED_STATE_DICT"):
         state = FSDP.optim_state_dict(pair.model, pair.optim)

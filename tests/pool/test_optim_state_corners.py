@@ -16,6 +16,7 @@ from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp.errors import FlatFSDPError
 from flatfsdp.owned import OwnedInterval
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import Net, Setting, data, joined, loss_of, seeded
 from tests.pool.test_optim_state import Pair, different
@@ -670,18 +671,19 @@ def test_several_models_and_optimizers(pool2: Run) -> None:
 def costs(rank: int, world: int, orig: bool) -> list[str]:
     """At most one state of the largest unit is whole; intervals and their loading gather nothing."""
     model = wrapped(Setting(orig=orig))
-    root = model._unit.root
+    memory = inspect.memory(model)
+    traffic = inspect.comm_stats(model)
     optim = adam(model.parameters())
     everywhere = stepped(model, optim, rank, 1)
-    largest = max(h.layout.padded_numel * h.shard.element_size() for u in root.units for h in u.handles)
-    root.ledger.reset_peaks()
-    root.traffic.reset()
+    largest = max(flat.layout.padded_numel * flat.shard.element_size() for flat in inspect.flat_params(model))
+    memory.reset_peaks()
+    traffic.reset()
     whole = FSDP.full_optim_state_dict(model, optim)
     lines = []
-    if root.ledger.peak("consolidated") != largest:
-        lines.append(f"whole: {root.ledger.peak('consolidated')} bytes, not {largest}")
-    if root.traffic.counts["all_gather"] != 2 * len(root.units):  # Adam has two tensors
-        lines.append(f"whole: {dict(root.traffic.counts)}")
+    if memory.peak("consolidated") != largest:
+        lines.append(f"whole: {memory.peak('consolidated')} bytes, not {largest}")
+    if traffic.counts["all_gather"] != 2 * len(inspect.units(model)):  # Adam has two tensors
+        lines.append(f"whole: {dict(traffic.counts)}")
     quiet = {"scalar"}
     calls: dict[str, tuple[Callable[[], Any], set[str]]] = {
         "intervals": (lambda: FSDP.sharded_optim_state_dict(model, optim), quiet),
@@ -693,14 +695,14 @@ def costs(rank: int, world: int, orig: bool) -> list[str]:
         ),
     }
     for what, (call, expected) in calls.items():
-        root.traffic.reset()
+        traffic.reset()
         call()
-        if {kind for kind, count in root.traffic.counts.items() if count} != expected:
-            lines.append(f"{what}: {dict(root.traffic.counts)}")
-        if what in ("intervals", "whole dicts") and root.traffic.counts["scalar"] != 2:  # however many parameters
-            lines.append(f"{what}: {root.traffic.counts['scalar']} exchanges")
-        if root.traffic.messages != (2 * len(root.units) if what == "from rank 0" else 0):
-            lines.append(f"{what}: {root.traffic.messages} messages")
+        if {kind for kind, count in traffic.counts.items() if count} != expected:
+            lines.append(f"{what}: {dict(traffic.counts)}")
+        if what in ("intervals", "whole dicts") and traffic.counts["scalar"] != 2:  # however many parameters
+            lines.append(f"{what}: {traffic.counts['scalar']} exchanges")
+        if traffic.messages != (2 * len(inspect.units(model)) if what == "from rank 0" else 0):
+            lines.append(f"{what}: {traffic.messages} messages")
     return lines
 
 

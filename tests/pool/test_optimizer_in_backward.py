@@ -9,7 +9,6 @@ import gc
 import operator
 import re
 import warnings
-import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,6 +22,7 @@ import flatfsdp.checkpoint
 from flatfsdp import FullyShardedDataParallel, ShardedGradScaler
 from flatfsdp.errors import ConfigTypeError, UsageError
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.memory import Recording
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
@@ -93,7 +93,7 @@ def bytes_of_a_step(rank: int, world: int, orig: bool, prefetch: str, in_backwar
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if in_backward:
             flatfsdp.optimizer_in_backward(model, optimizer)
-        ledger = model._unit.root.ledger
+        ledger = inspect.memory(model)
         for step in range(3):
             loss = model(torch.ones(2, WIDE)).sum()
             ledger.reset_peaks()
@@ -127,7 +127,7 @@ def order_of_events(rank: int, world: int) -> list[list[str]]:
     stepping(model)
     found = []
     for step in range(2):
-        with model._unit.root.trace.listening() as events:
+        with inspect.events(model).listening() as events:
             loss_of(model, rank, step).backward()
         found.append([f"{event.kind} {event.unit}" for event in events if event.kind in ("reduce", "step", "end")])
     return found
@@ -446,7 +446,7 @@ def let_go(rank: int, world: int) -> list[bool]:
         optimizer, within = stepping(model)
         for step in range(2):
             loss_of(model, rank, step).backward()
-        root = weakref.ref(model._unit.root)
+        root = inspect.shared_state(model)
         del model
         gone = [root() is None]
         within.remove()
@@ -579,15 +579,14 @@ def test_what_cannot_be_is_refused_in_words(pool2: Run) -> None:
 
 def told(rank: int, world: int) -> list[str]:
     model = wrapped()
-    root = model._unit.root
-    found = [root.told_schedule]
+    found = [inspect.schedule_in_words(model)]
     _, within = stepping(model)
-    found.append(root.told_schedule)
+    found.append(inspect.schedule_in_words(model))
     with within.no_step():
-        found.append(root.told_schedule)
-    found.append(root.told_schedule)
+        found.append(inspect.schedule_in_words(model))
+    found.append(inspect.schedule_in_words(model))
     within.remove()
-    return [*found, root.told_schedule]
+    return [*found, inspect.schedule_in_words(model)]
 
 
 def test_ranks_compare_who_steps_with_what_else_users_set(pool2: Run) -> None:

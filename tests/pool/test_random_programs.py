@@ -33,8 +33,8 @@ from flatfsdp import (
     register_fsdp_forward_method,
     step_flat,
 )
-from flatfsdp.lifecycle import SHARDED
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.thorough import seeds
 
@@ -330,11 +330,11 @@ def peek(player: Player) -> None:
 def count(player: Player) -> None:
     """What is sharded is described as this rank's shard."""
     for unit in FullyShardedDataParallel.fsdp_modules(player.model):
-        for handle in unit._unit.handles:
-            if handle.state is SHARDED:
-                found = [(leaf.shape, leaf.dtype, leaf.device) for leaf in handle.leaves]
-                if found != [(shard.shape, shard.dtype, shard.device) for shard in handle.sharded_views]:
-                    player.wrong.append(f"unit {unit._unit.label} is described by {found}")
+        for flat in inspect.unit(unit).flat_params:
+            if flat.is_sharded:
+                found = [(leaf.shape, leaf.dtype, leaf.device) for leaf in flat.leaves]
+                if found != [(shard.shape, shard.dtype, shard.device) for shard in flat.sharded_views]:
+                    player.wrong.append(f"unit {inspect.unit(unit).label} is described by {found}")
 
 
 def move(player: Player) -> None:

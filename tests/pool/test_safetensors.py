@@ -20,6 +20,7 @@ from flatfsdp.checkpoint.disk import through
 from flatfsdp.checkpoint.hugging_face import runs_of
 from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError
 from flatfsdp.layout import ParamSpec, Span
+from tests.harness import inspect
 from tests.harness.disks import Counting, Full, Killed, Mortal
 from tests.harness.models import WIDTH, Convolution, Feedforward, Low, Motley
 from tests.pool.corners import Setting, seeded
@@ -102,10 +103,9 @@ def load(rank: int, world: int, path: str, setting: Setting) -> tuple[dict[str, 
     with through(counting):
         load_safetensors(model, path, verify=False)
     owned = sum(
-        unit_handle.layout.owned(unit_handle.rank)[index].in_shard.numel * unit_handle.shard.element_size()
-        for unit in FSDP.fsdp_modules(model)
-        for unit_handle in unit._unit.handles
-        for index in range(len(unit_handle.layout.owned(unit_handle.rank)))
+        piece.in_shard.numel * flat.shard.element_size()
+        for flat in inspect.flat_params(model)
+        for piece in flat.layout.owned(flat.rank)
     )
     header = 8 + int.from_bytes(Path(path).read_bytes()[:8], "little")
     return whole(model), counting.bytes_read() - header, owned

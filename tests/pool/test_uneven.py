@@ -14,6 +14,7 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel, comm_hooks
 from flatfsdp.errors import AgreementError, ConfigTypeError, ConfigValueError, FlatFSDPError, UsageError
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.meshes import shared_mesh
 
 WIDTH = 6
@@ -130,7 +131,7 @@ def twice(rank: int, world: int) -> list[list[tuple[int, bool]]]:
         assert joined.has_data
         given = [torch.ones(1, WIDTH)] * rank
         seen.append([(int(batch[0, 0]), joined.has_data) for batch in joined(given, stand_in=torch.zeros(1, WIDTH))])
-    assert model._unit.root.weight == 1.0
+    assert inspect.weight(model) == 1.0
     with flatfsdp.join(model, enable=False) as joined:
         seen.append([(batch, joined.has_data) for batch in joined(range(rank))])
     return seen

@@ -1,0 +1,413 @@
+"""The one place in tests that looks inside a model.
+
+What tests ask about a wrapped model beyond its public names they ask here, in words that stay when the engine's classes
+and members change theirs: whoever moves or renames those mends this file and no test. Functions take a wrapper; what
+they return asks the engine anew at each use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.lifecycle import SHARDED, UNSHARDED
+
+
+class Event(NamedTuple):
+    """One thing that the engine did: its kind, the path of the unit's module ("" of the outermost), and its phase."""
+
+    kind: str
+    unit: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.unit or '<root>'} ({self.phase})"
+
+
+# Kinds of events in the words of tests, where the engine's are others.
+KINDS: dict[str, str] = {}
+
+
+class Events:
+    """What happens in a model, in order."""
+
+    def __init__(self, trace: Any) -> None:
+        self._trace = trace
+
+    def record(self, kind: str, unit: str = "") -> None:
+        """Something that happens in a test, in order with the rest."""
+        self._trace.record(kind, unit, "")
+
+    @contextmanager
+    def listening(self, listener: Callable[[Event], None] | None = None) -> Iterator[list[Event]]:
+        """Collect (and hand to `listener`) what happens inside the context."""
+        seen: list[Event] = []
+
+        def hear(event: Any) -> None:
+            found = Event(KINDS.get(event.kind, event.kind), event.unit, event.phase)
+            seen.append(found)
+            if listener is not None:
+                listener(found)
+
+        with self._trace.listening(hear):
+            yield seen
+
+
+class Memory:
+    """Live bytes of a model by kind."""
+
+    def __init__(self, ledger: Any) -> None:
+        self._ledger = ledger
+
+    @property
+    def live(self) -> dict[str, int]:
+        """Bytes by kind; kinds of which nothing is alive may be there. The same object at each call."""
+        found: dict[str, int] = self._ledger.live
+        return found
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes of the kinds of which something is alive."""
+        return {kind: count for kind, count in self.live.items() if count}
+
+    def peak(self, kind: str) -> int:
+        """The most bytes of `kind` since `reset_peaks`."""
+        found: int = self._ledger.peak(kind)
+        return found
+
+    @property
+    def total(self) -> int:
+        """Live bytes of all kinds."""
+        found: int = self._ledger.total
+        return found
+
+    @property
+    def peak_total(self) -> int:
+        """The most bytes of all kinds together since `reset_peaks`."""
+        found: int = self._ledger.peak_total
+        return found
+
+    def reset_peaks(self) -> None:
+        """Measure from what is alive now."""
+        self._ledger.reset_peaks()
+
+
+class CommStats:
+    """Collectives of a model by kind: `all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `scalar` (control)."""
+
+    def __init__(self, traffic: Any) -> None:
+        self._traffic = traffic
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many were issued."""
+        found: dict[str, int] = self._traffic.counts
+        return found
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes of their unsharded side."""
+        found: dict[str, int] = self._traffic.bytes
+        return found
+
+    @property
+    def messages(self) -> int:
+        """Sent and received, of what is carried out pairwise."""
+        found: int = self._traffic.messages
+        return found
+
+    @property
+    def staged(self) -> int:
+        """Bytes that went through staging buffers."""
+        found: int = self._traffic.staged
+        return found
+
+    def reset(self) -> None:
+        """Count from now on."""
+        self._traffic.reset()
+
+
+class FlatParam:
+    """One flat parameter of a unit.
+
+    Attributes:
+        layout: where which parameter lies. leaves: the original parameters, in its order.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.layout = handle.layout
+        self.leaves: list[nn.Parameter] = handle.leaves
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part of it."""
+        found: Tensor = self._handle.shard
+        return found
+
+    @property
+    def unsharded(self) -> Tensor:
+        """All of it; without memory while it is sharded."""
+        found: Tensor = self._handle.unsharded
+        return found
+
+    @property
+    def sharded_views(self) -> list[Tensor]:
+        """This rank's part of each parameter."""
+        found: list[Tensor] = self._handle.sharded_views
+        return found
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What optimizers see of it where they do not see the original parameters."""
+        found: nn.Parameter = self._handle.flat_param
+        return found
+
+    @property
+    def rank(self) -> int:
+        """This rank's place on the shard axis."""
+        found: int = self._handle.rank
+        return found
+
+    @property
+    def has_orig_params(self) -> bool:
+        """Whether optimizers see the original parameters."""
+        found: bool = self._handle.use_orig_params
+        return found
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the shard axis has one rank, and its shard is all of it."""
+        found: bool = self._handle.whole
+        return found
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it is neither unsharded nor on its way to that."""
+        return bool(self._handle.state is SHARDED)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether it is unsharded, and not only on its way to that."""
+        return bool(self._handle.state is UNSHARDED)
+
+
+class Unit:
+    """One unit of a model.
+
+    Attributes:
+        flat_params: by dtype and kind.
+    """
+
+    def __init__(self, unit: Any) -> None:
+        self._inner = unit
+        self.flat_params = [FlatParam(handle) for handle in unit.handles]
+
+    @property
+    def name(self) -> str:
+        """The path of its module, "" of the outermost one; known once the first forward has begun."""
+        found: str = self._inner.name
+        return found
+
+    @property
+    def label(self) -> str:
+        """The name in messages."""
+        found: str = self._inner.label
+        return found
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether all is sharded that does not stay on the device."""
+        found: bool = self._inner.is_sharded
+        return found
+
+    @property
+    def options(self) -> Any:
+        """What users chose for it, comparable."""
+        return self._inner.choices
+
+    @property
+    def schedule(self) -> Any:
+        """What users chose of when it communicates."""
+        return self._inner.choices.schedule
+
+    @property
+    def comm_hook(self) -> Any:
+        """What was registered, None without."""
+        return self._inner.choices.comm_hook
+
+    @property
+    def reduction_group(self) -> Any:
+        """The process group over which its gradients are averaged."""
+        groups = self._inner.groups
+        return (groups.replicate or groups.scatter).process_group
+
+    @property
+    def post_forward_axis(self) -> Any:
+        """Among which ranks parameters stay between forward and backward: `ranks`, and its `rank` there."""
+        return self._inner.neighbours.group
+
+    @property
+    def forward_prefetch(self) -> list[str]:
+        """Names of the units that users want to be gathered ahead in forwards."""
+        return [each.name for each in self._inner.choices.forward_targets.units()]
+
+    @property
+    def backward_prefetch(self) -> list[str]:
+        """Names of the units that users want to be gathered ahead in backwards."""
+        return [each.name for each in self._inner.choices.backward_targets.units()]
+
+    @property
+    def prefetches_own(self) -> bool:
+        """Whether the units to be gathered ahead in backwards are of this unit's model."""
+        targets = self._inner.choices.backward_targets.units()
+        return all(each.root is self._inner.root for each in targets)
+
+
+def _root(model: Any) -> Any:
+    return model._unit.root
+
+
+def events(model: Any) -> Events:
+    """What happens in `model` from now on."""
+    return Events(_root(model).trace)
+
+
+def memory(model: Any) -> Memory:
+    """The live bytes of `model`."""
+    return Memory(_root(model).ledger)
+
+
+def comm_stats(model: Any) -> CommStats:
+    """What `model` has communicated."""
+    return CommStats(_root(model).traffic)
+
+
+def units(model: Any) -> list[Unit]:
+    """All units of the model that `model` is the outermost wrapper of, or a part; the outermost last."""
+    return [Unit(each) for each in _root(model).units]
+
+
+def unit(wrapper: Any) -> Unit:
+    """The unit of this `wrapper`."""
+    return Unit(wrapper._unit)
+
+
+def flat_params(model: Any) -> list[FlatParam]:
+    """All of them, unit by unit."""
+    return [each for found in units(model) for each in found.flat_params]
+
+
+def wrappers_called(model: Any) -> set[int]:
+    """The ids of the wrapped modules whose forward users call."""
+    return {id(each.module) for each in _root(model).entries}
+
+
+def parts(model: Any) -> list[weakref.ref[Any]]:
+    """References to what the engine made for `model`, which goes when the model does."""
+    root = _root(model)
+    held = [root, *root.units, *(handle.shard for each in root.units for handle in each.handles)]
+    return [weakref.ref(each) for each in held]
+
+
+def shared_state(model: Any) -> weakref.ref[Any]:
+    """A reference to what exists once for the units of `model`."""
+    return weakref.ref(_root(model))
+
+
+def begin(model: Any, *, training: bool = False) -> None:
+    """What the first forward does before it computes."""
+    _root(model).lazy_init(training=training)
+
+
+def move(model: Any, device: torch.device) -> None:
+    """Let the engine take `device` for the one where `model` computes."""
+    _root(model).device.device = device
+
+
+def limits_gathers(model: Any) -> bool:
+    """Whether gathers wait until memory is free."""
+    found: bool = _root(model).limiter.limit
+    return found
+
+
+def is_last_backward(model: Any) -> bool:
+    """Whether backwards end with all of their reductions."""
+    found: bool = _root(model).is_last_backward
+    return found
+
+
+def weight(model: Any) -> float:
+    """What this rank's gradients count in the mean over ranks."""
+    found: float = _root(model).weight
+    return found
+
+
+def schedule_in_words(model: Any) -> str:
+    """What was set, as ranks compare it."""
+    found: str = _root(model).told_schedule
+    return found
+
+
+def waits_for_gradients(model: Any) -> bool:
+    """Whether somebody holds a node that a gradient of the next backward is to come to."""
+    return bool(_root(model).accumulators.awaited)
+
+
+def drop_observers(model: Any) -> None:
+    """Let nothing look on when backwards have ended."""
+    _root(model).observers.clear()
+
+
+def non_finite_detector(model: Any) -> Any:
+    """What looks for values that are not finite, None where nobody asked for it."""
+    return _root(model).detector
+
+
+def replicate_stream(model: Any) -> Any:
+    """The stream of sums over replicas."""
+    return _root(model).lanes.replicate._stream
+
+
+# --- transports -------------------------------------------------------------------------------------------------------
+
+
+def arguments_of(transport: Any) -> dict[str, Any]:
+    """What a double of `transport` is made with."""
+    names = ("group", "device", "traffic", "ledger")
+    return {name: getattr(transport, name) for name in names}
+
+
+def comm_stats_of(transport: Any) -> CommStats:
+    """What was communicated with `transport`, and others of its model."""
+    return CommStats(transport.traffic)
+
+
+def memory_of(transport: Any) -> Memory:
+    """The live bytes of what `transport` is of."""
+    return Memory(transport.ledger)
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+
+def verdict_of(model: Any) -> Callable[[], BaseException | None]:
+    """Asks for the error that ends everything that the ranks do together; None while there is none."""
+    agreement = _root(model).agreement
+    return lambda: agreement._verdict
+
+
+def meetings(model: Any) -> int:
+    """At how many places this rank left a note because something unexpected happened."""
+    return len(_root(model).agreement._met)
+
+
+def note(model: Any, key: str) -> str | None:
+    """What stands at `key` in the store, None if nothing does."""
+    found: str | None = _root(model).agreement._board.read(key)
+    return found
