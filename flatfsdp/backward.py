@@ -272,6 +272,8 @@ class Backward:
             self._prefetch(unit)
 
     def _prefetch_after(self, unit: Unit) -> None:
+        if unit.completed and unit not in self._places:
+            return  # recomputed once more: other ranks may not come to this run, and do not make up for it
         targets = unit.choices.backward_targets
         if targets:
             _launch(self._gathers.through(targets.units()), ahead=True)

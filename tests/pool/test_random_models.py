@@ -363,8 +363,8 @@ def test_what_ranks_do_not_use_is_no_gradient_on_them(pool3: Run, seed: int, pre
 # Without what [Note: backward order] says, 2, 20 and 23 fail where units do not stay for their first call, 44 and 71
 # where gathers are not issued before reductions; 64 and 85 where a recomputation is taken for that of the last run; 41,
 # 50 and 68 where a unit that is called again is reduced before its first call is over, 17 where its owner is not, 3020
-# where only the first call is recomputed.
-@pytest.mark.parametrize("seed", [2, 7, 9, 10, 16, 17, 20, 23, 26, 32, 41, 44, 50, 64, 68, 71, 85, 124, 3020])
+# where only the first call is recomputed, 5107 where what is recomputed once more prefetches.
+@pytest.mark.parametrize("seed", [2, 7, 9, 10, 16, 17, 20, 23, 26, 32, 41, 44, 50, 64, 68, 71, 85, 124, 3020, 5107])
 def test_so_it_is_where_units_are_called_again_or_tied_under_any_settings(run: Run, seed: int) -> None:
     how = How.drawn(seed)
     assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
