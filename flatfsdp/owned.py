@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from . import _torch
 from .boxes import Box, boxes_of
 from .errors import UsageError
 from .layout import ParamSpec, Span
+from .watch import expecting
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -51,7 +53,8 @@ class Others:
         own[: local.numel()] = local
         every = torch.empty(most * len(sizes), dtype=local.dtype, device=self.device)
         if most:
-            _torch.gather_base(self.process_group, every.view(torch.uint8), own.view(torch.uint8), beside=False)
+            with expecting(dist.get_process_group_ranks(self.process_group), "gathers a value of a sharded state dict"):
+                _torch.gather_base(self.process_group, every.view(torch.uint8), own.view(torch.uint8), beside=False)
         rows = every.view(len(sizes), most)
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).to(local.device)
 
@@ -263,13 +266,18 @@ def _copied(function: Callable[..., torch.Tensor]) -> Callable[..., OwnedInterva
 
 _STAGED = (
     ". Where torch.distributed.checkpoint.async_save(storage_writer=...) copies it, which does so with tensors without "
-    "dimensions: give it a checkpoint_id or an async_stager instead, or use flatfsdp.checkpoint.async_save()"
+    "dimensions, and it comes from a file or a pickle: take it from a model, whose values know the other ranks, or use "
+    "flatfsdp.checkpoint.async_save()"
 )
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(target, OwnedInterval):
         assert isinstance(source, OwnedInterval)
+        if not source.spec.shape and source.others is not None:
+            # [Note: staged scalars] Into these torch.distributed.checkpoint.async_save(storage_writer=...) copies what
+            # has no dimensions, on all ranks and in the same order; its owner alone has the element.
+            return target.copy_(source.full_tensor(), non_blocking=non_blocking)
         if source.span.numel != source.spec.numel:
             raise UsageError(
                 f"copying {source.spec.name!r} into a whole tensor: this rank owns only elements {source.span} of "

@@ -18,7 +18,7 @@ from .folders import Place, candidates, choose
 from .manifest import NAME, Manifest, Saved, id_in
 from .nested import Path, decode, plain, unflatten
 from .proof import prove
-from .ranks import Ranks
+from .ranks import BRIEF, Ranks
 from .raw import dtype_named
 from .reading import Reader, verify
 
@@ -177,7 +177,14 @@ def compare(
     if len(shapes) > 3:
         problems.append(f"and {len(shapes) - 3} more of other shapes: it is of another model")
     if problems:
-        raise CheckpointError("; ".join(problems))
+        error = CheckpointError("; ".join(problems))
+        counts = {"of another shape": len(shapes)}
+        if strict:
+            counts = {"missing": len(missing), "not wanted": len(unexpected), **counts}
+        if sum(counts.values()) > 3:
+            told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+            setattr(error, BRIEF, f"it is of another model or optimizer ({told})")
+        raise error
 
 
 Wanted = Callable[[tuple[str | int, ...]], bool]

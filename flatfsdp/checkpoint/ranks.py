@@ -23,6 +23,8 @@ __all__ = ["Ranks"]
 
 T = TypeVar("T")
 
+BRIEF = "in_brief"  # attribute of an error with many names: what it comes to
+
 # Of each group that saved in the background once: what a thread exchanges must not meet what the training exchanges.
 _beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -121,11 +123,24 @@ class Ranks:
             if words is not None:
                 told.setdefault(words, []).append(rank)
         if told:
-            shared = "; ".join(
-                words if self.world == 1 else f"{ranks_in_words(ranks)}: {words}" for words, ranks in told.items()
-            )
-            raise CheckpointError(f"{doing}: {shared}") from failure
+            # A traceback of the same words, above that of this error, would show nothing.
+            cause = failure.__cause__ if isinstance(failure, CheckpointError) else failure
+            raise CheckpointError(f"{doing}: {self._together(told, failure)}") from cause
         return [value for value, _ in answers]
+
+    def _together(self, told: dict[str, list[int]], failure: Exception | None) -> str:
+        """What failed on which ranks. What all ranks have alike the first tells in full, and the others in brief where
+        it has many names: under a launcher all tracebacks come to one screen."""
+        (words, ranks), *others = told.items()
+        if others or len(ranks) < self.world:
+            return "; ".join(f"{ranks_in_words(ranks)}: {words}" for words, ranks in told.items())
+        if self.world == 1:
+            return words
+        brief = getattr(failure, BRIEF, "")
+        if self.rank == 0 or not brief:
+            return f"on all {self.world} ranks: {words}"
+        first = dist.get_process_group_ranks(self.group)[0]
+        return f"on all {self.world} ranks: {brief}; the error of rank {first} has the names"
 
     def _gather(self, content: bytes, doing: str) -> list[Any]:
         members = dist.get_process_group_ranks(self.group)

@@ -264,11 +264,11 @@ def test_what_does_not_fit_is_listed_together(pool2: Run, tmp_path: Path) -> Non
     pool2(save, path)
     for said in pool2(unfit, path, True):
         assert said == (
-            f"loading {path}: ranks 0, 1: missing in the checkpoint: model.another; in the checkpoint, but not wanted: "
-            "model.buffer; model.one has shape (2,) in the checkpoint, (5,) here"
+            f"loading {path}: on all 2 ranks: missing in the checkpoint: model.another; in the checkpoint, but not "
+            "wanted: model.buffer; model.one has shape (2,) in the checkpoint, (5,) here"
         )
     for said in pool2(unfit, path, False):
-        assert said == f"loading {path}: ranks 0, 1: model.one has shape (2,) in the checkpoint, (5,) here"
+        assert said == f"loading {path}: on all 2 ranks: model.one has shape (2,) in the checkpoint, (5,) here"
 
 
 def test_nothing_there_is_said_by_all(pool2: Run, tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def save(rank: int, world: int, path: str) -> None:
     state = {name: piece(spec, rank, world) for name, spec in SPECS.items()}
     dcp.save(state, checkpoint_id=f"{path}/now")
     dcp.async_save(state, checkpoint_id=f"{path}/later").result()
-    # For a storage writer of its own torch stages by copies into tensors like these, but for those without dimensions.
+    # For a storage writer torch stages by copies into tensors like these, but for those without dimensions, which need
+    # to know the other ranks.
     state.pop("scalar")
     dcp.async_save(state, storage_writer=dcp.FileSystemWriter(f"{path}/written")).result()
 
@@ -169,6 +170,40 @@ def asked(rank: int, world: int, setting: Setting) -> list[str]:
         if not torch.equal(own.local, value.to_local()) or (assembled != -1).sum() > value.local.numel():
             lines.append(f"{setting}: {key}: shards {value.local_shards()}")
     return lines
+
+
+def staged(rank: int, world: int, path: str, setting: Setting) -> list[str]:
+    """What torch saves of copies that its writer makes, tensors without dimensions included."""
+    model = setting.wrap(seeded(Kinds), (nn.Linear,))
+    optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5) * (rank + 1)).sum().backward()
+    optim.step()
+    whole_of: dict[str, torch.Tensor] = model.state_dict()
+    moments = FSDP.full_optim_state_dict(model, optim, rank0_only=False)["state"]
+    with FSDP.state_dict_type(model, "SHARDED"):
+        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optim)["state"]}
+    dcp.async_save(state, storage_writer=dcp.FileSystemWriter(path)).result()
+    found = {
+        "model": {key: torch.full_like(value, -1.0) for key, value in whole_of.items()},
+        "optim": {key: {"exp_avg": torch.full_like(each["exp_avg"], -1.0)} for key, each in moments.items()},
+    }
+    dcp.load(found, checkpoint_id=path)
+    lines = [key for key, value in whole_of.items() if not torch.equal(found["model"][key], value)]
+    lines += [key for key, each in moments.items() if not torch.equal(found["optim"][key]["exp_avg"], each["exp_avg"])]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with FSDP.state_dict_type(model, "SHARDED"):
+        again = {"model": model.state_dict()}
+        dcp.load(again, checkpoint_id=path)
+        model.load_state_dict(again["model"])
+    loaded: dict[str, torch.Tensor] = model.state_dict()
+    return lines + [f"loaded {key}" for key, value in whole_of.items() if not torch.equal(loaded[key], value)]
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_writer_of_torchs_stages_tensors_without_dimensions(pool3: Run, tmp_path: Path, orig: bool) -> None:
+    assert not joined(pool3(staged, str(tmp_path), Setting(orig=orig)))
 
 
 def _gathered(local: torch.Tensor) -> list[torch.Tensor]:

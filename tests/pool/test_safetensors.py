@@ -193,8 +193,8 @@ def test_all_that_does_not_fit_is_listed_together(pool2: Any, tmp_path: Path) ->
     save_file(state, tmp_path / "x.safetensors")
     for said in pool2(message, str(tmp_path / "x.safetensors"), "load"):
         assert said == (
-            f"loading {tmp_path}/x.safetensors: ranks 0, 1: missing in the checkpoint: seen; in the checkpoint, but "
-            "not wanted: stray; gain has shape (2,) in the checkpoint, () here"
+            f"loading {tmp_path}/x.safetensors: on all 2 ranks: missing in the checkpoint: seen; in the checkpoint, "
+            "but not wanted: stray; gain has shape (2,) in the checkpoint, () here"
         )
 
 
