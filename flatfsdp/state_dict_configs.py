@@ -78,18 +78,21 @@ def default_carrier() -> str:
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
     """``sharded_as`` (not in torch's FSDP): "interval", an `OwnedInterval`, or "sharded_tensor", which torch's FSDP1
-    loads if it wraps the same modules with the same arguments, and `use_orig_params=False`, over as many ranks.
+    loads if it wraps the same modules with the same arguments, and `use_orig_params=False`, over as many ranks; or
+    "fsdp1", as FSDP1 chooses: a ShardedTensor, and whole values by their names where every rank has all. The default
+    is "interval", and "fsdp1" under `flatfsdp.as_torch`.
 
     Raises:
         ConfigValueError: another ``sharded_as``.
     """
 
-    sharded_as: str = "interval"
+    sharded_as: str = field(default_factory=default_carrier)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sharded_as not in SHARDED_AS[:2]:
-            refuse_value("LocalStateDictConfig.sharded_as", self.sharded_as, " or ".join(map(repr, SHARDED_AS[:2])))
+        accepted = [each for each in SHARDED_AS if each != "dtensor"]
+        if self.sharded_as not in accepted:
+            refuse_value("LocalStateDictConfig.sharded_as", self.sharded_as, " or ".join(map(repr, accepted)))
 
 
 @dataclass

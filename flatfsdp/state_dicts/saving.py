@@ -80,6 +80,13 @@ class Job:
             getattr(config, "sharded_as", "interval") == "interval"
         )
 
+    def is_flat(self, unit: Unit) -> bool:
+        """Whether what `unit` holds is to be there as flat shards."""
+        if self.settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
+            return False
+        carrier = getattr(self.settings.state_dict_config, "sharded_as", "interval")
+        return carrier_of(unit, carrier) != "whole"
+
     @property
     def spreads_buffers(self) -> bool:
         """Whether every rank is to have the first one's buffers. [Note: buffers of ranks]"""
@@ -230,8 +237,8 @@ def fill(job: Job, unit: Unit, destination: Any, among: Sequence[str], prefix: s
     for key in among:
         if type(value := destination[key]) is Placeholder:
             waiting.setdefault(id(value.leaf), []).append(key)
-    local = job.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     for owner in (unit, *(each for each in unit.owners if each not in job.active)):
+        local = job.is_flat(owner)
         for kind, handle in enumerate(owner.handles):
             wanted = {index: waiting[id(leaf)] for index, leaf in enumerate(handle.leaves) if id(leaf) in waiting}
             if local:

@@ -134,6 +134,14 @@ def carried(rank: int, world: int, strategy: str, meshed: bool, orig: bool) -> l
                 state, states = model.state_dict(), kind.optim_state_dict(model, optim)
                 older = kind.sharded_optim_state_dict(model, optim)
             values = {name: told(value) for name, value in state.items()}
+            if not meshed:  # FSDP1 refuses this
+                with kind.state_dict_type(model, "LOCAL_STATE_DICT" if who == "ours" else TorchsType.LOCAL_STATE_DICT):
+                    local = model.state_dict()
+                    if who == "ours":
+                        model.load_state_dict(local)
+                # Of original parameters FSDP1 has 1-D shards besides, and cannot load what it has.
+                if not orig or strategy == "NO_SHARD":
+                    values |= {f"local {name}": told(value) for name, value in local.items()}
             for what, dicts in (("optim", states), ("sharded optim", older)):
                 each = dicts["state"]
                 values |= {f"{what} {name}": told(value["momentum_buffer"]) for name, value in each.items()}
