@@ -7,22 +7,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .calls import meet
 from .device import accelerator
 from .plain_data import decode, encode
+from .watch import expecting
 
 
-def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather(value: Any, group: dist.ProcessGroup, *, call: str) -> list[Any]:
     """Every rank's `value`, in the order of the group's ranks. Collective over the group, two all-gathers.
 
     Args:
         value: plain data; tensors in it arrive on the CPU.
         group: on which this rank is.
+        call: what the ranks meet in before, to follow "rank 0 ". [Note: calls]
 
     Raises:
         UsageError: it is no plain data.
-        RuntimeError: the backend's, where a rank has ended.
+        AgreementError: on every rank: some make another call.
+        LostRankError: a rank has ended.
     """
-    return [decode(each) for each in gather_bytes(encode(value), group)]
+    content = encode(value)
+    members = dist.get_process_group_ranks(group)
+    with expecting(members, call):
+        meet(group, members, call)
+        return [decode(each) for each in gather_bytes(content, group)]
 
 
 def gather_bytes(content: bytes, group: dist.ProcessGroup) -> list[bytes]:

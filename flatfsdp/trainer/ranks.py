@@ -82,11 +82,12 @@ class Ranks:
         return [row.tolist() for row in rows]
 
     def values(self, value: T) -> list[T]:
-        """Every rank's `value`, plain data. Collective."""
-        if self.host is None:
-            return [value]
-        with waiting_for_ranks():
-            return gather(value, self.host)
+        """Every rank's `value`, plain data. Collective.
+
+        Raises:
+            AgreementError: on every rank: some make another call.
+        """
+        return [value] if self.host is None else gather(value, self.host, call="exchanges what a trainer or loader has")
 
     def tell(self, doing: str, work: Callable[[], T]) -> list[T]:
         """Let every rank do its `work`; what each returned, in the order of ranks. Collective.

@@ -19,6 +19,7 @@ from torch import nn
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, board, checkpoint, watch
 from flatfsdp.errors import AgreementError
+from flatfsdp.trainer.ranks import Ranks
 from flatfsdp.watch import current_watch
 from tests.conftest import Run
 from tests.harness.thorough import is_thorough, seeds
@@ -69,6 +70,7 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
     "checkpoint.load": lambda s: checkpoint.load(s.folder / "c", model=s.model),
     "checkpoint.load_safetensors": lambda s: checkpoint.load_safetensors(s.model, s.folder / "b"),
     "checkpoint.save": lambda s: checkpoint.save(s.folder / "c", model=s.model, overwrite=True),
+    "trainer": lambda s: Ranks().values(1),
 }
 # Collective by what they are given, or in what they return, and then by one of the above; or with forwards, whose
 # gathers nothing calls back (`tests/fresh/test_calls.py`).
