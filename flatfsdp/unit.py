@@ -97,7 +97,7 @@ class Unit(UnitData):
         self._open_calls: set[Call] = set()
         self.completed = False
         self.is_through = False
-        self._late = 0  # gradients that a segment recomputed in a task of its own brings again
+        self._late = 0  # gradients that come again, from a segment recomputed in a task of its own or after one
         self._armed_in = -1  # graph task
         # Leaves whose gradients only tasks inside that one brought, as (kind, index).
         self._came_inside: set[tuple[int, int]] = set()
@@ -480,7 +480,7 @@ class Unit(UnitData):
         if call is not None and call not in self._open_calls:
             self._open_calls.add(call)
             self.needed_whole = self.needed_whole or call.outlasts
-            if backward.in_inner_task():
+            if backward.in_inner_task() or (self.completed and self._armed_in != _torch.graph_task()):
                 for unit in (self, *self.owners):
                     unit._late = unit._come_late()
         if self.phase is PRE_BACKWARD and (self.is_whole or not self.choices.schedule.unshard_in_backward):
@@ -513,8 +513,12 @@ class Unit(UnitData):
         return not backward.in_inner_task() and all(unit._has_its_gradients() for unit in (self, *self.owners))
 
     def _has_its_gradients(self) -> bool:
+        # What came in a reentrant checkpoint's own graph task may come again in this one, of another call.
+        elsewhere = self._armed_in != _torch.graph_task()
         return self._late <= 0 and not any(
-            shown.extended or not leaf.requires_grad or (i not in grads.arrived and hooks.will_accumulate(leaf))
+            shown.extended
+            or not leaf.requires_grad
+            or ((elsewhere or i not in grads.arrived) and hooks.will_accumulate(leaf))
             for handle, shown, grads in self.kinds
             for i, leaf in enumerate(handle.leaves)
         )

@@ -553,9 +553,10 @@ class UnitData:
         Precondition: its leaves show the shard.
         """
         handle, root = self.handles[kind], self.root
-        if handle.state is not GATHERING:  # it is where a user has asked for the unit, and not waited
+        if handle.state is SHARDED:  # it is not where a user has asked for the unit, or it stayed after a backward
             self._launch_fetch(handle)
-        handle.wait_unshard()
+        if handle.state is GATHERING:
+            handle.wait_unshard()
         self.note("keep")
         if handle.residence is HOST:
             handle.keep_host_copy()

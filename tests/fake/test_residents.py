@@ -107,6 +107,20 @@ def test_bytes_are_those_of_the_dtype_of_computation() -> None:
 
 
 @pytest.mark.parametrize("on", ["device", "host"])
+def test_what_is_unsharded_when_it_is_to_be_kept_is_not_gathered_again(on: str) -> None:
+    """It stayed so after the backward before."""
+    with fake_world(WORLD):
+        model = adapted()
+        model.set_reshard_after_backward(False)
+        gathers(model)
+        model.zero_grad()
+        model.keep_frozen_unsharded(on=on)
+        assert gathers(model, grad=False) == (0, 0)
+        assert gathers(model) == (2 * UNITS, 2 * UNITS * ADAPTER)
+        assert live(model).get("host copy", 0) == (UNITS * BASE if on == "host" else 0)
+
+
+@pytest.mark.parametrize("on", ["device", "host"])
 def test_a_unit_that_is_trained_after_all_is_not_kept(on: str) -> None:
     with fake_world(WORLD):
         model = adapted()

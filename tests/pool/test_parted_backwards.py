@@ -212,6 +212,44 @@ def test_a_recomputed_unit_of_which_one_rank_uses_a_part(pool2: Run, prefetch: s
     assert all(pool2(partly_unused_and_recomputed, prefetch, scaled, timeout=20))
 
 
+class Twice(nn.Module):
+    """A unit that is called again, the second time under a reentrant checkpoint: its gradients come in that run's own
+    graph task first, and in the backward around it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Scaled(), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x.requires_grad_(), True).tanh(), True).tanh()
+        return checkpoint(self.first, x, True, use_reentrant=True).tanh()
+
+
+def called_before_and_recomputed(rank: int, world: int, strategy: str, orig: bool, most: int) -> bool:
+    def build() -> Twice:
+        torch.manual_seed(0)
+        return Twice()
+
+    model = FullyShardedDataParallel(
+        build(), sharding_strategy=strategy, auto_wrap_policy={Scaled}, use_orig_params=orig, join_units_below=most
+    )
+    nets: list[nn.Module] = [build() for _ in range(world)]
+    for _ in range(2):
+        model(_data(rank)).sum().backward()
+        for each, net in enumerate(nets):
+            net(_data(each)).sum().backward()
+    return _same(_gradients(model), _expected(nets), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_a_unit_that_is_called_and_then_again_under_a_reentrant_checkpoint(
+    pool2: Run, strategy: str, orig: bool
+) -> None:
+    for most in (0, 2**20):
+        assert all(pool2(called_before_and_recomputed, strategy, orig, most, timeout=20))
+
+
 class Around(nn.Module):
     """A unit around one that is recomputed reentrantly, which has no place in the plan. Only some ranks use its tail,
     half of its gradients, which come before the recomputation."""
