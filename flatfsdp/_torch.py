@@ -196,9 +196,14 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
         torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
-def as_plain_tensors() -> AbstractContextManager[None]:
-    """Inside the context tensors of subclasses are asked without their `__torch_function__`, which is slow."""
-    return torch._C.DisableTorchFunctionSubclass()
+# Inside the context tensors of subclasses are asked without their `__torch_function__`, which is slow; the class
+# itself, because every unit asks.
+as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+
+
+def is_tracing() -> bool:
+    """Whether something is being compiled now, for which tensors are looked at."""
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 def no_grad() -> AbstractContextManager[Any]:

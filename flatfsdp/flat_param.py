@@ -628,6 +628,17 @@ class FlatParamHandle:
         versions = zip(self.layout.params, self.leaves, self._versions.known, strict=True)
         return [spec.name for spec, leaf, seen in versions if leaf._version != seen]
 
+    @property
+    def unlike_shard(self) -> list[str]:
+        """The names of leaves that show other values than their shards, which are the whole. Only while unsharded.
+
+        Waits for the device.
+        """
+        if not (self.whole and self.use_orig_params):
+            return []
+        rows = zip(self.layout.params, self.sharded_views, self.unsharded_views, strict=True)
+        return [spec.name for spec, shard, view in rows if not torch.equal(shard.to(view.device, view.dtype), view)]
+
     def _refuse_sharded(self) -> NoReturn:
         raise InternalError(f"{self.name}: the unsharded parameter was asked for while {self.state.value}")
 

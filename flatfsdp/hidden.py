@@ -44,8 +44,8 @@ _OF_SHARD = frozenset(
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class HiddenParameter(nn.Parameter):
-    """What `nn.Parameter` objects are while they do not show their value; never constructed."""
+class DescribedAsShard(nn.Parameter):
+    """A parameter of which what is only asked of it is answered for this rank's shard, whatever it shows."""
 
     @classmethod
     def __torch_function__(
@@ -58,10 +58,22 @@ class HiddenParameter(nn.Parameter):
                 arrive(args[0])
             elif (asked or func.__name__) in _OF_SHARD:
                 args, kwargs = tuple(map(_described, args)), {name: _described(value) for name, value in kwargs.items()}
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class HiddenParameter(DescribedAsShard):
+    """What `nn.Parameter` objects are while they do not show their value; never constructed."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if asks(func):
             return super().__torch_function__(func, types, args, kwargs)
         if property_of(func) == "data":
-            return _data(*args)
-        if name_of(func) in ("expand_as()", "view_as()") and args[0] is args[-1]:
+            return data_of_shard(*args)
+        if leads_to_accumulator(func, args):
             return _expanded(args[0])
         if not torch.is_grad_enabled() and _is_elementwise(func):
             return _on_shards(func, args, kwargs)
@@ -78,7 +90,7 @@ class HiddenParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A parameter of the shard, which is nobody's leaf and hides nothing."""
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(_shard_of(self).clone(), self.requires_grad)
+            memo[id(self)] = nn.Parameter(shard_of(self).clone(), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
         return copied
 
@@ -102,10 +114,15 @@ class Expanded(torch.Tensor):
         )
 
 
+def leads_to_accumulator(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether a parameter is expanded, or viewed, as itself."""
+    return name_of(func) in ("expand_as()", "view_as()") and args[0] is args[-1]
+
+
 def _expanded(leaf: nn.Parameter) -> torch.Tensor:
     """`leaf.expand_as(leaf)`, for those who look for its accumulator, which admits whole gradients. [Note:
     accumulators]"""
-    handle, index = _place_of(leaf)
+    handle, index = place_of(leaf)
     handle.was_asked = True
     with torch.no_grad(), _torch.as_plain_tensors():
         shown = leaf.data
@@ -127,12 +144,13 @@ HIDDEN[AwaitedParameter] = HiddenParameter
 
 def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
     """Let `leaves` show `nothing`, unless they do, and refuse operations on them."""
-    for leaf in leaves:
-        kind = type(leaf)
-        hidden = HIDDEN[kind]
-        if kind is not hidden or kind not in ORIGINAL:
-            _SET_DATA(leaf, nothing)
-            leaf.__class__ = hidden
+    with _torch.as_plain_tensors():  # some may be described as their shards
+        for leaf in leaves:
+            kind = type(leaf)
+            hidden = HIDDEN[kind]
+            if kind is not hidden or kind not in ORIGINAL:
+                _SET_DATA(leaf, nothing)
+                leaf.__class__ = hidden
 
 
 def refuse_use(leaves: Iterable[nn.Parameter]) -> None:
@@ -159,7 +177,13 @@ def _forget(ids: Iterable[int], handle: weakref.ref[FlatParamHandle]) -> None:
             del _places[each]
 
 
-def _place_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
+def has_place(leaf: torch.Tensor) -> bool:
+    """Whether the model of `leaf` is there."""
+    return id(leaf) in _places
+
+
+def place_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
+    """The handle that holds `leaf`, and which of its leaves that is."""
     this, index = _places[id(leaf)]
     handle = this()
     assert handle is not None
@@ -169,22 +193,25 @@ def _place_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
 # -- shards by hand ----------------------------------------------------------------------------------------------------
 
 
-def _shard_of(leaf: torch.Tensor) -> torch.Tensor:
-    handle, index = _place_of(leaf)
+def shard_of(leaf: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of `leaf`."""
+    handle, index = place_of(leaf)
     return handle.sharded_views[index].detach()  # of one version counter with the shard, unlike `.data`
 
 
 def _described(value: Any) -> Any:
-    """In a hidden parameter's place, its shard; the parameter itself where the model is gone."""
-    return _shard_of(value) if isinstance(value, HiddenParameter) and id(value) in _places else value
+    """In a parameter's place, its shard; the parameter itself where the model is gone."""
+    return shard_of(value) if isinstance(value, DescribedAsShard) and has_place(value) else value
 
 
-def _data(leaf: torch.Tensor, *written: torch.Tensor) -> torch.Tensor | None:
+def data_of_shard(leaf: torch.Tensor, *written: torch.Tensor) -> torch.Tensor | None:
     """What `leaf.data` is; or write to it, as `leaf.data = written` would."""
-    shard = _shard_of(leaf)
+    shard = shard_of(leaf)
     if not written:
         return shard
-    (value,) = written
+    value = _described(*written)
+    if value.data_ptr() == shard.data_ptr() and value.shape == shard.shape and value.dtype == shard.dtype:
+        return None  # as `leaf.data = leaf.data`
     if value.shape != shard.shape or value.dtype != shard.dtype:
         raise UsageError(
             f"the .data of parameter {_names([leaf])} was replaced, where it is sharded, by a tensor of shape "
@@ -203,7 +230,7 @@ def _is_elementwise(func: Callable[..., Any]) -> bool:
 
 def _on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`func` of shards in place of the hidden parameters."""
-    shards = {id(leaf): _shard_of(leaf) for leaf in _hidden_in((*args, *kwargs.values()))}
+    shards = {id(leaf): shard_of(leaf) for leaf in _hidden_in((*args, *kwargs.values()))}
 
     def shown(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -244,7 +271,7 @@ def _hidden_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 def _names(leaves: Iterable[torch.Tensor]) -> str:
     named = []
     for leaf in {id(leaf): leaf for leaf in leaves}.values():
-        handle, index = _place_of(leaf)
+        handle, index = place_of(leaf)
         named.append(f"{handle.layout.params[index].name!r} of unit {handle.name or '<root>'!r}")
     return ", ".join(named)
 

@@ -47,7 +47,8 @@ class Variants(dict[type, type]):
 
 
 class NoticedParameter(NoticesWrites, nn.Parameter):
-    """What `nn.Parameter` objects are while they show a whole that is about to be freed; never constructed."""
+    """What `nn.Parameter` objects are while they show a whole that is about to be freed, to who asked for it or holds
+    it in the place of a flat parameter; never constructed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         kind = type(self)

@@ -47,7 +47,7 @@ from .trace import Trace
 from .traversal import entries
 from .unit import Unit
 from .unit_data import UnitData
-from .views import NOTHING, SHARD
+from .views import NOTHING, SHARD, check_left
 
 if TYPE_CHECKING:
     from .nonfinite import Detector
@@ -502,7 +502,7 @@ class Root:
             for each in (*unit.owners, unit):
                 if each.is_whole and each.phase is IDLE:
                     each.wait_unshard()
-                    each.notice_writes()
+                    each.notice_writes(described_as_whole=True)
 
     def reshard(self, unit: Unit) -> None:
         """Free the unsharded parameters of `unit` because a user asks for it."""
@@ -516,6 +516,7 @@ class Root:
         self.agreement.check_request(unit, "reshard")
         if self._at_rest:
             unit.take_back(written=True)
+        unit.check_kept()
         awaits_backward = not self.record.consumed and unit in self.record.entered
         unit.reshard(NOTHING if awaits_backward else SHARD)
         unit.drop_portions()
@@ -624,6 +625,8 @@ class Root:
             backward.flush()
             if self.detector is not None:
                 self.detector.end_backward()
+            if not backward.double:
+                self._check_unreached()
             self.backward = None
             if backward.double:
                 self._whole_for_double = True
@@ -638,6 +641,13 @@ class Root:
             if isinstance(error, RuntimeError):
                 self.agreement.explain(error)
             raise
+
+    def _check_unreached(self) -> None:
+        """Refuse what was written to units that the backward, which is over, has not reached."""
+        for unit in self.units:
+            for shown in unit.shown:
+                if shown.notices_writes or shown.is_left:
+                    check_left(shown, unit.name)
 
     def _finish(self, backward: Backward | None = None) -> None:
         self._whole_for_double = False

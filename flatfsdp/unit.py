@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,9 @@ from .views import GUARDED, WHOLE, Home, check_exposed, check_unwritten, keep_pa
 if TYPE_CHECKING:
     from .backward import Backward
     from .root import Root
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Call:
@@ -533,7 +537,11 @@ class Unit(UnitData):
         return backward.recomputes or self._has_frozen()
 
     def _has_frozen(self) -> bool:
-        return not all(leaf.requires_grad for handle in self.handles for leaf in handle.leaves)
+        with _torch.as_plain_tensors():  # leaves may be described as shards
+            for handle in self.handles:
+                if not all(map(_REQUIRES_GRAD, handle.leaves)):
+                    return True
+        return False
 
     def arm(self, backward: Backward, *, share: bool = False) -> None:
         """Await the gradients of all leaves that require one. `share`: in the parameters' own places."""

@@ -315,6 +315,7 @@ class UnitData:
         if arrived:
             self.note("gathered")
         for shown in self.shown:
+            shown.is_left = False
             if shown.exposure is not WHOLE:
                 shown.show(WHOLE)
             elif shown.notices_writes:
@@ -322,13 +323,16 @@ class UnitData:
             if shown.extended:
                 shown.install_extended()
 
-    def notice_writes(self) -> None:
+    def notice_writes(self, *, described_as_whole: bool = False) -> None:
         """What users write to the unsharded parameters until the unit computes again would be lost: notice it."""
         for shown in self.shown:
-            shown.notice_writes()
+            shown.notice_writes(described_as_whole=described_as_whole)
 
     def check_kept(self) -> None:
-        """Refuse what was written to the unsharded parameters that a forward has left, which are about to be freed."""
+        """Refuse what was written to the unsharded parameters that a forward has left, which are about to be freed.
+
+        Precondition: no backward has reached the unit since.
+        """
         for shown in self.shown:
             if shown.exposure is WHOLE and self.phase is not SUMMONED:
                 check_exposed(shown, self.name)
@@ -382,6 +386,8 @@ class UnitData:
                         shown.show(exposure)
                 elif handle.owns_unsharded or exposure is SHARD:
                     root = self.root
+                    if shown.notices_writes and root.backward is not None:
+                        check_exposed(shown, self.name)  # a backward that did not reach it, or not yet
                     if grads.sharing and grads.take_place(functools.partial(root.limiter.give_back, handle.name)):
                         handle.reshard()
                     else:
@@ -482,6 +488,7 @@ class UnitData:
         self.phase = IDLE
         for grads in self.grads:
             grads.pause()
+        self.notice_writes()
 
     def settle(self) -> list[FlatParamHandle]:
         """Make the reduced gradients `.grad`; the handles of which that completes them."""

@@ -25,12 +25,13 @@ import torch
 from torch import nn
 
 from . import hooks
-from ._torch import has_hooks, hooks_on
+from ._torch import as_plain_tensors, has_hooks, hooks_on
 from .awaited import ARRIVALS, show_awaited
 from .errors import UsageError, fail
 from .flat_param import FlatParamHandle, dense
 from .hidden import hide, may_hide, refuse_use
 from .leaf_classes import NOTICED, ORIGINAL
+from .left_whole import LEFT_CAST, LEFT_WHOLE
 from .lifecycle import UNSHARDED
 
 if TYPE_CHECKING:
@@ -100,13 +101,14 @@ class Shown:
         extended: those of the leaves that modules see transformed.
         some_hidden: some leaves refuse to be used. [Note: hidden]
         notices_writes: what is written to the `.data` of leaves in place is noticed.
+        is_left: a forward has left the leaves whole, in the shard itself, and no backward has come to them.
         exposure: [Note: exposure].
     """
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
         self.extended: list[Extended] = []
-        self.some_hidden = self.notices_writes = False
+        self.some_hidden = self.notices_writes = self.is_left = False
         self.exposure = WHOLE
         self.show(SHARD)
         may_hide(handle)
@@ -163,12 +165,24 @@ class Shown:
         refuse_use(self.handle.leaves)
         self.some_hidden = True
 
-    def notice_writes(self) -> None:
+    def notice_writes(self, *, described_as_whole: bool = False) -> None:
         """A forward is over and has left the leaves whole: what is written to them until they are freed would be lost,
-        also where it is written to `.data` in place, which tells nobody."""
-        if self.exposure is WHOLE and self.handle.owns_unsharded:
-            for leaf in self.handle.leaves:
-                leaf.__class__ = NOTICED[type(leaf)]
+        also where it is written to `.data` in place, which tells nobody.
+
+        Leaves that `parameters()` lists are described as their shards are, unless a user has asked for whole ones.
+        [Note: left whole]
+        """
+        handle = self.handle
+        if self.exposure is not WHOLE:
+            return
+        if not handle.owns_unsharded:
+            self.is_left = True  # what is written in place is kept, what is replaced is not
+        else:
+            kinds = NOTICED
+            if handle.use_orig_params and not described_as_whole:
+                kinds = LEFT_CAST if handle.whole else LEFT_WHOLE
+            for leaf in handle.leaves:
+                leaf.__class__ = kinds[type(leaf)]
             self.notices_writes = True
 
     def unhide(self) -> None:
@@ -413,8 +427,17 @@ def keep_packed(handle: FlatParamHandle, homes: Iterable[Home], name: str) -> No
 def check_exposed(shown: Shown, name: str) -> None:
     """Refuse a change of parameters between forward and backward while they are kept unsharded."""
     handle = shown.handle
-    if handle.state is UNSHARDED and (handle.is_stale or shown.was_replaced):
-        _refuse_writes(shown, name, "between forward and backward")
+    if handle.state is UNSHARDED:
+        with as_plain_tensors():
+            if handle.is_stale or shown.was_replaced:
+                _refuse_writes(shown, name, "between forward and backward")
+
+
+def check_left(shown: Shown, name: str) -> None:
+    """Refuse what was put in the place of leaves that a forward has left, and no backward has reached."""
+    with as_plain_tensors():
+        if shown.notices_writes or shown.was_replaced:
+            check_exposed(shown, name)
 
 
 def check_requested(shown: Shown, name: str) -> None:
@@ -478,7 +501,7 @@ def refuse_functional_call(changed: Iterable[Home], label: str) -> NoReturn:
 
 def _refuse_writes(shown: Shown, name: str, when: str) -> NoReturn:
     handle = shown.handle
-    changed = handle.edited or shown.replaced or ["the flat parameter"]
+    changed = handle.edited or shown.replaced or handle.unlike_shard or ["the flat parameter"]
     raise UsageError(
         f"unit {name or '<root>'!r}: parameters were written to {when}: {', '.join(changed)}. The backward would not "
         "be that of the forward, or the change would be lost; write to parameters before the forward or after the "

@@ -147,8 +147,14 @@ class Player:
         self.reduced = True  # no gradient is this rank's own
         self.before: list[Tensor | None] = []  # where some are: those of `alone` without them
         self.exposed = False  # parameters may be whole
+        self.asked = False  # and be described so, since somebody asked for that
         self.wrong: list[str] = []
         self.nodes: list[Any] = []  # that are held
+        self.described = self.describe()
+
+    def describe(self) -> list[Any]:
+        """What parameters answer to who asks about them."""
+        return [(each.shape, each.numel(), each.dtype, each.device) for each in self.model.parameters()]
 
     def _optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(net.parameters(), lr=0.05, momentum=self.momentum)
@@ -163,6 +169,12 @@ class Player:
                 self.exposed = True
             elif operation in (train, accumulate, look):
                 self.exposed = False
+            if operation in (show_whole, show_while_computing):
+                self.asked = True
+            elif operation in (train, accumulate, look):
+                self.asked = False
+            if not self.asked and self.described != (found := self.describe()):
+                self.wrong.append(f"parameters are described by {found}")
             if self.wrong:
                 return [f"after {operation.__name__}: {each}" for each in self.wrong]
         if not self.reduced:
@@ -335,6 +347,8 @@ def count(player: Player) -> None:
                 found = [(leaf.shape, leaf.dtype, leaf.device) for leaf in flat.leaves]
                 if found != [(shard.shape, shard.dtype, shard.device) for shard in flat.sharded_views]:
                     player.wrong.append(f"unit {inspect.unit(unit).label} is described by {found}")
+    if player.described != (found := player.describe()):
+        player.wrong.append(f"between forward and backward parameters are described by {found}")
 
 
 def move(player: Player) -> None:
