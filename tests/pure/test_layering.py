@@ -49,6 +49,7 @@ ROWS: tuple[tuple[int, str], ...] = (
     (3, "awaited"),
     (3, "leaf_classes"),
     (3, "hidden"),
+    (3, "left_whole"),
     (3, "hooks"),
     (3, "views"),
     (3, "extensions packed"),
