@@ -11,10 +11,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
+from flatfsdp import grads
 from flatfsdp.lifecycle import SHARDED, UNSHARDED
 
 
@@ -31,6 +33,7 @@ class Event(NamedTuple):
 
 # Kinds of events in the words of tests, where the engine's are others.
 KINDS: dict[str, str] = {}
+MEMORY_KINDS: dict[str, str] = {}  # and kinds of bytes
 
 
 class Events:
@@ -73,12 +76,16 @@ class Memory:
     @property
     def held(self) -> dict[str, int]:
         """Bytes of the kinds of which something is alive."""
-        return {kind: count for kind, count in self.live.items() if count}
+        return {MEMORY_KINDS.get(kind, kind): count for kind, count in self.live.items() if count}
 
     def peak(self, kind: str) -> int:
         """The most bytes of `kind` since `reset_peaks`."""
         found: int = self._ledger.peak(kind)
         return found
+
+    def peaks(self) -> dict[str, int]:
+        """`peak` of every kind of which something was alive."""
+        return {MEMORY_KINDS.get(kind, kind): peak for kind in self.live if (peak := self.peak(kind))}
 
     @property
     def total(self) -> int:
@@ -372,6 +379,13 @@ def non_finite_detector(model: Any) -> Any:
 def replicate_stream(model: Any) -> Any:
     """The stream of sums over replicas."""
     return _root(model).lanes.replicate._stream
+
+
+@contextmanager
+def large_gradients() -> Iterator[None]:
+    """Treat gradients as large ones, which are moved one by one as they come."""
+    with patch.object(grads, "SMALL_BYTES", 0):
+        yield
 
 
 # --- transports -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,55 @@
+"""What the engine does in 300 random programs, event by event and byte by byte, is what is written down.
+
+A change that is meant is written down by `python -m tests.golden.traces --changed`, which names the programs; say in
+the commit which they are, and why.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.golden import programs, traces
+from tests.golden.traces import EVENTS, difference, golden, packed, trace_of, unpacked
+from tests.harness.thorough import is_thorough
+
+FEW = 150  # in every run; all with --thorough
+
+
+@pytest.mark.parametrize("number", range(programs.COUNT if is_thorough() else FEW))
+def test_a_program_does_what_is_written_down(number: int) -> None:
+    expected, found = golden()[number], trace_of(number)
+    assert found == expected, (
+        f"\n{difference(expected, found)}\n(If this is meant: python -m tests.golden.traces {number})"
+    )
+
+
+def test_every_program_is_written_down() -> None:
+    assert sorted(golden()) == [*range(programs.COUNT)]
+    assert traces.FILE.stat().st_size < 300_000
+
+
+def test_programs_do_everything_that_programs_can_do() -> None:
+    """So that a trace differs whatever is changed. None ends with an error: what is refused is tested elsewhere."""
+    lines = [line for trace in golden().values() for line in trace]
+    assert not [line for line in lines if "Error" in line]
+    tokens = {token.rstrip("0123456789") for line in lines if line.startswith("  ") for token in line.split()}
+    assert tokens >= {*EVENTS.values(), *"ASR", "<u>c", "<c>u", "<r>c", "<v>r", "+r"}
+    done = " ".join(line for line in lines if line.startswith("- "))
+    for kind in programs.BACKWARDS:
+        assert kind.__name__ in done
+    for strategy in programs.STRATEGIES:
+        assert sum(f": {strategy}, " in trace[0] for trace in golden().values()) > 10
+    for word in ("orig", "flat", "offload", "bf16", "reshard to 2", "device", "large", "hook", "in_backward"):
+        assert sum(f", {word}" in trace[0] for trace in golden().values()) > 5
+
+
+def test_a_line_of_the_file_is_a_trace() -> None:
+    drawn = random.Random(0)
+    trace = [f"line {drawn.random()}" for _ in range(100)]
+    assert unpacked(packed(trace)) == trace
+
+
+def test_a_difference_is_shown_line_by_line() -> None:
+    assert difference(["a", "b"], ["a", "c"]).splitlines()[2:] == ["@@ -1,2 +1,2 @@", " a", "-b", "+c"]
