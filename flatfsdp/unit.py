@@ -481,12 +481,16 @@ class Unit(UnitData):
             call = None
             if self.armed and not (self.is_whole or backward.has_yet_to_gather(self)):
                 return  # freed when that was over
+        elsewhere = self.completed and self._armed_in != _torch.graph_task()
         if call is not None and call not in self._open_calls:
             self._open_calls.add(call)
             self.needed_whole = self.needed_whole or call.outlasts
-            if backward.in_inner_task() or (self.completed and self._armed_in != _torch.graph_task()):
-                for unit in (self, *self.owners):
-                    unit._late = unit._come_late()
+            elsewhere = elsewhere or backward.in_inner_task()
+        elif call is not None or self.phase is PRE_BACKWARD:
+            elsewhere = False
+        if elsewhere:
+            for unit in (self, *self.owners):
+                unit._late = unit._come_late()
         if self.phase is PRE_BACKWARD and (self.is_whole or not self.choices.schedule.unshard_in_backward):
             return
         for shown in self.shown:

@@ -199,7 +199,10 @@ class UnitData:
 
     def trained(self) -> tuple[tuple[bool, ...], ...]:
         """By handle, which of its leaves require a gradient."""
-        return tuple([tuple(map(_requires_grad, handle.leaves)) for handle in self.handles])
+        flags: tuple[tuple[bool, ...], ...] = ()
+        for handle in self.handles:
+            flags += (tuple(map(_requires_grad, handle.leaves)),)
+        return flags
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -359,7 +362,8 @@ class UnitData:
 
         Raises UsageError for what a user put in its place.
         """
-        if self.kept and not self.is_between():
+        keeps = self.kept or (self.groups.shard.size == 1 and self.is_whole)
+        if keeps and not self.is_between():
             stale = any([handle.is_stale for handle in self.handles])
             try:
                 for shown in self.shown:

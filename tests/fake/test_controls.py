@@ -355,6 +355,20 @@ def test_what_would_be_lost_with_requested_parameters_is_refused(
         forward(model).backward()
 
 
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_step_writes_to_requested_parameters_that_are_the_shard(orig: bool) -> None:
+    with fake_world(2):
+        model = wrapped("NO_SHARD", use_orig_params=orig)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for then in (lambda: forward(model), model.state_dict, model.reshard, optimizer.step):
+            forward(model).backward()
+            model.module.b.unshard()
+            before = model.module.b.module.up.weight.detach().clone()
+            optimizer.step()
+            then()
+            assert not torch.equal(model.module.b.module.up.weight, before)
+
+
 def test_a_unit_may_be_freed_between_forward_and_backward() -> None:
     with tower() as model:
         loss = forward(model)

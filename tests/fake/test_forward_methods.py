@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel, register_fsdp_forward_method
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, UsageError
@@ -188,3 +189,21 @@ def test_what_cannot_be_registered(name: Any, error: type[Exception], words: str
 def test_only_modules_have_methods_to_register() -> None:
     with pytest.raises(ConfigTypeError, match=r"module: got 'model' .*Accepted: a module"):
         register_fsdp_forward_method("model", "score")  # type: ignore[arg-type]
+
+
+class Recomputing(Model):
+    """Its encoder is recomputed inside the backward where `forward` calls it, and not where `encode` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded: Tensor = checkpoint(self.encoder, x * self.scale, use_reentrant=True)
+        return encoded
+
+
+def test_a_method_reads_parameters_that_a_recomputed_forward_read_before_it() -> None:
+    with fake_world(2):
+        model = FullyShardedDataParallel(Recomputing(), auto_wrap_policy={Encoder}, use_orig_params=True)
+        register_fsdp_forward_method(model, "encode")
+        for _ in range(2):
+            x = model.encode(torch.ones(2, WIDTH))
+            loss = model(x).sum()
+            assert story(model, loss.backward, "gather") == "gather:encoder gather:encoder"
