@@ -35,11 +35,21 @@ from flatfsdp import (
 )
 from tests.conftest import Run
 from tests.harness import inspect
+from tests.harness.gradients import fill, names_of, together, unlike
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.thorough import seeds
 
 WIDTH = 6
 LENGTH = 14  # of a program
+
+
+# The second moments of AdamW would make a lot of tiny differences.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.05),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "decay": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.5),
+    "AdamW": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.5, eps=0.01),
+}
 
 
 class Planned(Exception):
@@ -50,10 +60,13 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.fails = ""
+        self.spare = nn.Parameter(torch.ones(2 * WIDTH))
+        self.fails, self.uses_spare = "", False
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(self.norm(x))
+        if self.uses_spare:
+            y = y * self.spare
         if self.fails == "forward":
             raise Planned
         if self.fails == "backward" and y.requires_grad:
@@ -83,6 +96,7 @@ class Net(nn.Module):
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.parts = nn.ModuleList(drawn.choice((Block, Outer))() for _ in range(drawn.randint(2, 4)))
         self.recompute = [drawn.choice((None, None, True, False)) for _ in self.parts]
+        self.encodes_twice = drawn.random() < 0.5
         self.order = [*range(len(self.parts))]
         if drawn.random() < 0.3:
             self.order.append(drawn.choice(self.order))  # is called again
@@ -95,7 +109,7 @@ class Net(nn.Module):
         return [module for module in self.modules() if isinstance(module, Block)]
 
     def encode(self, x: Tensor) -> Tensor:
-        return self.parts[0](self.first(x))
+        return self.parts[0](self.first(x) if self.encodes_twice else x)
 
     def forward(self, x: Tensor, most: int = 99) -> Tensor:
         """`most`: of its parts, run as many."""
@@ -133,17 +147,18 @@ class Player:
         if (world, strategy) == (4, "FULL_SHARD") and drawn.random() < 0.4:
             self.settings["reshard_after_forward"] = 2
         units = drawn.choice(({Block, Outer}, {Block, Outer}, {Block}, {Outer}, None))
+        self.names = names_of(net)
         self.model: Any = FullyShardedDataParallel(net, auto_wrap_policy=units, **self.settings)
         register_fsdp_forward_method(self.model, "encode")
         if strategy != "HYBRID_SHARD" and drawn.random() < 0.15:
             hooks = comm_hooks.reduce_scatter_hook, comm_hooks.allreduce_hook
             self.model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), hooks[strategy == "NO_SHARD"])
-        self.momentum = drawn.choice((0.0, 0.9))
+        self.kind = drawn.choice((*OPTIMIZERS,))
         self.flat_steps = self.original and drawn.random() < 0.3
         self.optimizer, self.plain = self._optimizer(self.model), self._optimizer(self.alone)
         if self.flat_steps:
             step_flat(self.optimizer)
-        self.number = 0
+        self.number = self.turn = 0
         self.reduced = True  # no gradient is this rank's own
         self.before: list[Tensor | None] = []  # where some are: those of `alone` without them
         self.exposed = False  # parameters may be whole
@@ -157,7 +172,7 @@ class Player:
         return [(each.shape, each.numel(), each.dtype, each.device) for each in self.model.parameters()]
 
     def _optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(net.parameters(), lr=0.05, momentum=self.momentum)
+        return OPTIMIZERS[self.kind](net.parameters())
 
     def play(self) -> list[str]:
         """What was not the same, by operation."""
@@ -186,11 +201,9 @@ class Player:
     def data(self, of: int) -> Tensor:
         return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * self.number + of))
 
-    def same(self, what: str, found: Any, expected: Any) -> None:
-        if (found is None) != (expected is None):
-            found, expected = (torch.zeros(()) if each is None else each for each in (found, expected))
-        if found is not None and not torch.allclose(*torch.broadcast_tensors(found, expected), rtol=1e-3, atol=1e-5):
-            self.wrong.append(f"{what}: {(found - expected).abs().max():.2e}")
+    def same(self, what: str, found: Tensor | None, expected: Tensor | None) -> None:
+        if unlikeness := unlike(found, expected, rtol=1e-3, atol=1e-5):
+            self.wrong.append(f"{what}: {unlikeness}")
 
     def both(self, work: Callable[[nn.Module, Tensor, float], Any]) -> None:
         """`work(net, x, weight)` returns what is to be the same."""
@@ -203,8 +216,10 @@ class Player:
 
     def train(self, *, sync: bool) -> None:
         how = self.drawn.choice(BACKWARDS)
-        if (how is with_a_penalty and any(self.alone.recompute)) or (how is some_parts and self.momentum):
-            how = once  # reentrant checkpoints refuse it; what is not used is zero, and None in one process
+        if how is with_a_penalty and any(self.alone.recompute):
+            how = once  # reentrant checkpoints refuse it
+        if how is written_to_midway:
+            how = partial(written_to_midway, self) if self.writes_midway_stay else once
         if how is with_an_interlude:
             interludes = (look, save, show_whole, peek, count, move, hold_nodes)
             how = partial(with_an_interlude, self.drawn.choice(interludes), self)
@@ -221,6 +236,13 @@ class Player:
         if not sync and manual:
             self.model.set_requires_gradient_sync(True)
         self.reduced = sync
+        if sync:
+            fill(self.alone, together(self.model, self.names))
+
+    @property
+    def writes_midway_stay(self) -> bool:
+        """Whether what is written between forward and backward goes into what the parameters are between steps."""
+        return self.settings["sharding_strategy"] == "NO_SHARD" and not self.settings["cpu_offload"].offload_params
 
 
 def _loss(y: Tensor) -> Tensor:
@@ -296,6 +318,34 @@ def some_parts(net: nn.Module, x: Tensor, weight: float) -> Tensor:
     return y.detach()
 
 
+def some_of_a_unit(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    """The data decide what is used: on some ranks, or on all, or on none."""
+    blocks = [module for module in net.modules() if isinstance(module, Block)]
+    for place, block in enumerate(blocks):
+        block.uses_spare = bool(x.flatten()[place] > 0)
+    y = net(x)
+    (_loss(y) * weight).backward()
+    for block in blocks:
+        block.uses_spare = False
+    return y.detach()
+
+
+def written_to_midway(player: Player, net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    """The backward computes with what was written; each rank's forward with what was there before."""
+    parameters = [*net.parameters()] if net is player.alone else _leaves(net)
+    before = [parameter.detach().clone() for parameter in parameters]
+    y = net(x)
+    for parameter in parameters:
+        parameter.data.mul_(0.9)
+    (_loss(y) * weight).backward()
+    if net is player.alone:
+        player.turn = player.turn % player.world + 1
+        if player.turn < player.world:
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.data.copy_(value)
+    return y.detach()
+
+
 def through_a_method(net: Any, x: Tensor, weight: float) -> Tensor:
     y = net.encode(x)
     (_loss(net(y)) * weight).backward()
@@ -361,6 +411,9 @@ BACKWARDS = (
     edited_in_place,
     in_a_thread,
     some_parts,
+    some_of_a_unit,
+    some_of_a_unit,
+    written_to_midway,
     with_a_penalty,
     with_an_interlude,
     with_an_interlude,
@@ -545,13 +598,20 @@ def edit_shards(player: Player) -> None:
 
 
 def clear(player: Player) -> None:
+    set_to_none = player.drawn.random() < 0.6
     for net in player.model, player.alone:
-        net.zero_grad(set_to_none=player.momentum == 0)
+        net.zero_grad(set_to_none)
+
+
+def _leaves(model: Any) -> list[nn.Parameter]:
+    return [leaf for flat in inspect.flat_params(model) for leaf in flat.leaves]
 
 
 def go_on_with_a_copy(player: Player) -> None:
     state = FullyShardedDataParallel.optim_state_dict(player.model, player.optimizer)
+    before = _leaves(player.model)
     player.model = copy.deepcopy(player.model)
+    player.names = {leaf: player.names[old] for leaf, old in zip(_leaves(player.model), before, strict=True)}
     player.optimizer = player._optimizer(player.model)
     player.optimizer.load_state_dict(
         FullyShardedDataParallel.optim_state_dict_to_load(player.model, player.optimizer, state)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, checkpoint, step_flat
 from tests.conftest import Run
+from tests.harness.gradients import fill, names_of, together
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.thorough import seeds
 from tests.pool.test_random_programs import WIDTH, Block, Outer
@@ -65,7 +66,14 @@ class Pair:
         self.alone, net = (Net(random.Random(seed)) for _ in range(2))
         drawn = random.Random(f"{seed} {draw}")
         strategy = drawn.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] + ["HYBRID_SHARD"] * 3 * (world == 4))
-        original = drawn.random() < 0.6
+        if uses_spares := random.Random(f"{seed} spares").random() < 0.5:
+            original = drawn.random() < 0.6
+        else:  # what original parameters have no state of is refused where they are flat
+            original = random.Random(f"{seed} original").random() < 0.6
+        for module in [*net.modules(), *self.alone.modules()]:
+            if isinstance(module, Block):
+                module.uses_spare = uses_spares
+        self._names = names_of(net)
         self.model: Any = FSDP(
             net,
             auto_wrap_policy=drawn.choice((None, {Block}, {Outer}, {Block, Outer})),
@@ -91,6 +99,7 @@ class Pair:
             self.model(self._data(self.rank)).square().mean().backward()
             for of in range(self.world):
                 (self.alone(self._data(of)).square().mean() / self.world).backward()
+            fill(self.alone, together(self.model, self._names))
             for net, optimizer in (self.model, self.optimizer), (self.alone, self.plain):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -150,6 +159,11 @@ def _resume(rank: int, world: int, seed: int, how: str, path: str) -> list[str]:
         with FSDP.state_dict_type(model, "SHARDED" if how == "dcp" else "FULL"):
             if how == "dcp":
                 state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+                there = dcp.FileSystemReader(f"{path}/saved").read_metadata().state_dict_metadata
+                states = state["optimizer"]["state"]  # as of a first step, in which all parameters have gradients
+                for name in [*states]:
+                    if not any(key.startswith(f"optimizer.state.{name}.") for key in there):
+                        del states[name]
                 dcp.load(state, checkpoint_id=f"{path}/saved")
             else:
                 state = torch.load(f"{path}/saved")
