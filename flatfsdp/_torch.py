@@ -257,12 +257,8 @@ def shape_awaited(node: Any) -> torch.Size:
     return torch.Size(node._input_metadata[0].shape)
 
 
-_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 2)
-
-
-def may_have_nodes(leaves: Iterable[torch.Tensor]) -> bool:
-    """Whether a graph, or anybody else, may hold a node of autograd's to which gradients of one of `leaves` come."""
-    return max(map(_use_count, leaves), default=0) > 1
+# More than 1 where a graph, or anybody else, may hold the node of autograd's to which gradients of a leaf come.
+use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 2)
 
 
 def applies_in_backward() -> bool:

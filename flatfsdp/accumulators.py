@@ -101,17 +101,14 @@ class Accumulators:
 
     def _look(self, units: Iterable[Unit]) -> str | None:
         """Returns why not to go on, if so."""
-        places = [
-            (handle, shown)
-            for unit in units
-            for handle, shown, _ in unit.kinds
-            if handle.was_asked or not shown.some_hidden  # where nobody can ask unnoticed
-        ]
-        leaves: list[nn.Parameter] = []
-        for handle, _ in places:
-            leaves += handle.leaves
-            if not handle.use_orig_params:
-                leaves.append(handle.flat_param)
+        places, leaves = [], []
+        for unit in units:
+            for handle, shown, _ in unit.kinds:
+                if handle.was_asked or not shown.some_hidden:  # where nobody can ask unnoticed
+                    places.append((handle, shown))
+                    leaves += handle.leaves
+                    if not handle.use_orig_params:
+                        leaves.append(handle.flat_param)
         with _torch.as_plain_tensors():
             found = hooks.held_nodes(leaves)
         if found:

@@ -467,8 +467,12 @@ class Backward:
 
     def _leave_out_what_no_rank_used(self) -> None:
         """Parameters to which no rank's gradients came get none, as in one process. [Note: unused]"""
-        lacking = {unit for unit in self.reduced for grads in unit.grads if not grads.expected <= grads.brought}
-        self.agreement.unused.settle([unit for unit in lacking if unit.completes])
+        lacking: dict[UnitData, None] = {}
+        for unit in self.reduced:
+            for grads in unit.grads:
+                if not grads.expected <= grads.brought and unit.completes:
+                    lacking[unit] = None
+        self.agreement.unused.settle([*lacking])
 
     def _complete_plan(self) -> None:
         """Do for units that this rank's backward did not reach, or not all of, what the other ranks' backwards did.

@@ -65,13 +65,12 @@ def clip_grad_norm(
     chosen = {id(parameter): parameter for parameter in parameters}
     for unit in root.units:
         for handle in unit.handles:
-            managed.update(id(leaf) for leaf in handle.leaves)
+            managed.update(map(id, handle.leaves))
             managed.add(id(handle.flat_param))
-            found = [parameter for parameter in handle.steppable if id(parameter) in chosen]
-            if not found:
+            if chosen.keys().isdisjoint(map(id, handle.steppable)):
                 continue
-            grads = [parameter.grad for parameter in found if parameter.grad is not None]
-            if any(leaf.requires_grad for leaf in handle.leaves):
+            grads = [p.grad for p in handle.steppable if id(p) in chosen and p.grad is not None]
+            if handle.trainable_indices():
                 dtypes.add(handle.precision.grad)
             if handle.whole:
                 whole.extend(grads)

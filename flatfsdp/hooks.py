@@ -11,7 +11,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -165,7 +165,7 @@ def _nodes_of(leaves: Sequence[torch.Tensor]) -> tuple[list[Any], list[int]]:
         if not enabled:
             torch.set_grad_enabled(False)
     node = made.grad_fn
-    nodes = [found for found, _ in node.next_functions]
+    nodes = [*map(itemgetter(0), node.next_functions)]
     # While that node lives: one that C++ holds, too, may have a reference more.
     return nodes, list(map(sys.getrefcount, nodes))
 
@@ -179,7 +179,7 @@ def held_nodes(leaves: Iterable[torch.Tensor]) -> dict[int, Any]:
     leaf."""
     global _unheld
     leaves = [*filter(_REQUIRES_GRAD, leaves)]
-    if not _torch.may_have_nodes(leaves):
+    if max(map(_torch.use_count, leaves), default=0) <= 1:
         return {}
     if not _unheld:
         _, (_unheld,) = _nodes_of([torch.empty(0, requires_grad=True)])

@@ -119,11 +119,15 @@ class LocalClipping:
     def after_backward(self, backward: Backward) -> None:
         """Gradients of a backward are there."""
         root = self._root()
-        if root is None or not backward.sync or not root.agreement.scope:
+        if root is None or not backward.sync:
             return
         self._steps += 1
         self._due = self._due or self._steps <= FIRST or self._steps % RHYTHM == 0
-        if self._due and not (backward.lingering or root.steppers.active):
+        if not self._due or backward.lingering:
+            return
+        if self._pieces == [] or not root.agreement.scope:  # nothing to compare, or nobody to compare it with
+            self._due = False
+        elif not root.steppers.active:
             self._take(root)
 
     def _take(self, root: Root) -> None:

@@ -211,7 +211,10 @@ class Root:
 
     def trained(self) -> tuple[bool, ...]:
         """Which parameters of the model require a gradient."""
-        leaves = [leaf for unit in self.units for handle in unit.handles for leaf in handle.leaves]
+        leaves: list[torch.Tensor] = []
+        for unit in self.units:
+            for handle in unit.handles:
+                leaves += handle.leaves
         with _torch.as_plain_tensors():  # leaves may be hidden
             return tuple(map(_requires_grad, leaves))
 

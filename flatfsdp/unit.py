@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .backward import Backward
     from .root import Root
 
-
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -357,7 +356,8 @@ class Unit(UnitData):
         elif self.root.branches.training:
             self.root.record.leave_without_graph(self)
         if keep or self._lent or not self.reshards_after_forward:
-            self.notice_writes()
+            for shown in self.shown:
+                shown.notice_writes()
         else:
             self.reshard_after_forward(self)
         for owner in self.owners:

@@ -69,11 +69,13 @@ class Unused:
 
     Attributes:
         foreseen: what this rank is to lack in the running backward, as others rely on; None where none does.
+        expects: whether all ranks expect the same of this backward, that some parameters lack gradients say.
         with_data: the ranks that have a batch of their own, where others have stand-ins; None where all have.
     """
 
     def __init__(self) -> None:
         self.foreseen: int | None = None
+        self.expects = False
         self.with_data: tuple[int, ...] | None = None
         self._numbers: Mapping[int, range] = {}  # of a unit's parameters among those of the model, by its id
         self._ranks: tuple[int, ...] = ()
@@ -130,16 +132,12 @@ class Unused:
         self._habit.learn(self._kind)
         outcome = self._habit.expected()
         self._expected = self._outcomes.get(outcome) if outcome is not None else None
+        self.expects = self._expected is not None and not self._rounds_left
         self._all_take_part = outcome is None or self._expected is not None or self.with_data is not None
 
     def branch(self) -> None:
         """Ranks run parts of the model as their data will have it: all take part."""
         self._all_take_part = True
-
-    @property
-    def expects(self) -> bool:
-        """Whether all ranks expect the same of this backward, that some parameters lack gradients say."""
-        return self._expected is not None and not self._rounds_left
 
     def rely(self) -> None:
         """All ranks wait for each reduction, so a rank that lacks what is expected need not say so."""
@@ -167,7 +165,7 @@ class Unused:
                 for grads in unit.grads:
                     grads.absent = grads.lacking()
             return
-        absent = self._agree(self._lacking(units))
+        absent = self._agree(self._lacking(units) if units else 0)
         for unit in units:
             start = self._numbers[id(unit)].start
             for grads in unit.grads:
@@ -193,8 +191,10 @@ class Unused:
             takes_part = takes_part or (not relied and kind in self._due)
             self._own[at] = Own(kind, lacking, said=takes_part)
             self._due.discard(kind)
-            self._asked = {place for place in self._asked if place > at}
-            self._heard = {place for place in self._heard if place >= at}
+            if self._asked:
+                self._asked = {place for place in self._asked if place > at}
+            if self._heard:
+                self._heard = {place for place in self._heard if place >= at}
             if len(self._own) > KEPT:
                 del self._own[next(iter(self._own))]
         if not takes_part:

@@ -92,7 +92,7 @@ def test_a_profiler_may_start_between_forward_and_backward() -> None:
 def test_without_a_profiler_nothing_is_labelled_and_nothing_costs_more() -> None:
     with fake_world(4):
         model = model_of()
-        for _ in range(3):
+        for _ in range(6):
             step(model)
         with patch.object(labels, "record_function", side_effect=AssertionError("nobody looks")):
             before = calls_of(lambda: step(model))

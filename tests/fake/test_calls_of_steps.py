@@ -1,0 +1,71 @@
+"""Python calls that the engine adds to a training step: how many of each unit, and how many of the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel
+from tests.harness.calls import calls_of
+from tests.harness.fake import fake_world
+
+WIDTH = 6
+FEW, MANY = 3, 7  # units
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def calls_of_a_step(blocks: int, clips: bool, **options: Any) -> int:
+    """What a wrapped model's step has more than that of the same model alone."""
+    calls = []
+    for wraps in False, True:
+        net: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Block() for _ in range(blocks)])
+        model = FullyShardedDataParallel(net, auto_wrap_policy={Block}, **options) if wraps else net
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        x = torch.ones(2, WIDTH)
+
+        def step(model: Any = model, optimizer: Any = optimizer, x: Tensor = x, wraps: bool = wraps) -> None:
+            model(x).sum().backward()
+            if clips:
+                model.clip_grad_norm_(1.0) if wraps else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(6):  # what is done once, and what is looked at in the first steps
+            step()
+        calls.append(calls_of(step))
+    plain, wrapped = calls
+    return wrapped - plain
+
+
+# For each unit, and for each step beside: they may become fewer, and more only for a reason.
+MOST = {
+    ("FULL_SHARD", False): (348, 521),
+    ("FULL_SHARD", True): (360, 532),
+    ("SHARD_GRAD_OP", False): (308, 520),
+    ("NO_SHARD", False): (301, 486),
+    ("NO_SHARD", True): (319, 471),
+}
+
+
+@pytest.mark.parametrize(("strategy", "clips"), MOST)
+def test_calls_of_units_and_steps(strategy: str, clips: bool) -> None:
+    with fake_world(2):
+        _, few, many = (  # the first does what is done once
+            calls_of_a_step(blocks, clips, sharding_strategy=strategy, use_orig_params=True)
+            for blocks in (1, FEW, MANY)
+        )
+    of_a_unit = (many - few) / (MANY - FEW)
+    of_a_step = few - FEW * of_a_unit
+    most_of_a_unit, most_of_a_step = MOST[strategy, clips]
+    assert of_a_unit <= most_of_a_unit and of_a_step <= most_of_a_step, (of_a_unit, of_a_step)
