@@ -34,6 +34,9 @@ REASONS = {
     "than its leaf had when it was first read names no parameter, and only this says which",
     "torch._C._autograd._top_saved_tensors_default_hooks": "which units a checkpoint without reentrance will recompute "
     "together; ranks whose backwards do not reach all of them must know",
+    "torch._C._autograd._pop_saved_tensors_default_hooks": "only the innermost of nested checkpoints is shown, and "
+    "those around it recompute more",
+    "torch._C._autograd._push_saved_tensors_default_hooks": "what was popped to see those around it goes back",
     "torch._C._current_autograd_node": "units that run in one reentrant checkpoint's backward are recomputed together",
     "torch._C._will_engine_execute_node": "which of several gradients a backward will bring; nothing public tells",
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
@@ -74,6 +77,12 @@ def missing() -> list[str]:
         "torch.autograd.graph.Node._input_metadata": lambda: torch.autograd.graph.Node._input_metadata,
         "torch._C._autograd._top_saved_tensors_default_hooks": lambda: (
             torch._C._autograd._top_saved_tensors_default_hooks
+        ),
+        "torch._C._autograd._pop_saved_tensors_default_hooks": lambda: (
+            torch._C._autograd._pop_saved_tensors_default_hooks
+        ),
+        "torch._C._autograd._push_saved_tensors_default_hooks": lambda: (
+            torch._C._autograd._push_saved_tensors_default_hooks
         ),
         "torch._C._current_autograd_node": lambda: torch._C._current_autograd_node,
         "torch._C._will_engine_execute_node": lambda: torch._C._will_engine_execute_node,
@@ -225,13 +234,36 @@ _top_hooks: Callable[[bool], tuple[Any, Any] | None] = getattr(
 )
 
 
-def segment() -> object | None:
-    """What stands for the innermost non-reentrant checkpoint whose function runs, for as long as its graph lives."""
+def saving() -> object | None:
+    """What stands for the innermost context that decides how tensors are saved, for as long as one lives that it
+    saved; None outside of all."""
     hooks = _top_hooks(True)
-    if hooks is None:
-        return None
-    unpack: object = hooks[1]
-    return unpack if getattr(unpack, "__module__", None) == "torch.utils.checkpoint" else None
+    return None if hooks is None else hooks[1]
+
+
+def segments() -> list[object]:
+    """What stands for the non-reentrant checkpoints whose functions run, as `saving` does; the innermost first."""
+    found: list[tuple[Any, Any]] = []
+    try:
+        while (hooks := _top_hooks(True)) is not None:
+            found.append(hooks)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+    finally:  # nothing shows others than the innermost
+        for hooks in reversed(found):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    return [unpack for _, unpack in found if getattr(unpack, "__module__", None) == "torch.utils.checkpoint"]
+
+
+def in_custom_forward() -> bool:
+    """Whether the forward of a custom autograd Function runs, as that of a reentrant checkpoint, whatever its make:
+    what runs without a graph there is no user's `no_grad()`."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def running_node() -> int:

@@ -37,7 +37,7 @@ from .api import BackwardPrefetch
 from .branches import Branches
 from .joining import Joining
 from .policy.midway import Midway
-from .policy.order import ForwardRecord, GatherPlan, ReducePlan
+from .policy.order import ForwardRecord, GatherPlan, ReducePlan, Segment
 from .reduction import Reduction
 from .stepping import Stepper, Stepping
 from .traversal import units_in
@@ -135,8 +135,8 @@ class Backward:
         together = branches.together(record.anchored)
         self._gathers: GatherPlan[Unit] = GatherPlan(record.anchored, targets, join=joins.gathers, together=together)
         self._reductions = ReducePlan(record)
-        self.recomputes = record.may_recompute
         self._span = record.span
+        self.recomputes = record.may_recompute or bool(self._span.unseen)
         self._due = self._span.due  # when gathers of the plan are
         self._segments = tuple(self._span.segments.values())
         self._held: dict[Unit, int] = {}  # passed over, and when what they may be recomputed with began
@@ -162,10 +162,12 @@ class Backward:
         self._recomputing = 0  # the node whose backward ran units again last
         self._frozen_in: dict[Unit, int] = {}  # the node whose backward recomputed a frozen unit last
         self._runs: dict[Unit, int] = {}  # how many of their runs were recomputed, the last first
+        self._repeated: dict[Unit, int] = {}  # in how many segments the next of these ran again without a graph
         self._joins = joins
         self.task = _torch.graph_task()
         self.double = False
         self.fired = False
+        self._none_came = False  # and that was said
         self.gathered: list[UnitData] = []
         self.reduced: list[UnitData] = []
         self.collecting: int | None = None
@@ -244,7 +246,11 @@ class Backward:
             self._complete_what_comes_no_more(unit)
             self._gather_what_was_passed(unit)
             if not self.in_inner_task():
-                self._runs[unit] = self._runs.get(unit, 0) + 1
+                if self._segment_of(unit) is not None:
+                    self._repeated[unit] = self._repeated.get(unit, 0) + 1
+                else:
+                    self._runs[unit] = self._runs.get(unit, 0) + 1
+                    self._repeated.pop(unit, None)
         for each in (*unit.owners, unit):
             self.gather_in_turn(each)
         if unit in self._places:
@@ -445,7 +451,7 @@ class Backward:
             for unit in windows:
                 for grads in unit.grads:
                     grads.keep()
-        elif self._reductions.rest() if self.sync else self._windows and self._gathers_anew():
+        elif not self._none_came and (self._reductions.rest() if self.sync else self._windows and self._gathers_anew()):
             self.agreement.check_gradients(came=False)
         if self.sync and self.reduced:  # on all ranks, or on none
             self._leave_out_what_no_rank_used()
@@ -497,11 +503,22 @@ class Backward:
                 self._let_go(over)
                 continue
             awaited = self._is_awaited(over)
-            if awaited and (self.double or self.in_inner_task() or not self.brings_gradients()):
+            if awaited and (self.double or self.in_inner_task()):
+                return
+            if awaited and not self.brings_gradients():
+                self._say_that_none_come()
                 return
             if awaited and over.awaits_gradients():  # on an accelerator, whose thread autograd has beside the CPU's
                 return
             self._complete_last()
+
+    def _say_that_none_come(self) -> None:
+        """This backward passes over units without a gradient of any: other ranks reduce them before they gather what
+        is reached now, unless none comes there, either. Here is where that is found out, and not at the end, which a
+        rank that waits for the others' gather would not come to."""
+        if self.sync and not (self.recomputes or self._none_came):
+            self._none_came = True
+            self.agreement.check_gradients(came=False)
 
     def _is_awaited(self, unit: Unit) -> bool:
         """Whether ranks await the part of `unit`, as far as this one knows."""
@@ -568,8 +585,18 @@ class Backward:
 
     def _end_of(self, unit: Unit) -> float:
         """When the last call of `unit` ended, and what is recomputed with it; or the one that is recomputed now where
-        it had no graph."""
-        return self._due.get(unit) or self.record.left(unit, later=self._runs.get(unit, 0))
+        it had no graph, with what is recomputed before it gets one."""
+        if unit in self._due:
+            return self._due[unit]
+        segment = self._segment_of(unit)
+        return self.record.left(unit, later=self._runs.get(unit, 0)) if segment is None else segment.ended
+
+    def _segment_of(self, unit: Unit) -> Segment | None:
+        """The segment that is recomputed, in which `unit` runs without a graph as it did in the forward."""
+        if torch.is_grad_enabled():
+            return None
+        around = self.record.left_in(unit, later=self._runs.get(unit, 0))
+        return around[max(0, len(around) - 1 - self._repeated.get(unit, 0))] if around else None
 
     def _gather_what_was_passed(self, unit: Unit) -> None:
         """The forward of `unit`, which is outside of the plan, runs again: gather what ended later and was not reached,
@@ -578,7 +605,7 @@ class Backward:
             return
         ended = self._end_of(unit)
         for each in self._sequence:
-            if not (self._gathers.is_past(each) and each.armed) and self._span.ended.get(each, NEVER) > ended:
+            if not (self._gathers.is_past(each) and each.armed) and self._due.get(each, NEVER) >= ended:
                 _launch(self._gathers.through((each,)), ahead=True)
                 self._prefetch_after(each)
 

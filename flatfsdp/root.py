@@ -420,11 +420,13 @@ class Root:
             self._follow_other_ranks()
             self.residents.fetch(self)
         if torch.is_grad_enabled() or (self.branches.training and unit.choices.schedule.branch is not None):
-            self.record.enter(unit, segment=_torch.segment())
+            self.record.enter(unit, segment=_torch.saving(), segments=_torch.segments)
             for owner in unit.owners:
                 self.record.lend(owner)
         elif self.branches.training:
-            self.record.enter_without_graph(unit)
+            self.record.enter_without_graph(
+                unit, checkpointed=_torch.in_custom_forward(), segment=_torch.saving(), segments=_torch.segments
+            )
             for owner in unit.owners:
                 self.record.lend_without_graph(owner)
         self._gather(unit)

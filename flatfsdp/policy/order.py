@@ -42,10 +42,15 @@ class Pass:
 
 @dataclass
 class Segment:
-    """What one checkpoint without reentrance recomputes: from the begin of its first unit to the end of its last."""
+    """What one checkpoint without reentrance recomputes: from the begin of its first unit to the end of its last.
+
+    Attributes:
+        around: the checkpoint that this one is recomputed inside of.
+    """
 
     began: int
     ended: int = 0
+    around: Segment | None = None
 
 
 class Span(Generic[U]):
@@ -56,23 +61,32 @@ class Span(Generic[U]):
         ended: when each last finished with an output that can bring it a gradient.
         again: those that were entered more than once.
         segments: what checkpoints will recompute, by what lives as long as they can.
+        unseen: when those were first entered that ran without a graph, which a reentrant checkpoint will make; of
+            several passes only those that ran with one, too.
     """
 
     def __init__(self) -> None:
         self.began: dict[U, int] = {}
         self.ended: dict[U, int] = {}
         self.again: set[U] = set()
+        self.unseen: dict[U, int] = {}
         self.segments: weakref.WeakKeyDictionary[object, Segment] = weakref.WeakKeyDictionary()
 
     @classmethod
     def around(cls, spans: Iterable[Span[U]]) -> Span[U]:
-        """From the first begin to the last end in any of `spans`."""
+        """From the first begin to the last end in any of `spans`, with a graph or without: a unit that has both was
+        called more than once, and a recomputation brings it gradients beside those that its graph brings."""
         whole: Span[U] = cls()
+        unseen: dict[U, int] = {}
         for span in sorted(spans, key=lambda span: min(span.began.values(), default=0)):
             whole.again |= span.again | (span.began.keys() & whole.began.keys())
             whole.began = span.began | whole.began
             whole.ended |= span.ended
             whole.segments.update(span.segments)
+            unseen = span.unseen | unseen
+        whole.unseen = {unit: began for unit, began in unseen.items() if unit in whole.began}
+        whole.again |= whole.unseen.keys()
+        whole.began |= {unit: min(began, whole.began[unit]) for unit, began in whole.unseen.items()}
         whole.began = dict(sorted(whole.began.items(), key=lambda item: item[1]))
         return whole
 
@@ -106,7 +120,9 @@ class ForwardRecord(Generic[U]):
         self._entered: dict[U, None] = {}  # in the order of first entry
         self._begun: dict[U, int] = {}  # when, with those that began without a graph among them
         self.begun_again: set[U] = set()
-        self._left: dict[U, list[int]] = {}  # when those that had no graph finished
+        # When those that had no graph finished, and the segments in which they run again without one, the innermost
+        # first.
+        self._left: dict[U, list[tuple[int, Sequence[Segment]]]] = {}
         self.entered_at = 0
         self.running: Pass | None = None
         self._spans: weakref.WeakKeyDictionary[Pass, Span[U]] = weakref.WeakKeyDictionary()
@@ -125,47 +141,56 @@ class ForwardRecord(Generic[U]):
         """The pass has ended."""
         self.running = None
 
-    def enter(self, unit: U, *, segment: object | None = None) -> None:
-        """`unit` began its forward, in a `segment` if there is one."""
+    def enter(
+        self, unit: U, *, segment: object | None = None, segments: Callable[[], Sequence[object]] = tuple
+    ) -> None:
+        """`unit` began its forward, in a `segment` if there is one; `segments` are this one and those around it, the
+        innermost first, maybe without the first, which is none then."""
         now = self.entered_at = self._clock = self._clock + 1
-        if segment is not None:
-            self._inside[unit] = self._now.segments.setdefault(segment, Segment(now))
-        elif self._inside:
-            self._inside.pop(unit, None)
+        self._enter_segment(unit, segment, segments)
         self._begun.setdefault(unit, now)
         self._entered.setdefault(unit)
-        if self._left and unit in self._left:
-            self._enter_again(unit)
-        elif self._now.began.setdefault(unit, now) != now:
+        if self._now.began.setdefault(unit, now) != now:
             self._now.again.add(unit)
 
-    def _enter_again(self, unit: U) -> None:
-        """`unit` has run without a graph: recomputed, it brings gradients after those of the graph that it gets now, so
-        a backward is through with it when it is through with that run."""
-        now = self._now
-        now.again.add(unit)
-        if now.began.get(unit) != self._begun[unit]:
-            now.began = dict(sorted({**now.began, unit: self._begun[unit]}.items(), key=lambda item: item[1]))
+    def _enter_segment(self, unit: U, segment: object | None, segments: Callable[[], Sequence[object]]) -> None:
+        if segment is not None:
+            known = self._now.segments
+            inside = known.get(segment)
+            for each in () if inside is not None else reversed(segments()):
+                inside = known[each] = known.get(each) or Segment(self._clock, around=inside)
+            if inside is not None:
+                self._inside[unit] = inside
+                return
+        if self._inside:
+            self._inside.pop(unit, None)
 
-    def enter_without_graph(self, unit: U) -> None:
-        """`unit` began its forward; a recomputation may still make its graph."""
+    def enter_without_graph(
+        self,
+        unit: U,
+        *,
+        checkpointed: bool = False,
+        segment: object | None = None,
+        segments: Callable[[], Sequence[object]] = tuple,
+    ) -> None:
+        """`unit` began its forward; a recomputation may still make its graph, and does where it is `checkpointed`. For
+        the others see `enter`."""
         if unit in self._begun:
             self.begun_again.add(unit)
         self._tick(unit)
+        self._enter_segment(unit, segment, segments)
+        if checkpointed:
+            self._now.unseen.setdefault(unit, self._clock)
 
     def leave_without_graph(self, unit: U) -> None:
         """`unit` finished its forward, and no gradient can come to it unless it is recomputed."""
         self._clock += 1
-        self._left.setdefault(unit, []).append(self._clock)
+        self._left.setdefault(unit, []).append((self._clock, self._leave_segments(unit)))
 
     def lend(self, owner: U) -> None:
         """Parameters of `owner` are about to be used by another unit, in whose backward it takes part."""
         self._entered.setdefault(owner)
-        now = self._tick(owner)
-        if owner in self._left:
-            self._enter_again(owner)
-        else:
-            self._now.began.setdefault(owner, now)
+        self._now.began.setdefault(owner, self._tick(owner))
 
     def lend_without_graph(self, owner: U) -> None:
         """Parameters of `owner` are about to be used by a unit that began without a graph: gradients may come to them
@@ -201,8 +226,16 @@ class ForwardRecord(Generic[U]):
         self._anchored[unit] = None
         self._clock += 1
         self._now.ended[unit] = self._clock
-        if self._inside and unit in self._inside:
-            self._inside[unit].ended = self._clock
+        if self._inside:
+            self._leave_segments(unit)
+
+    def _leave_segments(self, unit: U) -> Sequence[Segment]:
+        found, inside = [], self._inside.get(unit)
+        while inside is not None:
+            inside.ended = self._clock
+            found.append(inside)
+            inside = inside.around
+        return found
 
     def position(self, unit: U) -> int:
         """When `unit` first began; it has a graph from now on, if it had none (a recomputation)."""
@@ -216,13 +249,18 @@ class ForwardRecord(Generic[U]):
     def left(self, unit: U, *, later: int = 0) -> int:
         """When `unit` finished without a graph, so many times before it did last; 0 if it never did."""
         left = self._left.get(unit, ())
-        return left[max(0, len(left) - 1 - later)] if left else 0
+        return left[max(0, len(left) - 1 - later)][0] if left else 0
+
+    def left_in(self, unit: U, *, later: int = 0) -> Sequence[Segment]:
+        """The segments in which that run of it is repeated without a graph before it gets one, the innermost first."""
+        left = self._left.get(unit, ())
+        return left[max(0, len(left) - 1 - later)][1] if left else ()
 
     @property
     def span(self) -> Span[U]:
         """When units ran in the passes that a backward may reach, since their graphs live."""
         spans = list(self._spans.values())
-        return spans[0] if len(spans) == 1 else Span.around(spans)
+        return spans[0] if len(spans) == 1 and not spans[0].unseen else Span.around(spans)
 
     def awaits(self, unit: U) -> bool:
         """Whether a gradient can reach `unit` in a backward that has not begun."""

@@ -151,11 +151,23 @@ class Aside(Net):
         return super().forward(x), 2 * x
 
 
-def reach(rank: int, world: int, usual: str, accumulates: bool) -> None:
+class Behind(Net):
+    """Returns what a frozen block made of its input, too: a gradient of that reaches the block and no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x = self.blocks[0](x)
+        return super().forward(x, order=(1, 2)), 2 * x
+
+
+def reach(rank: int, world: int, usual: str, accumulates: bool, net: type[Net] = Aside, **kwargs: int) -> None:
     """Backwards of one kind on all ranks, then one that is not on the last."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = wrap(Aside())
+    model = wrap(net(), **kwargs)
     for i in range(5):
         reaches = (usual == "parameters") != (i == 3 and rank == world - 1)
         with model.no_sync() if accumulates else contextlib.nullcontext():
@@ -179,6 +191,13 @@ def reach(rank: int, world: int, usual: str, accumulates: bool) -> None:
 )
 def test_one_backward_reaches_no_parameter(usual: str, told: str) -> None:
     outcomes = fresh.run(2, reach, usual, accumulates=False, timeout=LIMIT)
+    assert told_to_all(outcomes).startswith(f"ranks part ways in step 4: {told}.")
+
+
+def test_so_it_is_where_that_backward_waits_for_a_frozen_unit() -> None:
+    """Which the others gather when they have reduced, with that rank, what it does not reach."""
+    outcomes = fresh.run(2, reach, "parameters", accumulates=False, net=Behind, join_units_below=0, timeout=LIMIT)
+    told = "rank 0 went on in a backward; rank 1 ended a backward that computed no gradient of a parameter"
     assert told_to_all(outcomes).startswith(f"ranks part ways in step 4: {told}.")
 
 

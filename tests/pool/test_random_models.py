@@ -40,6 +40,7 @@ class How(NamedTuple):
     limit_all_gathers: bool = True
     original: bool = True
     corners: bool = False  # units are called again, tied, and return tuples
+    mixed: bool = False  # units that are called again are recomputed in another way then
     siblings: bool = False  # several units are recomputed together
     outputs: bool = False  # units return several tensors, of which a loss uses some, in any order
     reentrant: bool = True  # some units are recomputed by reentrant checkpoints
@@ -178,6 +179,12 @@ class Net(nn.Module):
         self.outputs = outputs
         self.beside: list[Any] = []  # of a forward that runs
         self.again = [corners and drawn.random() < 0.3 for _ in self.parts]
+        # Of the first and of the second call.
+        self.recompute = [[part.recompute] * 2 for part in self.parts]
+        if how.mixed:
+            more = random.Random(f"mixed {seed}")
+            self.again = [more.random() < 0.7 for _ in self.parts]
+            self.recompute = [[more.choice(ways) for _ in range(2)] for _ in self.parts]
         for place, unit in enumerate(self.units):
             if corners and drawn.random() < 0.3:
                 owner = self.units[drawn.randrange(place + 1)]
@@ -214,7 +221,7 @@ class Net(nn.Module):
             of_given = (given @ self.head).tanh()
         for again in range(2):
             for first, end, recompute in self.stretches:
-                steps = [self._drawn(place, drawn) for place in range(first, end) if not again or self.again[place]]
+                steps = [self._drawn(place, drawn, again) for place in range(first, end) if self.again[place] >= again]
                 if recompute is None or not steps:
                     x = _one_after_the_other(steps, x)
                 else:
@@ -229,17 +236,19 @@ class Net(nn.Module):
             made = {"head": (x @ self.head, of_given), "sure": of_given}
         return {"last": x, "units": beside, **made}
 
-    def _drawn(self, place: int, drawn: random.Random) -> Step:
-        """How one part is used now."""
+    def _drawn(self, place: int, drawn: random.Random, again: int) -> Step:
+        """How one part is used now, `again` or for the first time."""
         part, unit = self.parts[place], self.units[place]
         use = "".join(name for name in "abc" if drawn.random() < (0.3 if self.sparing else 0.7))
-        cut = drawn.random() < (0.5 if self.sparing else 0.25) and part.recompute is None
+        cut = drawn.random() < (0.5 if self.sparing else 0.25) and self.recompute[place][again] is None
         if self.sparing and place == 0:  # each rank's backward reaches something
             use, cut = use or "a", False
 
         def step(x: Tensor) -> Tensor:
             # All ranks' outputs of a unit require a gradient, or none does.
-            y, beside = _run(unit, x, use if x.requires_grad else "abc", None if part.nested else part.recompute)
+            y, beside = _run(
+                unit, x, use if x.requires_grad else "abc", None if part.nested else self.recompute[place][again]
+            )
             if beside is not None:
                 self.beside.append(beside)
             return x + (y.detach() if cut and x.requires_grad else y) * 0.5
@@ -363,8 +372,11 @@ def test_what_ranks_do_not_use_is_no_gradient_on_them(pool3: Run, seed: int, pre
 # Without what [Note: backward order] says, 2, 20 and 23 fail where units do not stay for their first call, 44 and 71
 # where gathers are not issued before reductions; 64 and 85 where a recomputation is taken for that of the last run; 41,
 # 50 and 68 where a unit that is called again is reduced before its first call is over, 17 where its owner is not, 3020
-# where only the first call is recomputed, 5107 where what is recomputed once more prefetches.
-@pytest.mark.parametrize("seed", [2, 7, 9, 10, 16, 17, 20, 23, 26, 32, 41, 44, 50, 64, 68, 71, 85, 124, 3020, 5107])
+# where only the first call is recomputed, 5107 where what is recomputed once more prefetches, 3084
+# where it is an owner that has a graph by what is tied to it, and none by itself.
+@pytest.mark.parametrize(
+    "seed", [2, 7, 9, 10, 16, 17, 20, 23, 26, 32, 41, 44, 50, 64, 68, 71, 85, 124, 3020, 3084, 5107]
+)
 def test_so_it_is_where_units_are_called_again_or_tied_under_any_settings(run: Run, seed: int) -> None:
     how = How.drawn(seed)
     assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
@@ -376,12 +388,21 @@ def test_so_it_is_where_ranks_use_the_same(run: Run, seed: int) -> None:
     assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
 
 
-# 24 has waited for ever where ranks pass over some of the units that others recompute without reentrance; 25 and 44
-# where units that are recomputed reentrantly get gradients on some ranks only.
-@pytest.mark.parametrize("seed", [1, 24, 25, 39, 44, 50, 58, 61])
+# 24 has waited for ever where ranks pass over some of the units that others recompute without reentrance, 0 and 31
+# where some of these are under a reentrant checkpoint inside, 35 and 10 where they are under checkpoints of their own
+# inside; 25 and 44 where units that are recomputed reentrantly get gradients on some ranks only.
+@pytest.mark.parametrize("seed", [0, 1, 24, 25, 31, 39, 44, 50, 58, 61])
 def test_so_it_is_where_several_units_are_recomputed_together(pool3: Run, seed: int) -> None:
-    prefetch = ("BACKWARD_PRE", "BACKWARD_MID", "BACKWARD_POST", None)[seed % 4]
-    assert pool3(_train, seed, How(prefetch, siblings=True), timeout=60) == [[]] * 3
+    assert pool3(_train, seed, _siblings(seed), timeout=60) == [[]] * 3
+
+
+@pytest.mark.parametrize(("seed", "changes"), [(35, {"reentrant": False}), (10, {"outputs": True})])
+def test_so_it_is_where_one_checkpoint_is_inside_of_another(pool3: Run, seed: int, changes: dict[str, bool]) -> None:
+    assert pool3(_train, seed, _siblings(seed)._replace(**changes), timeout=60) == [[]] * 3
+
+
+def _siblings(seed: int) -> How:
+    return How(("BACKWARD_PRE", "BACKWARD_MID", "BACKWARD_POST", None)[seed % 4], siblings=True)
 
 
 @pytest.mark.parametrize("seed", seeds(8, 200))

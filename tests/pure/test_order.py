@@ -120,13 +120,25 @@ def test_a_record_knows_when_units_without_a_graph_ran() -> None:
 def test_what_has_run_without_a_graph_is_over_with_that_run(lent: bool) -> None:
     record: ForwardRecord[str] = ForwardRecord()
     record.begin()
-    record.enter_without_graph("a")
+    record.enter_without_graph("a", checkpointed=True)
     record.leave_without_graph("a")
     for unit in "b", "a":
         (record.lend if lent and unit == "a" else record.enter)(unit)
         record.anchor(unit)
     assert list(record.span.began.items()) == [("a", 1), ("b", 3)]
     assert record.span.again == {"a"} and record.span.ended["a"] == 6
+
+
+def test_what_a_user_runs_without_a_graph_brings_nothing_later() -> None:
+    record: ForwardRecord[str] = ForwardRecord()
+    record.begin()
+    for unit in "ab":
+        record.enter_without_graph(unit)
+        record.leave_without_graph(unit)
+    for unit in "ab":
+        record.enter(unit)
+        record.anchor(unit)
+    assert list(record.span.began.items()) == [("a", 5), ("b", 7)] and not record.span.again
 
 
 def test_joined_gathers_are_handed_out_as_one() -> None:
@@ -225,9 +237,10 @@ def test_gathers_of_units_that_are_recomputed_together_are_due_when_the_last_of_
     record: ForwardRecord[str] = ForwardRecord()
     record.begin()
     for unit, segment in {"a": None, "b": outer, "c": inner, "d": inner, "e": outer, "f": None}.items():
-        record.enter(unit, segment=segment)
+        around = [each for each in (inner, outer) if each is segment or segment is inner]
+        record.enter(unit, segment=segment, segments=around.copy)
         record.anchor(unit)
     ended = record.span.ended
     assert record.span.due == ended | dict.fromkeys("bcd", ended["e"])
-    del outer, segment  # as its graph is freed
+    del outer, segment, around  # as its graph is freed
     assert record.span.due == ended | {"c": ended["d"]}
