@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 
-def calls_of(work: Callable[[], object]) -> int:
-    """Python functions entered and generators resumed by `work`."""
+def calls_of(work: Callable[[], object], *, inside: str = "") -> int:
+    """Python functions entered and generators resumed by `work`; those of files whose path begins with `inside`."""
     count = 0
 
     def profile(frame: Any, event: str, arg: Any) -> None:
         nonlocal count
-        count += event == "call"
+        count += event == "call" and frame.f_code.co_filename.startswith(inside)
 
     gc.collect()  # or finalisers of earlier tests are counted
     before = sys.getprofile()
