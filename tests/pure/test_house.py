@@ -17,14 +17,14 @@ SLACK = 25  # lines by which a number of a file may be too high before it has to
 
 # Files with more lines.
 FILES = {
-    "_torch": 475,
-    "backward": 625,
+    "_torch": 500,
+    "backward": 650,
     "checkpoint/hugging_face": 475,
     "comm": 550,
     "controls": 475,
     "flat_param": 675,
     "grads": 575,
-    "policy/order": 475,
+    "policy/order": 500,
     "root": 850,
     "stream": 700,
     "unit": 775,
@@ -35,32 +35,32 @@ FILES = {
 }
 # Classes with more methods, or more fields that methods assign.
 CLASSES = {
-    "backward.Backward": (46, 38),
-    "flat_param.FlatParamHandle": (47, 40),
-    "flat_stepping.Plan": (6, 26),
-    "fsdp1_names.FSDP1Names": (38, 1),
-    "grads.Gradients": (34, 30),
-    "root.Root": (55, 40),
-    "stream.Stream": (40, 34),
-    "trainer/trainer.Trainer": (23, 26),
-    "unit.Unit": (45, 19),
-    "unit_data.UnitData": (57, 26),
-    "unused.Unused": (20, 23),
-    "watch.Watch": (28, 27),
+    "backward Backward": (48, 40),
+    "flat_param FlatParamHandle": (47, 40),
+    "flat_stepping Plan": (6, 26),
+    "fsdp1_names FSDP1Names": (38, 1),
+    "grads Gradients": (34, 30),
+    "root Root": (55, 40),
+    "stream Stream": (40, 34),
+    "trainer/trainer Trainer": (23, 26),
+    "unit Unit": (45, 19),
+    "unit_data UnitData": (57, 26),
+    "unused Unused": (20, 24),
+    "watch Watch": (28, 27),
 }
 # Functions with more lines besides their docstring.
 FUNCTIONS = {
-    "arguments.check_arguments": 55,
-    "backward.__init__": 58,
-    "build.build_unit": 62,
-    "checkpoint/hugging_face._export": 68,
-    "clip.clip_grad_norm": 65,
-    "flat_param.__init__": 51,
-    "full_params.summon": 72,
-    "optim_state/loading._load": 52,
-    "optim_state/saving._state_by_name": 52,
-    "root.begin_backward": 62,
-    "trainer/trainer.__init__": 69,
+    "arguments check_arguments": 55,
+    "backward __init__": 60,
+    "build build_unit": 62,
+    "checkpoint/hugging_face _export": 68,
+    "clip clip_grad_norm": 64,
+    "flat_param __init__": 51,
+    "full_params summon": 72,
+    "optim_state/loading _load": 52,
+    "optim_state/saving _state_by_name": 52,
+    "root begin_backward": 62,
+    "trainer/trainer __init__": 69,
 }
 # Lines of a part (newlines of its files): at e07bc83; and what the issue "Corrections" brings, rounded up to 250 while
 # it is open. At 7a4033a: engine 3,764, of these core 906, checkpoint 1,192, trainer 324, all 5,347, in 23 files more.
@@ -132,7 +132,7 @@ def test_classes() -> None:
     for name, text in sources().items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef):
-                own = f"{name}.{node.name}"
+                own = f"{name} {node.name}"
                 methods[own] = sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
                 fields[own] = len(fields_of(node))
     check(methods, METHODS, {name: size for name, (size, _) in CLASSES.items() if size > METHODS})
@@ -144,7 +144,7 @@ def test_functions() -> None:
     for name, text in sources().items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                own = f"{name}.{node.name}"
+                own = f"{name} {node.name}"
                 found[own] = max(found.get(own, 0), length_of(node))
     check(found, FUNCTION, FUNCTIONS)
 
