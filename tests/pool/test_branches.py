@@ -17,6 +17,7 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import AgreementError, ConfigValueError, UsageError
 from tests.conftest import Run
+from tests.harness.gradients import fill, gradients_of, names_of, together, unlike
 from tests.harness.meshes import shared_mesh
 
 WIDTH = 6
@@ -162,7 +163,9 @@ def differences(
     net = kind()
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.4)
-    model = wrap(copy.deepcopy(net), **options)
+    inner = copy.deepcopy(net)
+    wrapped_names = names_of(inner)
+    model = wrap(inner, **options)
     before = model.text if kind is Later else None
     flatfsdp.ensure_unit_participation(model.branch, any_order=any_order, before=before)
     optimizers = [optimizer_of(each) for each in (model, net)]
@@ -181,16 +184,12 @@ def differences(
                 if other == rank and not torch.allclose(loss, mine, rtol=1e-5):
                     found.append(f"{at}: loss {mine} for {loss}")
                 (loss / world).backward()
-        originals = options.get("use_orig_params", True)
-        with FullyShardedDataParallel.summon_full_params(model, with_grads=originals):
-            grads = [
-                p.grad if originals else expected.grad
-                for p, expected in zip(model.parameters(), net.parameters(), strict=True)
-            ]
-        for name, grad, p in zip(names, grads, net.parameters(), strict=True):
-            none = grad is None or p.grad is None
-            if grad is not p.grad if none else not torch.allclose(grad, p.grad, rtol=1e-4, atol=1e-6):
-                found.append(f"{step}: gradient of {name}: {grad} for {p.grad}")
+        fill(net, together(model, wrapped_names))
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            grads = gradients_of(model)
+        for name, expected in gradients_of(net).items():
+            if difference := unlike(grads[name], expected, rtol=1e-4, atol=1e-6):
+                found.append(f"{step}: gradient of {name}: {difference}")
         for each in optimizers:
             each.step()
         with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model):

@@ -51,15 +51,23 @@ def data(rank: int, step: int, micro: int) -> Tensor:
 
 
 def backward(model: nn.Module, x: Tensor, takes: str, share: float = 1.0) -> None:
+    scaled(model, x, takes, share).backward()
+
+
+def scaled(model: nn.Module, x: Tensor, takes: str, share: float = 1.0) -> Tensor:
     left, right = model(x, "s" in takes)
-    loss = left.square().mean() * ("l" in takes) if "l" in takes else torch.zeros(())
+    loss: Tensor = left.square().mean() * ("l" in takes) if "l" in takes else torch.zeros(())
     if "r" in takes:
         loss = loss + right.square().mean()
-    (loss * share).backward()
+    return loss * share
 
 
 def adam(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5, **options)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.5)
 
 
 def difference(
@@ -73,6 +81,7 @@ def difference(
     in_backward: bool = False,
     set_to_none: bool = True,
     prepare: str = "",
+    make: Any = adam,
     **options: Any,
 ) -> str:
     """What the wrapped model and one process have differently after some step of `plan`; "" if nothing.
@@ -92,13 +101,14 @@ def difference(
         **options,
     )
     kind = {"foreach": {"foreach": True}, "fused": {"fused": True}}.get(prepare, {})
-    mine, reference = adam(model.parameters(), **kind), adam(alone.parameters())
+    mine, reference = make(model.parameters(), **kind), make(alone.parameters())
     if prepare == "comm hook":
         model.register_comm_hook(None, averaged)
     elif prepare == "step_flat":
         flatfsdp.step_flat(mine)
     if in_backward:
         flatfsdp.optimizer_in_backward(model, mine)
+    scaler = flatfsdp.ShardedGradScaler("cpu", init_scale=2.0**8, enabled=prepare == "scaler")
     told: list[str] = []
     for step, microbatches in enumerate(plan):
         mine.zero_grad(set_to_none), reference.zero_grad(set_to_none)
@@ -109,9 +119,13 @@ def difference(
             elif prepare == "partial":
                 model.set_requires_all_reduce(last)
             with model.no_sync() if unsynced and not last else contextlib.nullcontext():
-                backward(model, data(rank, step, micro), takes[rank])
+                loss = scaler.scale(scaled(model, data(rank, step, micro), takes[rank]))
+                loss.backward(create_graph=prepare == "create_graph")
             for each in range(world):
                 backward(alone, data(each, step, micro), takes[each], 1 / world)
+        if prepare == "create_graph":  # whose gradients are there when nothing can read the parameters any more
+            with FullyShardedDataParallel.summon_full_params(model):
+                pass
         expected = {name: parameter.grad is None for name, parameter in alone.named_parameters()}
         if orig and not in_backward:
             held = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
@@ -122,7 +136,8 @@ def difference(
             model.clip_grad_norm_(0.01)
             nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
         if not in_backward:
-            mine.step()
+            scaler.step(mine)
+            scaler.update()
         reference.step()
         with FullyShardedDataParallel.summon_full_params(model, writeback=False):
             for name, parameter in alone.named_parameters():
@@ -180,6 +195,12 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
     "comm hook": {"prepare": "comm hook"},
     "clipped": {"prepare": "clip"},
     "kept whole": {"backward_prefetch": None},
+    "scaler": {"prepare": "scaler"},
+    "create_graph": {"prepare": "create_graph"},
+    "gradients in another dtype": {
+        "mixed_precision": flatfsdp.MixedPrecision(reduce_dtype=torch.float64, keep_low_precision_grads=True),
+        "make": momentum,
+    },
 }
 
 
