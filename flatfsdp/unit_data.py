@@ -388,6 +388,8 @@ class UnitData:
                 if handle.residence is DEVICE:
                     if exposure is SHARD:
                         shown.show(exposure)
+                    elif exposure is NOTHING:
+                        shown.notice_writes()
                 elif handle.owns_unsharded or exposure is SHARD:
                     root = self.root
                     if shown.notices_writes and root.backward is not None:

@@ -338,6 +338,28 @@ def test_parameters_are_described_alike_at_any_time(world: None, strategy: str, 
     check("after its derivative")
 
 
+@WRITES
+@pytest.mark.parametrize("reached", [True, False])
+def test_frozen_units_that_are_kept_are_described_alike(
+    world: None, write: Callable[[nn.Parameter], None], reached: bool
+) -> None:
+    net: Any = Apart()
+    net.first.requires_grad_(False)
+    model = FSDP(net, auto_wrap_policy={nn.Linear}, use_orig_params=True)
+    model.keep_frozen_unsharded()
+    before = [answers(parameter) for parameter in model.parameters()]
+    for _ in range(2):
+        outputs = model(torch.ones(2, 3, requires_grad=reached))
+        assert [answers(parameter) for parameter in model.parameters()] == before
+        sum(outputs).sum().backward()
+        assert [answers(parameter) for parameter in model.parameters()] == before
+    outputs = model(torch.ones(2, 3, requires_grad=reached))
+    write(net.first.module.weight)
+    with pytest.raises(UsageError, match=r"unit 'first': parameters were written to between .*: weight"):
+        sum(outputs).sum().backward()
+    loss_of_both(model).backward()
+
+
 def left_whole(strategy: str, precision: Any, kind: type[nn.Parameter] = nn.Parameter) -> tuple[Any, Tensor]:
     """A model between forward and backward, and its loss."""
     model = wrap(strategy, kind=kind, mixed_precision=precision, use_orig_params=True)
