@@ -138,7 +138,7 @@ class Backward:
         self._span = record.span
         self.recomputes = record.may_recompute or bool(self._span.unseen)
         self._due = self._span.due  # when gathers of the plan are
-        self._segments = tuple(self._span.segments.values())
+        self._segments = tuple(self._span.segments)
         self._held: dict[Unit, int] = {}  # passed over, and when what they may be recomputed with began
         self._midway: Midway[Unit] = Midway()
         self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded

@@ -60,7 +60,9 @@ class Span(Generic[U]):
         began: when each was first entered; dict order = that order.
         ended: when each last finished with an output that can bring it a gradient.
         again: those that were entered more than once.
-        segments: what checkpoints will recompute, by what lives as long as they can.
+        segments: what checkpoints will recompute, on this rank or on others: which of them can at all hangs on what
+            their functions saved on a rank.
+        known: these, by what lives as long as they can here.
         unseen: when those were first entered that ran without a graph, which a reentrant checkpoint will make; of
             several passes only those that ran with one, too.
     """
@@ -70,7 +72,8 @@ class Span(Generic[U]):
         self.ended: dict[U, int] = {}
         self.again: set[U] = set()
         self.unseen: dict[U, int] = {}
-        self.segments: weakref.WeakKeyDictionary[object, Segment] = weakref.WeakKeyDictionary()
+        self.segments: list[Segment] = []
+        self.known: weakref.WeakKeyDictionary[object, Segment] = weakref.WeakKeyDictionary()
 
     @classmethod
     def around(cls, spans: Iterable[Span[U]]) -> Span[U]:
@@ -82,7 +85,7 @@ class Span(Generic[U]):
             whole.again |= span.again | (span.began.keys() & whole.began.keys())
             whole.began = span.began | whole.began
             whole.ended |= span.ended
-            whole.segments.update(span.segments)
+            whole.segments += span.segments
             unseen = span.unseen | unseen
         whole.unseen = {unit: began for unit, began in unseen.items() if unit in whole.began}
         whole.again |= whole.unseen.keys()
@@ -93,7 +96,7 @@ class Span(Generic[U]):
     @property
     def due(self) -> Mapping[U, int]:
         """When the gathers of units are due that `ended`."""
-        segments = sorted(self.segments.values(), key=lambda segment: segment.ended)
+        segments = sorted(self.segments, key=lambda segment: segment.ended)
         if not segments:
             return self.ended
         due = dict(self.ended)
@@ -155,10 +158,14 @@ class ForwardRecord(Generic[U]):
 
     def _enter_segment(self, unit: U, segment: object | None, segments: Callable[[], Sequence[object]]) -> None:
         if segment is not None:
-            known = self._now.segments
-            inside = known.get(segment)
+            now = self._now
+            inside = now.known.get(segment)
             for each in () if inside is not None else reversed(segments()):
-                inside = known[each] = known.get(each) or Segment(self._clock, around=inside)
+                found = now.known.get(each)
+                if found is None:
+                    found = now.known[each] = Segment(self._clock, around=inside)
+                    now.segments.append(found)
+                inside = found
             if inside is not None:
                 self._inside[unit] = inside
                 return
