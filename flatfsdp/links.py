@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .errors import UsageError, fail
 from .lifecycle import FORWARD
 from .unit import Call, Unit
 
@@ -31,13 +32,24 @@ class Anchor:
         self.returners: list[tuple[weakref.ref[Unit], Call | None]] = []
 
     def reached(self) -> None:
-        """The gradient is there."""
+        """The gradient is there.
+
+        Raises:
+            UsageError: of a unit that is gone.
+        """
         for reader, call in self.readers:  # they reshard before anything is gathered
             if (unit := reader()) is not None:
                 unit.inputs_ready(call)
         for returner, returned in self.returners:
-            if (unit := returner()) is not None:
-                unit.before_backward(returned)
+            if (unit := returner()) is None:
+                fail(
+                    UsageError(
+                        "a backward through a wrapped module whose wrapper has been deleted since its forward, as in "
+                        "FullyShardedDataParallel(module)(x).sum().backward(): nothing would average the gradients. "
+                        "Give the wrapper a name that lives until the backward is over"
+                    )
+                )
+            unit.before_backward(returned)
 
 
 class Links:

@@ -55,6 +55,8 @@ class Symbol(NamedTuple):
     `ran`, `trained`: of a backward, which parameters of the model are of units that ran in its forwards, and which it
     is to bring gradients; of a training forward all, and which require gradients. One bit each, as numbers in base 16.
     `conditions`: those of a forward or a backward. [Note: conditions]
+    `unreached`: of a backward, which parameters are of units that ran, and whose outputs needed no gradient; as a note,
+    those among them that required one themselves.
     """
 
     code: int
@@ -62,6 +64,7 @@ class Symbol(NamedTuple):
     ran: str = ""
     trained: str = ""
     conditions: Conditions = Conditions()
+    unreached: str = ""
 
     def to_text(self) -> str:
         """What others read of it."""
@@ -71,10 +74,14 @@ class Symbol(NamedTuple):
     def of(cls, text: str) -> Symbol:
         """What a rank wrote; words only where that is no symbol. [Note: trust]"""
         match parse(text):
-            case [str(words), str(ran), str(trained), [bool(stepped), bool(loaded), str(autocast)]] if set(
-                ran + trained
-            ) <= set(string.hexdigits):
-                return cls(-1, words, ran, trained, Conditions(stepped, loaded, autocast))
+            case [
+                str(words),
+                str(ran),
+                str(trained),
+                [bool(stepped), bool(loaded), str(autocast)],
+                str(unreached),
+            ] if set(ran + trained + unreached) <= set(string.hexdigits):
+                return cls(-1, words, ran, trained, Conditions(stepped, loaded, autocast), unreached)
         return cls(-1, one_line(text))
 
 
@@ -363,9 +370,18 @@ class Stream(Peers):
         words = f"began a backward{how} through {len(ended)} units, {len(flats)} flat gradients{_with(schedule)}"
         if nearby:
             words += f"; {len(nearby)} units kept nearby"
-        ran = f"{sum(1 << place for unit in set(entered) for place in self._numbers[id(unit)]):x}"
+        ran, unreached = (
+            f"{sum(1 << place for unit in units for place in self._numbers[id(unit)]):x}"
+            for units in (set(entered), set(entered).difference(anchored))
+        )
         code = number(f"{sync} {began} {ended} {flats} {list(nearby)} {schedule} {trained} {conditions}")
-        return Symbol(code, words, ran, trained, conditions)
+        return Symbol(code, words, ran, trained, conditions, unreached)
+
+    def _as_note(self, symbol: Symbol) -> str:
+        """What others read of a step of this rank's."""
+        if symbol.unreached:
+            symbol = symbol._replace(unreached=f"{int(symbol.unreached, 16) & _bits(self._flags):x}")
+        return symbol.to_text()
 
     def _conditions(self) -> Conditions:
         """Those with which a step begins, and the next one has its own."""
@@ -491,7 +507,7 @@ class Stream(Peers):
 
     def _require_same(self, codes: dict[int, int], symbol: Symbol) -> None:
         if len(set(codes.values())) > 1:
-            self._fail(AgreementError(self._parting(self._publish(symbol.to_text(), codes), self._step)))
+            self._fail(AgreementError(self._parting(self._publish(self._as_note(symbol), codes), self._step)))
 
     def _leave_note(self, at: int, symbol: Symbol, *, alarm: bool, issued: int | None = None) -> None:
         """Say what this rank does at `at`, and the verdict if that decides it.
@@ -502,7 +518,7 @@ class Stream(Peers):
         notes, place = self._board, f"{self._scope}/{at}"
         if alarm:
             self._noted = symbol.words
-        notes.post(f"{place}/says/{self._rank}", symbol.to_text())
+        notes.post(f"{place}/says/{self._rank}", self._as_note(symbol))
         if notes.first(f"{place}/first", str(symbol.code)) != str(symbol.code):
             notes.post(f"{place}/verdict", DIFFERENT)
             return
@@ -561,6 +577,9 @@ class Stream(Peers):
         symbols = {ranks: Symbol.of(text) for ranks, text in sorted(texts.items())}
         told = "; ".join(f"{ranks_in_words(ranks)} {symbol.words}" for ranks, symbol in symbols.items())
         told = f"ranks part ways in step {max(1, step)}: {told}"
+        if len({symbol.words for symbol in symbols.values()}) == 1:
+            together = next(iter(symbols.values())).words
+            told = f"ranks part ways in step {max(1, step)}, in which all {together}"
         if len({symbol.words for symbol in symbols.values()}) == 1 and (
             unlike := differences({ranks: symbol.conditions for ranks, symbol in symbols.items()})
         ):
@@ -586,14 +605,23 @@ class Stream(Peers):
         if not names:
             return ""
         first = differ & -differ
-        ranks = [
-            ranks_in_words(sorted(r for each, bits in sets.items() if bool(bits & first) is flag for r in each))
-            for flag in (True, False)
-        ]
+        if all(bits & first or int(backwards[those].unreached or "0", 16) & first for those, bits in sets.items()):
+            return self._cut_off(first.bit_length() - 1, sets)
+        some, others = _with_and_without(first, sets)
         return (
-            f"Parameter {names[0]!r} requires a gradient on {ranks[0]}, and none on {ranks[1]}"
-            f"{f'; ranks differ in {few(names[1:])}, too' if names[1:] else ''}. Change requires_grad on all ranks "
-            "between the same steps"
+            f"Parameter {names[0]!r} requires a gradient on {some}, and none on {others}"
+            f"{f'; ranks differ in {few(names[1:])}, too' if names[1:] else ''}. Set requires_grad alike on all ranks, "
+            "between the same two steps"
+        )
+
+    def _cut_off(self, index: int, sets: Mapping[tuple[int, ...], int]) -> str:
+        """Outputs of the unit that has parameter `index` need a gradient on some ranks only."""
+        unit = next(self._entries[key].words for key, numbers in self._numbers.items() if index in numbers)
+        some, others = _with_and_without(1 << index, sets)
+        return (
+            f"The outputs of {unit.removeprefix('entered ')} need a gradient on {some}, and none on {others}, where "
+            "its parameters require one as well: something ends the graph there, as detach(), torch.no_grad() or "
+            "another choice of outputs does. Do that on all ranks, or on none"
         )
 
     # -- for the watch -----------------------------------------------------------------------------------------------
@@ -684,3 +712,10 @@ def _bits(flags: Iterable[bool]) -> int:
 
 def _with(schedule: str) -> str:
     return f" with {schedule}" if schedule else ""
+
+
+def _with_and_without(bit: int, sets: Mapping[tuple[int, ...], int]) -> tuple[str, str]:
+    """The ranks whose sets have `bit`, and the others."""
+    some = sorted(rank for ranks, bits in sets.items() if bits & bit for rank in ranks)
+    others = sorted(rank for ranks, bits in sets.items() if not bits & bit for rank in ranks)
+    return ranks_in_words(some), ranks_in_words(others)

@@ -386,7 +386,8 @@ class Unit(UnitData):
         if len(anchor.returners) > 1:
             return
 
-        # The graph holds the pass that it was made in.
+        # The graph holds the pass that it was made in. Not the root: an error of a backward that the root keeps holds
+        # the graph, and no collector sees that circle.
         def reached(grad: torch.Tensor, made_in: Pass | None = root.record.running) -> None:
             anchor.reached()
 

@@ -308,7 +308,7 @@ def flip(rank: int, world: int, in_pattern: bool) -> None:
 def test_a_parameter_that_one_rank_freezes_is_an_error_on_all(in_pattern: bool) -> None:
     # In the pattern it is the step in which all others train the second player.
     trains, freezes = (1, 0) if in_pattern else (0, 1)
-    told = f"Parameter 'first.weight' requires a gradient on rank {trains}, and none on rank {freezes}. Change"
+    told = f"Parameter 'first.weight' requires a gradient on rank {trains}, and none on rank {freezes}. Set"
     for outcome in fresh.run(2, flip, in_pattern, timeout=LIMIT):
         assert outcome.exit_code == 1
         assert told in f"{outcome.error}{outcome.output}"

@@ -433,6 +433,31 @@ def test_unsharded_forwards_are_a_rank_s_own_business(pool2: Run) -> None:
     assert pool2(without_shards) == [4, 4]  # the models, the first backward and what it issued, the replicas
 
 
+class Cut(nn.Module):
+    """Ends the graph behind its layer on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.cuts = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y.detach() if self.cuts else y
+
+
+def cut_off(rank: int, world: int) -> str:
+    cut = Cut()
+    cut.cuts = rank == 1
+    model: Any = wrap(nn.Sequential(cut, nn.Linear(4, 4)), auto_wrap_policy={Cut}, sync_module_states=True)
+    return message_of(lambda: model(torch.ones(2, 4)).sum().backward())
+
+
+def test_an_output_without_gradient_is_told_from_a_frozen_parameter(pool2: Run) -> None:
+    told = same(pool2(cut_off))
+    assert "The outputs of unit '0' need a gradient on rank 0, and none on rank 1" in told and "detach()" in told
+
+
 # -- values ----------------------------------------------------------------------------------------------------------
 
 
