@@ -150,7 +150,8 @@ class ForwardRecord(Generic[U]):
         """`unit` began its forward, in a `segment` if there is one; `segments` are this one and those around it, the
         innermost first, maybe without the first, which is none then."""
         now = self.entered_at = self._clock = self._clock + 1
-        self._enter_segment(unit, segment, segments)
+        if segment is not None or self._inside:
+            self._enter_segment(unit, segment, segments)
         self._begun.setdefault(unit, now)
         self._entered.setdefault(unit)
         if self._now.began.setdefault(unit, now) != now:
