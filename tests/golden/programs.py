@@ -322,7 +322,7 @@ class Player:
         self._batches = 0
 
     def made_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=self.momentum)
+        return torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=self.momentum)
 
     @property
     def units(self) -> list[Any]:
@@ -649,6 +649,45 @@ def control(player: Player) -> None:
     player.reduced = True
 
 
+def shape_reductions(player: Player) -> None:
+    """What is done to a gradient while it is reduced."""
+    if player.settings.hook:
+        once_more(player)
+        return
+    hooked = "HYBRID" in player.settings.strategy and player.drawn.chance(0.6)
+    player.begin(f"{'an all-reduce hook' if hooked else 'a factor of its own for gradients'}; an iteration")
+    if hooked:
+        player.model.set_all_reduce_hook(lambda total: None)
+    else:
+        player.model.set_gradient_divide_factor(2.0)
+    once(player)
+    player.reduced = True
+
+
+def uneven_inputs(player: Player) -> None:
+    count = 1 + player.drawn.below(2)
+    player.begin(f"join, {count} batches")
+    with flatfsdp.join(player.model) as joined:
+        for x in joined([player.data() for _ in range(count)]):
+            _loss(player.model(x)).backward()
+    player.reduced = True
+
+
+def look_for_nonfinite(player: Player) -> None:
+    player.begin("detect_nonfinite; an iteration")
+    with flatfsdp.detect_nonfinite(player.model):
+        once(player)
+    player.reduced = True
+
+
+def scaled(player: Player) -> None:
+    player.begin("an iteration and a step under a scaler")
+    scaler = flatfsdp.ShardedGradScaler(device="cpu", init_scale=4.0)
+    scaler.scale(_loss(player.model(player.data()))).backward()
+    scaler.step(player.optimizer)
+    scaler.update()
+
+
 def hold_nodes(player: Player) -> None:
     player.begin("hold nodes of gradients")
     parameters = [each for each in player.model.parameters() if each.requires_grad]
@@ -740,10 +779,10 @@ def freeze_or_thaw(player: Player) -> None:
 ANYTIME: tuple[Callable[[Player], None], ...] = (
     *(train, train, train, accumulate, accumulate, accumulate, accumulate, evaluate, drop, input_gradient, fail, fail),
     *(summon, save, show, show_while_computing, show_within, infer, keep_frozen, control, control),
-    *(hold_nodes, move, save_within),
+    *(hold_nodes, move, save_within, shape_reductions, uneven_inputs, look_for_nonfinite),
 )
 WHEN_REDUCED: tuple[Callable[[Player], None], ...] = (
-    *(step, step, clip, resume, save_and_load, edit_shards, go_on_with_a_copy, freeze_or_thaw),
+    *(step, step, clip, scaled, resume, save_and_load, edit_shards, go_on_with_a_copy, freeze_or_thaw),
 )
 
 
