@@ -63,13 +63,13 @@ FUNCTIONS = {
     "trainer/trainer __init__": 69,
 }
 # Lines of a part (newlines of its files): at e07bc83; and what the issue "Corrections" brings, rounded up to 250 while
-# it is open. At 7a4033a: engine 3,764, of these core 906, checkpoint 1,192, trainer 324, all 5,347, in 23 files more.
+# it is open. At 760b326: engine 3,932, of these core 1,010, checkpoint 1,192, trainer 324, all 5,515, in 23 files more.
 LINES = {
-    "engine": (23_715, 4_000),
+    "engine": (23_715, 4_250),
     "core": (11_350, 1_250),
     "checkpoint": (4_103, 1_250),
     "trainer": (7_762, 500),
-    "all": (36_122, 5_750),
+    "all": (36_122, 6_000),
 }
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
 # What a maintainer must know to change the engine: order, layout, configuration, device, communication, flat
