@@ -48,7 +48,8 @@ def assigned(rank: int) -> None:
 
 def values_differ(rank: int) -> None:
     torch.manual_seed(rank)
-    FSDP(nn.Linear(4, 4))(torch.ones(1, 4)).sum().backward()
+    model = FSDP(nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
 
 
 def fails(who: tuple[int, ...]) -> Callable[[int], None]:

@@ -231,7 +231,7 @@ def test_ranks_whose_group_has_no_collectives_on_the_host_get_one_beside_it(pool
 def beside_an_accelerator(rank: int, world: int) -> tuple[int, Any]:
     """How many groups two loaders make where the group is one of nccl's alone, and what the second one reads."""
     group = dist.new_group(backend="gloo")
-    without_host = mock.patch.object(dist, "get_backend_config", lambda _: "cuda:nccl")
+    without_host = mock.patch.object(dist, "get_backend_config", lambda *_: "cuda:nccl")
     with without_host, mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         Loader(Numbers(4), batch=1, process_group=group)
         seen, _ = train(rank, world, Numbers(4), batch=1, epochs=1, process_group=group, mode="dispatch")
