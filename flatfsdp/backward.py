@@ -377,6 +377,8 @@ class Backward:
 
     def _reduce(self, groups: Iterable[Sequence[Unit]]) -> None:
         for group in groups:
+            if not self.fired:  # other ranks' gradients: this rank takes part to the end
+                self.gradient_arrived(watched=True)
             if not self._gathers.is_over:
                 self._gather_what_comes_before(group)
             # One input besides the one being filled, and one all-reduce: the previous make way first.
@@ -451,15 +453,15 @@ class Backward:
             for unit in windows:
                 for grads in unit.grads:
                     grads.keep()
-        elif not self._none_came and (self._reductions.rest() if self.sync else self._windows and self._gathers_anew()):
-            self.agreement.check_gradients(came=False)
+        else:
+            gathers = any(unit.reshards_after_forward for unit in self._sequence)
+            if not self._none_came and (self._reductions.rest() if self.sync else self._windows and gathers):
+                self.agreement.check_gradients(came=False)
+            if gathers:
+                self.agreement.check_gathered(self.gathered)
         if self.sync and self.reduced:  # on all ranks, or on none
             self._leave_out_what_no_rank_used()
             self.agreement.check_issued(self.gathered, self.reduced)
-
-    def _gathers_anew(self) -> bool:
-        """Whether a backward that brings gradients gathers anything."""
-        return any(unit.reshards_after_forward for unit in self._sequence)
 
     def _gather_what_others_reached(self) -> None:
         """No gradient completes units here: gather those that other ranks may have, where branches tell them apart."""
@@ -516,7 +518,7 @@ class Backward:
         """This backward passes over units without a gradient of any: other ranks reduce them before they gather what
         is reached now, unless none comes there, either. Here is where that is found out, and not at the end, which a
         rank that waits for the others' gather would not come to."""
-        if self.sync and not (self.recomputes or self._none_came):
+        if self.sync and not (self.recomputes or self._none_came) and any(self._reductions.outstanding()):
             self._none_came = True
             self.agreement.check_gradients(came=False)
 

@@ -337,12 +337,10 @@ class Stream(Peers):
         issued = (*gathered, None, *reduced)
         symbol = self._issues.get(issued)
         if symbol is None:
-            if len(self._issues) == PLANS:
-                self._issues.clear()
             places = [unit and self._places[id(unit)] for unit in issued]
             told = [", ".join(unit.label for unit in units) or "none" for units in (gathered, reduced)]
             words = f"{_ISSUED} {told[0]}, and reduced {told[1]}"
-            symbol = self._issues[issued] = Symbol(number(f"issued {places}"), words)
+            symbol = self._keep_issues(issued, Symbol(number(f"issued {places}"), words))
         self._next(symbol, completes=True)
 
     def _symbol_of(
@@ -408,14 +406,43 @@ class Stream(Peers):
         if self._watch is None:
             return
         self._raise_verdict()
-        expected, symbol = self._habit.expected(), _CAME if came else _NONE_CAME
-        if came and expected not in (_CAME.code, _NONE_CAME.code):
+        expected = self._habit.expected()
+        if not came:
+            self._show(_NONE_CAME, issued=self._issued())
+        elif expected in (_CAME.code, _NONE_CAME.code):
+            self._show(_CAME, issued=None)
+
+    def check_gathered(self, gathered: Sequence[UnitData]) -> None:
+        """A backward ended in which no gradient of a parameter came, and these units were gathered: the same on all
+        ranks? No collective, as some may wait for a gather.
+
+        Raises:
+            AgreementError: on every rank, within seconds.
+        """
+        if self._watch is None:
             return
-        if expected != symbol.code:
+        self._raise_verdict()
+        issued = (*gathered, None, None)
+        symbol = self._issues.get(issued)
+        if symbol is None:
+            units = ", ".join(unit.label for unit in gathered) or "no unit"
+            code = number(f"gathered {[self._places[id(unit)] for unit in gathered]}")
+            symbol = self._keep_issues(issued, Symbol(code, f"{_NONE_CAME.words}, and gathered {units}"))
+        self._show(symbol, issued=self._issued())
+
+    def _show(self, symbol: Symbol, *, issued: int | None) -> None:
+        """A step of which others may not know: seen by all where it was not expected."""
+        if self._habit.expected() != symbol.code:
             self._met.append(self._place)
-            self._leave_note(self._place, symbol, issued=None if came else self._issued(), alarm=True)
+            self._leave_note(self._place, symbol, issued=issued, alarm=True)
             self._meet(self._place)
         self._follow(symbol, completes=True)
+
+    def _keep_issues(self, issued: tuple[UnitData | None, ...], symbol: Symbol) -> Symbol:
+        if len(self._issues) == PLANS:
+            self._issues.clear()
+        self._issues[issued] = symbol
+        return symbol
 
     def rest(self) -> None:
         """Back to between iterations, where this rank waits for nobody."""

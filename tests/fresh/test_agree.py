@@ -163,6 +163,12 @@ class Behind(Net):
         return super().forward(x, order=(1, 2)), 2 * x
 
 
+class Frozen(Aside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
 def reach(rank: int, world: int, usual: str, accumulates: bool, net: type[Net] = Aside, **kwargs: int) -> None:
     """Backwards of one kind on all ranks, then one that is not on the last."""
     dist.init_process_group("gloo")
@@ -205,6 +211,12 @@ def test_so_it_is_where_that_backward_accumulates() -> None:
     outcomes = fresh.run(2, reach, "parameters", accumulates=True, timeout=LIMIT)
     told = "rank 0 began a training forward at unit <root>; rank 1 ended a backward that computed no gradient of a "
     assert told_to_all(outcomes).startswith(f"ranks part ways in step 4: {told}parameter.")
+
+
+def test_so_it_is_where_nothing_is_trained_and_that_backward_gathers_less() -> None:
+    outcomes = fresh.run(2, reach, "parameters", accumulates=False, net=Frozen, join_units_below=0, timeout=LIMIT)
+    told = "rank 1 ended a backward that computed no gradient of a parameter, and gathered 'blocks.2'"
+    assert told_to_all(outcomes) == f"ranks part ways in step 4: rank 0 went on in a backward; {told}{PARTING}"
 
 
 def test_one_of_three_parts() -> None:
