@@ -162,6 +162,44 @@ def test_a_unit_that_is_left_out_before_one_that_is_recomputed_reentrantly(pool2
         assert all(pool2(left_out_between_recomputed, prefetch, most, timeout=20))
 
 
+class Aside(nn.Module):
+    """A frozen unit, recomputed reentrantly, before one that is trained and may not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.frozen.requires_grad_(False)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, counts: bool) -> Tensor:
+        x = checkpoint(self.frozen, x.requires_grad_(), use_reentrant=True)
+        y = self.trained(x) + self.bias
+        return x + (y.tanh() if counts else y.detach())
+
+
+def of_no_parameter_on_one_rank(rank: int, world: int, strategy: str, which: int) -> bool:
+    def build() -> Aside:
+        torch.manual_seed(0)
+        return Aside()
+
+    model = _wrap(build(), sharding_strategy=strategy, join_units_below=0)
+    nets = [build() for _ in range(world)]
+    for _ in range(2):
+        model(_data(rank), counts=rank == which).sum().backward()
+        for each, net in enumerate(nets):
+            net(_data(each), counts=each == which).sum().backward()
+    return _same(_gradients(model), _expected(nets))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_backward_that_passes_over_all_parameters_before_one_that_is_recomputed(
+    pool2: Run, strategy: str, which: int
+) -> None:
+    """Where it has begun to reduce with the other ranks, it does so to the end."""
+    assert all(pool2(of_no_parameter_on_one_rank, strategy, which, timeout=20))
+
+
 class Scaled(nn.Module):
     """A layer with a scale that may go unused."""
 
