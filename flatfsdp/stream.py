@@ -340,7 +340,7 @@ class Stream(Peers):
             places = [unit and self._places[id(unit)] for unit in issued]
             told = [", ".join(unit.label for unit in units) or "none" for units in (gathered, reduced)]
             words = f"{_ISSUED} {told[0]}, and reduced {told[1]}"
-            symbol = self._keep_issues(issued, Symbol(number(f"issued {places}"), words))
+            symbol = _remember(self._issues, issued, Symbol(number(f"issued {places}"), words))
         self._next(symbol, completes=True)
 
     def _symbol_of(
@@ -427,7 +427,7 @@ class Stream(Peers):
         if symbol is None:
             units = ", ".join(unit.label for unit in gathered) or "no unit"
             code = number(f"gathered {[self._places[id(unit)] for unit in gathered]}")
-            symbol = self._keep_issues(issued, Symbol(code, f"{_NONE_CAME.words}, and gathered {units}"))
+            symbol = _remember(self._issues, issued, Symbol(code, f"{_NONE_CAME.words}, and gathered {units}"))
         self._show(symbol, issued=self._issued())
 
     def _show(self, symbol: Symbol, *, issued: int | None) -> None:
@@ -437,12 +437,6 @@ class Stream(Peers):
             self._leave_note(self._place, symbol, issued=issued, alarm=True)
             self._meet(self._place)
         self._follow(symbol, completes=True)
-
-    def _keep_issues(self, issued: tuple[UnitData | None, ...], symbol: Symbol) -> Symbol:
-        if len(self._issues) == PLANS:
-            self._issues.clear()
-        self._issues[issued] = symbol
-        return symbol
 
     def rest(self) -> None:
         """Back to between iterations, where this rank waits for nobody."""
@@ -735,6 +729,15 @@ def _opening(
 
 def _bits(flags: Iterable[bool]) -> int:
     return sum(flag << place for place, flag in enumerate(flags))
+
+
+def _remember(
+    symbols: dict[tuple[UnitData | None, ...], Symbol], of: tuple[UnitData | None, ...], symbol: Symbol
+) -> Symbol:
+    if len(symbols) == PLANS:
+        symbols.clear()
+    symbols[of] = symbol
+    return symbol
 
 
 def _with(schedule: str) -> str:
