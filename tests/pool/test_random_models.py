@@ -22,6 +22,7 @@ from flatfsdp import FullyShardedDataParallel, ShardedGradScaler, optimizer_in_b
 from tests.conftest import Run
 from tests.harness.gradients import fill, gradients_of, names_of, together, unlike
 from tests.harness.meshes import replicas_of_shards
+from tests.harness.pool import JobFailed
 from tests.harness.thorough import seeds
 
 WIDTH = 6
@@ -380,6 +381,16 @@ def test_what_ranks_do_not_use_is_no_gradient_on_them(pool3: Run, seed: int, pre
 def test_so_it_is_where_units_are_called_again_or_tied_under_any_settings(run: Run, seed: int) -> None:
     how = How.drawn(seed)
     assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
+
+
+# A rank whose backward reaches no parameter, where other ranks' backwards do, ends all in an error. [README, Limits]
+@pytest.mark.parametrize("seed", seeds(2, 200))
+def test_so_it_is_under_any_settings_or_ranks_are_told_apart(run: Run, seed: int) -> None:
+    how = How.drawn(seed)
+    try:
+        assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
+    except JobFailed as error:
+        assert "ended a backward that computed no gradient of a parameter" in str(error)
 
 
 @pytest.mark.parametrize("seed", range(6))
