@@ -8,6 +8,8 @@ the set of live models, and for those that write unnoticed one at their paramete
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -46,11 +48,36 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if is_at_work(optimizer):
         return
     bring_to_rest(optimizer)
+    _look_at(optimizer)
+
+
+def _look_at(optimizer: torch.optim.Optimizer) -> _Checked:
+    """What is known of an optimizer, as it is now.
+
+    Raises:
+        UsageError: it holds what it could not step.
+    """
     known, groups = _checked.get(optimizer), len(optimizer.param_groups)
     if known is None or known[:2] != (registry.generation, groups):
         check_parameters(optimizer)
         models = tuple(map(weakref.ref, models_of(optimizer)))
-        _checked[optimizer] = _Checked(registry.generation, groups, models)
+        known = _checked[optimizer] = _Checked(registry.generation, groups, models)
+    return known
+
+
+@contextmanager
+def waiting_in(call: str, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, this rank may wait for others in a `call` about the models that `optimizer` steps. No communication.
+
+    Raises:
+        AgreementError: a connection broke; what the others did.
+    """
+    models = [model() for model in _look_at(optimizer).models]
+    with ExitStack() as waits:
+        for root in models:
+            if root is not None:
+                waits.enter_context(root.agreement.waiting(call))
+        yield
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from . import _torch
 from .boxes import Box, boxes_of
+from .calls import meet
 from .errors import UsageError
 from .layout import ParamSpec, Span
 from .watch import expecting
@@ -53,7 +54,9 @@ class Others:
         own[: local.numel()] = local
         every = torch.empty(most * len(sizes), dtype=local.dtype, device=self.device)
         if most:
-            with expecting(dist.get_process_group_ranks(self.process_group), "gathers a value of a sharded state dict"):
+            ranks = dist.get_process_group_ranks(self.process_group)
+            with expecting(ranks, "gathers a value of a sharded state dict"):
+                meet(self.process_group, ranks, "called full_tensor() of a value of a sharded state dict")
                 _torch.gather_base(self.process_group, every.view(torch.uint8), own.view(torch.uint8), beside=False)
         rows = every.view(len(sizes), most)
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).to(local.device)
@@ -134,7 +137,10 @@ class OwnedInterval(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """The whole, in memory of its own on the device of `local`. Collective over the ranks that it is split over.
 
+        They meet in the store for it, with six requests each: whole state dicts are `FULL_STATE_DICT`'s business.
+
         Raises:
+            AgreementError: on every rank: some make another call, or none of them will ever come to it.
             UsageError: it does not know the other ranks, because it was pickled, or made by hand.
         """
         spec = self.spec

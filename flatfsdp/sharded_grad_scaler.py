@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 
 from . import hooks, registry
 from .comm import agree_on_maximum
-from .optimizers import bring_to_rest
+from .optimizers import bring_to_rest, waiting_in
 from .stepping import note_scaled_loss
 
 
@@ -80,7 +80,8 @@ class ShardedGradScaler(GradScaler):
         # the base class passes False, so `allow_fp16` says nothing.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         # A rank may hold no gradient at all (its shard is padding): it takes part with "nothing found".
-        return agree_on_maximum(found or {found_inf.device: found_inf}, self.process_group)
+        with waiting_in("ShardedGradScaler.unscale_()", optimizer):
+            return agree_on_maximum(found or {found_inf.device: found_inf}, self.process_group)
 
 
 __all__ = ["ShardedGradScaler"]

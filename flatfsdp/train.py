@@ -8,6 +8,8 @@ Exit codes: 0 when trained, 1 when a rank failed, 2 for a wrong option, 128 + it
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -175,6 +177,9 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
     try:
         return run(job, found.placement)
     except mp.ProcessRaisedException as error:
+        if complaint := complaint_in(str(error)):
+            print(f"flatfsdp.train: {complaint}", file=sys.stderr)
+            return 2
         print(f"flatfsdp.train: rank {error.error_index} failed{error}", file=sys.stderr)
         return 1
     except mp.ProcessExitedException as error:
@@ -183,6 +188,15 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
     except KeyboardInterrupt:
         say("flatfsdp.train: ended at once by a second signal")
         return 130
+
+
+def complaint_in(traceback: str) -> str:
+    """What a setting is that only the model shows to be wrong; "" where code that is not ours has a part in it, whose
+    places are of use."""
+    where, found, told = traceback.rpartition("\nflatfsdp.errors.ConfigValueError: ")
+    ours = tuple(str(Path(file).parent) + os.sep for file in (__file__, mp.__file__))
+    files = re.findall(r'^  File "(.*?)", line', where, re.MULTILINE)
+    return told.strip() if found and all(file.startswith(ours) for file in files) else ""
 
 
 @dataclass(frozen=True)

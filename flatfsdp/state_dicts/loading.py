@@ -32,6 +32,7 @@ from ..traversal import units_in
 from ..unit import Unit
 from .carriers import Distributed, defer_distributed
 from .from_first import FromFirst, axes_of, spread
+from .misfits import in_brief
 from .names import WRAPPED, clean, clean_text
 from .saving import FLAT, check_between, has_own_classes
 from .stand_ins import StandIns, stand_in
@@ -161,6 +162,10 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
             if not reading:
                 raise
             _read_values.add(reading[-1].unit)
+        except RuntimeError as error:
+            if (brief := in_brief(error)) is None:
+                raise
+            raise brief from None
         finally:
             _asked.reset(token)
             forget(wrapper)

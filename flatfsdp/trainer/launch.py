@@ -144,6 +144,7 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
     context = mp.get_context("spawn")
     code, stop = context.Value("i", 0), context.Value("i", 0, lock=False)
     shared = (store.port, code, stop, job, placement, arguments)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # that the others end, too, is no news
     with _Forwarding(stop) as signals:
         with _sigint_blocked():
             ranks = mp.spawn(_spawned, args=shared, nprocs=placement.ranks, join=False)
@@ -205,7 +206,6 @@ class _Forwarding:
             raise KeyboardInterrupt
         if not self.number:
             self.number = self._stop.value = number
-            logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # that ranks end is no news then
             self._forward()
 
     def _forward(self) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import traceback
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from torch.multiprocessing import ProcessRaisedException
 
 from flatfsdp import train
 
@@ -62,6 +65,33 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     assert said.startswith(f"flatfsdp.train: {complaint}")
     assert said.endswith(" (--help lists the options)\n")
     assert said.count("\n") == 1
+
+
+def failed_in(code: str, file: str) -> str:
+    """What torch says of a rank that failed in such code."""
+    try:
+        exec(compile(code, file, "exec"), {})
+    except Exception:
+        _, _, told = traceback.format_exc().partition("\n  File")  # that of this test
+        return f"\n\n-- Process 1 terminated with the following error:\nTraceback\n  File{told.partition('  File')[2]}"
+    raise AssertionError
+
+
+def test_what_the_model_shows_to_be_a_wrong_option_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its traceback is of use only where code of the user's has a part in it."""
+    wrong = "from flatfsdp.errors import ConfigValueError\nraise ConfigValueError('units: no such unit')"
+    monkeypatch.chdir(tmp_path)
+    for code, file, exit_code, told in (
+        (wrong, train.__file__, 2, "flatfsdp.train: units: no such unit\n"),
+        (wrong, "/home/model.py", 1, "flatfsdp.train: rank 1 failed\n\n-- Process 1 terminated"),
+        ("1 / 0", train.__file__, 1, "flatfsdp.train: rank 1 failed\n\n-- Process 1 terminated"),
+    ):
+        error = ProcessRaisedException(failed_in(code, file), 1, 0)
+        monkeypatch.setattr(train, "run", Mock(side_effect=error))
+        assert train.main(["--device", "cpu"], announced=True) == exit_code
+        assert capsys.readouterr().err.startswith(told)
 
 
 def test_help_has_its_groups(capsys: pytest.CaptureFixture[str]) -> None:

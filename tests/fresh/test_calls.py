@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import flatfsdp
+from flatfsdp import FullOptimStateDictConfig, FullStateDictConfig
+from flatfsdp import FullyShardedDataParallel as FSDP
 from tests.harness import fresh
 from tests.harness.thorough import is_thorough
 from tests.pool.test_agree import step
@@ -18,6 +21,40 @@ from tests.pool.test_calls import CALLS, Setting
 
 LIMIT = 120.0
 USUAL = ["FullyShardedDataParallel", "checkpoint.listing", "checkpoint.keep"]
+_FIRST_ONLY = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+
+
+def load_of_first(setting: Setting) -> None:
+    with FSDP.state_dict_type(setting.model, "FULL", *_FIRST_ONLY):
+        setting.model.load_state_dict({})
+
+
+def load_optimizer_of_first(setting: Setting) -> None:
+    with FSDP.state_dict_type(setting.model, "FULL", *_FIRST_ONLY):
+        FSDP.optim_state_dict_to_load(setting.model, setting.optimizer, {})
+
+
+def loop(setting: Setting) -> None:
+    with flatfsdp.join(setting.model) as joined:
+        for batch in joined([torch.ones(2, 4)]):
+            setting.model(batch).sum().backward()
+
+
+def scale(setting: Setting) -> None:
+    scaler = flatfsdp.ShardedGradScaler("cpu")
+    scaler.scale(setting.model(torch.ones(2, 4)).sum()).backward()
+    scaler.unscale_(setting.optimizer)
+
+
+# Those that wait in the backend, from which nothing but the end of the others calls a rank back.
+WAITS = {
+    "FullyShardedDataParallel.clip_grad_norm_": lambda setting: setting.model.clip_grad_norm_(1.0),
+    "FullyShardedDataParallel.load_state_dict": load_of_first,
+    "FullyShardedDataParallel.optim_state_dict_to_load": load_optimizer_of_first,
+    "ShardedGradScaler": scale,
+    "join": loop,
+}
+EVERY = CALLS | WAITS if is_thorough() else {name: CALLS[name] for name in USUAL}
 
 
 def alone(rank: int, world: int, name: str) -> None:
@@ -25,7 +62,7 @@ def alone(rank: int, world: int, name: str) -> None:
     flatfsdp.set_wait(report_after=1)
     setting = Setting(tempfile.mkdtemp())
     if rank == 1:
-        CALLS[name](setting)
+        (CALLS | WAITS)[name](setting)
     for _ in range(3):
         step(setting.model)
 
@@ -33,12 +70,11 @@ def alone(rank: int, world: int, name: str) -> None:
 @pytest.fixture(scope="module")
 def runs() -> Iterator[dict[str, Future[list[fresh.Outcome]]]]:
     """All cases, three at a time: most of their seconds pass in waiting."""
-    names = CALLS if is_thorough() else USUAL
     with ThreadPoolExecutor(3) as three:
-        yield {name: three.submit(fresh.run, 2, alone, name, timeout=LIMIT) for name in names}
+        yield {name: three.submit(fresh.run, 2, alone, name, timeout=LIMIT) for name in EVERY}
 
 
-@pytest.mark.parametrize("name", CALLS if is_thorough() else USUAL)
+@pytest.mark.parametrize("name", EVERY)
 def test_one_rank_calls_and_the_others_train(runs: dict[str, Future[list[fresh.Outcome]]], name: str) -> None:
     for rank, outcome in enumerate(runs[name].result()):
         assert outcome.exit_code == 1, outcome

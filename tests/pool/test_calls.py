@@ -50,6 +50,11 @@ def summon(setting: Setting) -> None:
         pass
 
 
+def gather_a_value(setting: Setting) -> None:
+    with FullyShardedDataParallel.state_dict_type(setting.model, "SHARDED"):
+        next(iter(setting.model.state_dict().values())).full_tensor()
+
+
 CALLS: dict[str, Callable[[Setting], Any]] = {
     "FullyShardedDataParallel": lambda s: FullyShardedDataParallel(nn.Linear(4, 4), sync_module_states=True),
     "FullyShardedDataParallel.apply": lambda s: s.model.apply(lambda module: None),
@@ -70,10 +75,11 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
     "checkpoint.load": lambda s: checkpoint.load(s.folder / "c", model=s.model),
     "checkpoint.load_safetensors": lambda s: checkpoint.load_safetensors(s.model, s.folder / "b"),
     "checkpoint.save": lambda s: checkpoint.save(s.folder / "c", model=s.model, overwrite=True),
+    "full_tensor": gather_a_value,
     "trainer": lambda s: Ranks().values(1),
 }
-# Collective by what they are given, or in what they return, and then by one of the above; or with forwards, whose
-# gathers nothing calls back (`tests/fresh/test_calls.py`).
+# Collective by what they are given, or in what they return, and then by one of the above; or they wait in the backend,
+# from which nothing calls a rank back (`tests/fresh/test_calls.py`).
 ELSEWHERE = {
     "FullyShardedDataParallel.check_is_root",
     "FullyShardedDataParallel.forward",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, board
+from flatfsdp.errors import AgreementError
+from flatfsdp.watch import current_watch
 from tests.conftest import Run
 from tests.pool.corners import at_rest, full_gradients, full_parameters, joined
 
@@ -286,6 +289,33 @@ def scaled(rank: int, world: int, orig: bool, bad_rank: int | None) -> list[str]
 @pytest.mark.parametrize("bad_rank", [None, 0, 1])
 def test_the_scaler_agrees(orig: bool, bad_rank: int | None, pool2: Run) -> None:
     assert not joined(pool2(scaled, orig, bad_rank))
+
+
+def left_alone(rank: int, world: int) -> tuple[str, str]:
+    """What a rank that waits for the others in the scaler does, in words, and how it ends where they have gone."""
+    model = wrap(_seeded(Probe), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    scaler = ShardedGradScaler("cpu")
+    doing = []
+
+    def lost(*_: Any, **__: Any) -> None:
+        doing.append(current_watch()._answer().doing)
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+    scaler.scale(model(ROWS).square().mean()).backward()
+    with (
+        patch.object(board, "PERIOD", 0.02),
+        patch.object(torch.distributed, "all_reduce", lost),
+        pytest.raises(AgreementError) as raised,
+    ):
+        scaler.unscale_(optimizer)
+    return doing[0], str(raised.value)
+
+
+def test_who_is_alone_in_the_scaler_says_so(run: Run) -> None:
+    for doing, told in run(2, left_alone):
+        assert doing.startswith("waiting in ShardedGradScaler.unscale_(), in step 1")
+        assert "a connection to another rank broke" in told
 
 
 class One(nn.Module):

@@ -506,6 +506,27 @@ def test_what_does_not_fit_is_listed(pool2: Run) -> None:
         assert texts[1] == texts[3] == "True []"
 
 
+def of_another_model(rank: int, world: int) -> tuple[str, int]:
+    model = FullyShardedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(9))), auto_wrap_policy={nn.Linear})
+    wrong = {f"{i}.{name}": torch.zeros(3) for i in range(6) for name in ("weight", "gain")}
+    with pytest.raises(RuntimeError) as raised:
+        model.load_state_dict(wrong)
+    found = model.load_state_dict({"1.gain": torch.zeros(3)}, strict=False)
+    return str(raised.value), len(found.missing_keys)
+
+
+def test_that_of_another_model_is_told_in_a_few_lines(pool2: Run) -> None:
+    for text, missing in pool2(of_another_model):
+        _, lost, unknown, *shapes, rest, told = text.split("\n")
+        assert lost.endswith(': "0.bias", "1.bias", "2.bias" and 9 more. ') and missing == 18
+        assert unknown.endswith(': "0.gain", "1.gain", "2.gain" and 3 more. ')
+        assert [line.split()[3] for line in shapes] == ["0.weight:", "1.weight:", "2.weight:"]
+        assert (rest, told) == (
+            "\tand 3 more of other shapes. ",
+            "\tIt is of another model; strict=False returns the names of all keys.",
+        )
+
+
 def refused(rank: int, world: int) -> dict[str, str]:
     texts = {}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flatfsdp.checkpoint import load_safetensors
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer import CausalLM, FSDPArguments, Task, Trainer, TrainingArguments
-from flatfsdp.trainer.callbacks import Callback, EarlyStop, MetricsLog, read_metrics
+from flatfsdp.trainer.callbacks import Callback, EarlyStop, MetricsLog, Summary, read_metrics
 from flatfsdp.trainer.demo.model import ByteTransformer
 from flatfsdp.trainer.reports import StepReport
 from flatfsdp.trainer.stopping import ASKED
@@ -171,6 +171,7 @@ def run_with(
         "saves": record.saves,
         "result": result,
         "left": sorted(path.name for path in output.glob("step-*")),
+        "facts": Summary.facts(trainer, result),
     }
 
 
@@ -382,4 +383,7 @@ def test_a_run_that_is_over_has_nothing_to_evaluate_once_more(run: Run, tmp_path
     (first, _), (second, _) = (run(2, run_with, tmp_path, given) for _ in range(2))
     assert (len(first["losses"]), len(first["evaluations"])) == (6, 1)
     assert (len(second["losses"]), len(second["evaluations"])) == (0, 0)
+    lacks = first["facts"].keys() - second["facts"].keys()
+    assert lacks == {"per rank", "per step", "loss", "eval loss", "eval tokens"}, "what only a step shows"
+    assert second["facts"]["speed"] == "no step was taken" and second["facts"]["parameters"].endswith(" in total")
     assert len([row for row in read_metrics(tmp_path / "metrics.jsonl") if "eval_loss" in row]) == 1

@@ -17,6 +17,7 @@ import torch
 
 import flatfsdp
 from flatfsdp import env
+from tools import memory_picture
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,6 +96,15 @@ def test_a_bug_report_names_the_versions_and_the_environment(monkeypatch: pytest
     assert facts["NCCL_DEBUG"] == "WARN"
     assert "hush" not in env.describe()
     assert {"python", "system", "cores", "devices", "packages"} <= set(facts)
+
+
+def test_a_picture_of_memory_says_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["memory_picture.py", "--help"])
+    with pytest.raises(SystemExit) as raised:
+        memory_picture.main()
+    assert raised.value.code == 0 and "picture     the file to draw" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="tools are for bash")

@@ -54,18 +54,18 @@ class Summary(Callback):
             f"{kind} {sizes_in_words(size)} in {calls} call{'' if calls == 1 else 's'}"
             for kind, (calls, size) in sorted(result.communication.items())
         )
-        held = sizes_in_words(result.footprint.parameters)
+        held = f", {sizes_in_words(result.footprint.parameters)} of them per rank" if result.taken else ""
         facts = {
             "ranks": f"{world.size} on {world.device.type}, {trainer.fsdp.strategy}"
             + (f", computing in {dtype_name(dtype)}" if isinstance(dtype, torch.dtype) else ""),
-            "parameters": f"{trainer.parameters:,} in total, {held} of them per rank",
+            "parameters": f"{trainer.parameters:,} in total{held}",
             "units": f"{flatfsdp.stats(trainer.model).units:,}",
-            "per rank": f"{result.footprint}",
-            "per step": sent or "no communication",
-            "steps": f"{result.steps:,} of {result.tokens:,} tokens",
-            "ended by": result.ended_by,
-            "speed": f"{result.taken:,} steps at {result.tokens_per_second:,.0f} tokens/s",
         }
+        if result.taken:  # what a step shows
+            facts |= {"per rank": f"{result.footprint}", "per step": sent or "no communication"}
+        facts |= {"steps": f"{result.steps:,} of {result.tokens:,} tokens", "ended by": result.ended_by}
+        steps = f"{result.taken:,} step{'' if result.taken == 1 else 's'}"
+        facts["speed"] = f"{steps} at {result.tokens_per_second:,.0f} tokens/s" if result.taken else "no step was taken"
         if result.losses:
             facts["loss"] = f"{result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
         facts |= {name.replace("_", " "): shown(value) for name, value in result.evaluation.items()}
