@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from flatfsdp import grads
 from flatfsdp.lifecycle import SHARDED, UNSHARDED
+from flatfsdp.watch import current_watch
 
 
 class Event(NamedTuple):
@@ -414,6 +415,11 @@ def verdict_of(model: Any) -> Callable[[], BaseException | None]:
     """Asks for the error that ends everything that the ranks do together; None while there is none."""
     agreement = _root(model).agreement
     return lambda: agreement._verdict
+
+
+def doing() -> str:
+    """What this rank does, as it tells the others that ask."""
+    return current_watch()._answer().doing
 
 
 def meetings(model: Any) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, board
 from flatfsdp.errors import AgreementError
-from flatfsdp.watch import current_watch
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.pool.corners import at_rest, full_gradients, full_parameters, joined
 
 LOW, HALF, FULL, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -299,7 +299,7 @@ def left_alone(rank: int, world: int) -> tuple[str, str]:
     doing = []
 
     def lost(*_: Any, **__: Any) -> None:
-        doing.append(current_watch()._answer().doing)
+        doing.append(inspect.doing())
         raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
 
     scaler.scale(model(ROWS).square().mean()).backward()
