@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint import folders, lock
-from flatfsdp.checkpoint.disk import through
+from flatfsdp.checkpoint.disk import Disk, through
 from flatfsdp.errors import CheckpointError
 from flatfsdp.messages import gather_bytes
 from tests.harness import pool
@@ -475,3 +475,32 @@ def fails_to_stage(rank: int, world: int, path: str) -> str:
 def test_a_rank_that_cannot_copy_its_state_is_heard_by_all(pool2: Run, tmp_path: Path) -> None:
     for said in pool2(fails_to_stage, str(tmp_path / "x")):
         assert "rank 0: ConfigTypeError: model.w: got a Tensor of layout torch.strided on meta" in said
+
+
+class Locks(Disk):
+    """Notes which locks are made."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def before(self, operation: str, path: Path, size: int) -> None:
+        if operation == "create" and path.suffix == ".lock":
+            self.made.append(path.name)
+
+
+def locks_taken(rank: int, world: int, folder: str) -> list[str]:
+    """Which locks this rank makes in saves, an export and a removal."""
+    locks = Locks()
+    with through(locks):
+        for step in (1, 2):
+            checkpoint.save(f"{folder}/step-{step}", extra={"step": step})
+        checkpoint.async_save(f"{folder}/step-3", extra={"step": 3}).result()
+        checkpoint.export_safetensors(torch.nn.Linear(2, 2), f"{folder}/export")
+        checkpoint.keep(folder, last=2)
+    return locks.made
+
+
+def test_only_the_rank_that_writes_for_all_takes_locks(pool2: Any, tmp_path: Path) -> None:
+    first, second = pool2(locks_taken, str(tmp_path))
+    assert first == [".step-1.lock", ".step-2.lock", ".step-3.lock", ".export.lock", ".step-1.lock"]
+    assert second == []

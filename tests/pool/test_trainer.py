@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -267,6 +269,19 @@ def started_anew(rank: int, world: int, output: Path, resume: str | None) -> str
     except ConfigValueError as error:
         return str(error)
     return "trained"
+
+
+def by_the_clock(rank: int, world: int, output: Path) -> tuple[str, str]:
+    """What ended a run that has no time, and what it said at its beginning."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        found = run_with(rank, world, output, {"minutes": 1e-9, "resume": "latest", "progress": False})
+    return found["result"].ended_by, said.getvalue()
+
+
+def test_a_run_says_where_it_begins_and_that_the_clock_ended_it(run: Run, tmp_path: Path) -> None:
+    told, others = run(2, by_the_clock, tmp_path)
+    assert told[0] == others[0] and told[0].startswith("the clock: 1e-09 minutes of training were over")
+    assert told[1] == f"resume: no checkpoint in {tmp_path} yet, a new run begins\n" and not others[1]
 
 
 def test_a_folder_with_checkpoints_is_not_written_over(run: Run, tmp_path: Path) -> None:

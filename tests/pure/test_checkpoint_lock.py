@@ -22,6 +22,7 @@ from flatfsdp.checkpoint.disk import Disk, through
 from flatfsdp.checkpoint.holder import Holder, Machine
 from flatfsdp.checkpoint.lock import PATIENCE, Lock, locked
 from flatfsdp.errors import CheckpointError
+from flatfsdp.trainer.state.checkpoints import CheckpointManager
 
 
 class Other(Machine):
@@ -263,6 +264,15 @@ def test_saves_exports_and_removals_leave_what_another_job_writes(tmp_path: Path
     left[1].unlink()  # of a machine that is not ours
     save(tmp_path / "step-8", keeping=keeping)
     assert {each.name for each in tmp_path.iterdir()} == {"step-8"}
+
+
+def test_a_run_sets_nothing_aside_that_another_job_writes(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step:08}")
+    run = CheckpointManager(tmp_path, asynchronous=False)
+    with locked(tmp_path / "step-00000003"), pytest.raises(CheckpointError, match=r"is saving to .*/step-00000003 at"):
+        run.set_aside(tmp_path / "step-00000001")
+    assert {each.name for each in tmp_path.iterdir()} == {f"step-{step:08}" for step in (1, 2, 3)}
 
 
 def test_a_save_that_has_lost_its_lock_replaces_nothing(tmp_path: Path) -> None:
