@@ -117,6 +117,7 @@ def test_the_commands_of_the_readme_run_as_written(tmp_path: Path) -> None:
     done = start("program.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "125"
+    assert re.search(r"^100% step 125: loss \d", done.stderr, re.MULTILINE), "a trainer made in Python shows progress"
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000125"]
 
 

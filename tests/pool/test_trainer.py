@@ -183,6 +183,7 @@ def test_evaluations_weigh_tokens_and_the_best_checkpoint_stays(run: Run, tmp_pa
     assert found[0]["evaluations"] == found[1]["evaluations"] == found[2]["evaluations"]
     evaluations = found[0]["evaluations"]
     assert [each["eval_tokens"] for each in evaluations] == [sum(1 + number % 6 for number in range(7))] * 9
+    assert {type(each["eval_tokens"]) for each in evaluations} == {int}
     best = min(range(8), key=lambda number: evaluations[number]["eval_loss"])  # the ninth is of the last step, the 17th
     assert found[0]["left"] == sorted({f"step-{2 * best + 2:08}", "step-00000016"})
     rows = read_metrics(tmp_path / "metrics.jsonl")
