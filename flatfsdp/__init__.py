@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from .check_replicas import check_replicas
-from .flat_param import FlatParameter
-from .forward_methods import register_fsdp_forward_method
-from .fully_sharded_data_parallel import FullyShardedDataParallel
-from .host_memory import keep_host_memory
-from .inference import inference
-from .nonfinite import detect_nonfinite
-from .optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
-from .participation import ensure_unit_participation
-from .plan import Plan, plan
-from .rehearsal import rehearsal
-from .sharded_grad_scaler import ShardedGradScaler
-from .state_dict_configs import (
+from .engine.base.wait_limits import set_wait
+from .engine.config.state_dict_configs import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -28,11 +17,22 @@ from .state_dict_configs import (
     StateDictSettings,
     StateDictType,
 )
-from .step_flat import FlatSteps, step_flat
-from .summary import Stats, UnitSummary, stats, summary, whole_shapes
-from .uneven import join
-from .waits import set_wait
-from .watch import failing_together, waiting_for_ranks
+from .engine.device.malloc import keep_host_memory
+from .engine.features.check_replicas import check_replicas
+from .engine.features.flat_optimizer.api import FlatSteps, step_flat
+from .engine.features.forward_methods import register_fsdp_forward_method
+from .engine.features.inference import inference
+from .engine.features.nonfinite import detect_nonfinite
+from .engine.features.optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
+from .engine.features.participation import ensure_unit_participation
+from .engine.features.uneven_inputs import join
+from .engine.flat.flat_param import FlatParameter
+from .engine.inspection.dry_run import rehearsal
+from .engine.inspection.memory_plan import Plan, plan
+from .engine.inspection.summary import Stats, UnitSummary, stats, summary, whole_shapes
+from .engine.watchdog.watchdog import failing_together, waiting_for_ranks
+from .fully_sharded_data_parallel import FullyShardedDataParallel
+from .sharded_grad_scaler import ShardedGradScaler
 
 __version__ = "0.1.0"
 

@@ -31,10 +31,13 @@ import torch.distributed.fsdp.wrap as torchs_wrap
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from . import FullyShardedDataParallel, ShardedGradScaler, flat_param, fsdp1_mode, registry, state_dict_configs, wrap
+from . import FullyShardedDataParallel, ShardedGradScaler, wrap
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from .clip import clips_over_ranks
-from .dcp_state_dict import replacements
+from .engine.config import fsdp1_mode, state_dict_configs
+from .engine.features.clip import clips_over_ranks
+from .engine.flat import flat_param
+from .engine.runtime import param_registry as registry
+from .engine.state.dcp_state_dict import replacements
 from .errors import UsageError, current_rank
 
 __all__ = ["install", "is_installed", "uninstall"]

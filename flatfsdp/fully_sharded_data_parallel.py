@@ -9,26 +9,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _torch, copying, full_params
 from .api import JOIN_UNITS_BELOW, BackwardPrefetch, Config, CPUOffload, MixedPrecision, ShardingStrategy
-from .arguments import check_arguments
-from .auto_wrap import auto_wrapped
-from .build import build_unit
-from .clip import clip_grad_norm
-from .controls import ScheduleControls
+from .engine.base import _torch
+from .engine.comm.process_groups import is_first_of, resolve_groups
+from .engine.config.arguments import check_arguments
+from .engine.config.state_dict_configs import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
+from .engine.facade.fsdp1_compat import FSDP1Names, wrapped_inside
+from .engine.facade.schedule_api import ScheduleControls
+from .engine.features.clip import clip_grad_norm
+from .engine.features.forward_methods import through_wrapper
+from .engine.inspection.summary import group_line
+from .engine.runtime.device_checks import apply_to_tensors
+from .engine.runtime.module_tree import units_at, units_in, with_owners
+from .engine.runtime.unit import Unit
+from .engine.state import full_params
+from .engine.state.model import loading, saving
+from .engine.state.model.types import set_type, settings_of, type_for_a_while
+from .engine.state.optim.api import OptimStates
+from .engine.wrapping import serialization as copying
+from .engine.wrapping.auto_wrap import auto_wrapped
+from .engine.wrapping.build import build_unit
+from .engine.wrapping.wrapper_support import (
+    flat_params_hidden,
+    keep_root,
+    no_sync,
+    register_comm_hook,
+    register_flat_params,
+    root_of,
+)
 from .errors import one_voice
-from .forward_methods import through_wrapper
-from .fsdp1_names import FSDP1Names, wrapped_inside
-from .groups import is_first_of, resolve_groups
-from .optim_state.api import OptimStates
-from .placement import apply_to_tensors
-from .state_dict_configs import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
-from .state_dicts import loading, saving
-from .state_dicts.kinds import set_type, settings_of, type_for_a_while
-from .summary import group_line
-from .traversal import units_at, units_in, with_owners
-from .unit import Unit
-from .wrapper import flat_params_hidden, keep_root, no_sync, register_comm_hook, register_flat_params, root_of
 
 
 class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Module):

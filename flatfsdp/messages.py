@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .calls import meet
-from .device import accelerator
-from .plain_data import decode, encode
-from .watch import expecting
+from .engine.agreement.collective_calls import meet
+from .engine.base.plain_data import decode, encode
+from .engine.device.streams import accelerator
+from .engine.watchdog.watchdog import expecting
 
 
 def gather(value: Any, group: dist.ProcessGroup, *, call: str) -> list[Any]:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 
-from . import hooks, registry
-from .comm import agree_on_maximum
-from .optimizers import bring_to_rest, waiting_in
-from .stepping import note_scaled_loss
+from .engine.base import autograd as hooks
+from .engine.comm.transport import agree_on_maximum
+from .engine.runtime import param_registry as registry
+from .engine.runtime.backward_steps import note_scaled_loss
+from .engine.runtime.optimizer_hooks import bring_to_rest, waiting_in
 
 
 class ShardedGradScaler(GradScaler):

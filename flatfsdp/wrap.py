@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from .api import MixedPrecision, check_module_classes
-from .arguments import check_argument_names, has_forward
+from .engine.config.arguments import check_argument_names, has_forward
 from .errors import ConfigTypeError, UsageError, few, logger, warn
 
 __all__ = [

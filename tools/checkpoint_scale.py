@@ -24,7 +24,7 @@ from flatfsdp.checkpoint.proof import prove
 from flatfsdp.checkpoint.raw import LARGEST, cut
 from flatfsdp.checkpoint.saving import tensors_of_files
 from flatfsdp.checkpoint.writing import Piece, Rows
-from flatfsdp.layout import FlatLayout, ParamSpec, Span
+from flatfsdp.engine.layout.layout import FlatLayout, ParamSpec, Span
 
 MIB = 2**20
 WIDTH, KEYS, HIDDEN, WORDS = 8192, 1024, 28672, 128256

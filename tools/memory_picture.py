@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.multiprocessing import spawn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from flatfsdp.storage import Ledger
+from flatfsdp.engine.device.memory import Ledger
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
 from flatfsdp.trainer.forecast import Forecast, forecast
 from flatfsdp.trainer.model.sharding import shard

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..layout import ParamSpec
-from ..owned import OwnedInterval
-from ..state_dicts.names import clean, named_state
-from ..state_dicts.saving import check_between
-from ..traversal import units_in
-from ..unit import Unit
+from ..engine.layout.layout import ParamSpec
+from ..engine.runtime.module_tree import units_in
+from ..engine.runtime.unit import Unit
+from ..engine.state.model.fqns import clean, named_state
+from ..engine.state.model.saving import check_between
+from ..engine.state.owned_interval import OwnedInterval
 
 __all__ = ["InPlace", "buffers_of", "held_in_place", "note_writes", "settle"]
 

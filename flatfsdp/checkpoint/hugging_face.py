@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..boxes import Box
+from ..engine.layout.boxes import Box
+from ..engine.layout.layout import ParamSpec, Span
+from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, few, refuse_type, refuse_value
-from ..layout import ParamSpec, Span
-from ..owned import OwnedInterval
 from . import form
 from .beside import written_by
 from .disk import File, disk

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..engine.agreement.once_per_job import warn_once_per_job
 from ..errors import CheckpointError, few
-from ..once_per_job import warn_once_per_job
 from . import manifest as manifest_file
 from . import metadata
 from .folders import Place, candidates, choose

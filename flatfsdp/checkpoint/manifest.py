@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 
+from ..engine.layout.layout import ParamSpec
 from ..errors import CheckpointError
-from ..layout import ParamSpec
 from . import form
 from .disk import disk
 from .nested import Path, Step, shown

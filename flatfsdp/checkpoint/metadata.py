@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .. import _torch
-from ..boxes import boxes_of
-from ..layout import Span
+from ..engine.base import _torch
+from ..engine.layout.boxes import boxes_of
+from ..engine.layout.layout import Span
 from .nested import Path
 from .plan import Held
 from .raw import dtype_named

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..engine.config.state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
+from ..engine.layout.layout import ParamSpec
+from ..engine.state.model.fqns import Named, clean, named_state
+from ..engine.state.model.zero_copy import lending
+from ..engine.state.optim.descriptions import value_of
+from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigValueError, refuse_type
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
-from ..layout import ParamSpec
-from ..optim_state.facts import value_of
-from ..owned import OwnedInterval
-from ..state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
-from ..state_dicts.lending import lending
-from ..state_dicts.names import Named, clean, named_state
 from .held import buffers_of
 from .nested import flatten
 

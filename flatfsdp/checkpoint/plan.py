@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from math import prod
 from typing import NamedTuple
 
+from ..engine.layout.layout import ParamSpec
 from ..errors import CheckpointError, ranks_in_words
-from ..layout import ParamSpec
 from .nested import Path
 
 __all__ = ["Held", "assign", "digest"]

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from ..calls import meet
-from ..consolidate import together
+from ..engine.agreement.collective_calls import meet
+from ..engine.base.plain_data import decode, encode
+from ..engine.comm.process_groups import new_group
+from ..engine.runtime.module_tree import units_in
+from ..engine.state.consolidate import together
+from ..engine.watchdog.watchdog import expecting
 from ..errors import AgreementError, CheckpointError, ConfigValueError, ranks_in_words
-from ..groups import new_group
 from ..messages import gather_bytes
-from ..plain_data import decode, encode
-from ..traversal import units_in
-from ..watch import expecting
 
 __all__ = ["Ranks"]
 

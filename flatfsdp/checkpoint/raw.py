@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..boxes import Box, boxes_of
-from ..layout import ParamSpec, Span
+from ..engine.layout.boxes import Box, boxes_of
+from ..engine.layout.layout import ParamSpec, Span
 
 __all__ = ["LARGEST", "Archive", "bytes_of", "cut", "dtype_named", "name_of"]
 

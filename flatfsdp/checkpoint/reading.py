@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from ..boxes import Box, boxes_of
+from ..engine.layout.boxes import Box, boxes_of
+from ..engine.layout.layout import ParamSpec, Span
+from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError
-from ..layout import ParamSpec, Span
-from ..owned import OwnedInterval
 from .disk import File, disk
 from .manifest import Chunk, Manifest, Saved, SavedFile
 from .raw import LARGEST, bytes_of, dtype_named

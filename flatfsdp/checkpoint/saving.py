@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..engine.agreement.checksums import checksum
+from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigTypeError, few, one_voice, warn_once
-from ..owned import OwnedInterval
-from ..values import checksum
 from . import manifest, metadata
 from .beside import written_by
 from .disk import disk

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ..layout import ParamSpec, Span
+from ..engine.layout.layout import ParamSpec, Span
 from .crc32 import joined
 from .disk import disk
 from .hugging_face import BLOCK, INDEX, Files, bytes_in, checksums_of, files_of, index_of, write_interval

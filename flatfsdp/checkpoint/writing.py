@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..layout import Span
-from ..owned import OwnedInterval
+from ..engine.layout.layout import Span
+from ..engine.state.owned_interval import OwnedInterval
 from .disk import File, disk
 from .manifest import SavedFile
 from .nested import Path

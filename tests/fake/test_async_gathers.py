@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.device import Device
+from flatfsdp.engine.device.streams import Device
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, UsageError
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.fake.test_communication import NUMELS, Block, forward, padded, settled, story, tower, wrapped

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm_hooks
-from flatfsdp import device as seam
+from flatfsdp.engine.device import streams as seam
 from flatfsdp.errors import ConfigTypeError, UsageError
 from tests.fake.test_communication import UNITS, Collectives, forward, settled, story, tower, wrapped
 from tests.fake.test_controls import live, refused

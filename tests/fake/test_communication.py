@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, comm
-from flatfsdp.device import DONE, Pending
-from flatfsdp.midway import CountedLeaves
-from flatfsdp.reduction import Part
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from flatfsdp.engine.comm import transport as comm
+from flatfsdp.engine.device.streams import DONE, Pending
+from flatfsdp.engine.flat.reduction import Part
+from flatfsdp.engine.runtime.gradient_counter import CountedLeaves
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
 from tests.harness.calls import calls_of

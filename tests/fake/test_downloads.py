@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, device
-from flatfsdp.device import Device, Lane, Pending
+from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+from flatfsdp.engine.device import streams as device
+from flatfsdp.engine.device.streams import Device, Lane, Pending
 from tests.fake.test_communication import UNITS, WIDTH, forward, settled, wrapped
 from tests.harness import inspect
 from tests.harness.fake import fake_world

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm
-from flatfsdp.comm import Group, Traffic, served_as
-from flatfsdp.device import Device
-from flatfsdp.grads import Gradients
-from flatfsdp.storage import Ledger
+from flatfsdp import FullyShardedDataParallel, MixedPrecision
+from flatfsdp.engine.comm import transport as comm
+from flatfsdp.engine.comm.transport import Group, Traffic, served_as
+from flatfsdp.engine.device.memory import Ledger
+from flatfsdp.engine.device.streams import Device
+from flatfsdp.engine.flat.gradients import Gradients
 from tests.fake.test_communication import Collectives
 from tests.harness import inspect
 from tests.harness.fake import fake_world

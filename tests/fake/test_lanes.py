@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, comm, wrap
-from flatfsdp.device import Device, Lane, Pending
-from flatfsdp.reduction import Reduction
+from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, wrap
+from flatfsdp.engine.comm import transport as comm
+from flatfsdp.engine.device.streams import Device, Lane, Pending
+from flatfsdp.engine.flat.reduction import Reduction
 from tests.fake.test_communication import NUMELS, WIDTH, Block, forward, padded, settled, wrapped
 from tests.harness import inspect
 from tests.harness.fake import fake_world

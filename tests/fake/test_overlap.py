@@ -18,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, comm
-from flatfsdp.device import Pending
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.engine.comm import transport as comm
+from flatfsdp.engine.device.streams import Pending
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
 from tests.harness.fake import fake_world

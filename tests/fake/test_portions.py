@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
-from flatfsdp.device import Lane
+from flatfsdp.engine.device.streams import Lane
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.fake.test_communication import NUMELS, UNITS, WIDTH, forward, padded, settled, story, tower, wrapped

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatfsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
-from flatfsdp.owned import OwnedInterval
+from flatfsdp.engine.state.owned_interval import OwnedInterval
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.fake.test_communication import WORLDS, Block, Collectives, Tower
 from tests.harness import inspect

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flatfsdp.engine.watchdog.status_report import Process
 from flatfsdp.errors import UsageError
-from flatfsdp.roll_call import Process
 from tests.harness import fresh, inspect
 from tests.pool.test_agree import PARTING, REMEDY, Net, step, wrap
 from tests.pool.test_requires_grad import batch, freeze_in_turn

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, comm
-from flatfsdp.comm import Group, Traffic, Transport
-from flatfsdp.device import Device
-from flatfsdp.storage import Ledger
-from flatfsdp.watch import is_lost_connection
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.engine.comm import transport as comm
+from flatfsdp.engine.comm.transport import Group, Traffic, Transport
+from flatfsdp.engine.device.memory import Ledger
+from flatfsdp.engine.device.streams import Device
+from flatfsdp.engine.watchdog.watchdog import is_lost_connection
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import fresh, inspect
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import flatfsdp
-from flatfsdp import watch
+from flatfsdp.engine.watchdog import watchdog as watch
 from tests.harness import fresh, inspect
 from tests.pool.test_agree import Net, step, wrap
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp.roll_call import Process
+from flatfsdp.engine.watchdog.status_report import Process
+from flatfsdp.engine.watchdog.watchdog import current_watch
 from flatfsdp.trainer import CausalLM, Task, Trainer, TrainingArguments
-from flatfsdp.watch import current_watch
 from tests.harness import fresh
 from tests.pool.test_trainer_failures import FAILING, LUCK, make_model, sentences
 

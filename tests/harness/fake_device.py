@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatfsdp import comm
-from flatfsdp import device as seam
-from flatfsdp.storage import FlatBuffer
+from flatfsdp.engine.comm import transport as comm
+from flatfsdp.engine.device import streams as seam
+from flatfsdp.engine.device.memory import FlatBuffer
 
 _all_to_all_single = dist.all_to_all_single
 

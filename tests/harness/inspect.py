@@ -16,9 +16,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import grads
-from flatfsdp.lifecycle import SHARDED, UNSHARDED
-from flatfsdp.watch import current_watch
+from flatfsdp.engine.flat import gradients as grads
+from flatfsdp.engine.flat.states import SHARDED, UNSHARDED
+from flatfsdp.engine.watchdog.watchdog import current_watch
 
 
 class Event(NamedTuple):

@@ -133,7 +133,8 @@ CROSSED: dict[str, tuple[Any, ...]] = FACTORS | {
 @contextmanager
 def hostile_world() -> Iterator[None]:
     """Collectives that deliver NaN until they are waited for, and buffers that are NaN before use and after."""
-    from flatfsdp import comm, storage
+    from flatfsdp.engine.comm import transport as comm
+    from flatfsdp.engine.device import memory as storage
 
     with comm.doubled(comm.Late), storage.poison():
         yield

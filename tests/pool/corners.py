@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, grads
-from flatfsdp.comm import Late, doubled
-from flatfsdp.storage import poison
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.engine.comm.transport import Late, doubled
+from flatfsdp.engine.device.memory import poison
+from flatfsdp.engine.flat import gradients as grads
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
 from tests.harness.gradients import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
-from flatfsdp.clip import clips_over_ranks
+from flatfsdp.engine.features.clip import clips_over_ranks
 from flatfsdp.errors import FlatFSDPError, FlatFSDPWarning, UsageError
 from tests.conftest import Run
 from tests.harness import inspect

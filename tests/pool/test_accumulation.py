@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel
+from flatfsdp.engine.runtime.coalesced_collectives import apart
 from flatfsdp.errors import UsageError
-from flatfsdp.joining import apart
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.models import Feedforward

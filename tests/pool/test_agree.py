@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from flatfsdp.engine.schedule.order import GatherPlan
 from flatfsdp.errors import AgreementError, FlatFSDPWarning
-from flatfsdp.policy.order import GatherPlan
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
 from tests.harness import inspect

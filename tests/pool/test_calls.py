@@ -17,10 +17,12 @@ import torch
 from torch import nn
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel, board, checkpoint, watch
+from flatfsdp import FullyShardedDataParallel, checkpoint
+from flatfsdp.engine.watchdog import store as board
+from flatfsdp.engine.watchdog import watchdog as watch
+from flatfsdp.engine.watchdog.watchdog import current_watch
 from flatfsdp.errors import AgreementError
 from flatfsdp.trainer.ranks import Ranks
-from flatfsdp.watch import current_watch
 from tests.conftest import Run
 from tests.harness.thorough import is_thorough, seeds
 from tests.pool.test_agree import Net, step, wrap

@@ -29,8 +29,8 @@ def saved(pool2: Any, tmp_path: Path) -> Path:
 
 
 def save(rank: int, world: int, path: str) -> None:
-    from flatfsdp.layout import ParamSpec, Span
-    from flatfsdp.owned import OwnedInterval
+    from flatfsdp.engine.layout.layout import ParamSpec, Span
+    from flatfsdp.engine.state.owned_interval import OwnedInterval
 
     half = OwnedInterval(
         WEIGHT.view(-1)[6 * rank : 6 * rank + 6].clone(), ParamSpec("w", (3, 4)), Span(6 * rank, 6 * rank + 6)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm_hooks
+from flatfsdp.engine.runtime.coalesced_collectives import apart
 from flatfsdp.errors import AgreementError, FlatFSDPWarning
-from flatfsdp.joining import apart
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.meshes import replicas_of_shards

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.comm import Base, doubled
+from flatfsdp.engine.comm.transport import Base, doubled
+from flatfsdp.engine.flat.flat_param import FlatParamHandle
 from flatfsdp.errors import AgreementError, ConfigValueError
-from flatfsdp.flat_param import FlatParamHandle
 from flatfsdp.wrap import CustomPolicy
 from tests.conftest import Run
 from tests.harness import inspect

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel, StateDictType
+from flatfsdp.engine.runtime.coalesced_collectives import apart
+from flatfsdp.engine.state.owned_interval import OwnedInterval
 from flatfsdp.errors import FlatFSDPWarning
-from flatfsdp.joining import apart
-from flatfsdp.owned import OwnedInterval
 from tests.conftest import Run
 from tests.harness.models import WIDTH
 from tests.pool.corners import (

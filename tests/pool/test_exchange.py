@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp import comm, gloo
-from flatfsdp.comm import Group, Traffic, Transport
-from flatfsdp.device import Device, Pending
-from flatfsdp.storage import Ledger
+from flatfsdp.engine.comm import gloo
+from flatfsdp.engine.comm import transport as comm
+from flatfsdp.engine.comm.transport import Group, Traffic, Transport
+from flatfsdp.engine.device.memory import Ledger
+from flatfsdp.engine.device.streams import Device, Pending
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.memory import peak_bytes

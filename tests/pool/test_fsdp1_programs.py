@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from flatfsdp import FullyShardedDataParallel as FSDP
-from flatfsdp import MixedPrecision, fsdp1_mode
+from flatfsdp import MixedPrecision
+from flatfsdp.engine.config import fsdp1_mode
+from flatfsdp.engine.features.forward_methods import explain
 from flatfsdp.errors import AgreementError, ConfigValueError, UsageError
-from flatfsdp.forward_methods import explain
 from tests.conftest import Run
 from tests.harness.fake import fake_world
 from tests.pool.corners import full_parameters, joined, seeded

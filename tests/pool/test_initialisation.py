@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.comm import Base
+from flatfsdp.engine.comm.transport import Base
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness import inspect

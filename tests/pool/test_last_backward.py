@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, awaited
+from flatfsdp import FullyShardedDataParallel
 from flatfsdp.checkpoint import load, save
+from flatfsdp.engine.flat import deferred_grad as awaited
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.pool.corners import ALL, HYBRID, Net, Setting, data, differences, full_gradients, joined, loss_of, seeded

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel as FSDP
-from flatfsdp import MixedPrecision, ShardedGradScaler, errors, local_clipping
-from flatfsdp.watch import current_watch
+from flatfsdp import MixedPrecision, ShardedGradScaler, errors
+from flatfsdp.engine.features import local_clipping
+from flatfsdp.engine.watchdog.watchdog import current_watch
 from tests.conftest import Run
 from tests.harness.meshes import replicas_of_shards
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, MixedPrecision, grads, wrap
-from flatfsdp.grads import Gradients
-from flatfsdp.reduction import Part
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, wrap
+from flatfsdp.engine.flat import gradients as grads
+from flatfsdp.engine.flat.gradients import Gradients
+from flatfsdp.engine.flat.reduction import Part
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.fake import fake_world

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.comm import Base, Transport, doubled
-from flatfsdp.device import DONE, Lane, Pending
+from flatfsdp.engine.comm.transport import Base, Transport, doubled
+from flatfsdp.engine.device.streams import DONE, Lane, Pending
 from flatfsdp.errors import FlatFSDPWarning, UsageError
 from tests.conftest import Run
 from tests.harness import inspect

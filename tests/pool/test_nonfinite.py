@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, nonfinite
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler
+from flatfsdp.engine.features import nonfinite
 from flatfsdp.errors import ConfigTypeError, NonFiniteError, UsageError
 from tests.conftest import Run
 from tests.harness import inspect

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, flat_param
+from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+from flatfsdp.engine.flat import flat_param
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.fake import fake_world

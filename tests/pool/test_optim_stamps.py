@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel as FSDP
+from flatfsdp.engine.state.optim.stamp import KEY
 from flatfsdp.errors import UsageError
-from flatfsdp.optim_state.stamp import KEY
 from tests.conftest import Run
 from tests.pool.corners import HYBRID, Setting, joined, seeded
 

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel as FSDP
-from flatfsdp.optim_state.facts import alike, shown
-from flatfsdp.state_dict_configs import FullOptimStateDictConfig
+from flatfsdp.engine.config.state_dict_configs import FullOptimStateDictConfig
+from flatfsdp.engine.state.optim.descriptions import alike, shown
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.models import WIDTH, Convolution, Feedforward, Low, Motley, Pooled

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatfsdp import FullyShardedDataParallel as FSDP
+from flatfsdp.engine.state.optim.descriptions import alike
 from flatfsdp.errors import FlatFSDPWarning
-from flatfsdp.optim_state.facts import alike
 from tests.conftest import Run
 from tests.harness.models import Feedforward
 from tests.pool.corners import ALL, Net, Setting, data, full_parameters, joined, loss_of, seeded

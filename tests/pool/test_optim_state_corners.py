@@ -13,8 +13,8 @@ from torch import nn
 
 from flatfsdp import FullOptimStateDictConfig, OptimStateKeyType
 from flatfsdp import FullyShardedDataParallel as FSDP
+from flatfsdp.engine.state.owned_interval import OwnedInterval
 from flatfsdp.errors import FlatFSDPError
-from flatfsdp.owned import OwnedInterval
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.models import WIDTH, Feedforward

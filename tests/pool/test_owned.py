@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel as FSDP
+from flatfsdp.engine.layout.layout import ParamSpec, Span
+from flatfsdp.engine.state.owned_interval import OwnedInterval
 from flatfsdp.errors import UsageError
-from flatfsdp.layout import ParamSpec, Span
-from flatfsdp.owned import OwnedInterval
 from tests.conftest import Run
 from tests.harness import pool
 from tests.pool.corners import Setting, joined, seeded

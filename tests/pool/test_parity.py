@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatfsdp import gloo
-from flatfsdp.flat_param import FlatParamHandle
+from flatfsdp.engine.comm import gloo
+from flatfsdp.engine.flat.flat_param import FlatParamHandle
 from tests.harness import parity, pool
 from tests.harness.fake_device import streams
 from tests.harness.matrix import (

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, comm_hooks
-from flatfsdp.joining import apart
+from flatfsdp.engine.runtime.coalesced_collectives import apart
 from tests.conftest import Run
 from tests.harness.gradients import averaged_over_ranks, copied, unlike
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, board
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler
+from flatfsdp.engine.watchdog import store as board
 from flatfsdp.errors import AgreementError
 from tests.conftest import Run
 from tests.harness import inspect

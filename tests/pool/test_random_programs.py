@@ -29,10 +29,10 @@ from flatfsdp import (
     comm_hooks,
     errors,
     inference,
-    local_clipping,
     register_fsdp_forward_method,
     step_flat,
 )
+from flatfsdp.engine.features import local_clipping
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.gradients import fill, names_of, together, unlike

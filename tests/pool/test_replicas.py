@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel, comm_hooks, replicas
+from flatfsdp import FullyShardedDataParallel, comm_hooks
+from flatfsdp.engine.agreement import replicas
 from flatfsdp.errors import AgreementError, ConfigTypeError, UsageError
 from tests.conftest import Run
 from tests.harness.meshes import replicas_of_shards

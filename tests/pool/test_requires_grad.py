@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.board import Board
+from flatfsdp.engine.watchdog.store import Board
 from tests.conftest import Run
 
 STEPS = 15

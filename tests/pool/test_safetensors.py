@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import checkpoint
-from flatfsdp.boxes import boxes_of
 from flatfsdp.checkpoint import export_safetensors, load_safetensors
 from flatfsdp.checkpoint.disk import through
 from flatfsdp.checkpoint.hugging_face import runs_of
+from flatfsdp.engine.layout.boxes import boxes_of
+from flatfsdp.engine.layout.layout import ParamSpec, Span
 from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError
-from flatfsdp.layout import ParamSpec, Span
 from tests.harness import inspect
 from tests.harness.disks import Counting, Full, Killed, Mortal
 from tests.harness.models import WIDTH, Convolution, Feedforward, Low, Motley

@@ -21,8 +21,8 @@ from flatfsdp import (
     ShardedStateDictConfig,
     StateDictType,
 )
+from flatfsdp.engine.state.owned_interval import OwnedInterval
 from flatfsdp.errors import FlatFSDPError
-from flatfsdp.owned import OwnedInterval
 from tests.conftest import Run
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import CASES, WIDTH, Feedforward

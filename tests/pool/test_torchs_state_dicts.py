@@ -15,7 +15,8 @@ from torch.distributed.fsdp import ShardingStrategy as TorchsStrategy
 from torch.distributed.fsdp import StateDictType as TorchsType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchsPolicy
 
-from flatfsdp import FullyShardedDataParallel, LocalStateDictConfig, ShardedStateDictConfig, fsdp1_mode
+from flatfsdp import FullyShardedDataParallel, LocalStateDictConfig, ShardedStateDictConfig
+from flatfsdp.engine.config import fsdp1_mode
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
 from tests.harness.models import CASES

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel, unused
-from flatfsdp.board import Board
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.engine.agreement import unused_params as unused
+from flatfsdp.engine.watchdog.store import Board
 from tests.conftest import Run
 
 WIDTH = 4

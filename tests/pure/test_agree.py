@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flatfsdp.agree import _compared, _first_difference
+from flatfsdp.engine.agreement.model_check import _compared, _first_difference
+from flatfsdp.engine.agreement.rank_exchange import number
+from flatfsdp.engine.agreement.sequence_predictor import PAST, SYMBOLS, Habit
 from flatfsdp.errors import few, ranks_in_words
-from flatfsdp.peers import number
-from flatfsdp.policy.habit import PAST, SYMBOLS, Habit
 
 ROOT, A, B, C, END, BACKWARD = range(6)
 TRAIN = 10

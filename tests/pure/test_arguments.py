@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from flatfsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from flatfsdp.arguments import check_argument_names, check_arguments, has_forward
+from flatfsdp.engine.config.arguments import check_argument_names, check_arguments, has_forward
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning
 from flatfsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
 
@@ -423,7 +423,7 @@ def test_argument_names_from_elsewhere():
 
 def test_torchs_own_objects_are_recognised_without_importing_its_fsdp():
     program = (
-        "import sys; from torch import nn; from flatfsdp.arguments import check_arguments; import flatfsdp.wrap; "
+        "import sys; from torch import nn; from flatfsdp.engine.config.arguments import check_arguments; import flatfsdp.wrap; "
         "check_arguments(nn.Linear(2, 2), sharding_strategy='NO_SHARD', auto_wrap_policy=nn.Linear); "
         "sys.exit('torch.distributed.fsdp' in sys.modules)"
     )

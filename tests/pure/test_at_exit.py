@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatfsdp import at_exit
+from flatfsdp.engine.comm import gloo_shutdown as at_exit
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed on Linux only")
 
@@ -58,9 +58,9 @@ def test_an_idle_one_is_not() -> None:
 def test_it_happens_once_when_the_interpreter_ends() -> None:
     code = """
 import torch, torch.distributed as dist
-from flatfsdp import at_exit, comm
-from flatfsdp.device import Device
-from flatfsdp.storage import Ledger
+from flatfsdp import __version__; from flatfsdp.engine.comm import gloo_shutdown as at_exit; from flatfsdp.engine.comm import transport as comm
+from flatfsdp.engine.device.streams import Device
+from flatfsdp.engine.device.memory import Ledger
 at_exit.wait_for_workers = lambda: print("waited")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = comm.Group.of(dist.group.WORLD, torch.device("cpu"))

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from flatfsdp.board import Board
+from flatfsdp.engine.watchdog.store import Board
 
 
 def notes_in(store: dist.Store) -> Board:

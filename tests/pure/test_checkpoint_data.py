@@ -14,8 +14,8 @@ from flatfsdp.checkpoint.manifest import Manifest, Saved, SavedFile
 from flatfsdp.checkpoint.nested import decode, encode, flatten, unflatten
 from flatfsdp.checkpoint.plan import Held, assign
 from flatfsdp.checkpoint.raw import Archive, bytes_of, cut
+from flatfsdp.engine.layout.layout import ParamSpec, Span
 from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError
-from flatfsdp.layout import ParamSpec, Span
 from tools.checkpoint_scale import measure
 
 VALUES = [

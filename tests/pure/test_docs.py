@@ -155,7 +155,7 @@ def test_the_main_entries_have_examples() -> None:
     assert {
         "flatfsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
         "flatfsdp.sharded_grad_scaler.ShardedGradScaler",
-        "flatfsdp.summary.stats",
+        "flatfsdp.engine.inspection.summary.stats",
         "flatfsdp.wrap.ModuleWrapPolicy",
         "flatfsdp.wrap.CustomPolicy",
     } <= shown

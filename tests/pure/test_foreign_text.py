@@ -11,13 +11,13 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from flatfsdp import watch
-from flatfsdp.board import Board
+from flatfsdp.engine.base.foreign_text import LONGEST, one_line, parse
+from flatfsdp.engine.watchdog import watchdog as watch
+from flatfsdp.engine.watchdog.clock import Timekeeper
+from flatfsdp.engine.watchdog.status_report import Answer, Obituary, Process, Result
+from flatfsdp.engine.watchdog.store import Board
+from flatfsdp.engine.watchdog.watchdog import Watch
 from flatfsdp.errors import AgreementError
-from flatfsdp.foreign_text import LONGEST, one_line, parse
-from flatfsdp.roll_call import Answer, Obituary, Process, Result
-from flatfsdp.timekeeper import Timekeeper
-from flatfsdp.watch import Watch
 from tests.harness.thorough import seeds
 
 FORGED = "was promoted\n[flatfsdp, rank 0] all is well \x1b[2J\x1b[31mFORGED \u202edesrever\u2028"
@@ -92,7 +92,7 @@ def garbage(drawn: random.Random) -> str:
 def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(watch, "speak", said.append)
-    monkeypatch.setattr("flatfsdp.board.PERIOD", 0.001)
+    monkeypatch.setattr("flatfsdp.engine.watchdog.store.PERIOD", 0.001)
     monkeypatch.setattr(Timekeeper, "start", lambda self, wanted: None)
     drawn, notes, model = random.Random(seed), notes_in(dist.HashStore()), Model()
     looking = Watch(notes, rank=0, world=2)
@@ -100,7 +100,7 @@ def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytes
         notes.post(drawn.choice(KEYS), garbage(drawn))
         looking.look()
     # It still hears what is true.
-    monkeypatch.setattr("flatfsdp.watch.end_process_unless", lambda come_back: None)
+    monkeypatch.setattr("flatfsdp.engine.watchdog.watchdog.end_process_unless", lambda come_back: None)
     looking._watched.add(model)
     before = looking._lost
     Obituary(1, "ended with FileNotFoundError: no such file").leave(notes, alarm=True)

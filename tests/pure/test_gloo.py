@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flatfsdp import gloo
-from flatfsdp.gloo import FIRST_TAG, TAGS, Line, Messages
+from flatfsdp.engine.comm import gloo
+from flatfsdp.engine.comm.gloo import FIRST_TAG, TAGS, Line, Messages
 
 
 class Group:

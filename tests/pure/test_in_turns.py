@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp.in_turns import Sum, Turns
+from flatfsdp.engine.comm.ordered_sum import Sum, Turns
 
 WORLD = 7
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy
 
+from flatfsdp.engine.layout.layout import FlatLayout, Owned, ParamSpec, Route, Span, routes
 from flatfsdp.errors import ConfigValueError, InternalError
-from flatfsdp.layout import FlatLayout, Owned, ParamSpec, Route, Span, routes
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
 

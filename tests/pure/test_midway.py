@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from flatfsdp.policy.midway import Midway
-from flatfsdp.policy.order import GatherPlan
+from flatfsdp.engine.schedule.mid_backward import Midway
+from flatfsdp.engine.schedule.order import GatherPlan
 
 
 @pytest.mark.parametrize(

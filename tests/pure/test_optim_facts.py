@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from flatfsdp.engine.state.optim.descriptions import Kept, Odd, Report, Shaped, agree, alike, value_of
 from flatfsdp.errors import AgreementError, UsageError
-from flatfsdp.optim_state.facts import Kept, Odd, Report, Shaped, agree, alike, value_of
 
 STEP = torch.tensor(3.0)
 FLOATS = Shaped(torch.float32)

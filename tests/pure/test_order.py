@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from flatfsdp.policy.joining import join
-from flatfsdp.policy.order import ForwardOrder, ForwardRecord, GatherPlan, ReducePlan
+from flatfsdp.engine.schedule.coalescing import join
+from flatfsdp.engine.schedule.order import ForwardOrder, ForwardRecord, GatherPlan, ReducePlan
 
 
 def test_gathers_go_backwards_whatever_is_asked_for_first() -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from flatfsdp.checkpoint.manifest import SavedFile
+from flatfsdp.engine.base.plain_data import decode, encode
+from flatfsdp.engine.watchdog.status_report import Process
 from flatfsdp.errors import UsageError
-from flatfsdp.plain_data import decode, encode
-from flatfsdp.roll_call import Process
 from tests.harness.thorough import seeds
 
 LEAVES: tuple[Any, ...] = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from flatfsdp.engine.config.schedule_options import AS_BUILT, Schedule, reshard_choice
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.policy.schedule import AS_BUILT, Schedule, reshard_choice
 
 
 @pytest.mark.parametrize(

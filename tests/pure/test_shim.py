@@ -10,7 +10,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from flatfsdp import FullyShardedDataParallel, _torch, errors
+from flatfsdp import FullyShardedDataParallel, errors
+from flatfsdp.engine.base import _torch
 from flatfsdp.errors import FlatFSDPWarning
 from tests.harness.fake import fake_world
 

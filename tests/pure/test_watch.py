@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 import flatfsdp
-from flatfsdp import board, waits, watch
-from flatfsdp.board import StoreGone
+from flatfsdp.engine.base import wait_limits as waits
+from flatfsdp.engine.watchdog import store as board
+from flatfsdp.engine.watchdog import watchdog as watch
+from flatfsdp.engine.watchdog.clock import Timekeeper
+from flatfsdp.engine.watchdog.status_report import ANSWER, Answer, Obituary, Process, lines_of, parted
+from flatfsdp.engine.watchdog.store import StoreGone
+from flatfsdp.engine.watchdog.watchdog import Watch
 from flatfsdp.errors import AgreementError, ConfigTypeError, ConfigValueError, LostRankError, WaitError, ranks_in_words
-from flatfsdp.roll_call import ANSWER, Answer, Obituary, Process, lines_of, parted
-from flatfsdp.timekeeper import Timekeeper
-from flatfsdp.watch import Watch
 
 
 class Notes(board.Board):

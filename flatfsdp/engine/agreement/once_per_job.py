@@ -1,0 +1,40 @@
+"""Warnings that a job gives once, and not once on each of its ranks.
+
+[Note: one warning] What ranks find together, in an exchange, the first of them tells (`errors.one_voice`). What each
+finds by itself may be there on one rank alone: whoever has it first leaves a note in the store and tells it, and the
+others, whose words are the same, have it in their log. Nobody waits for anybody, and nothing is asked of the store
+unless there is something to tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import torch.distributed as dist
+
+from ...errors import one_voice, warn
+from ..watchdog.watchdog import current_watch
+from .rank_exchange import number
+
+# How often this rank has had which message: each time is one to tell.
+_had: Counter[str] = Counter()
+
+
+def warn_once_per_job(message: str, *, names_rank: bool = False) -> None:
+    """Warn on the first rank that has this `message`; others that have it as well log it. One request to the store.
+
+    `names_rank`: what it is of may have happened on this rank alone, so the warning begins with the rank.
+    """
+    alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    first = alone or "fake" in str(dist.get_backend_config()) or _is_first_with(message)
+    with one_voice(speaks=first):
+        warn(message if alone or not names_rank else f"rank {dist.get_rank()}: {message}")
+
+
+def _is_first_with(message: str) -> bool:
+    _had[message] += 1
+    own = str(dist.get_rank())
+    with contextlib.suppress(RuntimeError):  # the store is gone: better twice than never
+        return current_watch().board.first(f"warning/{number(message):x}/{_had[message]}", own) == own
+    return True

@@ -1,0 +1,481 @@
+"""Every private torch name that flatfsdp leans on, each with the reason why no public one does.
+
+Nothing else in the package may spell `torch._something`. `missing()` lists the names that the installed torch lacks, so
+that an upgrade fails in words.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+from types import FrameType
+from typing import Any
+
+import torch
+
+from .wait_limits import blocked
+
+# Versions this release was tested with; a newer one works or fails in words, and warns once.
+TESTED = ((2, 11), (2, 14))
+
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+
+REASONS = {
+    "torch._C._autograd._unsafe_set_version_counter": "a unit gathered again with unchanged weights must look "
+    "unchanged to saved tensors (retain_graph), and only this sets a version back",
+    "torch._C._current_graph_task_id": "a forward inside a backward is a recomputation; nothing public tells",
+    "torch.autograd.graph.Node._input_metadata": "autograd's refusal of a gradient that has another shape "
+    "than its leaf had when it was first read names no parameter, and only this says which",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "which units a checkpoint without reentrance will recompute "
+    "together; ranks whose backwards do not reach all of them must know",
+    "torch._C._autograd._pop_saved_tensors_default_hooks": "only the innermost of nested checkpoints is shown, and "
+    "those around it recompute more",
+    "torch._C._autograd._push_saved_tensors_default_hooks": "what was popped to see those around it goes back",
+    "torch._C._current_autograd_node": "units that run in one reentrant checkpoint's backward are recomputed together",
+    "torch._C._will_engine_execute_node": "which of several gradients a backward will bring; nothing public tells",
+    "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
+    "torch.Tensor._use_count": "whether anybody may hold a leaf's node of autograd; to ask for the node makes one",
+    "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded "
+    "gradient, after ours",
+    "torch.amp.GradScaler._unscale_grads_": "ranks must agree on found-inf between unscaling and the step, and this is "
+    "the only place in between",
+    "torch.distributed.distributed_c10d._process_group_name": "a group made by its members alone is named after the "
+    "number of groups that the process is in; ranks in different numbers of them would wait for each other for ever",
+    "torch.distributed.ProcessGroup._get_backend": "its options hold the time limit of a group's operations, which "
+    "nothing public tells",
+    "torch.distributed.distributed_c10d._world.pg_map": "what torch lets go of when a process group is destroyed; it "
+    "tells nobody, and threads that serve the group would outlive it",
+    "torch._C.DisableTorchFunctionSubclass": "a hidden parameter's gradient is asked for on the way of every backward",
+    "torch.autograd.profiler._is_profiler_enabled": "ranges in a profiler's trace are worth their cost only while one "
+    "runs, in whatever thread; nothing public tells",
+    "torch.distributed.ProcessGroup._allgather_base": "torch.distributed's own functions check what is known here, at "
+    "every call, for longer than a small collective takes; likewise _reduce_scatter_base",
+    "torch.distributed.ProcessGroup.*_coalesced": "NCCL makes one operation of several small ones without a copy; the "
+    "public way to it, a list per tensor, copies",
+    "torch.Tensor._make_wrapper_subclass": "a value of a sharded state dict has the shape of the whole parameter and "
+    "memory for a piece; torch's own tensors of that kind are made by it",
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "where torch's distributed checkpoint looks for a piece of "
+    "a tensor: what it is to read must hold these",
+    "torch._subclasses.FakeTensorMode": "tensors that have a device, but no memory: what a rehearsal computes with",
+    "torch.testing._internal.distributed.fake_pg": "the process group of a rehearsal; importing it is the only way to "
+    "register its backend",
+    "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
+}
+
+
+def missing() -> list[str]:
+    """The names above that this torch does not have (empty on every supported version)."""
+    probes: dict[str, Callable[[], object]] = {
+        "torch._C._autograd._unsafe_set_version_counter": lambda: torch._C._autograd._unsafe_set_version_counter,
+        "torch._C._current_graph_task_id": lambda: torch._C._current_graph_task_id,
+        "torch.autograd.graph.Node._input_metadata": lambda: torch.autograd.graph.Node._input_metadata,
+        "torch._C._autograd._top_saved_tensors_default_hooks": lambda: (
+            torch._C._autograd._top_saved_tensors_default_hooks
+        ),
+        "torch._C._autograd._pop_saved_tensors_default_hooks": lambda: (
+            torch._C._autograd._pop_saved_tensors_default_hooks
+        ),
+        "torch._C._autograd._push_saved_tensors_default_hooks": lambda: (
+            torch._C._autograd._push_saved_tensors_default_hooks
+        ),
+        "torch._C._current_autograd_node": lambda: torch._C._current_autograd_node,
+        "torch._C._will_engine_execute_node": lambda: torch._C._will_engine_execute_node,
+        "torch.autograd.Variable._execution_engine.queue_callback": lambda: (
+            torch.autograd.Variable._execution_engine.queue_callback
+        ),
+        "torch.Tensor._use_count": lambda: getattr(torch.Tensor, "_use_count"),  # noqa: B009
+        "torch.Tensor._post_accumulate_grad_hooks": lambda: getattr(torch.Tensor, "_post_accumulate_grad_hooks"),  # noqa: B009
+        "torch.amp.GradScaler._unscale_grads_": lambda: torch.amp.GradScaler._unscale_grads_,
+        "torch.distributed.distributed_c10d._process_group_name": lambda: (
+            torch.distributed.distributed_c10d._process_group_name
+        ),
+        "torch.distributed.ProcessGroup._get_backend": lambda: torch.distributed.ProcessGroup._get_backend,
+        "torch.distributed.distributed_c10d._world.pg_map": lambda: torch.distributed.distributed_c10d._world.pg_map,
+        "torch._C.DisableTorchFunctionSubclass": lambda: torch._C.DisableTorchFunctionSubclass,
+        "torch.autograd.profiler._is_profiler_enabled": lambda: torch.autograd.profiler._is_profiler_enabled,
+        "torch.distributed.ProcessGroup._allgather_base": lambda: (
+            torch.distributed.ProcessGroup._allgather_base,
+            torch.distributed.ProcessGroup._reduce_scatter_base,
+        ),
+        "torch.distributed.ProcessGroup.*_coalesced": lambda: (_gather_grouped(), _reduce_scatter_grouped()),
+        "torch.Tensor._make_wrapper_subclass": lambda: torch.Tensor._make_wrapper_subclass,
+        "torch.distributed.checkpoint.filesystem._StorageInfo": storage_info,
+        "torch._subclasses.FakeTensorMode": lambda: fake_tensors().FakeTensorMode,
+        "torch.testing._internal.distributed.fake_pg": _fake_backend,
+        "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
+    }
+    absent = []
+    for name, probe in probes.items():
+        try:
+            probe()
+        except AttributeError:
+            absent.append(name)
+    return absent
+
+
+def untested() -> str | None:
+    """A sentence where the installed torch is newer than those that this release was tested with, else None."""
+    newest = ".".join(map(str, TESTED[-1]))
+    if tuple(map(int, torch.__version__.split(".")[:2])) <= TESTED[-1]:
+        return None
+    absent = missing()
+    return (
+        f"torch {torch.__version__} is newer than {newest}, the newest that this release of flatfsdp was tested with; "
+        + (f"it lacks {', '.join(absent)}" if absent else "the private names that it leans on exist")
+    )
+
+
+def _options(kind: str) -> tuple[Any, Any]:
+    """Options for an operation on the caller's stream, and for one on the backend's."""
+    made = getattr(torch.distributed.distributed_c10d, kind)(), getattr(torch.distributed.distributed_c10d, kind)()
+    for options, asynchronous in zip(made, (False, True), strict=True):
+        options.asyncOp = asynchronous
+    return made
+
+
+_GATHER, _REDUCE_SCATTER, _ALL_REDUCE = map(_options, ("AllgatherOptions", "ReduceScatterOptions", "AllreduceOptions"))
+
+
+def _wait_on_stream(work: Any) -> None:
+    if work is not None:
+        with blocked():
+            work.wait()  # where backends have work that orders a stream, it does so only here
+
+
+def gather_base(process_group: Any, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> Any:
+    """Fill `output` with every rank's `shard`, `beside` the caller's stream or on it; the work to wait for, or None."""
+    work = process_group._allgather_base(output, shard, _GATHER[beside])
+    return work if beside else _wait_on_stream(work)
+
+
+def reduce_scatter_base(process_group: Any, output: torch.Tensor, full: torch.Tensor, *, beside: bool) -> Any:
+    """Sum `full` over ranks and leave this rank's piece in `output`; otherwise as `gather_base`."""
+    if full.is_complex():  # backends know no complex numbers, whose sum is that of their parts
+        output, full = torch.view_as_real(output), torch.view_as_real(full)
+    work = process_group._reduce_scatter_base(output, full, _REDUCE_SCATTER[beside])
+    return work if beside else _wait_on_stream(work)
+
+
+def all_reduce(process_group: Any, tensor: torch.Tensor, *, beside: bool) -> Any:
+    """Sum `tensor` over ranks in place; otherwise as `gather_base`."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    work = process_group.allreduce([real], _ALL_REDUCE[beside])
+    return work if beside else _wait_on_stream(work)
+
+
+def _newest(*names: str) -> Any:
+    """The method of a process group under the first of these names that this torch has."""
+    found = next((method for name in names if (method := getattr(torch.distributed.ProcessGroup, name, None))), None)
+    if found is None:
+        raise AttributeError(names[0])
+    return found
+
+
+def _gather_grouped() -> Any:
+    return _newest("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+
+
+def _reduce_scatter_grouped() -> Any:
+    return _newest("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+
+
+def gather_grouped(process_group: Any, outputs: list[torch.Tensor], shards: list[torch.Tensor], *, beside: bool) -> Any:
+    """Fill each of `outputs` with every rank's shard, as one operation; otherwise as `gather_base`."""
+    work = _gather_grouped()(process_group, outputs, shards, _GATHER[beside])
+    return work if beside else _wait_on_stream(work)
+
+
+def reduce_scatter_grouped(
+    process_group: Any, outputs: list[torch.Tensor], fulls: list[torch.Tensor], *, beside: bool
+) -> Any:
+    """Sum each of `fulls` over ranks into `outputs`, as one operation; otherwise as `gather_base`."""
+    work = _reduce_scatter_grouped()(process_group, outputs, fulls, _REDUCE_SCATTER[beside])
+    return work if beside else _wait_on_stream(work)
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set the version counters of `tensors`."""
+    if tensors:
+        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+# Inside the context tensors of subclasses are asked without their `__torch_function__`, which is slow; the class
+# itself, because every unit asks.
+as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+
+
+def is_tracing() -> bool:
+    """Whether something is being compiled now, for which tensors are looked at."""
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+
+
+def no_grad() -> AbstractContextManager[Any]:
+    """`torch.no_grad()`, at no cost where gradients are not recorded anyway, as in most backwards."""
+    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
+
+
+# The id of the running graph task, -1 outside a backward; the function itself, because every gradient asks.
+graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def in_backward() -> bool:
+    """Whether the calling thread runs inside an autograd graph task."""
+    return graph_task() != -1
+
+
+_top_hooks: Callable[[bool], tuple[Any, Any] | None] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
+)
+
+
+def saving() -> object | None:
+    """What stands for the innermost context that decides how tensors are saved, for as long as one lives that it
+    saved; None outside of all."""
+    hooks = _top_hooks(True)
+    return None if hooks is None else hooks[1]
+
+
+def segments() -> list[object]:
+    """What stands for the non-reentrant checkpoints whose functions run, as `saving` does; the innermost first."""
+    found: list[tuple[Any, Any]] = []
+    try:
+        while (hooks := _top_hooks(True)) is not None:
+            found.append(hooks)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+    finally:  # nothing shows others than the innermost
+        for hooks in reversed(found):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    return [unpack for _, unpack in found if getattr(unpack, "__module__", None) == "torch.utils.checkpoint"]
+
+
+def in_custom_forward() -> bool:
+    """Whether the forward of a custom autograd Function runs, as that of a reentrant checkpoint, whatever its make:
+    what runs without a graph there is no user's `no_grad()`."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def running_node() -> int:
+    """What stands for the node of the graph whose backward runs, as long as that lives."""
+    return id(torch._C._current_autograd_node())
+
+
+def will_compute(node: Any) -> bool:
+    """Whether the running graph task brings a gradient to `node`, which is no leaf's."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def will_accumulate(node: Any) -> bool:
+    """Whether the running graph task accumulates a gradient in `node`, a leaf's."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # `autograd.grad` captures it instead
+        return True
+
+
+def shape_awaited(node: Any) -> torch.Size:
+    """The shape that gradients which come to `node`, a leaf's, must have."""
+    return torch.Size(node._input_metadata[0].shape)
+
+
+# More than 1 where a graph, or anybody else, may hold the node of autograd's to which gradients of a leaf come.
+use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 2)
+
+
+def applies_in_backward() -> bool:
+    """Whether torch's `_apply_optimizer_in_backward` was called on parameters that are there still; to ask every
+    parameter would take longer."""
+    module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return module is not None and bool(module.param_to_acc_grad_map.data)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` once when the running graph task has ended without an exception.
+
+    After an exception the task drops the callback without calling it; its destructor is then the only sign.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def profiler_runs() -> bool:
+    """Whether a profiler of torch's records in this process."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+
+
+def accumulate_hooks(leaves: Iterable[torch.Tensor]) -> list[dict[int, Callable[[torch.Tensor], None]]]:
+    """The live dictionaries of those of `leaves` that have more than one post-accumulate hook."""
+    every: Iterable[Any] = map(_HOOKS, leaves)
+    return [hooks for hooks in every if hooks is not None and len(hooks) > 1]
+
+
+def hooks_on(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]] | None:
+    """The live dictionary of post-accumulate hooks of `tensor`; None where there never was one."""
+    return _HOOKS(tensor)
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether `register_hook` was called on `tensor`, and not undone."""
+    return bool(tensor._backward_hooks)
+
+
+def in_functional_call() -> bool:
+    """Whether the caller runs inside `torch.func.functional_call`, which tells nobody: by the names of its callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def name_of_group(name: str) -> Iterator[None]:
+    """Inside, `torch.distributed.new_group` gives what it makes this name, by which its members find each other."""
+    c10d: Any = torch.distributed.distributed_c10d
+    by_count = c10d._process_group_name
+    c10d._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        c10d._process_group_name = by_count
+
+
+def time_limit(process_group: Any) -> float:
+    """Seconds after which an operation of `process_group` fails; infinity where its backend tells none."""
+    backends = map(process_group._get_backend, process_group._device_types)
+    options: list[Any] = [getattr(each, "options", None) for each in backends]
+    limits = [each._timeout.total_seconds() for each in options if hasattr(each, "_timeout")]
+    return min(limits, default=math.inf)
+
+
+def when_destroyed(process_group: Any, callback: Callable[[], None]) -> None:
+    """Call `callback` when `process_group` is destroyed: torch then drops its only hold of the store's Python object,
+    which the group itself does not keep."""
+    _, store = torch.distributed.distributed_c10d._world.pg_map[process_group]
+    weakref.finalize(store, callback).atexit = False
+
+
+def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
+    """`target.copy_(source)` for each pair, casting where the dtypes differ."""
+    torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def foreach_add_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """`target.add_(source)` for each pair."""
+    torch._foreach_add_(targets, sources)
+
+
+def tensor_without_memory(
+    cls: type[torch.Tensor], shape: Sequence[int], stride: Sequence[int] | None, like: torch.Tensor
+) -> Any:
+    """A tensor of class `cls` that looks like one of this shape, with the dtype and device of `like`."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=like.dtype, device=like.device)
+
+
+def group_of_sharded_tensor(value: Any) -> Any:
+    """The process group over which a `ShardedTensor` is spread."""
+    return value._process_group
+
+
+def sharded_tensor_of_rows(rows: torch.Tensor, first: int, shape: Sequence[int], process_group: Any) -> Any:
+    """A `ShardedTensor` of which this rank has `rows` from row `first` on. Collective.
+
+    Programs written for FSDP1 ask for this class, which has no public name; it is imported for them only.
+    """
+    from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
+
+    offsets = [first, *(0,) * (len(shape) - 1)]
+    rank = torch.distributed.get_rank()  # placements name ranks of the whole job
+    shards = [Shard.from_tensor_and_offsets(rows, offsets, rank)] if rows.shape[0] else []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # that it is deprecated: the user asked for it by name
+        return init_from_local_shards(shards, *shape, process_group=process_group)
+
+
+def shard(tensor: torch.Tensor, offsets: Sequence[int]) -> Any:
+    """torch's `Shard`, of which a `ShardedTensor` is made: what this rank has from `offsets` on."""
+    from torch.distributed._shard.sharded_tensor import Shard
+
+    initialized = torch.distributed.is_initialized()
+    return Shard.from_tensor_and_offsets(tensor, [*offsets], torch.distributed.get_rank() if initialized else 0)
+
+
+def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any, given: Any) -> Any:
+    """A `DTensor` of the shape of `whole`, of which this rank has `rows`; replicated where there are no dimensions.
+
+    It lies on the mesh `given`, split over the last dimension of that, or on one over `process_group`.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = DeviceMesh.from_group(process_group, whole.device.type) if given is None else given
+    placement = Shard(0) if whole.dim() else Replicate()
+    placements = [*[Replicate()] * (mesh.ndim - 1), placement]
+    return DTensor.from_local(
+        rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
+    )
+
+
+def storage_info() -> Any:
+    """The class of distributed checkpoints' entries (relative_path, offset, length)."""
+    if not hasattr(torch.distributed, "checkpoint"):  # which checkpoints alone need
+        importlib.import_module("torch.distributed.checkpoint")
+    whole: Any = torch.distributed
+    return whole.checkpoint.filesystem._StorageInfo
+
+
+def loads_as_usual(module: torch.nn.Module) -> bool:
+    """Whether a class of torch's loads the state dict of `module`."""
+    return type(module)._load_from_state_dict.__module__.startswith("torch.")
+
+
+def saves_as_usual(module: torch.nn.Module) -> bool:
+    """Whether the class of `module` leaves its state dict to torch: what it would override has no public name."""
+    return type(module)._save_to_state_dict is torch.nn.Module._save_to_state_dict
+
+
+def fake_tensors() -> Any:
+    """The module of `FakeTensorMode` and `FakeTensor`."""
+    importlib.import_module("torch._subclasses.fake_tensor")
+    return torch._subclasses.fake_tensor
+
+
+def _fake_backend() -> Any:
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    testing: Any = torch.testing
+    return testing._internal.distributed.fake_pg
+
+
+@contextmanager
+def fake_world(ranks: int, *, rank: int) -> Iterator[None]:
+    """Inside, the default process group has so many ranks, of which this process is `rank`; nothing is ever sent."""
+    _fake_backend()
+    c10d: Any = torch.distributed
+    c10d.init_process_group("fake", store=c10d.HashStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        c10d.destroy_process_group()
+
+
+def stay_out_of_graphs() -> None:
+    """Let torch.compile run flatfsdp's own functions as they are, and compile the modules that they call."""
+    # What is public says so of one function; the engine is hundreds. Imported here, since it takes seconds and is
+    # there wherever somebody compiles.
+    from torch._dynamo import trace_rules
+
+    trace_rules.add("flatfsdp")

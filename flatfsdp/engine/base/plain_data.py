@@ -1,0 +1,188 @@
+"""Python values as bytes and back, without a pickle: what ranks tell each other beside their collectives.
+
+[Note: plain data] Reading a pickle runs whatever code it names, and a connection between ranks proves nothing about who
+sends ([Note: trust]). So values travel as JSON, tensors and bytes as they are behind it. What can be sent: None,
+numbers, text, bytes, lists, tuples, sets, dicts, paths, dtypes, devices, dense tensors (they arrive on the CPU), and
+dataclasses and named tuples of flatfsdp's own, which arrive by their fields. Objects of users' classes have no other
+form than a pickle: they travel only where both sides of a call say that there may be `objects`.
+
+The bytes are the length of the JSON, as 8 bytes, the JSON, and what lies behind it, each part at a multiple of 16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path, PosixPath, WindowsPath
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+
+ALIGNMENT = 16  # the itemsize of the largest dtype
+_PACKAGE = __name__.partition(".")[0]
+
+
+def encode(value: Any, *, objects: bool = False) -> bytes:
+    """`value` for other ranks, who `decode` it.
+
+    Args:
+        objects: whether objects of other classes may be in it, as pickles.
+
+    Raises:
+        UsageError: something in it cannot be sent.
+    """
+    writer = _Writer(objects)
+    head = json.dumps(writer.node(value), separators=(",", ":")).encode()
+    return b"".join([len(head).to_bytes(8, "little"), head, _padding(8 + len(head)), *writer.parts])
+
+
+def decode(data: bytes | bytearray | memoryview, *, objects: bool = False) -> Any:
+    """What was encoded. Tensors share memory with each other, not with `data`.
+
+    Args:
+        objects: whether pickles in it may be read, which runs the code that they name.
+
+    Raises:
+        ValueError: it was not written by `encode`, or holds a pickle and may not.
+    """
+    size = int.from_bytes(data[:8], "little")
+    try:
+        reader = _Reader(bytearray(data[_aligned(8 + size) :]), objects)
+        return json.loads(bytes(data[8 : 8 + size]), object_hook=reader.value)
+    except (TypeError, KeyError, IndexError, AttributeError, RecursionError, RuntimeError) as error:
+        raise ValueError(f"what another rank sent cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _Writer:
+    def __init__(self, objects: bool) -> None:
+        self.parts: list[bytes] = []
+        self._size = 0
+        self._objects = objects
+
+    def node(self, value: Any) -> Any:
+        """What JSON holds of `value`: itself, or {its kind: what it is made of}."""
+        kind = type(value)
+        if kind in _SCALARS:
+            return value
+        if kind is list:
+            return self._nodes(value)
+        if kind in (tuple, set, frozenset, torch.Size):
+            return {kind.__name__: self._nodes(list(value))}
+        if kind in (dict, OrderedDict):
+            return {kind.__name__: [[self.node(key), self.node(each)] for key, each in value.items()]}
+        if kind is bytes:
+            return {"bytes": self._part(value)}
+        if kind in (torch.dtype, torch.device):
+            return {kind.__name__: str(value).removeprefix("torch.")}
+        if kind in (PosixPath, WindowsPath):
+            return {"Path": str(value)}
+        if kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
+            flat = value.detach().cpu().contiguous().view(-1)
+            told = [str(value.dtype).removeprefix("torch."), list(value.shape)]
+            return {"Tensor": [*told, *self._part(bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b"")]}
+        if kind.__module__.partition(".")[0] == _PACKAGE and (names := _fields(kind)) is not None:
+            return {f"{kind.__module__}:{kind.__qualname__}": self._nodes([getattr(value, name) for name in names])}
+        return {"pickle": self._part(self._pickled(value))}
+
+    def _nodes(self, values: list[Any]) -> list[Any]:
+        # Tables have millions of these: those without anything else inside are not looked into one by one.
+        return values if _SCALARS.issuperset(map(type, values)) else [self.node(each) for each in values]
+
+    def _pickled(self, value: Any) -> bytes:
+        kind = type(value)
+        if not self._objects:
+            raise UsageError(
+                f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks here, only plain data can: "
+                "numbers, text, bytes, lists, tuples, sets, dicts, dtypes and dense tensors"
+            )
+        try:
+            return pickle.dumps(value)
+        except Exception as error:
+            raise UsageError(
+                f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks, not even as a pickle: {error}"
+            ) from error
+
+    def _part(self, data: bytes) -> list[int]:
+        start = self._size
+        self.parts += [data, _padding(len(data))]
+        self._size += _aligned(len(data))
+        return [start, len(data)]
+
+
+class _Reader:
+    def __init__(self, rest: bytearray, objects: bool) -> None:
+        self._rest = rest
+        self._objects = objects
+
+    def value(self, node: dict[str, Any]) -> Any:
+        """What {its kind: what it is made of} stands for, where what it is made of has been read."""
+        ((kind, made_of),) = node.items()
+        if kind in _MADE:
+            return _MADE[kind](made_of)
+        if kind == "Tensor":
+            name, shape, start, size = made_of
+            if not size:
+                return torch.empty(shape, dtype=_dtype(name))
+            data = torch.frombuffer(self._rest, dtype=torch.uint8, offset=start, count=size)
+            return data.view(_dtype(name)).view(shape)
+        if kind == "bytes":
+            return self._part(made_of)
+        if kind == "pickle":
+            if not self._objects:
+                raise ValueError("a rank sent a pickle where plain data was expected")
+            return pickle.loads(self._part(made_of))
+        return _class(kind)(*made_of)
+
+    def _part(self, place: list[int]) -> bytes:
+        start, size = place
+        return bytes(self._rest[start : start + size])
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch.{name} is no dtype")
+    return found
+
+
+_SCALARS = frozenset({type(None), bool, int, float, str})
+_MADE: dict[str, Callable[[Any], Any]] = {
+    **{each.__name__: each for each in (tuple, set, frozenset, torch.Size, dict, OrderedDict)},
+    "dtype": _dtype,
+    "device": torch.device,
+    "Path": Path,
+}
+
+
+def _fields(kind: Any) -> tuple[str, ...] | None:
+    """The names of the arguments that make a dataclass or a named tuple; None of other classes."""
+    if dataclasses.is_dataclass(kind):
+        return tuple(each.name for each in dataclasses.fields(kind) if each.init)
+    return kind._fields if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
+
+
+def _class(name: str) -> Any:
+    """The class of flatfsdp's, of a module that is imported, of that name; it takes fields, and is nothing else."""
+    module, _, inside = name.partition(":")
+    if module.partition(".")[0] != _PACKAGE:
+        raise TypeError(f"{name!r} is no class of {_PACKAGE}")
+    found: Any = sys.modules[module]
+    for each in inside.split("."):
+        found = vars(found)[each]
+    if not isinstance(found, type) or found.__module__ != module or _fields(found) is None:
+        raise TypeError(f"{name!r} is no dataclass")
+    return found
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _padding(size: int) -> bytes:
+    return bytes(_aligned(size) - size)

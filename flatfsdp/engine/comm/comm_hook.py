@@ -1,0 +1,163 @@
+"""Users' communication hooks in the place of reductions.
+
+[Note: communication hooks] A hook does the reduction over the ranks of its unit's process group, its scaling included.
+Where they hold pieces it stands in the place of the reduce-scatter: `hook(state, grad, shard)`; where each holds the
+whole, in that of the all-reduce: `hook(state, grad)`. Of hybrids, the mean over replicas of what it leaves is the
+engine's again.
+
+What a hook is handed it may keep, or give other `.data`, of any dtype (torch's compress hooks do; what is left there is
+cast to the reduce dtype): tensors of its own, over memory that nobody resizes. So gradients of units with a hook lie in
+no parameter's place.
+
+A hook talks over the user's groups, in the order of reductions, which has no common interleaving with that of gathers
+([Note: backward order]): a model with a hook gathers over the communicators that are for reductions elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ... import comm_hooks
+from ...errors import UsageError, fail, shown
+from ..config.precision import gradient_scaling
+from ..device.streams import Device, Lane, Pending
+from .transport import GroupPlan, Reducer, Transport
+
+if TYPE_CHECKING:
+    from ..runtime.unit import Unit
+
+_TORCHS = "torch.distributed.algorithms._comm_hooks.default_hooks"
+
+
+@dataclass(frozen=True, eq=False)
+class CommHook:
+    """What a user registered.
+
+    Attributes:
+        state: handed to each call.
+        function: called with the state, a gradient, and where parameters are sharded a place for this rank's piece.
+    """
+
+    state: Any
+    function: Callable[..., Any]
+
+    @staticmethod
+    def of(state: Any, function: Callable[..., Any]) -> CommHook:
+        """`function` with `state`. torch's compress hooks are replaced by ours, which compute the same: theirs record
+        streams, which fails on a CPU and keeps memory longer elsewhere."""
+        name = getattr(function, "__name__", "")
+        if getattr(function, "__module__", "") == _TORCHS and name in ("fp16_compress_hook", "bf16_compress_hook"):
+            function = getattr(comm_hooks, name)
+        return CommHook(state, function)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is one of `flatfsdp.comm_hooks`, which leave the same on all ranks."""
+        return getattr(self.function, "__module__", "") == comm_hooks.__name__
+
+    @property
+    def told(self) -> str:
+        """The hook in words that are equal on all ranks."""
+        return f"a communication hook, {getattr(self.function, '__qualname__', type(self.function).__name__)}"
+
+
+class Hooked:
+    """A hook in the place of a transport's reductions. [Note: communication hooks]"""
+
+    def __init__(self, hook: CommHook, inner: Transport, *, replicas: int) -> None:
+        """`inner`: whose device and traffic it uses. The mean over `replicas` will be taken of what the hook leaves."""
+        self._hook = hook
+        self._device: Device = inner.device
+        self._traffic = inner.traffic
+        self._replicas = replicas
+
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending:
+        """Let the hook fill `output`, this rank's piece, from `full`. Collective over what the hook uses."""
+        return self._run(lane, full, output)
+
+    def all_reduce(self, tensor: torch.Tensor, lane: Lane) -> Pending:
+        """Let the hook change `tensor`, the whole. Collective over what the hook uses."""
+        return self._run(lane, tensor)
+
+    def _run(self, lane: Lane, *tensors: torch.Tensor) -> Pending:
+        handed = [tensor.data for tensor in tensors]
+
+        def take_over() -> None:
+            result, left = tensors[-1], handed[-1]
+            if left.shape != result.shape:
+                fail(
+                    UsageError(
+                        f"the communication hook left a gradient of shape {tuple(left.shape)}, expected "
+                        f"{tuple(result.shape)}: it must fill the last tensor that it is given"
+                    )
+                )
+            if left.data_ptr() != result.data_ptr() or left.dtype != result.dtype:
+                result.copy_(left)
+            before, _ = gradient_scaling(self._replicas, result.dtype)
+            if before != 1.0:
+                result.mul_(before)
+
+        self._traffic.log("comm_hook", tensors[0].numel() * tensors[0].element_size())
+        with torch.no_grad(), lane.running():
+            try:
+                returned = self._hook.function(self._hook.state, *handed)
+                work = to_wait_for(returned, "a communication hook", result=handed[-1])
+            except BaseException:
+                self._traffic.take_back()
+                raise
+            if work is not None and lane.is_callers:
+                return Pending(work=work, keep=(*tensors, *handed), finish=take_over)
+            if work is not None:
+                work.wait()  # orders the lane
+            take_over()
+            return Pending(device=self._device, event=lane.mark(), keep=(*tensors, *handed))
+
+
+def to_wait_for(returned: Any, what: str, *, result: torch.Tensor) -> Any:
+    """The work to wait for until `result` is there, by what a user's hook returned; None for nothing.
+
+    Raises:
+        UsageError: it returned something else than a work, None, or `result`, as operations in place do.
+    """
+    if returned is None or returned is result:
+        return None
+    if callable(getattr(returned, "wait", None)):
+        return returned
+    fail(
+        UsageError(
+            f"{what} returned {shown(returned)}. It must write its result into the last tensor that it is given, and "
+            "return None, or what has a wait() after which the result is there"
+        )
+    )
+
+
+def left_to_average(groups: GroupPlan) -> int:
+    """How many replicas the engine averages after a hook has reduced."""
+    return groups.replicate.size if groups.shard.size > 1 and groups.replicate is not None else 1
+
+
+def reducers(
+    hook: CommHook, groups: GroupPlan, scatter: Transport, replicate: Transport | None
+) -> tuple[Reducer, Reducer | None]:
+    """What reduces along the shard axis and along the replicate axis, with `hook` in the place of one of them."""
+    hooked = Hooked(hook, scatter, replicas=left_to_average(groups))
+    return (scatter, hooked) if groups.shard.size == 1 else (hooked, replicate)
+
+
+def check_all_or_none(units: Iterable[Unit]) -> None:
+    """Refuse a model of which only a part has a communication hook.
+
+    Raises:
+        UsageError: the model was wrapped again after a hook had been registered.
+    """
+    units = list(units)
+    without = [unit for unit in units if unit.choices.comm_hook is None]
+    if without and len(without) < len(units):
+        raise UsageError(
+            f"a communication hook was registered on a part of this model, before the whole was wrapped: unit "
+            f"{without[0].label} has none. Wrap the whole model, then call register_comm_hook() on it, once"
+        )

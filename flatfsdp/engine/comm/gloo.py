@@ -1,0 +1,327 @@
+"""Exchanges on gloo: what every rank sends to every other, and sums in rank order.
+
+gloo's own gather and reductions take a second buffer of full size, and its reductions sum in an order of their own.
+`Pairs` exchanges by messages between two ranks each, in place, where much is to be exchanged among a few ranks on one
+host; `AllToAll` is a collective of gloo's, for all others.
+
+[Note: messages] What gloo asks of messages, and what it costs not to heed it:
+
+- *All are posted before the first is waited for*, or ranks wait for each other. A rank's wait then depends on what the
+  others have issued, never on what they wait for. (Where there is no room to receive all, a thread goes on as there is:
+  [Note: turns].)
+- *Sends are posted before receives.* A receive lets the peer's data come at once, and gloo's thread that wants to read
+  them spins while the main thread posts more to the same connection. Where other work takes the processor from the main
+  thread at that moment, it spins for milliseconds: small exchanges (below `SMALLEST`) are better left to gloo's own.
+- *Tags* are matched in the order of posting, and a process group's small ones are `monitored_barrier`'s and the user's:
+  ours count from `FIRST_TAG`, one per exchange, which every rank of a group takes in the same order.
+- *Sizes must agree*: gloo ends the process when more arrives than was asked for, as in its collectives. Layouts are
+  compared before the first exchange.
+- *A tensor must stay until its message is through*, sent ones too, or gloo ends the process. Waiting waits for both
+  ways, once each (a second wait for a message never returns); what nobody waits for, because an exception came first,
+  is kept for as long as the process group.
+- *A peer that dies* in the middle of a message does not wake who waits for it, only who waits for a message that has
+  not begun. So an empty one, the *end*, follows each, and is waited for first.
+- No waits with a time limit (one that runs out takes the whole group down), no `is_completed` (false until waited for).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import platform
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..base.wait_limits import blocked
+from ..device.fake_tensors import is_memoryless
+from ..device.memory import Ledger
+from ..device.streams import Pending, Work
+from .ordered_sum import Sum, Turns
+
+FIRST_TAG, TAGS = 2**30, 2**20  # more than can be in flight
+PARCEL_TAG = FIRST_TAG + TAGS  # of messages that are waited for at once, and so need no other
+MOST_RANKS = 8  # as far as was measured; at some point W-1 messages each way cost more than a ring
+MOST_ROOM = 2  # pieces that a sum holds beside its output; more cost time, too, from 16 MiB on (measured with 8 ranks)
+SMALLEST = 2 * 1024 * 1024  # bytes of the whole; measured on two busy cores (on idle ones messages always cost less)
+
+
+class Messages:
+    """Messages that are waited for together, under way. [Note: messages]"""
+
+    def __init__(self, works: list[Work], line: Line) -> None:
+        self._works = works  # the last one is waited for first
+        self._line = line
+        line.under_way.add(self)
+
+    def wait(self) -> None:
+        """Block until everything has arrived and everything sent may be let go.
+
+        Raises:
+            RuntimeError: a connection broke.
+        """
+        while self._works:
+            self._works[-1].wait()
+            self._works.pop()
+        self._line.under_way.discard(self)
+
+
+class Line:
+    """What the exchanges over one process group share.
+
+    Attributes:
+        peers: all other ranks, in an order in which not all send to the same one first.
+        under_way: exchanges that have not been waited for.
+        turns: runs the sums that receive in turns.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        self._group = weakref.ref(process_group)
+        rank, world = process_group.rank(), process_group.size()
+        self.peers = [*range(rank + 1, world), *range(rank)]
+        self._tags = itertools.cycle(range(FIRST_TAG, FIRST_TAG + TAGS))
+        self.under_way: set[Messages] = set()
+        self.turns = Turns()
+
+    def tag(self) -> int:
+        """The tag of the next exchange. Every rank takes it at the same point of the group's order."""
+        return next(self._tags)
+
+    def send(self, peer: int, tag: int, tensor: torch.Tensor) -> list[Work]:
+        """Send a contiguous tensor, and its end. An empty one is not sent."""
+        group: Any = self._group()
+        return [group.send([part], peer, tag) for part in _with_end(tensor)]
+
+    def receive(self, peer: int, tag: int, tensor: torch.Tensor) -> list[Work]:
+        """Receive into a contiguous tensor what `peer` sends, and its end. For an empty one nothing comes."""
+        group: Any = self._group()
+        return [group.recv([part], peer, tag) for part in _with_end(tensor)]
+
+
+_lines: weakref.WeakKeyDictionary[Any, Line] = weakref.WeakKeyDictionary()
+_near: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _with_end(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor, tensor.new_empty(0)] if tensor.numel() else []
+
+
+def is_near(process_group: Any) -> bool:
+    """Whether the ranks are few and all on one host. Collective over the group at its first call."""
+    found = _near.get(process_group)
+    if found is None:
+        found = _near[process_group] = process_group.size() <= MOST_RANKS and _on_one_host(process_group)
+    return found
+
+
+def _on_one_host(process_group: Any) -> bool:
+    if is_memoryless():  # a rehearsal, which has no other rank to ask
+        return True
+    host = int.from_bytes(hashlib.blake2b(platform.node().encode(), digest_size=7).digest(), "big")
+    extremes = torch.tensor([host, -host])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=process_group)
+    return bool(extremes.sum() == 0)
+
+
+class Pairs:
+    """Exchanges by messages: 2(W-1) a rank, each followed by its end. [Note: messages]"""
+
+    def __init__(
+        self, process_group: Any, *, ledger: Ledger, log: Callable[[int], None], issue: Callable[[], None]
+    ) -> None:
+        """`log` is told how many messages an exchange takes, their ends left out, and `issue` that a second half was
+        issued."""
+        self._rank, self._world = process_group.rank(), process_group.size()
+        self._line = _lines.setdefault(process_group, Line(process_group))
+        self._ledger = ledger
+        self._log = log
+        self._issue = issue
+
+    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """Every rank's `shard` into its slot of `output`, sent from and received into place."""
+        return self._gather(self._line.tag(), output.chunk(self._world), shard)
+
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
+        """The sum over ranks of this rank's piece of `full`, in rank order, into `output`."""
+        return self._scatter(self._line.tag(), output, full.chunk(self._world))
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """The sum over ranks, in rank order, in place: each rank sums a piece, and sends it on when waited for."""
+        pieces = tensor.view(-1).tensor_split(self._world)
+        # Both now: where ranks wait is not what the order of tags may depend on.
+        first, second = self._line.tag(), self._line.tag()
+        total = torch.empty_like(pieces[self._rank])
+        self._ledger.add("exchange", total.numel() * total.element_size())
+        scattered = self._scatter(first, total, pieces)
+
+        def share() -> None:
+            self._issue()
+            self._gather(second, pieces, total).wait()
+            self._ledger.remove("exchange", total.numel() * total.element_size())
+
+        return Pending(work=scattered, finish=share)
+
+    def _gather(self, tag: int, slots: Sequence[torch.Tensor], mine: torch.Tensor) -> Pending:
+        work = self._exchange(tag, [mine] * self._world, slots)
+        own = slots[self._rank]
+        if own.data_ptr() != mine.data_ptr():
+            own.copy_(mine)
+        return Pending(work=work, keep=(mine, *slots))
+
+    def _scatter(self, tag: int, output: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Pending:
+        """The first peer's piece arrives in `output`, others in scratch, in turns where it has no room for all."""
+        rank, own, others = self._rank, pieces[self._rank], self._world - 2
+        scratch = output.new_empty((min(others, MOST_ROOM), own.numel())).unbind()
+        held = self._ledger.hold("exchange", len(scratch) * own.numel() * own.element_size())
+        arriving = [output, *scratch]
+        if others > MOST_ROOM:
+            work = self._add_in_turns(tag, pieces, arriving)
+            return Pending(work=work, keep=(*pieces, *arriving), finish=held.close)
+        in_order = [*arriving[:rank], own, *arriving[rank:]]
+        work = self._exchange(tag, pieces, in_order)
+
+        def add_up() -> None:
+            torch.add(in_order[0], in_order[1], out=output)  # `output` is one of them
+            for piece in in_order[2:]:
+                output.add_(piece)
+            held.close()
+
+        return Pending(work=work, keep=(*pieces, *in_order), finish=add_up)
+
+    def _add_in_turns(self, tag: int, pieces: Sequence[torch.Tensor], room: Sequence[torch.Tensor]) -> Messages:
+        line = self._line
+
+        def receive(peer: int, tensor: torch.Tensor) -> Messages:
+            return Messages(line.receive(peer, tag, tensor), line)
+
+        sends = self._send(tag, pieces)
+        total = Sum(self._rank, self._world, own=pieces[self._rank], room=room, receive=receive)
+        line.turns.hand_over(total)
+        return Messages([*sends, total], line)
+
+    def _exchange(self, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Messages:
+        line = self._line
+        sends = self._send(tag, outgoing)
+        receives = [work for peer in line.peers for work in line.receive(peer, tag, incoming[peer])]
+        return Messages([*sends, *receives], line)
+
+    def _send(self, tag: int, outgoing: Sequence[torch.Tensor]) -> list[Work]:
+        self._log(2 * len(self._line.peers))  # as many come back
+        return [work for peer in self._line.peers for work in self._line.send(peer, tag, outgoing[peer])]
+
+
+class AllToAll:
+    """Exchanges by gloo's all-to-all.
+
+    Per rank and reduce-scatter of n bytes: n (W-1)/W received into scratch, and a copy of as much that is sent, but on
+    the first and the last rank.
+    """
+
+    def __init__(self, process_group: Any, *, ledger: Ledger, issue: Callable[[], None]) -> None:
+        """`issue` is told that a second half was issued."""
+        self._group = process_group
+        self._rank, self._world = process_group.rank(), process_group.size()
+        self._ledger = ledger
+        self._issue = issue
+
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
+        """The sum over ranks of this rank's piece of `full`, in rank order, into `output`."""
+        return self._scatter(output, full.chunk(self._world), full)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """The sum over ranks, in rank order, in place: each rank sums a piece, and sends it on when waited for."""
+        rank, flat = self._rank, tensor.view(-1)
+        pieces = flat.tensor_split(self._world)
+        mine = pieces[rank]
+        scattered = self._scatter(mine, pieces, flat)
+
+        def share() -> None:
+            sizes = [piece.numel() for piece in pieces]
+            sizes[rank] = 0
+            sent = [mine.numel()] * self._world
+            sent[rank] = 0
+            others, outgoing = self._scratch(flat, sum(sizes)), self._scratch(flat, sum(sent))
+            outgoing.view(self._world - 1, mine.numel()).copy_(mine)
+            self._issue()
+            with blocked():
+                dist.all_to_all_single(others, outgoing, sizes, sent, group=self._group)
+            for piece, arrived in zip(pieces, others.split(sizes), strict=True):
+                if arrived.numel():
+                    piece.copy_(arrived)
+            self._give_back(others, outgoing)
+
+        return Pending(work=scattered, finish=share)
+
+    def _scatter(self, output: torch.Tensor, pieces: Sequence[torch.Tensor], full: torch.Tensor) -> Pending:
+        rank, own = self._rank, pieces[self._rank]
+        send = [piece.numel() for piece in pieces]
+        before, after = sum(send[:rank]), sum(send[rank + 1 :])
+        send[rank] = 0
+        receive = [own.numel()] * self._world
+        receive[rank] = 0
+        # all_to_all wants the pieces it sends in one tensor: leaving out our own costs no copy where we are first or
+        # last.
+        copied = 0 < rank < self._world - 1
+        if copied:
+            outgoing = self._scratch(full, before + after)
+            torch.cat([full[:before], full[full.numel() - after :]], out=outgoing)
+        else:
+            outgoing = full[full.numel() - after :] if rank == 0 else full[:before]
+        scratch = self._scratch(full, sum(receive))
+        work: Any = dist.all_to_all_single(scratch, outgoing, receive, send, group=self._group, async_op=True)
+
+        def add_up() -> None:
+            if own.numel():
+                in_order = list(scratch.split(own.numel()))
+                in_order.insert(rank, own)
+                total = torch.add(in_order[0], in_order[1])
+                for piece in in_order[2:]:
+                    total.add_(piece)
+                output.copy_(total)
+            self._give_back(scratch, *([outgoing] if copied else []))
+
+        return Pending(work=work, keep=(output, outgoing, scratch, full), finish=add_up)
+
+    def _scratch(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+        self._ledger.add("exchange", numel * like.element_size())
+        return like.new_empty(numel)
+
+    def _give_back(self, *scratch: torch.Tensor) -> None:
+        for tensor in scratch:
+            self._ledger.remove("exchange", tensor.numel() * tensor.element_size())
+            # Now: gloo's thread may hold a finished work, and the tensors in it, a little longer than we do.
+            tensor.untyped_storage().resize_(0)
+
+
+class Rehearsed:
+    """What `AllToAll` holds, without its exchanges and sums. [Note: rehearsal]"""
+
+    def __init__(self, rank: int, world: int, *, ledger: Ledger, issue: Callable[[], None]) -> None:
+        self._rank, self._world = rank, world
+        self._ledger = ledger
+        self._issue = issue
+
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
+        """Holds what that of `AllToAll` does until it is waited for."""
+        return self._scatter(output.numel(), full)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Holds what that of `AllToAll` does until it is waited for."""
+        numel, world = tensor.numel(), self._world
+        mine = numel // world + (self._rank < numel % world)
+
+        def share() -> None:
+            self._issue()
+            self._hold(tensor, numel - mine + mine * (world - 1))()
+
+        return Pending(work=self._scatter(mine, tensor), finish=share)
+
+    def _scatter(self, mine: int, full: torch.Tensor) -> Pending:
+        copied = full.numel() - mine if 0 < self._rank < self._world - 1 else 0
+        return Pending(finish=self._hold(full, mine * (self._world - 1) + copied))
+
+    def _hold(self, like: torch.Tensor, numel: int) -> Callable[[], None]:
+        return self._ledger.hold("exchange", numel * like.element_size()).close

@@ -1,0 +1,112 @@
+"""Sums of more pieces than there is room for: the thread that receives the next piece where one was added.
+
+[Note: turns] A rank that adds up the pieces of W ranks, in rank order, should hold few of them, and can receive none
+before there is room for it. Were room made by `wait()`, a rank's wait would need the others to wait for the same, and
+ranks that wait in different places would wait for each other. So a thread makes it: it takes the sums of a process
+group one after the other, in the order in which all ranks issue them, and depends on nothing but that they do.
+
+The thread lives for as long as there are sums under way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..device.streams import Work
+
+
+class Sum:
+    """The sum, in rank order, of `own` and of what every other rank sends.
+
+    It is made in the first tensor of `room`, of which there are two or more. There the first piece of another rank
+    arrives; later ones in the others, each as often as it takes.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        *,
+        own: torch.Tensor,
+        room: Sequence[torch.Tensor],
+        receive: Callable[[int, torch.Tensor], Work],
+    ) -> None:
+        """`receive(peer, tensor)` posts what receives a piece: now for as many as there is room for, later in `run`."""
+        self._rank, self._world = rank, world
+        self._own, self._output = own, room[0]
+        self._receive = receive
+        self._expected = deque(peer for peer in range(world) if peer != rank)
+        self._arriving: deque[tuple[torch.Tensor, Work]] = deque()
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        for tensor in room:
+            self._receive_into(tensor)
+
+    def run(self) -> None:
+        """Add up everything as it arrives. Blocks until all ranks have sent; `wait` raises what this meets."""
+        try:
+            self._add_up()
+        except BaseException as error:
+            self._error = error
+        self._over.set()
+
+    def wait(self) -> None:
+        """Block until `run`, in another thread, is over.
+
+        Raises:
+            RuntimeError: a connection broke.
+        """
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _add_up(self) -> None:
+        total = self._own if self._rank == 0 else self._arrived()
+        for rank in range(1, self._world):
+            piece = self._own if rank == self._rank else self._arrived()
+            torch.add(total, piece, out=self._output)
+            total = self._output
+            if piece is not self._own and piece is not self._output:
+                self._receive_into(piece)
+
+    def _arrived(self) -> torch.Tensor:
+        tensor, work = self._arriving[0]
+        work.wait()
+        self._arriving.popleft()  # not before: gloo ends the process when a tensor goes that it writes to
+        return tensor
+
+    def _receive_into(self, tensor: torch.Tensor) -> None:
+        if self._expected:
+            self._arriving.append((tensor, self._receive(self._expected.popleft(), tensor)))
+
+
+class Turns:
+    """The thread of one process group, which runs sums in the order in which they are handed over."""
+
+    def __init__(self) -> None:
+        self._sums: deque[Sum] = deque()
+        self._lock = threading.Lock()
+        self._is_running = False
+
+    def hand_over(self, sum_: Sum) -> None:
+        """Run it when those before it are over. Every rank hands over at the same point of the group's order."""
+        with self._lock:
+            self._sums.append(sum_)
+            if not self._is_running:
+                self._is_running = True
+                # A daemon: where another rank is gone the process must be able to end.
+                threading.Thread(target=self._run, name="flatfsdp sums", daemon=True).start()
+
+    def _run(self) -> None:
+        while (sum_ := self._next()) is not None:
+            sum_.run()
+            del sum_  # or its tensors stay until the next one
+
+    def _next(self) -> Sum | None:
+        with self._lock:
+            self._is_running = bool(self._sums)
+            return self._sums.popleft() if self._sums else None

@@ -1,0 +1,273 @@
+"""Process groups and the axes that they span: those a user gave, those of a node's ranks, those that a pickle names.
+
+[Note: groups] The groups that are made here are made once and kept for as long as the group that they were made for.
+Making one is collective over its members, and says who is missing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...api import HYBRIDS, Config, ShardingStrategy
+from ...errors import ConfigValueError, UsageError, set_rank, warn_once
+from ..agreement.rank_exchange import number
+from ..base import _torch
+from ..device.streams import accelerator_count
+from ..watchdog.watchdog import expecting
+from .transport import Group, GroupPlan
+
+# Communicators for reductions, one per process group and living as long as it does.
+_reduction_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# Groups of the ranks of a node and across nodes, made once per default process group.
+_node_groups: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+# Groups over some ranks of a default process group, made for pickles.
+_groups_by_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+# The plans in use: units over the same groups share one, and a group of many ranks is asked for them once.
+_plans: weakref.WeakValueDictionary[tuple[object, ...], GroupPlan] = weakref.WeakValueDictionary()
+# Groups of some of a process group's ranks in a row, by how many.
+_neighbours: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+# How many groups were made over the same ranks of a default process group; part of their names.
+_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+def require_process_group() -> None:
+    """Refuse to go on without a default process group, with the lines that make one."""
+    if not dist.is_initialized():
+        raise UsageError(
+            "no process group: FullyShardedDataParallel needs torch.distributed to be initialised. Under torchrun add\n"
+            "    torch.distributed.init_process_group()\n"
+            "before wrapping; in a single process without a launcher add\n"
+            '    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), '
+            "rank=0, world_size=1)"
+        )
+
+
+def resolve_groups(config: Config) -> Config:
+    """`config` with its process groups made explicit: one group, or (shard group, replicate group) for the hybrids.
+
+    Collective over the default group where a hybrid strategy was given neither groups nor a mesh.
+    """
+    require_process_group()
+    set_rank(dist.get_rank())
+    if newer := _torch.untested():
+        warn_once("newer torch", newer)
+    mesh, given = config.device_mesh, config.process_group
+    hybrid = config.sharding_strategy in HYBRIDS
+    if mesh is not None:
+        if mesh.get_coordinate() is None:
+            raise ConfigValueError(
+                f"device_mesh: rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}. Wrap on its ranks only"
+            )
+        group = (mesh.get_group(1), mesh.get_group(0)) if hybrid else mesh.get_group(0)
+    elif given is not None:
+        group = given
+    else:
+        group = _groups_of_nodes() if hybrid else dist.group.WORLD
+    return config.replace(process_group=group)
+
+
+def is_first_of(process_group: Any, device_mesh: Any) -> bool:
+    """Whether this rank is the lowest of those for which a user gave these arguments, not yet checked."""
+    if not dist.is_initialized():
+        return True
+    groups = process_group if isinstance(process_group, (tuple, list)) else [process_group]
+    if isinstance(getattr(device_mesh, "mesh", None), torch.Tensor):
+        members = [int(device_mesh.mesh.min())]
+    elif all(isinstance(group, dist.ProcessGroup) for group in groups):
+        members = [min(dist.get_process_group_ranks(group)) for group in groups]
+    else:
+        members = [0] if process_group is None else [dist.get_rank()]
+    return all(member == dist.get_rank() for member in members)
+
+
+def serves(process_group: Any, device: torch.device) -> bool:
+    """Whether a backend of `process_group` (the first, of a pair) takes tensors on `device`."""
+    group = process_group[0] if isinstance(process_group, tuple) else process_group
+    return device.type in str(dist.get_backend_config(group))
+
+
+def plan_groups(config: Config, device: torch.device) -> GroupPlan:
+    """The axes for `config` (its groups resolved). Makes, once per group, the communicator for reductions."""
+    return _plan(config.sharding_strategy, config.process_group, device)
+
+
+def _plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> GroupPlan:
+    # A plan holds its groups, so their ids are theirs for as long as it is known.
+    key = strategy, device, *map(id, given if isinstance(given, tuple) else [given])
+    plan = _plans.get(key)
+    if plan is None or not _is_usable(plan):
+        plan = _plans[key] = _new_plan(strategy, given, device)
+    return plan
+
+
+def _is_usable(plan: GroupPlan) -> bool:
+    axes = (plan.shard, plan.scatter, plan.replicate)
+    return all(_exists(axis.process_group) for axis in axes if axis is not None and axis.process_group is not None)
+
+
+def _new_plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> GroupPlan:
+    alone = Group.alone()
+    if strategy in HYBRIDS:
+        shard_group, replicate_group = given
+        across = _axis(replicate_group, device)
+        axes = _axis(shard_group, device), _axis(_for_reductions(shard_group), device), across
+    elif strategy is ShardingStrategy.NO_SHARD:
+        axes = alone, alone, _axis(_for_reductions(given), device)
+    else:
+        axes = _axis(given, device), _axis(_for_reductions(given), device), alone
+    shard, scatter, replicate = axes
+    plan = GroupPlan(shard, scatter, replicate if replicate.size > 1 else None, strategy, given, device)
+    if strategy in HYBRIDS and shard.size == 1 and plan.replicate is not None:
+        count = replicate.size
+        warn_once(
+            ("shards nothing", replicate.ranks),
+            f"{strategy.name} over {groups_in_words(plan)}, each of one rank: nothing is sharded, every rank holds all "
+            f"parameters, gradients and optimizer states. A 2-D device_mesh is (replicate, shard): ({count}, 1) has "
+            f"one shard, (1, {count}) has {count}, and of a pair of process groups the first is that of the shards. "
+            'Pass sharding_strategy="NO_SHARD" if it is meant',
+        )
+    return plan
+
+
+def _axis(process_group: Any, device: torch.device) -> Group:
+    return Group.alone() if dist.get_world_size(process_group) == 1 else Group.of(process_group, device)
+
+
+def _for_reductions(process_group: Any) -> Any:
+    if dist.get_world_size(process_group) == 1:
+        return process_group
+    made = _reduction_groups.get(process_group)
+    if made is None or not _exists(made):
+        ranks = dist.get_process_group_ranks(process_group)
+        made = _reduction_groups[process_group] = new_group(tuple(ranks), "wraps a module", like=process_group)
+    return made
+
+
+def neighbours(axis: Group, count: int, device: torch.device) -> Group:
+    """The axis of the `count` ranks in a row that this one is among, where `axis` is cut into such rows.
+
+    Collective over these ranks where a group is made, once per process group and `count`, which divides its size.
+    """
+    known = _neighbours.setdefault(axis.process_group, {})
+    if count not in known or not _exists(known[count]):
+        first = axis.rank - axis.rank % count
+        known[count] = new_group(
+            axis.ranks[first : first + count], "keeps parameters after forward", like=axis.process_group
+        )
+    return Group.of(known[count], device)
+
+
+def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: str | None = None) -> Any:
+    """One more group over `ranks`, made by them alone: models on different halves of the world are independent.
+
+    Collective over `ranks`; `doing` completes "rank 0 ..." for those who wait. It has the time limit of `like`, or of
+    the default group.
+    """
+    limit = _torch.time_limit(dist.group.WORLD if like is None else like)
+    timeout = None if math.isinf(limit) else timedelta(seconds=limit)
+    counts = _made.setdefault(dist.group.WORLD, Counter())
+    counts[ranks] += 1
+    name = f"flatfsdp {number(str(ranks)):x} {counts[ranks]}"
+    with expecting(ranks, f"{doing} over ranks {', '.join(map(str, ranks))}"), _torch.name_of_group(name):
+        return dist.new_group(
+            list(ranks), timeout, backend=backend, use_local_synchronization=True, group_desc="flatfsdp"
+        )
+
+
+def _exists(process_group: Any) -> bool:
+    """Whether nobody has destroyed `process_group` since it was made."""
+    try:
+        dist.get_group_rank(process_group, dist.get_rank())
+    except ValueError:
+        return False
+    return True
+
+
+def _groups_of_nodes() -> tuple[Any, Any]:
+    world = dist.group.WORLD
+    found = _node_groups.get(world)
+    if found is None or not all(map(_exists, found)):
+        size, rank = dist.get_world_size(), dist.get_rank()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or accelerator_count()
+        if local < 1 or size % local:
+            source = "LOCAL_WORLD_SIZE" if os.environ.get("LOCAL_WORLD_SIZE") else "the accelerators of this machine"
+            count = f"{local}, by {source}, do not divide the world of {size}" if local else "nothing tells how many"
+            raise ConfigValueError(
+                f"process_group: the hybrid strategies shard over the ranks of a node, but {count}. Launch with "
+                "torchrun, or give process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"
+            )
+        shard = replicate = None
+        with expecting(range(size), f"wraps a module over nodes of {local} ranks"):
+            for start in range(0, size, local):
+                members = list(range(start, start + local))
+                group = dist.new_group(members)
+                shard = group if rank in members else shard
+            for offset in range(local):
+                members = list(range(offset, size, local))
+                group = dist.new_group(members)
+                replicate = group if rank in members else replicate
+        found = _node_groups[world] = (shard, replicate)
+    return found
+
+
+def plan_over(strategy: ShardingStrategy, ranks: tuple[Any, ...], device: torch.device) -> GroupPlan:
+    """The axes of `strategy` over these global ranks, in groups found or made for them.
+
+    Collective over the members where a group is made.
+    """
+    if strategy in HYBRIDS:
+        return _plan(strategy, tuple(_group_over(each) for each in ranks), device)
+    return _plan(strategy, _group_over(ranks), device)
+
+
+def _group_over(ranks: tuple[int, ...]) -> Any:
+    require_process_group()
+    if ranks == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD
+    if dist.get_rank() not in ranks:
+        raise UsageError(
+            f"this model was pickled on a rank of the group {ranks}; rank {dist.get_rank()} is not one of them"
+        )
+    known = _groups_by_ranks.setdefault(dist.group.WORLD, {})
+    if ranks not in known:
+        known[ranks] = new_group(ranks, "loads a pickled model")
+    return known[ranks]
+
+
+def extent_of(plan: GroupPlan) -> str:
+    """Shards x replicas, e.g. "2 x 4"."""
+    return f"{plan.shard.size} x {plan.replicate.size if plan.replicate is not None else 1}"
+
+
+def groups_in_words(plan: GroupPlan) -> str:
+    """E.g. "2 shards on ranks 0-1, 2 replicas on ranks 0, 2", with the axes that there are."""
+    axes = []
+    if plan.shard.size > 1 or plan.replicate is None:
+        axes.append(f"{_counted(plan.shard, 'shard')} on {_ranks(plan.shard)}")
+    if plan.replicate is not None:
+        axes.append(f"{_counted(plan.replicate, 'replica')} on {_ranks(plan.replicate)}")
+    return ", ".join(axes)
+
+
+def _counted(group: Group, noun: str) -> str:
+    return f"{group.size} {noun}{'' if group.size == 1 else 's'}"
+
+
+def _ranks(group: Group) -> str:
+    """Global ranks, briefly: "ranks 0-7", "ranks 0, 8, .. 56", "rank 3"."""
+    ranks = group.ranks
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    if len(ranks) > 4:
+        return f"ranks {ranks[0]}, {ranks[1]}, .. {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,398 @@
+"""The one door for what a user hands to a wrapper: every check of arguments that needs no process group.
+
+What is unambiguous is accepted and normalised: the name of an enum's member, a dtype, a bool, a collection of module
+classes, torch's own enums, configs and policies (known by their names and attributes, so that torch's FSDP is never
+imported). The rest is refused in words that name the argument, what was given and what is accepted. Behind this door
+code reads a :class:`Config` and asks no more questions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ...api import (
+    HYBRIDS,
+    JOIN_UNITS_BELOW,
+    BackwardPrefetch,
+    Config,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    check_bool,
+    check_module_classes,
+)
+from ...errors import ConfigTypeError, ConfigValueError, did_you_mean, refuse_type, refuse_value, shown, warn, warn_once
+from . import fsdp1_mode
+
+
+def check_arguments(
+    module: nn.Module,
+    *,
+    process_group: Any = None,
+    sharding_strategy: Any = None,
+    cpu_offload: Any = None,
+    auto_wrap_policy: Any = None,
+    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
+    mixed_precision: Any = None,
+    ignored_modules: Any = None,
+    param_init_fn: Any = None,
+    device_id: Any = None,
+    sync_module_states: Any = False,
+    forward_prefetch: Any = False,
+    limit_all_gathers: Any = True,
+    use_orig_params: Any = False,
+    ignored_states: Any = None,
+    device_mesh: Any = None,
+    check_values: Any = "warn",
+    reshard_after_forward: Any = None,
+    join_units_below: Any = JOIN_UNITS_BELOW,
+) -> Config:
+    """Check the arguments of ``FullyShardedDataParallel`` and return them normalised. Never communicates.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: naming the argument, what was given, and what is accepted.
+    """
+    _check_module(module)
+    strategy = member("sharding_strategy", sharding_strategy, ShardingStrategy) or ShardingStrategy.FULL_SHARD
+    modules, params = _ignored(module, ignored_modules, ignored_states)
+    policy = _policy(auto_wrap_policy)
+    for name, flag in (
+        ("sync_module_states", sync_module_states),
+        ("forward_prefetch", forward_prefetch),
+        ("limit_all_gathers", limit_all_gathers),
+        ("use_orig_params", use_orig_params),
+    ):
+        check_bool(name, flag)
+    config = Config(
+        process_group=_process_group(process_group, strategy),
+        sharding_strategy=strategy,
+        cpu_offload=_cpu_offload(cpu_offload),
+        auto_wrap_policy=policy,
+        backward_prefetch=member("backward_prefetch", backward_prefetch, BackwardPrefetch),
+        mixed_precision=_mixed_precision(mixed_precision),
+        ignored_modules=modules,
+        ignored_params=params,
+        param_init_fn=_param_init_fn(param_init_fn),
+        device_id=_device_id(device_id),
+        sync_module_states=sync_module_states,
+        forward_prefetch=forward_prefetch,
+        limit_all_gathers=limit_all_gathers,
+        use_orig_params=use_orig_params,
+        device_mesh=_device_mesh(device_mesh, strategy),
+        check_values=_check_values(check_values),
+        reshard_after_forward=_reshard_after_forward(reshard_after_forward),
+        join_units_below=_join_units_below(join_units_below),
+    )
+    _check_combination(config)
+    return config
+
+
+def check_argument_names(given: Mapping[str, Any], *, where: str) -> None:
+    """Refuse keys of ``given`` that are no arguments of a wrapper, as ``where`` (a policy, a context) provides them.
+
+    Raises:
+        ConfigTypeError: naming the first such key and the argument probably meant.
+    """
+    accepted = [name for name in inspect.signature(check_arguments).parameters if name != "module"]
+    for name in given:
+        if name not in accepted:
+            hint = did_you_mean(name, accepted)
+            raise ConfigTypeError(
+                f"{where}: {name!r} is no argument of FullyShardedDataParallel. "
+                f"Accepted: {', '.join(accepted)}.{hint and ' ' + hint}"
+            )
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether ``module`` can be called: containers such as ``ModuleList`` define no forward of their own."""
+    if "forward" in module.__dict__:
+        return True
+    try:  # plainly, for torch.compile follows it where a whole model is compiled
+        return type(module).forward is not nn.Module.forward
+    except AttributeError:  # on a class of torch.jit it is a descriptor that fails without an instance
+        return True
+
+
+_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # of FSDP1
+
+
+# --- One function an argument -----------------------------------------------------------------------------------------
+
+
+def _check_module(module: Any) -> None:
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        refuse_type("module", module, "an instance of nn.Module", hint=f"Build one first: {module.__name__}(...).")
+    if not isinstance(module, nn.Module):
+        refuse_type("module", module, "an nn.Module")
+
+
+def _process_group(value: Any, strategy: ShardingStrategy) -> Any:
+    hybrid = strategy in HYBRIDS
+    accepted = (
+        f"None, or a pair (shard group, replicate group), for {strategy.name}"
+        if hybrid
+        else f"None, or one torch.distributed.ProcessGroup, for {strategy.name}"
+    )
+    if value is None:
+        return None
+    if isinstance(value, (tuple, list)) and all(_is_group(group) for group in value):
+        if not hybrid:
+            raise ConfigValueError(
+                f"process_group: got {len(value)} process groups. Accepted: {accepted}. "
+                "A pair belongs to the strategies HYBRID_SHARD and _HYBRID_SHARD_ZERO2."
+            )
+        if len(value) != 2:
+            raise ConfigValueError(f"process_group: got {len(value)} process groups. Accepted: {accepted}.")
+        return tuple(value)
+    if _is_group(value):
+        if hybrid:
+            raise ConfigValueError(f"process_group: got a single process group. Accepted: {accepted}.")
+        return value
+    outside = isinstance(value, int) and value == -100
+    hint = "torch.distributed.new_group answers so on ranks outside of the group." if outside else ""
+    refuse_type("process_group", value, accepted, hint=hint)
+
+
+def _is_group(value: Any) -> bool:
+    return callable(getattr(value, "rank", None)) and callable(getattr(value, "size", None))
+
+
+def _device_mesh(value: Any, strategy: ShardingStrategy) -> Any:
+    if value is None:
+        return None
+    hybrid = strategy in HYBRIDS
+    accepted = f"None, or a {'2-D' if hybrid else '1-D or 2-D'} DeviceMesh, for {strategy.name}"
+    if not (isinstance(getattr(value, "ndim", None), int) and callable(getattr(value, "get_group", None))):
+        refuse_type("device_mesh", value, accepted)
+    if value.ndim not in ((2,) if hybrid else (1, 2)):
+        hint = " Its axes are (replicate, shard)." if hybrid else ""
+        raise ConfigValueError(f"device_mesh: got a {value.ndim}-D mesh. Accepted: {accepted}.{hint}")
+    return value
+
+
+def _cpu_offload(value: Any) -> CPUOffload:
+    if value is None or isinstance(value, bool):
+        return CPUOffload(offload_params=bool(value))
+    return _own(value, CPUOffload) or refuse_type("cpu_offload", value, "None, a bool, or a CPUOffload")
+
+
+def _mixed_precision(value: Any) -> MixedPrecision:
+    """A bare dtype is the param dtype alone: gradients are then reduced in it too, as for any MixedPrecision."""
+    if value is None or isinstance(value, torch.dtype):
+        value = MixedPrecision(param_dtype=value)
+    precision = _own(value, MixedPrecision) or refuse_type(
+        "mixed_precision", value, "None, a floating-point torch.dtype (the param_dtype), or a MixedPrecision"
+    )
+    casts = precision.param_dtype is not None or precision.buffer_dtype is not None
+    if casts and not precision.full_precision_in_eval and os.environ.get(_IN_EVAL) == "1":
+        if fsdp1_mode.active:
+            return replace(precision, full_precision_in_eval=True)
+        warn_once(
+            _IN_EVAL,
+            f"mixed_precision: the environment has {_IN_EVAL}=1, which only programs under flatfsdp.as_torch follow: "
+            "the model is evaluated in low precision. Pass MixedPrecision(..., full_precision_in_eval=True).",
+        )
+    return precision
+
+
+def _policy(value: Any) -> Any:
+    argument = "auto_wrap_policy"
+    if value is None or (callable(getattr(value, "_run_policy", None)) and not isinstance(value, type)):
+        return value
+    is_class = isinstance(value, type) and issubclass(value, nn.Module)
+    if is_class or isinstance(value, (set, frozenset, list, tuple, nn.Module)):
+        classes = frozenset(check_module_classes(argument, (value,) if isinstance(value, nn.Module) else value))
+        return classes or refuse_value(argument, value, "at least one class, or None to wrap no submodules")
+    if isinstance(value, type) or not callable(value):
+        refuse_type(
+            argument,
+            value,
+            "None, a policy of flatfsdp.wrap, a callable (module, recurse, nonwrapped_numel) -> bool, "
+            "or a set of module classes",
+        )
+    return _policy_function(argument, value)
+
+
+def _policy_function(argument: str, policy: Callable[..., Any]) -> Callable[..., Any]:
+    try:
+        signature = inspect.signature(policy)
+    except ValueError:  # a builtin or an extension's function: known only when called
+        return policy
+    try:
+        signature.bind(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError as missing:
+        try:
+            signature.bind(None, True, 0)
+        except TypeError:
+            raise ConfigTypeError(
+                f"{argument}: {shown(policy)} cannot be called as policy(module=..., recurse=..., "
+                f"nonwrapped_numel=...): {missing}. Fix its other arguments with functools.partial."
+            ) from None
+        return lambda module, recurse, nonwrapped_numel: policy(module, recurse, nonwrapped_numel)
+    return policy
+
+
+def _ignored(
+    module: nn.Module, ignored_modules: Any, ignored_states: Any
+) -> tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...]]:
+    if ignored_modules is not None and ignored_states is not None:
+        raise ConfigValueError(
+            "ignored_modules, ignored_states: got both. Accepted: one of them; ignored_states takes modules as well."
+        )
+    modules = _elements("ignored_modules", ignored_modules, (nn.Module,), "nn.Module instances")
+    either = (nn.Module, nn.Parameter)
+    states = _elements("ignored_states", ignored_states, either, "nn.Parameter or nn.Module instances")
+    of_states = tuple(state for state in states if isinstance(state, nn.Module))
+    params = tuple(state for state in states if isinstance(state, nn.Parameter))
+    if of_states and params:
+        raise ConfigValueError(
+            f"ignored_states: got {len(params)} parameters and {len(of_states)} modules. "
+            "Accepted: all parameters, or all modules. Add the modules' own parameters to the parameters."
+        )
+    ignored = modules + of_states
+    if any(each is module for each in ignored):
+        warn(
+            f"{'ignored_modules' if modules else 'ignored_states'}: got the very module to be wrapped "
+            f"({type(module).__name__}), which leaves nothing to shard and no gradient to average. Meant are modules "
+            "inside it."
+        )
+    outside = [type(each).__name__ for each in set(ignored).difference(module.modules())]
+    outside += ["a parameter"] * len(set(params).difference(module.parameters()))
+    if outside:
+        warn(
+            f"{'ignored_modules' if modules else 'ignored_states'}: {', '.join(outside)} not found inside "
+            f"{type(module).__name__}, without effect."
+        )
+    return ignored, params
+
+
+def _elements(argument: str, value: Any, kinds: tuple[type, ...], accepted: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, kinds):  # some modules, and all parameters, are iterable: a single one means itself
+        return (value,)
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        refuse_type(argument, value, f"None, or an iterable of {accepted}")
+    elements = tuple(value)
+    for position, element in enumerate(elements):
+        if not isinstance(element, kinds):
+            hint = "Pass the objects themselves, not their names." if isinstance(element, str) else ""
+            refuse_type(f"{argument}[{position}]", element, accepted, hint=hint)
+    return elements
+
+
+def _param_init_fn(value: Any) -> Any:
+    if value is not None and (not callable(value) or isinstance(value, type)):
+        refuse_type("param_init_fn", value, "None, or a callable (module) -> None")
+    return value
+
+
+def _device_id(value: Any) -> int | torch.device | None:
+    accepted = 'None, the index of an accelerator, a torch.device, or its name such as "cuda:0"'
+    if isinstance(value, bool) or not isinstance(value, (int, str, torch.device, type(None))):
+        refuse_type("device_id", value, accepted)
+    if isinstance(value, int) and value < 0:
+        refuse_value("device_id", value, accepted)
+    if isinstance(value, str):
+        try:
+            value = torch.device(value)
+        except RuntimeError:
+            refuse_value("device_id", value, accepted)
+    if isinstance(value, torch.device) and value.type == "meta":
+        refuse_value("device_id", value, accepted, hint="Nothing can be computed on the meta device.")
+    return value
+
+
+def _reshard_after_forward(value: Any) -> bool | int | None:
+    if value is not None and not isinstance(value, int):
+        refuse_type("reshard_after_forward", value, "True, False, a number of ranks, or None")
+    return value
+
+
+def _check_values(value: Any) -> str:
+    choices = ("warn", "raise", "off")
+    accepted = ", ".join(f'"{choice}"' for choice in choices)
+    if not isinstance(value, str):
+        refuse_type("check_values", value, accepted)
+    if value not in choices:
+        refuse_value("check_values", value, accepted, hint=did_you_mean(value, choices))
+    return value
+
+
+def _join_units_below(value: Any) -> int:
+    accepted = "a number of bytes, 0 to join none"
+    if isinstance(value, bool) or not isinstance(value, int):
+        refuse_type("join_units_below", value, accepted)
+    if value < 0:
+        refuse_value("join_units_below", value, accepted)
+    return value
+
+
+def _check_combination(config: Config) -> None:
+    """What no argument shows alone: combinations that cannot work, and those that quietly do less than they say."""
+    strategy, precision = config.sharding_strategy, config.mixed_precision
+    if config.process_group is not None and config.device_mesh is not None:
+        raise ConfigValueError("process_group, device_mesh: got both. Accepted: one of them.")
+    if strategy in HYBRIDS and config.process_group is config.device_mesh is config.auto_wrap_policy is None:
+        raise ConfigValueError(
+            f"sharding_strategy: got {strategy.name} without process_group, device_mesh or auto_wrap_policy. Units "
+            "wrapped one by one would each make groups of their own. Accepted: a pair (shard group, replicate group) "
+            "as process_group, a 2-D device_mesh, or an auto_wrap_policy, whose units share one pair."
+        )
+    if strategy not in HYBRIDS and config.device_mesh is not None and config.device_mesh.ndim == 2:
+        warn(
+            f"device_mesh: {strategy.name} uses only axis 0 of a 2-D mesh; ranks along axis 1 exchange nothing here. "
+            "If that is meant (tensor parallelism), pass the 1-D mesh of that axis; to replicate, use HYBRID_SHARD."
+        )
+    if strategy is ShardingStrategy.NO_SHARD and config.forward_prefetch:
+        warn("forward_prefetch: True has no effect with NO_SHARD, which never gathers parameters.")
+    if precision.keep_low_precision_grads and precision.param_dtype is precision.reduce_dtype is None:
+        warn(
+            "mixed_precision: keep_low_precision_grads=True has no effect while param_dtype and reduce_dtype are None: "
+            "there are no low-precision gradients to keep."
+        )
+    if precision.param_dtype in (torch.float16, torch.bfloat16) and precision.reduce_dtype is None:
+        warn(
+            f"mixed_precision: param_dtype={precision.param_dtype} with reduce_dtype=None sums gradients across ranks "
+            f"in {precision.param_dtype} too: small ones get lost as ranks are added. Pass reduce_dtype=torch.float32 "
+            f"for full-precision sums, or reduce_dtype={precision.param_dtype} to keep this one without the warning."
+        )
+
+
+# --- torch's look-alikes ----------------------------------------------------------------------------------------------
+
+_EnumT = TypeVar("_EnumT", bound=Enum)
+_ConfigT = TypeVar("_ConfigT", MixedPrecision, CPUOffload)
+
+
+def member(argument: str, value: Any, kind: type[_EnumT]) -> _EnumT | None:
+    """``value`` as a member of ``kind``: given as such, by name in any case, or as torch's member of the same name."""
+    if value is None or isinstance(value, kind):
+        return value
+    names = list(kind.__members__)
+    accepted = f"None, a {kind.__name__}, or its name ({', '.join(names)})"
+    if isinstance(value, Enum) and type(value).__name__ == kind.__name__:
+        value = value.name
+    if not isinstance(value, str):
+        refuse_type(argument, value, accepted)
+    for name in names:
+        if value.upper().lstrip("_") == name.lstrip("_"):
+            return kind[name]
+    refuse_value(argument, value, accepted, hint=did_you_mean(value.upper(), names))
+
+
+def _own(value: Any, kind: type[_ConfigT]) -> _ConfigT | None:
+    """``value`` as one of our configs: given as such, or torch's of the same name, field by field; else None."""
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, type) or type(value).__name__ != kind.__name__:
+        return None
+    return kind(**{field.name: getattr(value, field.name) for field in fields(kind) if hasattr(value, field.name)})

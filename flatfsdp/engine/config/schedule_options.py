@@ -1,0 +1,79 @@
+"""What users say about the schedule of one unit beyond its strategy, as data.
+
+[Note: schedule] The settings of a unit may change between iterations, and between a forward and its backward. They
+decide which collectives a unit issues, so they are part of what ranks compare when a forward or a backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from ...errors import refuse_value
+from ..schedule.conditional import Branch
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The settings of one unit; None leaves a choice to the strategy.
+
+    Attributes:
+        reshard_after_forward: whether its parameters are freed between forward and backward; a number: stay sharded
+            over so many ranks instead, more than one and fewer than all. [Note: portions]
+        reshard_after_backward: whether they are freed after backward.
+        reduce: whether its backward reduces gradients, or adds them up unsharded.
+        all_reduce: whether what is reduced over the shard axis is reduced over the replicate axis as well, or adds up.
+        unshard_in_backward: whether its backward reads the parameters.
+        unshard_async_op: whether gathers are issued on the caller's stream, and ahead only where a user says so. The
+            same for all units of a model.
+        divide_by: what the sum of gradients over ranks is divided by; None for the number of ranks.
+        keep_frozen: where frozen parameters stay unsharded, "device" or "host"; None: nowhere. [Note: residents]
+        branch: what it is a part of that runs or not, depending on a rank's data; None if all ranks run it alike.
+    """
+
+    reshard_after_forward: bool | int | None = None
+    reshard_after_backward: bool | None = None
+    reduce: bool = True
+    all_reduce: bool = True
+    unshard_in_backward: bool = True
+    unshard_async_op: bool = False
+    divide_by: float | None = None
+    keep_frozen: str | None = None
+    branch: Branch | None = None
+
+    def told(self) -> Iterator[str]:
+        """What was set, in words."""
+        if self is not AS_BUILT:
+            for field in fields(self):
+                value = getattr(self, field.name)
+                if value != field.default:
+                    yield f"{field.name}={value}"
+
+    @property
+    def neighbours(self) -> int | None:
+        """Among how many ranks parameters stay after a forward for a backward that reads them; None: not at all."""
+        count = self.reshard_after_forward
+        return None if count is None or isinstance(count, bool) or not self.unshard_in_backward else count
+
+    @property
+    def keeps_by_choice(self) -> bool:
+        """Whether parameters may stay unsharded between iterations because a user said so."""
+        return self.reshard_after_forward is False or self.reshard_after_backward is False
+
+
+AS_BUILT = Schedule()
+
+
+def reshard_choice(argument: str, value: bool | int | None, *, shards: int) -> bool | int | None:
+    """`value` for parameters in so many `shards`: where it is the number of one rank or of all, the bool that it means.
+
+    Raises:
+        ConfigValueError: a number that does not divide `shards`.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if value < 1 or shards % value:
+        divisors = ", ".join(str(count) for count in range(1, shards + 1) if shards % count == 0)
+        ranks = "rank that holds" if shards == 1 else "ranks that share"
+        refuse_value(argument, value, f"True, False, or a divisor of the {shards} {ranks} the parameters: {divisors}")
+    return False if value == 1 else True if value == shards else value

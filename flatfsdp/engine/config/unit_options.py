@@ -1,0 +1,72 @@
+"""What users chose for one unit after it was built: its schedule, what runs on its gradients, what it gathers ahead."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..comm.comm_hook import CommHook
+from .schedule_options import AS_BUILT, Schedule
+from .state_dict_configs import StateDictSettings
+
+if TYPE_CHECKING:
+    from ..runtime.unit import Unit
+
+
+class Targets(tuple["weakref.ref[Unit]", ...]):
+    """Units that a user lets another one gather ahead, in order. They are held weakly: any two may name each other.
+
+    Whether there are any is asked at every step: a tuple answers without a call.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, units: Iterable[Unit] = ()) -> Targets:
+        return super().__new__(cls, map(weakref.ref, units))
+
+    def units(self) -> Iterator[Unit]:
+        """Those that are still there."""
+        return (unit for ref in self if (unit := ref()) is not None)
+
+
+NO_TARGETS = Targets()
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices for one unit.
+
+    Attributes:
+        schedule: [Note: schedule].
+        comm_hook: [Note: communication hooks].
+        all_reduce_hook: runs on the sum of gradients before it is scaled.
+        forward_targets: gathered ahead when the unit's forward begins; none for the unit that followed last time.
+        backward_targets: gathered ahead when its backward begins; none for the unit that comes next.
+        branch_before: the unit outside that its branch comes right before; none for the order of registration.
+        state_dict: what state dicts hold; ranks need not agree on it until they ask for one.
+    """
+
+    schedule: Schedule = AS_BUILT
+    comm_hook: CommHook | None = None
+    all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
+    forward_targets: Targets = NO_TARGETS
+    backward_targets: Targets = NO_TARGETS
+    branch_before: Targets = NO_TARGETS
+    state_dict: StateDictSettings = field(default_factory=StateDictSettings)
+
+    def told(self) -> Iterator[str]:
+        """What was chosen, in words that are equal on all ranks."""
+        yield from self.schedule.told()
+        if self.comm_hook is not None:
+            yield self.comm_hook.told
+        if self.all_reduce_hook is not None:
+            yield "an all-reduce hook"
+        for pass_, targets in (("forward", self.forward_targets), ("backward", self.backward_targets)):
+            if targets:
+                yield f"prefetch in {pass_} of {', '.join(unit.label for unit in targets.units())}"
+        for unit in self.branch_before.units():
+            yield f"branch before {unit.label}"

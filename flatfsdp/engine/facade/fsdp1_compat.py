@@ -1,0 +1,249 @@
+"""FSDP1's names for our state in one place: what Accelerate, transformers, PEFT, Lightning and DCP touch.
+
+Read-only but for the three that programs set after construction: both kinds of prefetch, and the limit of gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState, check_bool
+from ...errors import ConfigValueError
+from ..config.arguments import member
+from ..config.state_dict_configs import OptimStateDictConfig, StateDictConfig, StateDictType
+from ..flat.flat_param import FlatParameter, FlatParamHandle
+from ..flat.states import IDLE, SUMMONED
+from ..runtime.module_tree import left_alone_in
+from ..state.dcp_state_dict import teach
+from .schedule_api import check_outside, check_prefetches_on_request
+
+if TYPE_CHECKING:
+    from ..runtime.unit import Unit
+
+
+class FSDP1Names:
+    """Properties of the wrapper under the names that FSDP1 gave them."""
+
+    _is_fsdp_managed_module = True
+    _unit: Unit
+
+    @property
+    def params(self) -> list[FlatParameter]:
+        """The flat parameters of this unit."""
+        return [handle.flat_param for handle in self._unit.handles]
+
+    @property
+    def _all_handles(self) -> list[FlatParamHandle]:
+        """One handle per kind of parameter in this unit."""
+        return list(self._unit.handles)
+
+    @property
+    def _handle(self) -> FlatParamHandle | None:
+        return self._unit.handles[0] if self._unit.handles else None
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._unit.handles)
+
+    @property
+    def flat_param(self) -> FlatParameter | None:
+        """The flat parameter of the first kind."""
+        return self._unit.handles[0].flat_param if self._unit.handles else None
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        return self.flat_param
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether this is the outermost wrapper; None before the first forward."""
+        root = self._unit.root
+        return root.unit is self._unit if root.ready else None
+
+    @property
+    def _fqn_modifiers(self) -> Any:
+        # torch's get_state_dict and set_state_dict ask for this before anything else. [Note: get_state_dict]
+        teach(FSDP1Names)
+        raise AttributeError("_fqn_modifiers")  # the wrapped module's own, if it has one
+
+    def _lazy_init(self) -> None:
+        """Do what the first forward does first: name and connect units, compare ranks. Collective."""
+        self._unit.root.lazy_init()
+
+    @property
+    def _fsdp_use_orig_params(self) -> bool:
+        # torch.compile asks whether it may look into the forward of a module that holds this one.
+        return True
+
+    @property
+    def process_group(self) -> Any:
+        """The process group over which parameters are sharded (replicated, under NO_SHARD)."""
+        group = self._unit.groups.given
+        return group[0] if isinstance(group, tuple) else group
+
+    @property
+    def rank(self) -> int:
+        """This rank in `process_group`."""
+        return int(self.process_group.rank())
+
+    @property
+    def world_size(self) -> int:
+        """The size of `process_group`."""
+        return int(self.process_group.size())
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The strategy of this unit."""
+        return self._unit.groups.strategy
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """The dtypes of this unit."""
+        return self._unit.mixed_precision
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """Where shards rest."""
+        return self._unit.cpu_offload
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """When backward gathers ahead. May be set between iterations, on all ranks, but to BACKWARD_MID."""
+        return self._unit.backward_prefetch
+
+    @backward_prefetch.setter
+    def backward_prefetch(self, value: BackwardPrefetch | str | None) -> None:
+        chosen = member("backward_prefetch", value, BackwardPrefetch)
+        _change_prefetch(self._unit, "backward_prefetch", chosen, self._unit.forward_prefetch)
+
+    @property
+    def forward_prefetch(self) -> bool:
+        """Whether forward gathers the next unit early. May be set between iterations, on all ranks."""
+        return self._unit.forward_prefetch
+
+    @forward_prefetch.setter
+    def forward_prefetch(self, value: bool) -> None:
+        check_bool("forward_prefetch", value)
+        _change_prefetch(self._unit, "forward_prefetch", self._unit.backward_prefetch, value)
+
+    @property
+    def limit_all_gathers(self) -> bool:
+        """Whether gathers of the model wait until memory is free. May be set between iterations, on any wrapper of the
+        model, for all of them."""
+        return self._unit.root.settings.limit_all_gathers
+
+    @limit_all_gathers.setter
+    def limit_all_gathers(self, value: bool) -> None:
+        check_bool("limit_all_gathers", value)
+        check_outside(self._unit, "limit_all_gathers")
+        self._unit.root.set_limit(value)
+
+    @property
+    def _use_orig_params(self) -> bool:
+        # A wrapper without parameters has what the others have: all wrappers of an FSDP1 model agree.
+        units = [self._unit, *self._unit.root.units]
+        return next((handle.use_orig_params for unit in units for handle in unit.handles), False)
+
+    @property
+    def _use_full_prec_in_eval(self) -> bool:
+        return self._unit.mixed_precision.full_precision_in_eval
+
+    @property
+    def _device_mesh(self) -> Any:
+        return self._unit.device_mesh
+
+    @property
+    def _inter_node_pg(self) -> Any:
+        group = self._unit.groups.given
+        return group[1] if isinstance(group, tuple) else None
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return self._unit.choices.state_dict.state_dict_type
+
+    @property
+    def _state_dict_config(self) -> StateDictConfig:
+        return self._unit.choices.state_dict.state_dict_config
+
+    @property
+    def _optim_state_dict_config(self) -> OptimStateDictConfig:
+        return self._unit.choices.state_dict.optim_state_dict_config
+
+    @property
+    def _comm_hook(self) -> Any:
+        hook = self._unit.choices.comm_hook
+        return None if hook is None else hook.function
+
+    @property
+    def _comm_hook_state(self) -> Any:
+        hook = self._unit.choices.comm_hook
+        return None if hook is None else hook.state
+
+    @property
+    def _sync_gradients(self) -> bool:
+        """Whether the next backward reduces this unit's gradients."""
+        return self._unit.root.sync and self._unit.choices.schedule.reduce
+
+    @property
+    def _gradient_predivide_factor(self) -> float:
+        """FSDP1's, for hooks that divide before and after a sum: a power of two near the root of the number of ranks.
+
+        What the engine divides by, and when, `MixedPrecision` decides.
+        """
+        world, factor = self.world_size, 1
+        while factor * factor < world and world % factor == 0:
+            factor *= 2
+        return float(factor)
+
+    @property
+    def _gradient_postdivide_factor(self) -> float:
+        return self.world_size / self._gradient_predivide_factor
+
+    @property
+    def _ignored_modules(self) -> set[nn.Module]:
+        return {module for module, attributes in left_alone_in(self._unit.module) if attributes is None}
+
+    @property
+    def _ignored_params(self) -> set[nn.Parameter]:
+        ignored = set()
+        for module, attributes in left_alone_in(self._unit.module):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (attributes is None or name in attributes):
+                    ignored.add(parameter)
+        return ignored
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where this unit computes."""
+        return self._unit.root.device.device
+
+    @property
+    def training_state(self) -> TrainingState:
+        """Idle, in forward or backward, or summoned."""
+        phase = self._unit.phase
+        if phase is IDLE:
+            return TrainingState.IDLE
+        return TrainingState.SUMMON_FULL_PARAMS if phase is SUMMONED else TrainingState.FORWARD_BACKWARD
+
+
+def _change_prefetch(unit: Unit, setting: str, backward: BackwardPrefetch | None, forward: bool) -> None:
+    check_outside(unit, setting)
+    before = unit.backward_prefetch, unit.forward_prefetch
+    unit.set_prefetch(backward, forward)
+    if unit.choices.schedule.unshard_async_op:
+        try:
+            check_prefetches_on_request(unit, "set_unshard_async_op")
+        except ConfigValueError:
+            unit.set_prefetch(*before)
+            raise
+
+
+def wrapped_inside(module: nn.Module, *, root_only: bool) -> Iterator[nn.Module]:
+    """Wrappers in `module`, itself included, in the order of `modules()`; with `root_only` outermost ones."""
+    for each in module.modules():
+        if isinstance(each, FSDP1Names) and (not root_only or each._unit.root.unit is each._unit):
+            yield each

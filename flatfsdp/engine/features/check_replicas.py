@@ -1,0 +1,39 @@
+"""Whether replicas hold the same parameters, for users. [Note: replicas]"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ...errors import AgreementError
+from ..agreement.replicas import differences
+from ..facade.schedule_api import check_outside
+from ..runtime.module_tree import outermost_unit
+
+
+def check_replicas(model: nn.Module) -> None:
+    """Compare the parameters of ranks that hold the same pieces: replicas of the hybrids, all ranks under `NO_SHARD`.
+
+    They must be equal in every bit. Checksums are compared, of what each rank keeps; the first training forward does
+    the same, and after it each thousandth backward that reduces, and both say it as `check_values` wants. Where nothing
+    is replicated there is nothing to compare. Collective, between iterations: one number a rank, and one for each
+    parameter where those differ.
+
+    Args:
+        model: the outermost wrapper.
+
+    Raises:
+        AgreementError: on every rank, with the first parameter that differs, and on which ranks.
+        ConfigTypeError: `model` is no wrapper.
+        UsageError: `model` is a nested wrapper; inside a forward or a backward.
+    """
+    unit = outermost_unit(model, "check_replicas")
+    root = unit.root
+    check_outside(unit, "check_replicas()")
+    root.lazy_init()
+    root.settle_down()
+    for each in root.units:
+        each.write_back()
+    with root.agreement.together("check_replicas()", always=True):
+        found = differences(root)
+    if found:
+        raise AgreementError(found)

@@ -1,0 +1,146 @@
+"""The norm of all gradients of a model, whatever holds them, and clipping by it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+import torch
+
+from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, refuse_type, warn
+from ..runtime import param_registry as registry
+from ..runtime.model import Root
+from .nonfinite import first_gradient, of_all_ranks
+
+
+def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of |g|^p over `grads` (the maximum of |g| for p = inf; the number of non-zeros for p = 0), in `dtype`."""
+    total = torch.zeros((), dtype=dtype, device=device)
+    for grad in grads:
+        norm = torch.linalg.vector_norm(
+            grad.detach().to_dense() if grad.is_sparse else grad.detach(), p, dtype=dtype
+        ).to(device)
+        if math.isinf(p):
+            total = torch.maximum(total, norm)
+        else:
+            total = total + (norm if p == 0 else norm**p)
+    return total
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    root: Root, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """Scale the gradients of `parameters`, as optimizers see them and the same on all ranks, so that their joint norm
+    is at most `max_norm`; returns the norm before.
+
+    A sharded gradient counts once over its shard group, one that every rank holds (NO_SHARD, ignored parameters) once.
+    Collective over the shard groups: one scalar each, present gradients or not. A norm that is not finite is that on
+    all ranks, which with `error_if_nonfinite` go on to tell each other which gradient it is.
+    """
+    if not isinstance(error_if_nonfinite, bool):
+        refuse_type("error_if_nonfinite", error_if_nonfinite, "True or False")
+    if root.steppers.active:
+        raise UsageError(
+            f"clip_grad_norm_: {root.steppers.active[0].name} steps in backwards, so that gradients are gone before "
+            "their norm is known. Run the backward, the clipping and the optimizer's own step() inside no_step() of "
+            "what optimizer_in_backward() returned, or clip each gradient by itself, in a post-accumulate hook"
+        )
+    if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool):
+        raise ConfigTypeError(f"max_norm: got {max_norm!r}. Accepted: a number")
+    try:
+        p = float(norm_type)
+    except (TypeError, ValueError):
+        raise ConfigTypeError(f"norm_type: got {norm_type!r}. Accepted: a number, or 'inf'") from None
+    if math.isnan(p) or p < 0:
+        raise ConfigValueError(f"norm_type: got {norm_type!r}. Accepted: 0, a positive number, or inf")
+    device = root.device.device
+    sharded: dict[int, list[torch.Tensor]] = {}
+    axes = {}
+    whole: list[torch.Tensor] = []
+    managed: set[int] = set()
+    dtypes: set[torch.dtype] = set()  # of the gradients on any rank, also where this one holds none of a kind
+    chosen = {id(parameter): parameter for parameter in parameters}
+    for unit in root.units:
+        for handle in unit.handles:
+            managed.update(map(id, handle.leaves))
+            managed.add(id(handle.flat_param))
+            if chosen.keys().isdisjoint(map(id, handle.steppable)):
+                continue
+            grads = [p.grad for p in handle.steppable if id(p) in chosen and p.grad is not None]
+            if handle.trainable_indices():
+                dtypes.add(handle.precision.grad)
+            if handle.whole:
+                whole.extend(grads)
+            else:
+                key = id(unit.groups.shard.process_group)
+                axes[key] = unit.gather
+                sharded.setdefault(key, []).extend(grads)
+    whole.extend(p.grad for key, p in chosen.items() if key not in managed and p.grad is not None)
+    dtypes.update(grad.dtype for grad in whole)
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    total = _power_sum(whole, p, device, wide)
+    for key, grads in sharded.items():
+        part = _power_sum(grads, p, device, wide)
+        if math.isinf(p):  # backends' maximum may lose a NaN
+            total = torch.maximum(total, axes[key].gather_now(part).amax())
+        else:
+            total = total + axes[key].all_reduce_now(part)
+    norm = total if math.isinf(p) or p == 0 else total ** (1.0 / p)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        _refuse_norm(root, norm, p)
+    every = [grad for grads in sharded.values() for grad in grads] + whole
+    if not every:
+        warn(
+            f"clip_grad_norm_: no parameter of rank {current_rank()} has a gradient; the norm counts only "
+            "other ranks' gradients"
+        )
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in every:
+        grad.mul_(scale.to(grad.device))  # of no dimension: computed in its precision, kept in the gradient's dtype
+    return norm.to(max(dtypes, key=lambda d: d.itemsize)) if dtypes else norm
+
+
+def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.nn.utils.clip_grad_norm_` that takes the norm over all ranks where it is given parameters of a model of
+    ours, all of them or some; collective then. Gradients of parameters of no model are left to `torchs_own`."""
+
+    @functools.wraps(torchs_own)
+    def clip_grad_norm_(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        ids = set(map(id, given))
+        # Wrappers inside others were roots before.
+        units = {unit for root in registry.roots for unit in root.units}
+        handles = [(unit.root, handle) for unit in units for handle in unit.handles]
+        found = {root for root, handle in handles if not ids.isdisjoint(map(id, handle.steppable))}
+        if not found:
+            return torchs_own(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        if len(found) > 1:
+            raise UsageError(
+                f"clip_grad_norm_: got parameters of {len(found)} wrapped models. Clip the gradients of one at a time, "
+                "or wrap them as one model"
+            )
+        (root,) = found
+        root.lazy_init()
+        root.settle_down()
+        with root.agreement.together("clip_grad_norm_()"):
+            return clip_grad_norm(root, given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    return clip_grad_norm_
+
+
+def _refuse_norm(root: Root, norm: torch.Tensor, p: float) -> NoReturn:
+    told = of_all_ranks(first_gradient(root.units), root.agreement, root.units)
+    raise NonFiniteError(
+        f"clip_grad_norm_: the norm of order {p:g} of all gradients is {float(norm)}: "
+        f"{told or 'each gradient of the units is finite, so it is that of parameters outside of them, or too large'}. "
+        "No gradient was changed"
+    )

@@ -1,0 +1,133 @@
+"""An optimizer over original parameters that steps as quickly as one over flat ones, for users. [Note: flat steps]"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from ....errors import UsageError, refuse_type
+from .stepper import FlatStepper
+
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""Those of torch that treat every element by itself."""
+
+_stepping_flat: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+class FlatSteps:
+    """The way to end flat steps: what `step_flat` returns.
+
+    It is made there, for the `stepper` of one `optimizer`, which it does not keep alive.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stepper: FlatStepper) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._stepper = stepper
+        self._hooks = (
+            optimizer.register_step_pre_hook(stepper.before_step),
+            optimizer.register_step_post_hook(stepper.after_step),
+            optimizer.register_load_state_dict_post_hook(stepper.forget),
+        )
+
+    @property
+    def runs(self) -> int:
+        """How many tensors the last step took in place of parameters; 0 before the first."""
+        return len(self._stepper.plan.runs) if self._stepper.plan is not None else 0
+
+    @property
+    def members(self) -> int:
+        """How many parameters these were."""
+        return sum(len(run.members) for run in self._stepper.plan.runs) if self._stepper.plan is not None else 0
+
+    def remove(self) -> None:
+        """From now on the optimizer steps on each parameter by itself."""
+        for hook in self._hooks:
+            hook.remove()
+        self._stepper.forget()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            _stepping_flat.discard(optimizer)
+
+
+def step_flat(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> FlatSteps:
+    """Let `optimizer.step()` take the parameters of a shard together: some long tensors in place of many short ones.
+
+    For `use_orig_params=True`. An optimizer computes for microseconds on a small parameter, and takes tens of them to
+    begin: with thousands of parameters that is most of its time. After this call parameters that lie one after the
+    other in a unit's shard, are in one param group and were stepped equally often are one tensor while it steps. Flat
+    parameters (`use_orig_params=False`) are that already: they, and parameters of no wrapped model, step as they are.
+
+    Nothing else changes. `optimizer` is the same object; its param groups list the same parameters, its state has an
+    entry for each of them, of the same shapes, in the same memory: state dicts, checkpoints, schedulers, gradient
+    scalers, clipping and hooks work as ever. It may be called before the first step or later, before or after a
+    checkpoint is loaded. Where something was changed (groups, gradients that are None, states that were loaded or
+    replaced), the next step finds it. A step with a closure goes parameter by parameter. With `optimizer_in_backward`
+    the parameters of each unit are taken together.
+
+    Numbers are the same, bit for bit, in float32 and float64, with `foreach` or without. In bfloat16 and float16 (of
+    the parameters themselves, not of `MixedPrecision`) and with `fused=True` on a CPU the last elements of a parameter,
+    where vector instructions end, may be rounded otherwise in the last bit. Memory is the same, too, but for a few
+    bytes per parameter; what the step needs meanwhile is as long as a unit's shard, not as a parameter.
+
+    A tensor of the state shows a part of a longer one: `torch.save` of it alone writes all of that; clone it before.
+
+    No communication. Copies and pickles of the optimizer step on each parameter by itself.
+
+    Args:
+        optimizer: over parameters of models that were wrapped before. One of torch's AdamW, Adam, SGD, Adadelta,
+            Adagrad, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop, or see `elementwise`.
+        elementwise: your word that another optimizer treats every element by itself: what becomes of it depends on that
+            element's value, gradient and state, on the settings of its param group and on numbers that all parameters
+            of a group which were stepped equally often have in common. Not true of LAMB, Adafactor, Muon or Shampoo.
+
+    Raises:
+        ConfigTypeError: `optimizer` is no `torch.optim.Optimizer`, `elementwise` no bool.
+        UsageError: another optimizer, without `elementwise=True`; one that wraps an optimizer; one that already steps
+            flat, or is `differentiable`.
+
+    Example (in a process group of one rank):
+        >>> import torch, flatfsdp
+        >>> model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(4, 4), use_orig_params=True)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        >>> steps = flatfsdp.step_flat(optimizer)
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> steps.runs, steps.members, optimizer.state[model.weight]["exp_avg"].shape
+        (1, 2, torch.Size([4, 4]))
+    """
+    name = "step_flat"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        refuse_type(f"{name}: optimizer", optimizer, "an optimizer of torch.optim, or a class derived from it")
+    if not isinstance(elementwise, bool):
+        refuse_type(f"{name}: elementwise", elementwise, "True or False")
+    kind = type(optimizer)
+    if kind not in ELEMENTWISE and not elementwise:
+        known = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
+        raise UsageError(
+            f"{name}(): {kind.__module__}.{kind.__qualname__} is not known to treat every element by itself, as "
+            f"torch's {known} do; one that looks at norms, rows or matrices of parameters would compute something "
+            "else. If it does, say so: step_flat(optimizer, elementwise=True)"
+        )
+    if not {"state", "param_groups"} <= vars(optimizer).keys():
+        raise UsageError(f"{name}(): this {kind.__name__} has no state of its own; call it with the optimizer in it")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise UsageError(f"{name}(): a {kind.__name__} with differentiable=True steps on each parameter, in its graph")
+    if optimizer in _stepping_flat:
+        raise UsageError(f"{name}(): this {kind.__name__} already steps flat; call remove() of what that returned")
+    _stepping_flat.add(optimizer)
+    return FlatSteps(optimizer, FlatStepper(across_padding=kind in ELEMENTWISE))

@@ -1,0 +1,165 @@
+"""Some parameters of a shard as one, and its state in an optimizer as theirs. [Note: flat steps]"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....errors import UsageError
+from ...flat.views import assign_grad
+from ...layout.layout import Span
+
+State = dict[str, Any]  # of one parameter
+States = dict[Any, State]  # of an optimizer
+
+PLAIN = (NoneType, bool, int, float, str)  # what several states may hold the same object of
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is a tensor of no dimension: one for a whole parameter."""
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """One parameter's state as it was published: `view` shows `flat` from element `start` on."""
+
+    view: torch.Tensor
+    flat: torch.Tensor
+    start: int
+
+
+Pieces = dict[int, dict[str, Piece]]  # by id of the parameter and name of the state
+
+
+class Run:
+    """Some parameters as one.
+
+    Attributes:
+        parameter: a flat view of the shard, padding between the members included.
+        members: at least two, in the order in which they lie; starts: the first element of each.
+        group: the number of their param group.
+        state: what the optimizer keeps of `parameter`.
+    """
+
+    def __init__(self, shard: torch.Tensor, members: Sequence[nn.Parameter], spans: Sequence[Span], group: int) -> None:
+        """`members` lie in `shard` on `spans`, one after the other."""
+        start = spans[0].start
+        self.parameter = nn.Parameter(shard.narrow(0, start, spans[-1].stop - start))
+        self.members = list(members)
+        self.starts = [span.start - start for span in spans]
+        self.group = group
+        self.state: State = {}
+        self._published: State = {}
+
+    def is_shaped(self, value: Any) -> bool:
+        """Whether `value` has an element for each of the run's."""
+        return isinstance(value, torch.Tensor) and value.shape == self.parameter.shape
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The members' places in `flat`, in the members' shapes."""
+        return [
+            flat.as_strided(each.shape, each.stride(), flat.storage_offset() + start)
+            for each, start in zip(self.members, self.starts, strict=True)
+        ]
+
+    def show_gradient(self, grad: torch.Tensor) -> None:
+        """Show the flat gradient, in which `grad`, that of the first member, lies."""
+        assign_grad(self.parameter, grad.as_strided(self.parameter.shape, (1,), grad.storage_offset()))
+
+    def adopt(self, states: States, pieces: Pieces) -> None:
+        """Take over the members' states, which are alike; they are copied where they do not lie as the members do."""
+        for name, value in states.get(self.members[0], {}).items():
+            if not isinstance(value, torch.Tensor):
+                self.state[name] = value
+            elif is_number(value):
+                self.state[name] = value.clone()
+            else:
+                flat = self._lying(name, pieces)
+                self.state[name] = flat if flat is not None else self._gathered(name, states, pieces)
+            self._published[name] = self.state[name]
+
+    def _lying(self, name: str, pieces: Pieces) -> torch.Tensor | None:
+        """The flat state that the members' pieces are of, if they are of one, as far apart as the members."""
+        found = [pieces.get(id(each), {}).get(name) for each in self.members]
+        first = found[0]
+        if first is None:
+            return None
+        for piece, start in zip(found, self.starts, strict=True):
+            if piece is None or piece.flat is not first.flat or piece.start != first.start + start:
+                return None
+        return first.flat.narrow(0, first.start, self.parameter.numel())
+
+    def _gathered(self, name: str, states: States, pieces: Pieces) -> torch.Tensor:
+        values = [states[each][name] for each in self.members]
+        flat = values[0].new_zeros(self.parameter.shape)
+        for view, value in zip(self.views_of(flat), values, strict=True):
+            view.copy_(value)
+        del values, value
+        self._show(name, flat, states, pieces)
+        return flat
+
+    def check_divisible(self) -> None:
+        """Refuse what the step has put into the state if it cannot be divided into members' states.
+
+        Raises:
+            UsageError: it is neither a number nor a tensor with an element for each of the run's.
+        """
+        for name, value in self.state.items():
+            if not (isinstance(value, PLAIN) or self.is_shaped(value) or is_number(value)):
+                told = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                raise UsageError(
+                    f"step_flat(): the optimizer keeps {name!r} ({told}) for {self.parameter.numel()} elements of "
+                    f"{len(self.members)} parameters; expected a number, or a tensor with an element for each. It "
+                    "cannot step on parameters together: leave step_flat() out"
+                )
+
+    def publish(self, states: States, pieces: Pieces) -> None:
+        """Show in the members' `states` what the step has put into the run's; `Counts` show 0-dim tensors after it."""
+        for name, value in self.state.items():
+            if name in self._published and value is self._published[name]:
+                continue
+            if self.is_shaped(value):
+                self._show(name, value, states, pieces)
+            else:
+                for each in self.members:
+                    states[each][name] = value
+            self._published[name] = value
+        for name in self._published.keys() - self.state.keys():
+            del self._published[name]
+            for each in self.members:
+                states[each].pop(name, None)
+
+    def _show(self, name: str, flat: torch.Tensor, states: States, pieces: Pieces) -> None:
+        for each, view, start in zip(self.members, self.views_of(flat), self.starts, strict=True):
+            states[each][name] = view
+            pieces.setdefault(id(each), {})[name] = Piece(view, flat, start)
+
+
+class Counts:
+    """What one 0-dim state of runs is for each member: elements of one tensor, since each may be changed by itself.
+
+    Attributes:
+        tensor: 1-D, an element for each member of each run.
+    """
+
+    def __init__(self, name: str, runs: Sequence[Run], states: States) -> None:
+        self._name = name
+        self._runs = runs
+        of_first: torch.Tensor = runs[0].state[name]
+        owners = [number for number, run in enumerate(runs) for _ in run.members]
+        self._owners = torch.tensor(owners, device=of_first.device)
+        self.tensor = of_first.new_empty(len(owners))
+        members = chain.from_iterable(run.members for run in runs)
+        for each, element in zip(members, self.tensor.unbind(), strict=True):
+            states[each][name] = element
+
+    def publish(self) -> None:
+        """Show what the runs have."""
+        self.tensor.copy_(torch.stack([run.state[self._name] for run in self._runs])[self._owners])

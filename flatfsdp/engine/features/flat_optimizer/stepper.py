@@ -1,0 +1,408 @@
+"""Steps of an optimizer over original parameters, taken on runs of a shard in place of single parameters.
+
+[Note: flat steps] Parameters that lie one after the other in a shard, whose gradients lie likewise, and which the
+optimizer treats alike (one param group, equal step counts) are a *run*. While the optimizer steps, a stand-in of it
+holds one parameter per run, a flat view of shard and gradient, and a flat state. An elementwise optimizer computes the
+same numbers then, in a call where it had one for each parameter.
+
+What programs see is per parameter at all times: the optimizer itself is never changed, its param groups list the
+original parameters, and its state of each holds views of the flat state, with every 0-dim tensor (a step count) an
+element of its own. So it can be read, saved, loaded and replaced as ever, and `step()` may go parameter by parameter at
+any time. Before each step what was published is compared with what is there, by identity; where anything differs, runs
+are found anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, eq, is_, itemgetter, sub
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...device.fake_tensors import is_memoryless
+from ...flat.flat_param import FlatParamHandle
+from ...layout.contiguous_runs import Place, find_runs
+from ...layout.layout import Span
+from ...runtime import param_registry as registry
+from ...runtime.backward_steps import is_at_work
+from .state import PLAIN, Counts, Pieces, Run, State, States, is_number
+
+_GRAD, _DTYPE, _PARAMS = attrgetter("grad"), attrgetter("dtype"), itemgetter("params")
+_POINTER, _OFFSET = torch.Tensor.data_ptr, torch.Tensor.storage_offset
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A parameter that may be part of a run: it lies in a shard, on `span`, and has a gradient."""
+
+    parameter: nn.Parameter
+    group: int
+    handle: FlatParamHandle
+    index: int
+    span: Span
+    grad: torch.Tensor
+    state: State
+
+
+class Plan:
+    """The runs of an optimizer, and all that they were found by.
+
+    Attributes:
+        runs: each of two members or more.
+        alone: by param group, the parameters with a gradient that step by themselves, and those of no model of ours.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, across_padding: bool, pieces: Pieces) -> None:
+        """`pieces`: what is published, of all parameters."""
+        groups, states = optimizer.param_groups, optimizer.state
+        self._sizes, self._listed = _listing(groups)
+        self._across = _goes_across(groups, across_padding)
+        candidates, self._absent, self.alone = _sorted_out(optimizer)
+        self._beside = [key for key in states if not isinstance(key, torch.Tensor)]
+        self._pieces = pieces
+        _forget_replaced(pieces, self._listed, states)
+        self.runs: list[Run] = []
+        self._single: list[nn.Parameter] = []  # of our models, in no run
+        for found in _runs_of(candidates, across_padding=self._across):
+            if len(found) > 1:
+                members, spans = [each.parameter for each in found], [each.span for each in found]
+                self.runs.append(Run(found[0].handle.shard, members, spans, found[0].group))
+            else:
+                self.alone[found[0].group].append(found[0].parameter)
+                self._single.append(found[0].parameter)
+        for run in self.runs:
+            run.adopt(states, pieces)
+        self._counts: list[Counts] = []
+
+        self._members = [each for run in self.runs for each in run.members]
+        grads = list(map(_GRAD, self._members))
+        self._firsts = [
+            index
+            for run, first in zip(self.runs, _starts([len(run.members) for run in self.runs]), strict=True)
+            for index in [first] * len(run.members)
+        ]
+        self._pointers = list(map(_POINTER, self._members))
+        self._offsets = list(map(_OFFSET, grads))
+        self._bytes = [grad.storage_offset() * grad.element_size() for grad in grads]
+        self._dtypes = list(map(_DTYPE, grads))
+        self._folded = [index for index, each in enumerate(self._members) if each.dim() > 1]
+        self._strides = [grads[index].stride() for index in self._folded]
+        self._grads = grads
+        self._single_pointers = list(map(_POINTER, self._single))
+        self._single_offsets = list(map(_OFFSET, map(_GRAD, self._single)))
+        self._remember(states, publish=True)
+
+    # -- comparison --------------------------------------------------------------------------------------------------
+
+    def holds(self, optimizer: torch.optim.Optimizer, *, across_padding: bool) -> bool:
+        """Whether all is as it was, so that the runs are those of the gradients that there are now.
+
+        Takes no call of a Python function per parameter, but `hash` of each.
+        """
+        groups = optimizer.param_groups
+        sizes, listed = _listing(groups)
+        if sizes != self._sizes or not _same(listed, self._listed):
+            return False
+        if _goes_across(groups, across_padding) is not self._across:
+            return False
+        if not set(map(type, map(_GRAD, self._absent))) <= {NoneType}:
+            return False
+        if list(map(_POINTER, self._members)) != self._pointers or not self._gradients_lie_alike():
+            return False
+        if list(map(_POINTER, self._single)) != self._single_pointers:
+            return False
+        states = list(map(optimizer.state.get, self._members))
+        if not _same(states, self._states) or not _same(_values(states), self._values):
+            return False
+        return [each.tensor._version for each in self._counts] == self._versions
+
+    def _gradients_lie_alike(self) -> bool:
+        grads = list(map(_GRAD, self._members))
+        try:
+            if list(map(_OFFSET, grads)) != self._offsets or list(map(_DTYPE, grads)) != self._dtypes:
+                return False
+            if list(map(_OFFSET, map(_GRAD, self._single))) != self._single_offsets:  # they may lie in a run again
+                return False
+        except TypeError:  # None is there, which has none
+            return False
+        memory = list(map(sub, map(_POINTER, grads), self._bytes))
+        if not all(map(eq, memory, map(memory.__getitem__, self._firsts))):  # of each run: one tensor
+            return False
+        if self._folded and [grads[index].stride() for index in self._folded] != self._strides:
+            return False
+        self._grads = grads
+        return True
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The stand-in that steps for `optimizer`. Precondition: the plan holds."""
+        for run, first in zip(self.runs, _starts([len(run.members) for run in self.runs]), strict=True):
+            run.show_gradient(self._grads[first])
+        self._grads = []
+        params: list[list[nn.Parameter]] = [list(each) for each in self.alone]
+        for run in self.runs:
+            params[run.group].append(run.parameter)
+        made: torch.optim.Optimizer = object.__new__(type(optimizer))
+        for name, value in vars(optimizer).items():
+            made.__dict__[name] = OrderedDict() if name.endswith("_hooks") else value  # a base's step would run them
+        made.param_groups = [
+            {**group, "params": each} for group, each in zip(optimizer.param_groups, params, strict=True)
+        ]
+        made.state = defaultdict(dict, {run.parameter: run.state for run in self.runs})
+        for key in chain(self._beside, *self.alone):
+            if key in optimizer.state:
+                made.state[key] = optimizer.state[key]
+        self._given = dict(vars(made)), [dict(group) for group in made.param_groups]
+        return made
+
+    def end(self, stand_in: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+        """`stand_in` has stepped: `optimizer` has its states from now on, and what else has changed."""
+        states = optimizer.state
+        for run in self.runs:
+            run.parameter.grad = None
+            run.state = stand_in.state.pop(run.parameter, {})
+        states.update(stand_in.state)
+        attributes, settings = self._given
+        optimizer.__dict__.update(_changed(vars(stand_in), attributes))
+        for group, used, given in zip(optimizer.param_groups, stand_in.param_groups, settings, strict=True):
+            group.update(_changed(used, given))
+        torch.autograd.graph.increment_version(self._members)  # which a write to the shard does not do
+        changed = not _same(_values([run.state for run in self.runs]), self._run_values)
+        if changed:
+            for run in self.runs:
+                run.check_divisible()
+            for run in self.runs:
+                run.publish(states, self._pieces)
+        self._remember(states, publish=changed)
+
+    def _remember(self, states: States, *, publish: bool) -> None:
+        """Note what is published now; `publish`: 0-dim states anew, for others are there."""
+        if publish:
+            named: dict[Any, list[Run]] = {}
+            for run in self.runs:
+                for name, value in run.state.items():
+                    if is_number(value):
+                        named.setdefault((name, value.dtype, value.device), []).append(run)
+            self._counts = [Counts(name, runs, states) for (name, _, _), runs in named.items()]
+        for each in self._counts:
+            each.publish()
+        self._versions = [each.tensor._version for each in self._counts]
+        if publish:
+            self._states = list(map(states.get, self._members))
+            self._values = _values(self._states)
+            self._run_values = _values([run.state for run in self.runs])
+
+
+class FlatStepper:
+    """Lets one optimizer step on runs.
+
+    Attributes:
+        plan: of the last step; None if that had none.
+        planned: how often runs were found.
+    """
+
+    def __init__(self, *, across_padding: bool) -> None:
+        """`across_padding`: zeros, with gradients of zero, stay zeros when the optimizer steps on them."""
+        self._across_padding = across_padding
+        self._plans: dict[int | None, Plan] = {}  # by id of the unit that steps in a backward; None: of all parameters
+        self._pieces: Pieces = {}
+        self._stand_in: torch.optim.Optimizer | None = None
+        self.plan: Plan | None = None
+        self.planned = 0
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """A pre-hook of `optimizer.step()`: what it is called with instead, if there are runs."""
+        if self._stand_in is not None:  # that step failed
+            self.forget()
+        self.plan = None
+        closure = len(args) > 1 or any(value is not None for value in kwargs.values())  # which makes the gradients
+        if closure or is_memoryless():
+            return None
+        with torch.no_grad():
+            plan = self._plan_of(optimizer)
+            if not plan.runs:
+                return None
+            self.plan = plan
+            self._stand_in = plan.begin(optimizer)
+        return (self._stand_in, *args[1:]), kwargs
+
+    def _plan_of(self, optimizer: torch.optim.Optimizer) -> Plan:
+        key = None
+        if is_at_work(optimizer):
+            key = id(registry.owner_of(optimizer.param_groups[0]["params"][0]))
+        self._plans = {each: plan for each, plan in self._plans.items() if (each is None) is (key is None)}
+        plan = self._plans.pop(key, None)
+        if plan is None or not plan.holds(optimizer, across_padding=self._across_padding):
+            plan = None  # what it holds goes before anything is copied
+            if key is None:
+                self._forget_others(optimizer)
+            plan = Plan(optimizer, across_padding=self._across_padding, pieces=self._pieces)
+            self.planned += 1
+        self._plans[key] = plan
+        return plan
+
+    def _forget_others(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hold nothing of parameters that the optimizer has no more."""
+        held = set(map(id, _listing(optimizer.param_groups)[1]))
+        for key in self._pieces.keys() - held:
+            del self._pieces[key]
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """A post-hook of `optimizer.step()`."""
+        stand_in, self._stand_in = self._stand_in, None
+        if stand_in is not None and self.plan is not None:
+            with torch.no_grad():
+                self.plan.end(stand_in, optimizer)
+
+    def forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Hold nothing of what was published: a post-hook of `optimizer.load_state_dict()`, too."""
+        self._plans.clear()
+        self._pieces.clear()
+        self._stand_in = self.plan = None
+
+
+# --- finding runs -----------------------------------------------------------------------------------------------------
+
+
+def _listing(groups: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[nn.Parameter]]:
+    lists = list(map(_PARAMS, groups))
+    return list(map(len, lists)), list(chain.from_iterable(lists))
+
+
+def _goes_across(groups: Iterable[Mapping[str, Any]], across_padding: bool) -> bool:
+    # With eps=0 zeros become zeros over zeros.
+    return across_padding and all([group.get("eps") != 0 for group in groups])
+
+
+def _changed(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name not in given or value is not given[name]}
+
+
+def _same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+    return len(found) == len(expected) and all(map(is_, found, expected))
+
+
+def _values(states: Iterable[State | None]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, filter(None, states))))
+
+
+def _starts(lengths: Iterable[int]) -> Iterator[int]:
+    start = 0
+    for length in lengths:
+        yield start
+        start += length
+
+
+def _forget_replaced(pieces: Pieces, parameters: Iterable[nn.Parameter], states: States) -> None:
+    """Drop from `pieces` what is not in the `states` of `parameters` any more."""
+    for each in parameters:
+        if known := pieces.get(id(each)):
+            state = states.get(each, {})
+            pieces[id(each)] = {name: piece for name, piece in known.items() if state.get(name) is piece.view}
+
+
+_known_spans: weakref.WeakKeyDictionary[FlatParamHandle, list[Span]] = weakref.WeakKeyDictionary()
+
+
+def _spans(handle: FlatParamHandle) -> list[Span]:
+    """Where the leaves of `handle` lie in its shard."""
+    known = _known_spans.get(handle)
+    if known is None:
+        known = [handle.layout.span_in_shard(index, handle.rank) for index in range(len(handle.leaves))]
+        _known_spans[handle] = known
+    return known
+
+
+def _sorted_out(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[list[Candidate], list[nn.Parameter], list[list[nn.Parameter]]]:
+    """Candidates for runs; parameters of our models without a gradient; and the others, by param group."""
+    places: dict[int, tuple[FlatParamHandle, int]] = {}
+    candidates: list[Candidate] = []
+    absent: list[nn.Parameter] = []
+    alone: list[list[nn.Parameter]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        alone.append([])
+        for parameter in group["params"]:
+            unit = registry.owner_of(parameter)
+            if unit is None:
+                alone[-1].append(parameter)
+                continue
+            if id(parameter) not in places:
+                places |= {id(leaf): (each, i) for each in unit.handles for i, leaf in enumerate(each.leaves)}
+            if parameter.grad is None:
+                absent.append(parameter)
+                continue
+            handle, index = places[id(parameter)]
+            state = optimizer.state.get(parameter, {})
+            span = _spans(handle)[index]
+            candidates.append(Candidate(parameter, number, handle, index, span, parameter.grad, state))
+    return candidates, absent, alone
+
+
+def _runs_of(candidates: Sequence[Candidate], *, across_padding: bool) -> Iterator[list[Candidate]]:
+    """`candidates` by run; those that are in no run by themselves."""
+    numbers = _numbers(each.state for each in candidates)
+    by_handle: dict[FlatParamHandle, dict[int, Candidate]] = {}
+    for each in candidates:
+        members = by_handle.setdefault(each.handle, {})
+        if each.index in members:  # listed twice, and to be stepped on twice
+            yield [each]
+        else:
+            members[each.index] = each
+    for handle, members in by_handle.items():
+        spans = _spans(handle)
+        kinds = [_kind(members[index], numbers) if index in members else None for index in range(len(spans))]
+        places = [Place(span, kind) for span, kind in zip(spans, kinds, strict=True)]
+        for run in find_runs(places, padding=handle.layout.align - 1 if across_padding else 0):
+            if run[0] in members:
+                yield [members[index] for index in run]
+        yield from ([each] for index, each in members.items() if spans[index].is_empty)
+
+
+def _numbers(states: Iterable[State]) -> dict[int, float]:
+    """The values of 0-dim tensors, by their ids; each device is asked once per dtype."""
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for state in states:
+        for value in state.values():
+            if is_number(value):
+                alike.setdefault((value.dtype, value.device), []).append(value)
+    return {
+        id(tensor): number
+        for same in alike.values()
+        for tensor, number in zip(same, torch.stack(same).tolist(), strict=True)
+    }
+
+
+def _kind(candidate: Candidate, numbers: Mapping[int, float]) -> Any:
+    """What members of one run have in common; None for a parameter that is in none."""
+    parameter, grad, handle = candidate.parameter, candidate.grad, candidate.handle
+    place = handle.sharded_views[candidate.index]
+    if type(grad) is not torch.Tensor or not parameter.dim() or grad.stride() != place.stride():
+        return None  # a state of a 0-dim parameter may be one for each element, or one for all
+    if parameter.data_ptr() != place.data_ptr() or parameter.shape != place.shape:  # not the shard's: replaced
+        return None
+    lies = grad.untyped_storage().data_ptr(), grad.storage_offset() - candidate.span.start, grad.dtype
+    facts = []
+    for name, value in candidate.state.items():
+        fact: Any
+        if not isinstance(value, torch.Tensor):
+            fact = type(value), value
+            if not isinstance(value, PLAIN):
+                return None
+        elif type(value) is not torch.Tensor or value.layout is not torch.strided:
+            return None
+        else:
+            fact = value.dtype, value.device, numbers.get(id(value))
+            if value.dim() and value.shape != parameter.shape:
+                return None
+        facts.append((name, fact))
+    return candidate.group, lies, tuple(facts)

@@ -1,0 +1,178 @@
+"""Methods of wrapped modules other than `forward`: entries like it where registered, explained where they fail."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from ...errors import ConfigValueError, FlatFSDPError, UsageError, current_rank, refuse_type
+from ..flat.states import IDLE
+from ..flat.views import Home
+from ..runtime import param_registry as registry
+from ..runtime.module_tree import units_in
+from ..runtime.unit import Unit
+from ..watchdog import process_exit as farewell
+
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_REGISTERED = "_forward_methods"  # of a wrapper: the names, as plain data that copies and pickles hold
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let `module.method_name(...)` gather parameters around it, as calling `module` does; for good.
+
+    Called through the wrapper the method then has the wrapper's own parameters whole while it runs; wrappers inside
+    gather theirs as they are called, and a backward may follow. Where what it returns shows no tensor that requires a
+    gradient it counts as run without gradients. Such calls are collective; a loop inside whose length differs between
+    ranks, of generation say, wants `inference()` around it. A module that is not wrapped is left as it is, so that a
+    program may run without FSDP. As FSDP2's function of that name.
+
+    Args:
+        module: a wrapper; the attribute is looked up in the module inside.
+        method_name: the name of its method.
+
+    Raises:
+        ConfigTypeError: no module, or no string.
+        ConfigValueError: there is no such method, the wrapper has one of that name itself, or it is a generator or a
+            coroutine, which runs after the call.
+
+    Example (in a process group of one rank):
+        >>> import torch, flatfsdp
+        >>> class Model(torch.nn.Linear):
+        ...     def encode(self, x):
+        ...         return torch.tanh(self(x))
+        >>> model = flatfsdp.FullyShardedDataParallel(Model(2, 3))
+        >>> flatfsdp.register_fsdp_forward_method(model, "encode")
+        >>> model.encode(torch.ones(4, 2)).shape
+        torch.Size([4, 3])
+    """
+    argument = "register_fsdp_forward_method"
+    if not isinstance(module, nn.Module):
+        refuse_type(f"{argument}: module", module, "a module")
+    if not isinstance(method_name, str):
+        refuse_type(f"{argument}: method_name", method_name, "the name of a method")
+    unit = module.__dict__.get("_unit")
+    if not isinstance(unit, Unit):
+        return
+    kind = type(unit.module).__name__
+    found = getattr(unit.module, method_name, None)
+    if not callable(found):
+        raise ConfigValueError(f"{argument}: method_name: got {method_name!r}, but {kind} has no such method")
+    if hasattr(type(module), method_name):
+        raise ConfigValueError(
+            f"{argument}: method_name: got {method_name!r}, which {type(module).__name__} has itself, and which "
+            f"therefore does not reach {kind}. Give the method another name"
+        )
+    runs_later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if any(is_kind(inspect.unwrap(found)) for is_kind in runs_later):
+        raise ConfigValueError(
+            f"{argument}: method_name: got {method_name!r}, a generator or a coroutine of {kind}, which would run when "
+            "parameters are sharded again. Register a method that returns its result"
+        )
+    module.__dict__[_REGISTERED] = tuple(dict.fromkeys((*module.__dict__.get(_REGISTERED, ()), method_name)))
+
+
+def through_wrapper(wrapper: nn.Module, name: str) -> Any:
+    """The attribute `name` of the module inside `wrapper`, which has none itself; methods gather, or explain."""
+    inside: nn.Module = wrapper._fsdp_wrapped_module  # type: ignore[assignment]
+    found = getattr(inside, name)
+    if name in wrapper.__dict__.get(_REGISTERED, ()):
+        return _gathering(wrapper.__dict__["_unit"], name, found)
+    if inspect.ismethod(found) and found.__self__ is inside:
+        return _explaining(wrapper, name, found)
+    return found
+
+
+def _gathering(unit: Unit, name: str, method: Any) -> Any:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return unit.run(args, kwargs, method=name)
+
+    return run
+
+
+def _explaining(wrapper: nn.Module, name: str, method: Any) -> Any:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except FlatFSDPError:
+            raise
+        except (RuntimeError, IndexError) as error:  # as torch complains of shapes
+            found = _sharded_in(error.__traceback__, units_in(wrapper))
+            if found is None:
+                raise
+            unit, home = found
+            raise UsageError(
+                f"{name}() computed with parameter {home.path!r} of unit {unit.label}, which shows this rank's shard "
+                f"there, and failed: {type(error).__name__}: {error}. Parameters are gathered around forward(), and "
+                "around what is registered for it, once after wrapping: "
+                f"flatfsdp.register_fsdp_forward_method(model, {name!r}), with the wrapper whose method it is"
+            ) from error
+
+    return run
+
+
+def explain(error: BaseException) -> str:
+    """What flatfsdp knows of an `error` of torch's that ends the program; "" for nothing."""
+    if isinstance(error, FlatFSDPError) or not isinstance(error, (RuntimeError, IndexError)):
+        return ""
+    units = [unit for root in registry.roots for unit in root.units]
+    found = _sharded_in(error.__traceback__, units)
+    if found is not None:
+        unit, home = found
+        kind = type(home.module).__name__
+        return (
+            f"parameter {home.path!r} of unit {unit.label} shows this rank's shard outside of the forward of its "
+            f"wrapper, where {kind} computed with it. Call the wrapper, not the module inside (model(x), not "
+            "model.module(x) or model.module.forward(x)); other methods than forward are registered with "
+            "flatfsdp.register_fsdp_forward_method()"
+        )
+    for root in [*registry.roots] if "dtype" in str(error) else ():
+        kinds = {
+            handle.precision.compute: f"{unit.label} in {str(handle.precision.compute).removeprefix('torch.')}"
+            for unit in root.units
+            for handle in unit.handles
+            if handle.precision.compute.is_floating_point
+        }
+        if len(kinds) > 1:
+            return (
+                f"parameters of the model are of several dtypes (unit {', unit '.join(kinds.values())}), in which they "
+                "compute, and nothing casts what goes from one to the other. Cast the model to one dtype before "
+                "wrapping, or pass mixed_precision=MixedPrecision(param_dtype=..., cast_forward_inputs=True)"
+            )
+    return ""
+
+
+def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Unit, Home] | None:
+    """The parameter, at rest, of the innermost module on the way to an exception that holds one.
+
+    None also for what the user's own code raised, which knows of what it complains.
+    """
+    holders: dict[int, tuple[Unit, Home]] = {}
+    for unit in units:
+        if unit.phase is IDLE and unit.is_between():
+            for home in (*unit.homes, *unit.aliases):
+                holders.setdefault(id(home.module), (unit, home))
+    found = None
+    while traceback is not None:
+        frame, at = traceback.tb_frame, traceback.tb_lasti
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Unit):  # it runs: its parameters were whole, and those around it are not computed with
+            holders, found = {key: held for key, held in holders.items() if held[0] is not owner}, None
+        found = holders.get(id(owner), found)
+        traceback = traceback.tb_next
+    is_torchs = frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
+    return None if not is_torchs and frame.f_code.co_code[at] == _RAISE else found
+
+
+def _explain_at_end(error: BaseException) -> str:
+    words = explain(error)
+    return f"[flatfsdp, rank {current_rank()}] {words}" if words else ""
+
+
+farewell.explainers.append(_explain_at_end)

@@ -1,0 +1,130 @@
+"""Forwards without gradients that gather nothing: for generation and evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from ...errors import UsageError, refuse_type, refuse_value
+from ..base import _torch
+from ..flat.host_cache import DEVICE
+from ..flat.states import SUMMONED
+from ..runtime.model import Root
+from ..runtime.module_tree import units_in
+from ..runtime.persistent_params import Place, residence_of
+from ..runtime.unit import Unit
+from ..state.consolidate import together
+
+
+@contextmanager
+def inference(model: nn.Module, max_bytes: int | None = None) -> Iterator[None]:
+    """A context for generation and evaluation: parameters are gathered once, at its beginning, and kept until its end.
+
+    Forwards inside are under `torch.no_grad()`, give the same results, and gather only what `max_bytes` left out. Where
+    all is kept they communicate nothing, and ranks may run different numbers of them. Between forwards parameters show
+    shards, as always. Parameters are not to be changed inside; call `model.eval()` before, if at all. Collective at its
+    beginning and, unless an exception ends it, at its end.
+
+    Args:
+        model: a wrapper, or any module with wrappers inside.
+        max_bytes: how many bytes of unsharded parameters each rank keeps, besides what `keep_frozen_unsharded` does;
+            None for all. Flat parameters are taken in the order of modules, parents last, as far as that reaches, and
+            what does not fit is left out: ranks then run as many forwards, as always.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: no such number.
+        UsageError: nothing in `model` is wrapped; inside itself, a forward, a backward or `summon_full_params()`; for a
+            forward with gradients, a backward, or a forward after parameters were written to, inside.
+        AgreementError: ranks do different things.
+
+    Example (in a process group of one rank):
+        >>> import torch, flatfsdp
+        >>> model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(2, 1))
+        >>> with flatfsdp.inference(model):
+        ...     model(torch.ones(3, 2)).shape
+        torch.Size([3, 1])
+    """
+    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
+        refuse_type("inference: max_bytes", max_bytes, "a number of bytes, or None")
+    if max_bytes is not None and max_bytes < 0:
+        refuse_value("inference: max_bytes", max_bytes, "0 or more bytes, or None for all")
+    units = units_in(model)
+    if not units:
+        raise UsageError(
+            f"inference(): no module in {type(model).__name__} is wrapped by FullyShardedDataParallel. Wrap the model "
+            "first, and pass the wrapper"
+        )
+    roots = list({id(unit.root): unit.root for unit in units}.values())
+    for unit in units:
+        _check_idle(unit)
+    with ExitStack() as undo:
+        undo.enter_context(torch.no_grad())
+        for root in roots:
+            undo.callback(_end, root)
+        _begin(roots, units, max_bytes)
+        yield
+    with together(units, "the end of inference()"):
+        pass
+
+
+def _check_idle(unit: Unit) -> None:
+    where = None
+    if _torch.in_backward() or unit.root.in_forward:
+        where = "a backward" if _torch.in_backward() else "a forward"
+    elif unit.phase is SUMMONED:
+        where = "summon_full_params()"
+    elif unit.root.residents.lent is not None:
+        where = "inference()"
+    if where is not None:
+        raise UsageError(f"inference() of unit {unit.label} was entered inside {where}; leave that first")
+
+
+def _begin(roots: list[Root], units: list[Unit], max_bytes: int | None) -> None:
+    places = _chosen(units, max_bytes)
+    chosen = f"inference(max_bytes={max_bytes}), {len(places)} flat parameters"
+    for root in roots:
+        root.lazy_init()
+        root.come_to_rest()
+    with together(units, chosen, always=True):
+        for unit in units:
+            unit.write_back()
+        for root in roots:
+            root.lanes.unshard.follow_compute()
+            root.residents.lend(root, [place for place in places if place.unit.root is root])
+            root.agreement.silent = all(
+                Place(unit, kind) in places
+                for unit in root.units
+                if unit.groups.shard.size > 1
+                for kind in range(len(unit.handles))
+            )
+
+
+def _end(root: Root) -> None:
+    if root.residents.lent is None:
+        return
+    root.agreement.silent = False
+    root.come_to_rest()
+    root.residents.return_lent(root)
+    for unit in root.units:
+        unit.kept = False
+    root.limiter.settle()
+
+
+def _chosen(units: list[Unit], max_bytes: int | None) -> list[Place]:
+    """What is kept, within the budget."""
+    left = math.inf if max_bytes is None else max_bytes
+    chosen = []
+    for unit in units:
+        for kind, handle in enumerate(unit.handles):
+            if handle.is_shard_in(unit.dtype_of(handle)):
+                continue
+            is_kept = residence_of(unit, handle) is DEVICE
+            size = 0 if is_kept else handle.unsharded_bytes
+            if size <= left:
+                left -= size
+                chosen.append(Place(unit, kind))
+    return chosen

@@ -1,0 +1,300 @@
+"""`torch.nn.utils.clip_grad_norm_` on shards, which clips each rank by a norm of its own: noticed, said once per job.
+
+Nothing is told of the call, so its effect is looked for ([Note: local norms]): some elements of gradients are kept when
+a backward has ended, and compared with what they are when an optimizer that holds them steps.
+
+[Note: sampled steps] That is done around the first `FIRST` backwards that reduce, and one in `RHYTHM` from then on: for
+at most `MOST` units, some views and two small copies, and one norm of this rank's gradients. On an accelerator it is
+some kernels more in such a step; their results are copied to page-locked memory, and the watch ([Note: watch]) looks
+whether they have arrived: the host waits for none of it. The watch also leaves this rank's finding in the store, where
+the next rank's compares it with its own: two requests per rank and sampled step, no collective. In between a backward
+and a step cost two calls each.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...errors import warn
+from ..base.foreign_text import parse
+from ..watchdog.process_exit import at_end
+from ..watchdog.watchdog import current_watch
+from .gradient_scales import Scaling, are_apart, one_factor, tolerance
+
+if TYPE_CHECKING:
+    from ..comm.transport import Group
+    from ..device.streams import Device
+    from ..flat.flat_param import FlatParamHandle
+    from ..runtime.backward import Backward
+    from ..runtime.model import Root
+    from ..watchdog.store import Board
+
+FIRST, RHYTHM = 4, 64
+MOST = 16  # flat parameters that are looked at, at three parameters each
+ELEMENTS = 4  # of a parameter
+PATIENCE = 10.0  # seconds to wait for what the rank before found
+SMALLEST = 1e-30  # factor that a norm leads to
+TOLD = "clipped by themselves"  # in the store: who says it, for all of the job
+
+_sampled: weakref.WeakSet[LocalClipping] = weakref.WeakSet()  # that have a sample for the next step
+_found: list[str] = []  # by the watch, to be said by the main thread
+_installed = False
+
+
+def tell_of_local_clipping(root: Root) -> None:
+    """Look after the gradients of `root`, if it has shards, for as long as it lives."""
+    root.observers.append(LocalClipping(root))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _found:
+        _say()
+    for each in [*_sampled] if _sampled else ():
+        each.before_step(optimizer)
+
+
+def _install() -> None:
+    global _installed
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(_before_step)
+        at_end(lambda error: _say())
+
+
+def _say() -> None:
+    while _found:
+        warn(_found.pop())
+
+
+class Piece(NamedTuple):
+    """What this rank holds of one parameter: the elements from `start` in the gradient of `parameter`.
+
+    Attributes:
+        number: of the parameter in the model, the same on all ranks.
+        of: how many elements that gradient has.
+    """
+
+    number: int
+    parameter: torch.Tensor
+    start: int
+    numel: int
+    of: int
+
+    def elements(self) -> torch.Tensor | None:
+        """Some of its gradient, a view; None where there is no gradient, or one of another kind."""
+        grad = self.parameter.grad
+        if grad is None or not _is_plain(grad) or grad.numel() != self.of:
+            return None
+        piece = grad.detach().reshape(-1)[self.start : self.start + self.numel]
+        return piece[:: max(1, self.numel // ELEMENTS)][:ELEMENTS]
+
+
+class Sample(NamedTuple):
+    """Elements of gradients as a backward left them, one piece's behind the other's."""
+
+    step: int
+    pieces: list[Piece]
+    sizes: list[int]
+    values: torch.Tensor
+
+
+class LocalClipping:
+    """Looks after the gradients of one model. [Note: sampled steps]"""
+
+    def __init__(self, root: Root) -> None:
+        self._root = weakref.ref(root)
+        self._steps = 0  # backwards that reduced
+        self._due = False
+        self._pieces: list[Piece] | None = None
+        self._group: Group | None = None  # that shares the parameters
+        self._sample: Sample | None = None
+
+    def after_backward(self, backward: Backward) -> None:
+        """Gradients of a backward are there."""
+        root = self._root()
+        if root is None or not backward.sync:
+            return
+        self._steps += 1
+        self._due = self._due or self._steps <= FIRST or self._steps % RHYTHM == 0
+        if not self._due or backward.lingering:
+            return
+        if self._pieces == [] or not root.agreement.scope:  # nothing to compare, or nobody to compare it with
+            self._due = False
+        elif not root.steppers.active:
+            self._take(root)
+
+    def _take(self, root: Root) -> None:
+        if self._pieces is None:
+            self._group, self._pieces = _pieces_of(root)
+            _install()
+        found = [(piece, values) for piece in self._pieces if (values := piece.elements()) is not None]
+        self._sample = None
+        _sampled.discard(self)
+        if found:
+            sizes = [values.numel() for _, values in found]
+            values = torch.cat([values for _, values in found])
+            self._sample = Sample(self._steps, [piece for piece, _ in found], sizes, values)
+            _sampled.add(self)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps: if it is the first that holds parameters of this model since the sample was taken, see
+        what was made of them."""
+        root, sample = self._root(), self._sample
+        if root is None or sample is None:
+            return
+        held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if any(id(parameter) in held for parameter in root.steppable):
+            self._sample, self._due = None, False
+            _sampled.discard(self)
+            self._compare(root, sample, held)
+
+    def _compare(self, root: Root, sample: Sample, held: dict[int, torch.Tensor]) -> None:
+        before = zip(sample.pieces, sample.values.split(sample.sizes), strict=True)
+        pairs = [
+            (piece, old, new)
+            for piece, old in before
+            if id(piece.parameter) in held and (new := piece.elements()) is not None and new.dtype == old.dtype
+        ]
+        if not pairs or self._group is None:
+            return
+        pieces, olds, news = zip(*pairs, strict=True)
+        grads = [each.grad for each in held.values() if each.grad is not None and _is_plain(each.grad)]
+        grads = [grad for grad in grads if grad.device == olds[0].device]
+        infos = [torch.finfo(dtype) for dtype in {grad.dtype for grad in grads}]
+        with torch.no_grad():
+            norm = torch.nn.utils.get_total_norm(grads)
+            values = torch.cat([*olds, *news, norm.reshape(1)])
+        finding = Finding(
+            sample.step,
+            frozenset(piece.number for piece in pieces),
+            *root.device.to_host(values),
+            root.device,
+            tolerance(max(info.eps for info in infos)),
+            max(info.tiny for info in infos),
+        )
+        watch = current_watch()
+        watch.run(Comparison(watch.board, root.agreement.scope, self._group, finding))
+
+
+class Finding(NamedTuple):
+    """What became of a sample, on its way to the host.
+
+    Attributes:
+        numbers: of the parameters that were looked at.
+        values: elements before, the same after, and the norm of all gradients.
+        arrived: when the host may read them, an event of `device`.
+        within, tiny: what counts as equal, and from where on elements count.
+    """
+
+    step: int
+    numbers: frozenset[int]
+    values: torch.Tensor
+    arrived: Any
+    device: Device
+    within: float
+    tiny: float
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the host may read it."""
+        return self.device.is_past(self.arrived)
+
+    def scaling(self) -> Scaling | None:
+        """What this rank's gradients were multiplied with, if it was one factor."""
+        *elements, norm = self.values.tolist()
+        count = len(elements) // 2
+        pairs = zip(elements[:count], elements[count:], strict=True)
+        factor = one_factor(pairs, within=self.within, tiny=self.tiny)
+        return None if factor is None else Scaling(factor, norm, self.numbers)
+
+
+class Comparison:
+    """What this rank found, and the rank before it: called by the watch until it returns True."""
+
+    def __init__(self, board: Board, scope: str, group: Group, finding: Finding) -> None:
+        self._board = board
+        self._key = f"{scope}/scaled"
+        self._rank = group.ranks[group.rank]
+        self._before = group.ranks[group.rank - 1] if group.rank else None
+        self._finding = finding
+        self._mine: Scaling | None = None
+        self._posted = False
+        self._deadline = time.monotonic() + PATIENCE
+
+    def __call__(self) -> bool:
+        """Go on with it; True when it is over."""
+        if not self._posted:
+            if not self._finding.is_there:
+                return False
+            self._mine = self._finding.scaling()
+            self._board.post(f"{self._key}/{self._rank}", _text_of(self._finding.step, self._mine))
+            self._posted = True
+        if self._mine is None or self._before is None or time.monotonic() > self._deadline:
+            return True
+        match parse(self._board.read(f"{self._key}/{self._before}")):
+            case [int(step), float(factor), float(norm), list(numbers)] if step == self._finding.step:
+                if SMALLEST < factor < 2:  # whatever else may stand there
+                    others = frozenset(number for number in numbers if isinstance(number, int))
+                    self._judge(Scaling(factor, norm, others))
+                return True
+            case [int(step), *_]:
+                return step >= self._finding.step
+        return False
+
+    def _judge(self, other: Scaling) -> None:
+        assert self._mine is not None
+        if not are_apart(self._mine, other, within=self._finding.within):
+            return
+        claim = f"{self._key}/{self._rank} in step {self._finding.step}"
+        if self._board.first(TOLD, claim) == claim:
+            _found.append(
+                "ranks clip their gradients by norms of their own: between a backward and the optimizer's step rank "
+                f"{self._before} multiplied its gradients by {other.factor:.4g}, rank {self._rank} by "
+                f"{self._mine.factor:.4g}, so that the step goes in another direction. "
+                "torch.nn.utils.clip_grad_norm_() knows this rank's shards only: call model.clip_grad_norm_() of the "
+                "outermost FullyShardedDataParallel instead, on all ranks"
+            )
+
+
+def _text_of(step: int, scaling: Scaling | None) -> str:
+    if scaling is None or not math.isfinite(scaling.norm):
+        return json.dumps([step])
+    return json.dumps([step, scaling.factor, scaling.norm, sorted(scaling.numbers)])
+
+
+def _pieces_of(root: Root) -> tuple[Group | None, list[Piece]]:
+    """Pieces that this rank holds of some parameters, and who holds the others. All ranks choose the same units."""
+    numbered: list[tuple[int, FlatParamHandle]] = []
+    group: Group | None = None
+    count = 0
+    for unit in root.units:
+        for handle in unit.handles:
+            if not (handle.whole or handle.packed):
+                group = group or unit.groups.shard
+                if unit.groups.shard.ranks == group.ranks:
+                    numbered.append((count, handle))
+            count += len(handle.leaves)
+    pieces = []
+    for first, handle in numbered[:: math.ceil(len(numbered) / MOST) or 1]:
+        owned = handle.layout.owned(handle.rank)
+        # At the ends of a shard are the parameters that others have pieces of, too.
+        for place in sorted({0, len(owned) // 2, len(owned) - 1}) if owned else ():
+            each = owned[place]
+            numel = each.in_shard.numel
+            if handle.use_orig_params:
+                pieces.append(Piece(first + each.index, handle.leaves[each.index], 0, numel, numel))
+            else:
+                of = handle.layout.shard_numel
+                pieces.append(Piece(first + each.index, handle.flat_param, each.in_shard.start, numel, of))
+    return group, pieces
+
+
+def _is_plain(grad: torch.Tensor) -> bool:
+    return type(grad) is torch.Tensor and grad.layout is torch.strided and grad.is_floating_point()

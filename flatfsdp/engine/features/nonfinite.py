@@ -1,0 +1,252 @@
+"""Where the first value that is infinite or not a number appeared: on which rank, in which unit, of which parameter.
+
+[Note: findings] While somebody looks, each rank looks at values in the order in which a step makes them, and notes the
+first one that is not finite. At the end of a forward, and of a backward, all ranks exchange what they found, two
+numbers each: so all of them are told, at the same point, and none waits for one that stopped. Where nothing is sharded
+a forward is each rank's own affair; what it finds is told at the end of the backward.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...errors import NonFiniteError, UsageError, fail, ranks_in_words, refuse_type
+from ..base import _torch
+from ..base.nested_tensors import tensors_in
+from ..facade.schedule_api import check_outside
+from ..flat.flat_param import FlatParamHandle
+from ..runtime.module_tree import outermost_unit
+
+if TYPE_CHECKING:
+    from ..agreement.model_check import Agreement
+    from ..runtime.model import Root
+    from ..runtime.unit import Unit
+
+
+class Stage(enum.IntEnum):
+    """What a value is, in the order of a step; with the words for a unit or a parameter, `{}`."""
+
+    PARAMETER = 0
+    INPUT = 1
+    OUTPUT = 2
+    GRADIENT = 3
+    REDUCED = 4
+
+    @property
+    def words(self) -> str:
+        """With a place for the name."""
+        return (
+            "parameter {} before the forward",
+            "an input of unit {}",
+            "an output of unit {}",
+            "the gradient of {} before its reduction",
+            "the reduced gradient of {}",
+        )[self]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One value that is not finite, in numbers that mean the same on all ranks.
+
+    Attributes:
+        order: how many values the rank had looked at.
+        unit: its place among the root's; kind, index: of the handle and of the leaf, for a parameter's value.
+        is_nan: else it is infinite.
+    """
+
+    order: int
+    stage: Stage
+    unit: int
+    kind: int
+    index: int
+    is_nan: bool
+
+    @property
+    def number(self) -> int:
+        """All but `order`."""
+        return (((self.unit << 8 | self.kind) << 24 | self.index) << 3 | self.stage) << 1 | self.is_nan
+
+    @classmethod
+    def of(cls, order: int, number: int) -> Finding:
+        """The finding of these numbers."""
+        place = number >> 4
+        return cls(order, Stage(number >> 1 & 7), place >> 32, place >> 24 & 0xFF, place & 0xFFFFFF, bool(number & 1))
+
+    def told(self, units: Sequence[Unit]) -> str:
+        """What and where, in words."""
+        unit = units[self.unit]
+        name = unit.label
+        if self.stage not in (Stage.INPUT, Stage.OUTPUT):
+            path = unit.handles[self.kind].layout.params[self.index].name
+            name = repr(f"{unit.name}.{path}" if unit.name else path)
+        return f"{'nan' if self.is_nan else 'inf'} in {self.stage.words.format(name)}"
+
+
+class Detector:
+    """Looks for the first value that is not finite, for as long as somebody asks for it."""
+
+    def __init__(self, root: Root, *, infinities: bool) -> None:
+        self._agreement = root.agreement
+        self._units = root.units
+        self._places = {id(unit): place for place, unit in enumerate(root.units)}
+        self._infinities = infinities
+        self._looked = 0
+        self._found: Finding | None = None
+
+    def begin(self) -> None:
+        """The outermost forward begins: look at all parameters."""
+        self._looked, self._found = 0, None
+        for each in self._units:
+            for kind, handle in enumerate(each.handles):
+                for index, view in enumerate(handle.sharded_views):
+                    self._look(Stage.PARAMETER, each, view, kind, index)
+
+    def inputs(self, unit: Unit, inputs: Any) -> None:
+        """The forward of `unit` is given these."""
+        for tensor in tensors_in(inputs):
+            self._look(Stage.INPUT, unit, tensor)
+
+    def outputs(self, unit: Unit, outputs: Any) -> None:
+        """The forward of `unit` has made these."""
+        for tensor in tensors_in(outputs):
+            self._look(Stage.OUTPUT, unit, tensor)
+
+    def gradient(self, unit: Unit, kind: int, index: int, grad: torch.Tensor) -> None:
+        """This rank's gradient of a whole parameter has come."""
+        self._look(Stage.GRADIENT, unit, grad, kind, index)
+
+    def reduced(self, unit: Unit) -> None:
+        """The gradients of `unit` were reduced, and are not settled yet."""
+        for kind, (handle, grads) in enumerate(zip(unit.handles, unit.grads, strict=True)):
+            for flat in grads.reduced:
+                for index, view in enumerate(handle.views_of_shard(flat)):
+                    self._look(Stage.REDUCED, unit, view, kind, index)
+
+    def end_forward(self) -> None:
+        """The outermost forward ends. Collective over all axes, where forwards are at all.
+
+        Raises:
+            NonFiniteError: on every rank.
+        """
+        if self._agreement.compares_forwards and not self._agreement.silent:
+            self._tell("a forward")
+        elif self._found is not None and not torch.is_grad_enabled():
+            raise NonFiniteError(f"this rank's forward has {self._found.told(self._units)}")
+
+    def end_backward(self) -> None:
+        """The backward ends, and gradients are not settled yet. Collective over all axes.
+
+        Raises:
+            NonFiniteError: on every rank.
+        """
+        for unit in self._units:
+            self.reduced(unit)
+        self._tell("a step")
+
+    def _look(self, stage: Stage, unit: Unit, tensor: torch.Tensor, kind: int = 0, index: int = 0) -> None:
+        self._looked += 1
+        if self._found is None and (is_nan := worst(tensor)) is not None and (is_nan or self._infinities):
+            self._found = Finding(self._looked, stage, self._places[id(unit)], kind, index, is_nan)
+
+    def _tell(self, what: str) -> None:
+        mine, self._found = self._found, None
+        if told := of_all_ranks(mine, self._agreement, self._units):
+            fail(NonFiniteError(f"{what} has {told}"))
+
+
+def of_all_ranks(mine: Finding | None, agreement: Agreement, units: Sequence[Unit]) -> str:
+    """What which ranks found, in words, the first first; "" if nobody found anything. Collective over all axes."""
+    code, extra = (mine.order + 1, mine.number) if mine is not None else (0, 0)
+    answers = agreement.numbers_of_ranks(code, extra)
+    found = {rank: Finding.of(code - 1, extra) for rank, (code, extra) in answers.items() if code}
+    if not found:
+        return ""
+    alike: dict[str, list[int]] = {}
+    for rank in sorted(found, key=lambda rank: (found[rank].order, rank)):
+        alike.setdefault(found[rank].told(units), []).append(rank)
+    told = [f"{words} on {ranks_in_words(sorted(those))}" for words, those in alike.items()]
+    clean = sorted(answers.keys() - found.keys())
+    rest = [f"nothing else on {ranks_in_words(clean)}"] if clean else []
+    return "; ".join([f"{told[0]}, first of all" if len(told) > 1 else told[0], *told[1:4], *rest])
+
+
+def worst(tensor: torch.Tensor) -> bool | None:
+    """True if `tensor` has a NaN, False if only infinities, None if all is finite."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    with torch.no_grad(), _torch.as_plain_tensors():
+        values = tensor.detach()
+        values = values.coalesce().values() if values.is_sparse else values
+        if bool(torch.isfinite(values).all()):
+            return None
+        return bool(torch.isnan(values).any())
+
+
+def first_gradient(units: Sequence[Unit]) -> Finding | None:
+    """The first gradient of this rank that is not finite, as the optimizer would see it."""
+    for place, unit in enumerate(units):
+        for kind, handle in enumerate(unit.handles):
+            for index, grad in enumerate(_gradients(handle)):
+                if grad is not None and (is_nan := worst(grad)) is not None:
+                    return Finding(0, Stage.REDUCED, place, kind, index, is_nan)
+    return None
+
+
+def _gradients(handle: FlatParamHandle) -> Sequence[torch.Tensor | None]:
+    if handle.use_orig_params:
+        return [leaf.grad for leaf in handle.leaves]
+    flat = handle.flat_param.grad
+    return [] if flat is None else handle.views_of_shard(flat)
+
+
+@contextmanager
+def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[None]:
+    """A context in which a forward or a backward that computes NaN or inf raises, and says where the first one was.
+
+    Looked at are parameters before the forward, inputs and outputs of each unit, the gradient of each parameter as this
+    rank computed it, and what the reduction over ranks made of it. The error names rank, unit and
+    parameter, and is raised on every rank at the same point: at the end of the forward or of the backward, which leaves
+    `.grad` as it was. Outside of the context nothing is looked at, at no cost; inside, each value is read once more,
+    which on an accelerator keeps the host until it is there.
+
+    Every rank enters it, which the next forward compares. Inside, each forward and backward exchanges two numbers.
+
+    Args:
+        model: the outermost wrapper.
+        infinities: whether inf and -inf count; False for models that make them on purpose, in a mask say.
+
+    Raises:
+        NonFiniteError: inside, from a forward or a backward.
+        ConfigTypeError: `model` is no wrapper, `infinities` no bool.
+        UsageError: `model` is a nested wrapper; inside itself, a forward or a backward.
+
+    Example (in a process group of one rank):
+        >>> import torch, flatfsdp
+        >>> model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(2, 1))
+        >>> with flatfsdp.detect_nonfinite(model):
+        ...     model(torch.full((4, 2), torch.inf))
+        Traceback (most recent call last):
+        flatfsdp.errors.NonFiniteError: a forward has inf in an input of unit <root> on rank 0
+    """
+    name = "detect_nonfinite"
+    unit = outermost_unit(model, name)
+    if not isinstance(infinities, bool):
+        refuse_type(f"{name}: infinities", infinities, "True or False")
+    root = unit.root
+    check_outside(unit, f"{name}()")
+    if root.detector is not None:
+        raise UsageError(f"{name}() was entered inside itself; one context is enough")
+    root.detector = Detector(root, infinities=infinities)
+    root.choices_changed()
+    try:
+        yield
+    finally:
+        root.detector = None
+        root.choices_changed()

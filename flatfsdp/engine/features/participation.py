@@ -1,0 +1,117 @@
+"""What is said about the parts of a model that a rank runs as its data will have it. [Note: branches]"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ...errors import ConfigValueError, refuse_type
+from ..config.unit_options import NO_TARGETS, Targets
+from ..facade.schedule_api import check_outside
+from ..runtime.module_tree import nesting, units_in
+from ..runtime.unit import Unit
+from ..schedule.conditional import Branch
+
+_FUNCTION = "ensure_unit_participation"
+
+
+def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, before: nn.Module | None = None) -> None:
+    """Let each rank run the wrappers in `module` as its own data will have it: some, others, or none of them.
+
+    For a tower for images in a batch without any, the experts of a mixture of which some get no token, layers of which
+    each step uses a few. In every forward of the wrapper around `module`, all ranks gather all wrappers in it, in the
+    order of registration, whether they run them or not, and so in backward, where a rank adds zeros to the others'
+    gradients of what it did not run. Gradients are the mean over ranks, as without branches. Where no rank brought a
+    gradient to a wrapper, `.grad` stays as it was (None after `zero_grad()`), as in one process: optimizers then leave
+    out the step, with its decay and momentum.
+
+    What every rank runs goes on as before: `module` comes in the forward of the wrapper around it, and all that a rank
+    runs of it comes before the next wrapper outside of it that is registered later, or that is given as `before`. A
+    rank that runs one of its wrappers at another time gets an error, which the others hear of. What is trained must not
+    be in `module` alone: a rank that runs none of it would have no graph to go backward through.
+
+    It costs what a model costs that always runs all of it: each wrapper is gathered in forward and in backward (frozen
+    ones, too; `set_unshard_in_backward(False)` spares a frozen tower at the model's beginning the second), and its
+    gradients are reduced. Where ranks used others than expected, each sends one small message through the store at the
+    end of the backward, for which the host waits. In order, no more memory is taken than by a wrapper at a time; in any
+    order all of `module` is gathered when a rank runs its first wrapper, and freed when all of it is over, in backward
+    as well, with the memory of its gradients. Activation checkpointing of it takes `any_order=True` and
+    `use_reentrant=False`. Parameters that units inside share with others are refused.
+
+    Without this call a rank that leaves out a wrapper, or takes another first, gets an error, as do the others: ranks
+    that all do the same (layers dropped by a common seed) would else gather, and step on zeros, what one process leaves
+    alone, in every step and unasked.
+
+    Call it on every rank, once the whole model is wrapped; later calls replace earlier ones for the same part. It holds
+    in copies and pickles of the model.
+
+    Args:
+        module: a wrapper or a module with wrappers inside, a `ModuleList` say. All of them are meant.
+        any_order: whether its wrappers may run in another order than they are registered, and several times; at most
+            once in order otherwise.
+        before: a module outside, which every rank runs, whose first wrapper is the next to run after `module`; inside
+            the same wrapper. None for what is registered next.
+
+    Raises:
+        ConfigTypeError: an argument is of another type.
+        ConfigValueError: no wrapper inside, or the outermost one; a part of what was declared as one; `before` is not
+            in the wrapper around `module`, or is a branch itself.
+        UsageError: inside a forward or a backward.
+    """
+    for name, value, optional in (("module", module, False), ("before", before, True)):
+        if not (isinstance(value, nn.Module) or (optional and value is None)):
+            refuse_type(f"{_FUNCTION}: {name}", value, "a module that is wrapped, or that has wrapped modules inside")
+    if not isinstance(any_order, bool):
+        refuse_type(f"{_FUNCTION}: any_order", any_order, "True or False")
+    units = _wrapped_in(module, "module")
+    check_outside(units[0], _FUNCTION)
+    _check_whole(module, units)
+    targets = NO_TARGETS if before is None else Targets([_next_of(units, before)])
+    branch = Branch(any_order)
+    for unit in units:
+        unit.choose(branch_before=targets)
+        unit.choose_schedule(branch=branch)
+
+
+def _wrapped_in(module: nn.Module, argument: str) -> list[Unit]:
+    units = units_in(module)
+    if not units:
+        raise ConfigValueError(
+            f"{_FUNCTION}: {argument}: got a {type(module).__name__} without any FullyShardedDataParallel inside. It "
+            "is a part of the unit around it, whose parameters are there whenever that runs: wrap what shall be "
+            "gathered apart, or declare nothing"
+        )
+    return units
+
+
+def _check_whole(module: nn.Module, units: list[Unit]) -> None:
+    root = units[0].root
+    if root.unit in units:
+        raise ConfigValueError(
+            f"{_FUNCTION}: module: got the outermost FullyShardedDataParallel ({type(root.unit.module).__name__}), "
+            "which every rank runs, or a part of a model that is not wrapped as a whole yet. Wrap the whole, then give "
+            "the part that depends on a rank's data"
+        )
+    known = {unit.choices.schedule.branch for unit in units} - {None}
+    split = [unit for unit in root.units if unit.choices.schedule.branch in known and unit not in units]
+    if split:
+        raise ConfigValueError(
+            f"{_FUNCTION}: module: got a {type(module).__name__} inside a part that was given before, with unit "
+            f"{split[0].label}. Declare the outer part only"
+        )
+
+
+def _next_of(units: list[Unit], before: nn.Module) -> Unit:
+    """The unit that the branch of `units` comes right before."""
+    inside = set(_wrapped_in(before, "before"))
+    around = dict(nesting(units[0].root.unit))
+    first = next((unit for unit in around if unit in inside), None)
+    outer = next(around[unit] for unit in around if unit in units)
+    above = around.get(first) if first is not None else None
+    while above is not None and above is not outer:
+        above = around.get(above)
+    if first is None or above is None or first in units or first.choices.schedule.branch is not None:
+        raise ConfigValueError(
+            f"{_FUNCTION}: before: got a {type(before).__name__}. Accepted: a module in the wrapper around the part, "
+            "outside of it, that every rank runs and that has a FullyShardedDataParallel inside"
+        )
+    return first

@@ -1,0 +1,202 @@
+"""Ranks that have different numbers of batches, or that end a loop of generation at different lengths.
+
+[Note: uneven inputs] Every step of a model is collective, so a rank that has no batch left cannot stay away. It goes on
+with its last one as a *stand-in*: the whole body of the loop runs, all collectives are issued, and what its backward
+computes is dropped as it arrives. The gradients of the others then count for more: they are multiplied, as they arrive,
+by the number of ranks over the number of those with data. That is right for each backward by itself, so also where
+several of them add up before they are reduced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import TypeVar
+
+from torch import nn
+
+from ...errors import AgreementError, ConfigValueError, UsageError, ranks_in_words, refuse_type
+from ..facade.schedule_api import check_outside
+from ..runtime.model import Root
+from ..runtime.module_tree import units_in
+
+T = TypeVar("T")
+
+_LOOP = "the loop of flatfsdp.join()"
+_DATA, _STAND_IN, _NOTHING = 0, 1, 2  # what a rank has for a step
+_NO_BATCH = object()
+
+
+def join(
+    model: nn.Module,
+    *,
+    divide_by_initial_world_size: bool = False,
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+) -> Joined:
+    """A context for loops over batches of which ranks have different numbers: all go on until none has any.
+
+    A rank whose batches are used up is given its last one again, as a stand-in. It runs the whole body of the loop with
+    it, forward, backward, clipping and optimizer, and adds nothing to the gradients, whatever it computes (NaN
+    included). They are those of one process on the batches that exist; also under `no_sync()`, with hybrid sharding,
+    with a communication hook. What a forward writes itself, the statistics of batch norm say, is written with a
+    stand-in, too. Losses and metrics of the user's want to leave it out: `joined.has_data` says so.
+
+    Every step begins with one exchange of 24 bytes per rank, for which the host waits. A rank that leaves the loop
+    alone, by `break` or an exception, ends it on all ranks with an error that names it; all ranks may leave it in the
+    same step. The arguments are those of `torch.distributed.algorithms.join` and of DDP's `join()`.
+
+    Args:
+        model: the outermost wrapper. Inside the context other loops may run as well, without gradients too.
+        divide_by_initial_world_size: whether gradients are divided by the number of all ranks in every step, so that
+            each batch counts for the same over the whole loop; else by the number of ranks that have a batch. Where
+            `set_gradient_divide_factor` was called that factor counts.
+        enable: False for a loop that does nothing but iterate.
+        throw_on_early_termination: whether to raise on all ranks as soon as one has no batch and others do.
+
+    Returns:
+        What `with ... as joined` gives: `joined(batches)` iterates, `joined.until(done)` loops without batches,
+        `joined.has_data` says whether the running step is one of this rank's own.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: an argument; `model` is no outermost wrapper.
+        UsageError: in the loop, on all ranks: a rank has no batch at all, and no stand-in.
+        AgreementError: in the loop or at the end of the context: ranks do different things, or with
+            `throw_on_early_termination`.
+
+    Example (in a process group of one rank):
+        >>> import torch, flatfsdp
+        >>> model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(2, 1), use_orig_params=True)
+        >>> with flatfsdp.join(model) as joined:
+        ...     for batch in joined([torch.ones(4, 2), torch.zeros(3, 2)]):
+        ...         model(batch).sum().backward()
+    """
+    for name, value in (
+        ("divide_by_initial_world_size", divide_by_initial_world_size),
+        ("enable", enable),
+        ("throw_on_early_termination", throw_on_early_termination),
+    ):
+        if not isinstance(value, bool):
+            refuse_type(f"join: {name}", value, "True or False")
+    if not isinstance(model, nn.Module):
+        refuse_type("join: model", model, "the outermost FullyShardedDataParallel module")
+    units = units_in(model)
+    roots = list({id(unit.root): unit.root for unit in units}.values())
+    if len(roots) != 1 or roots[0].unit not in units:
+        raise ConfigValueError(
+            f"join: model: got a {type(model).__name__} with {len(roots)} wrapped models inside, or a part of one. "
+            "Accepted: the outermost FullyShardedDataParallel module"
+        )
+    return Joined(roots[0], by_all=divide_by_initial_world_size, enabled=enable, throw_early=throw_on_early_termination)
+
+
+class Joined:
+    """What `join()` returns.
+
+    Attributes:
+        has_data: whether the running step is one of this rank's own, and no stand-in.
+    """
+
+    def __init__(self, root: Root, *, by_all: bool, enabled: bool, throw_early: bool) -> None:
+        self.has_data = True
+        self._root = root
+        self._by_all = by_all
+        self._enabled = enabled
+        self._throw_early = throw_early
+        self._looping = False  # in a loop that the other ranks go on with
+
+    def __enter__(self) -> Joined:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        left = self._looping
+        self._end()
+        if left:
+            self._root.agreement.leave(_LOOP, error)
+
+    def __call__(self, batches: Iterable[T], *, stand_in: object = _NO_BATCH) -> Iterator[T]:
+        """Iterate over this rank's `batches`, and over stand-ins until no rank has a batch left. Collective.
+
+        Args:
+            batches: this rank's, each iterated over once.
+            stand_in: a batch to go on with in place of the last one; needed where a rank may have none.
+        """
+        if not self._enabled:
+            yield from batches
+            return
+        root = self._root
+        check_outside(root.unit, _LOOP)
+        root.lazy_init()
+        self._looping = True
+        iterator, kept = iter(batches), stand_in
+        for step in itertools.count(1):
+            batch: object = next(iterator, _NO_BATCH)
+            self.has_data = batch is not _NO_BATCH
+            if self.has_data and stand_in is _NO_BATCH:
+                kept = batch
+            nothing = not self.has_data and kept is _NO_BATCH
+            found = root.agreement.ask(
+                f"the next batch in {_LOOP}", _NOTHING if nothing else _DATA if self.has_data else _STAND_IN
+            )
+            with_data = [rank for rank in sorted(found) if found[rank] == _DATA]
+            if not with_data:
+                break
+            self._check(found, with_data, step)
+            counts = 1.0 if self._by_all else len(found) / len(with_data)
+            root.weight = counts if self.has_data else 0.0
+            root.agreement.unused.with_data = tuple(with_data) if len(with_data) < len(found) else None
+            try:
+                yield batch if self.has_data else kept  # type: ignore[misc]
+            finally:
+                root.weight = 1.0  # also after a break
+                root.agreement.unused.with_data = None
+        self._end()
+
+    def until(self, done: Callable[[], bool]) -> Iterator[int]:
+        """Loop until `done()` on all ranks, for generation: yields 0, 1, and so on. Collective.
+
+        `done` is asked before each step; once it was true, on this rank, `has_data` is False, and what the body
+        computes is to be left alone.
+
+        Example (in a process group of one rank):
+            >>> import torch, flatfsdp
+            >>> model, tokens = flatfsdp.FullyShardedDataParallel(torch.nn.Embedding(4, 4)), [1]
+            >>> with torch.no_grad(), flatfsdp.join(model) as joined:
+            ...     for _ in joined.until(lambda: len(tokens) == 3):
+            ...         following = int(model(torch.tensor(tokens[-1])).argmax())
+            ...         if joined.has_data:
+            ...             tokens.append(following)
+            >>> len(tokens)
+            3
+        """
+        steps: Iterable[bool] = iter(lambda: bool(done()), True)  # asked no more after it was true
+        for step, _ in enumerate(self(steps, stand_in=False)):
+            yield step
+
+    def _check(self, found: dict[int, int], with_data: list[int], step: int) -> None:
+        """Raise on all ranks what all ranks see."""
+        nothing = [rank for rank in sorted(found) if found[rank] == _NOTHING]
+        error: Exception | None = None
+        if self._throw_early and len(with_data) < len(found):
+            without = [rank for rank in sorted(found) if rank not in with_data]
+            error = AgreementError(
+                f"in step {step} of {_LOOP}, {ranks_in_words(without)} had no batch left, and "
+                f"{ranks_in_words(with_data)} had one: throw_on_early_termination=True ends it"
+            )
+        elif nothing:
+            error = UsageError(
+                f"{_LOOP}: {ranks_in_words(nothing)} had no batch at all, so there is nothing to "
+                "stand in while the other ranks go on. Give each rank a batch, or pass one of the same form on every "
+                "rank: joined(batches, stand_in=batch)"
+            )
+        if error is not None:
+            self._end()
+            raise error
+
+    def _end(self) -> None:
+        self._looping = False
+        self._root.weight = 1.0
+        self.has_data = True

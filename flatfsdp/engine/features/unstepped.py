@@ -1,0 +1,133 @@
+"""A model that gets gradients while optimizers step on nothing: said once.
+
+[Note: unstepped] Param groups are often picked by name: those that end in "bias" get no weight decay, the others some.
+Names of flat parameters all end in `_flat_param`, so such groups are empty, which torch accepts, and the model stays
+what it was. It is said only where nothing else explains it: between two backwards that reduced gradients of the model
+an optimizer stepped that holds no parameter with a gradient; no optimizer stepped, or exists, that holds a parameter of
+the model; and no parameter was written to. Games of two models, gradients that are only looked at, updates by hand and
+optimizers of other libraries are none of it. Looked at are the backwards around the first step of any optimizer, and
+nothing after them.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...errors import few, one_voice, warn_once
+
+if TYPE_CHECKING:
+    from ..flat.flat_param import FlatParamHandle
+    from ..runtime.backward import Backward
+    from ..runtime.model import Root
+
+SAMPLED = 64  # elements of a shard that show a write which leaves no trace in versions
+
+_unstepped: weakref.WeakSet[Unstepped] = weakref.WeakSet()  # of models that have gradients
+_installed = False
+
+
+def tell_if_unstepped(root: Root) -> None:
+    """Look after `root` until an optimizer has stepped."""
+    global _installed
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(_before_step)
+    root.observers.append(Unstepped(root))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for each in [*_unstepped] if _unstepped else ():
+        each.before_step(optimizer)
+
+
+class _Before:
+    """The parameters of one handle that has gradients, as a backward left them."""
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self._handle = handle
+        self._versions = handle.versions
+        self._sample = self._elements()
+
+    def is_unchanged(self) -> bool:
+        """Whether nobody has written to them. Waits for the device."""
+        return self._handle.versions == self._versions and torch.equal(self._sample, self._elements())
+
+    def _elements(self) -> torch.Tensor:
+        shard = self._handle.shard
+        return shard.detach()[:: max(1, shard.numel() // SAMPLED)].clone()
+
+
+class Unstepped:
+    """Looks after one model from its first gradients to the backward after an optimizer's first step."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = weakref.ref(root)
+        self._before: list[_Before] = []  # empty before the first gradients
+        self._stepped = False  # any optimizer, since then
+        self._in_vain = ""  # one that found no gradient, in words
+
+    def after_backward(self, backward: Backward) -> None:
+        """Gradients of a backward are there."""
+        root = self._root()
+        if root is None or not backward.sync:
+            return
+        if self._stepped:
+            if self._in_vain and all(each.is_unchanged() for each in self._before):
+                _say(root, self._in_vain)
+            self._end(root)
+        elif not self._before and not backward.lingering:  # whoever reads a gradient that lingers waits for it
+            handles = [handle for unit in root.units for handle in unit.handles]
+            self._before = [_Before(each) for each in handles if any(p.grad is not None for p in each.steppable)]
+            if self._before:
+                _unstepped.add(self)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps."""
+        root = self._root()
+        if root is None or not self._before:
+            return
+        if _holds_some_of(root, optimizer):
+            self._end(root)
+            return
+        self._stepped = True
+        groups = optimizer.param_groups
+        if not any(parameter.grad is not None for group in groups for parameter in group["params"]):
+            empty = sum(not group["params"] for group in groups)
+            self._in_vain = (
+                f"{type(optimizer).__name__} that stepped between them holds no parameter with a gradient "
+                f"({empty} of its {len(groups)} param groups are empty)"
+            )
+
+    def _end(self, root: Root) -> None:
+        _unstepped.discard(self)
+        root.observers.remove(self)
+        self._before = []
+
+
+def _holds_some_of(root: Root, optimizer: torch.optim.Optimizer) -> bool:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in held for parameter in root.steppable)
+
+
+def _say(root: Root, in_vain: str) -> None:
+    every = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    if any(_holds_some_of(root, each) for each in every):
+        return  # it steps later, after some backwards more perhaps
+    cause = "Take them from model.named_parameters(), after wrapping"
+    if any(not handle.use_orig_params for unit in root.units for handle in unit.handles):
+        names = [f"{unit.name}._flat_param".lstrip(".") for unit in root.units if unit.handles]
+        cause = (
+            f"Names of flat parameters end in '_flat_param' ({few(names)}), so groups that are picked by names such as "
+            "'bias' are empty; use_orig_params=True keeps the original names"
+        )
+    with one_voice(speaks=root.agreement.is_first):
+        warn_once(
+            "unstepped",
+            "no optimizer steps on the parameters of this model: it has got gradients in two backwards, and the "
+            f"{in_vain}. {cause}",
+        )

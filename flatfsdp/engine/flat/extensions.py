@@ -1,0 +1,146 @@
+"""Parameters that are stored as one thing and computed with as another (a quantised or a distributed tensor).
+
+[Note: extensions] What `pre_flatten_transform` makes of a parameter is what the flat parameter stores, the leaf of
+autograd, and what optimizers step on. While a unit computes, its modules hold `post_unflatten_transform` of the leaf
+instead, through which gradients flow back into the leaf. FSDP1 has the same two hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ...errors import ConfigTypeError, UsageError
+from .views import Home
+
+
+class FlatParamExtensions(Protocol):
+    """The two transformations, inverse to each other. Both are called on every rank alike."""
+
+    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+        """(what to store of a parameter, a state that says how to undo it); a state of None leaves it as it is."""
+        ...
+
+    def post_unflatten_transform(self, tensor: torch.Tensor, state: Any) -> torch.Tensor:
+        """What modules compute with, differentiably from the whole stored `tensor`."""
+        ...
+
+
+_extensions: FlatParamExtensions | None = None
+
+
+def set_extensions(extensions: FlatParamExtensions | None) -> None:
+    """Apply `extensions` to parameters of models wrapped from now on in this process; None ends that.
+
+    A transformed parameter is a new `Parameter` in its module: build the optimizer after wrapping. Inside
+    `summon_full_params()` it has the shape in which it is stored.
+
+    Raises:
+        ConfigTypeError: an object without the two methods.
+
+    Example:
+        >>> class Transposed:
+        ...     def pre_flatten_transform(self, tensor):
+        ...         return (tensor.t().contiguous(), "transposed") if tensor.dim() == 2 else (tensor, None)
+        ...     def post_unflatten_transform(self, tensor, state):
+        ...         return tensor.t()
+        >>> set_extensions(Transposed())
+        >>> set_extensions(None)
+    """
+    global _extensions
+    for name in ("pre_flatten_transform", "post_unflatten_transform"):
+        if extensions is not None and not callable(getattr(extensions, name, None)):
+            raise ConfigTypeError(
+                f"extensions: got {extensions!r}, which has no method {name}. Accepted: an object "
+                "with pre_flatten_transform and post_unflatten_transform, or None"
+            )
+    _extensions = extensions
+
+
+class Extended:
+    """One transformed parameter of a unit and where its modules hold it."""
+
+    def __init__(
+        self,
+        leaf: nn.Parameter,
+        state: Any,
+        extensions: FlatParamExtensions,
+        homes: Sequence[Home],
+        original: nn.Parameter | None = None,
+    ) -> None:
+        self.leaf = leaf
+        self._original = weakref.ref(original) if original is not None else None
+        self.state = state
+        self.extensions = extensions
+        self.homes = list(homes)
+
+    def replaced(self, parameter: nn.Parameter) -> bool:
+        """Whether the leaf stands for `parameter`, which some other module still holds."""
+        return self._original is not None and self._original() is parameter
+
+    def _value(self) -> torch.Tensor:
+        return self.extensions.post_unflatten_transform(self.leaf, self.state)
+
+    def install(self) -> None:
+        """Let the modules hold what they compute with. Precondition: the leaf shows the whole."""
+        with torch.enable_grad():  # also where a backward gathers for a recomputation
+            value = self._value()
+        for home in self.homes:
+            home.hold(value)
+
+    def dissolve(self) -> None:
+        """Let the modules hold a parameter like the one they had before. Precondition: the leaf shows the whole."""
+        restored = nn.Parameter(self._value().detach().clone(), requires_grad=self.leaf.requires_grad)
+        for home in self.homes:
+            Home(home.module, home.attribute, home.path, restored).register()
+
+    def uninstall(self, *, hidden: bool) -> None:
+        """Let the modules hold the leaf again; `hidden`: as a plain attribute."""
+        for home in self.homes:
+            home.unregister() if hidden else home.register()
+
+
+def can_transform() -> bool:
+    """Whether parameters may be stored as something else."""
+    return _extensions is not None
+
+
+def transform(homes: Iterable[Home]) -> tuple[list[Home], list[Extended]]:
+    """`homes` with the leaves that are to be flattened, registered, and those of them that were transformed."""
+    homes = list(homes)
+    if _extensions is None:
+        return homes, []
+    made: dict[int, tuple[nn.Parameter, Any]] = {}
+    originals: dict[int, nn.Parameter] = {}
+    out: list[Home] = []
+    for home in homes:
+        if id(home.leaf) not in made:
+            stored, state = _extensions.pre_flatten_transform(home.leaf)
+            if state is None:
+                made[id(home.leaf)] = home.leaf, None
+            elif not isinstance(stored, torch.Tensor):
+                raise UsageError(
+                    f"pre_flatten_transform of {home.path!r} returned {type(stored).__name__}; expected a "
+                    "tensor and a state"
+                )
+            else:
+                leaf = nn.Parameter(stored.detach(), requires_grad=home.leaf.requires_grad)
+                made[id(home.leaf)] = leaf, state
+                originals[id(leaf)] = home.leaf
+        leaf, state = made[id(home.leaf)]
+        out.append(home if leaf is home.leaf else Home(home.module, home.attribute, home.path, leaf))
+    for home in out:
+        home.register()
+    extended = [
+        Extended(leaf, state, _extensions, [home for home in out if home.leaf is leaf], originals[id(leaf)])
+        for leaf, state in made.values()
+        if state is not None
+    ]
+    return out, extended
+
+
+__all__ = ["FlatParamExtensions", "set_extensions"]

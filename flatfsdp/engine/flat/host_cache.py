@@ -1,0 +1,55 @@
+"""Unsharded parameters that stay between uses, because nothing changes them.
+
+[Note: residents] A flat parameter that no optimizer steps need not be gathered for every use. A *resident* was gathered
+once, and stays unsharded on the device, or as a copy in host memory from which the device is filled again: memory, or
+the way from the host, in place of a collective. Whether a handle is a resident, and whether it has to be gathered, is
+settled where a forward begins, and is part of what ranks compare there: no rank leaves a gather out alone. A resident
+that was written to is gathered anew.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+from ..device.memory import Ledger
+from ..device.streams import Lane, Pending, pinned_like
+
+
+class Residence(enum.Enum):
+    """Where a resident stays."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+DEVICE, HOST = Residence
+
+
+class HostCopy:
+    """The unsharded flat parameter in host memory, page-locked where there is an accelerator.
+
+    Attributes:
+        versions: of the handle, between uses, when it was made; others are those of other values.
+    """
+
+    def __init__(self, whole: torch.Tensor, *, ledger: Ledger) -> None:
+        """`whole`: 1-D and padded; the host waits until it is copied."""
+        self._tensor = pinned_like(whole.detach())
+        self._tensor.copy_(whole.detach())
+        self._claim = ledger.hold("host copy", whole.numel() * whole.element_size())
+        self.versions: tuple[int, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of computation when it was made."""
+        return self._tensor.dtype
+
+    def upload(self, whole: torch.Tensor, lane: Lane) -> Pending:
+        """Fill `whole`, like the one it was made of, on `lane`."""
+        return lane.upload(whole, self._tensor)
+
+    def free(self) -> None:
+        """Give the memory back; no upload may be under way that the device has not been told of."""
+        self._claim.close()

@@ -1,0 +1,130 @@
+"""Parameters that stay whole between a forward and its backward.
+
+[Note: left whole] What is only asked of such a parameter (shape, dtype, device) is answered for this rank's shard, as
+before the forward and after the backward: who counts elements finds as many at any time. Who computes with it gets the
+whole, which has its place in the graph; and where the shard is the whole, but of another dtype or elsewhere, the shard.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base import _torch
+from .deferred_grad import AwaitedParameter
+from .flat_param import NoticesWrites
+from .leaf_classes import ORIGINAL, Variants
+from .param_guard import DescribedAsShard, data_of_shard, has_place, leads_to_accumulator, place_of, shard_of
+from .placeholder import asks, property_of
+
+
+class _Left(DescribedAsShard):
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if _torch.is_tracing():  # who compiles looks at what there is
+            return super(DescribedAsShard, cls).__torch_function__(func, types, args, kwargs or {})
+        return cls._answer(func, types, args, kwargs or {})
+
+    @classmethod
+    def _answer(cls, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
+
+class WholeParameter(NoticesWrites, _Left):
+    """What `nn.Parameter` objects are while they show the whole that a forward has left; never constructed."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        kind = type(self)
+        self.__class__ = ORIGINAL[kind]
+        try:
+            return copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = kind
+
+
+class CastParameter(_Left):
+    """What `nn.Parameter` objects are while they show a copy of the shard, which is the whole; never constructed."""
+
+    @classmethod
+    def _answer(cls, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]) -> Any:
+        if property_of(func) == "data" and has_place(args[0]):
+            return data_of_shard(*args)
+        if asks(func) or func in _OF_AUTOGRAD or leads_to_accumulator(func, args) or _is_refused_by_autograd(func):
+            return super()._answer(func, types, args, kwargs)
+        shards: dict[int, torch.Tensor] = {}
+        result = func(*(_replaced(each, shards) for each in args), **_replaced(kwargs, shards))
+        # In place: the parameter itself, as users expect of it.
+        return args[0] if args and result is not None and result is shards.get(id(args[0])) else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A parameter of the shard."""
+        if id(self) not in memo:
+            copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+            copied.__class__ = ORIGINAL[type(self)]
+            vars(copied).update(vars(self))
+        return memo[id(self)]
+
+
+def _is_refused_by_autograd(func: Callable[..., Any]) -> bool:
+    """Whether `func` works in place, which no leaf that requires a gradient admits."""
+    name = getattr(func, "__name__", "")
+    return torch.is_grad_enabled() and name.endswith("_") and not name.endswith("__")
+
+
+_OF_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)
+
+LEFT_WHOLE, LEFT_CAST = Variants(WholeParameter), Variants(CastParameter)
+LEFT_WHOLE[AwaitedParameter], LEFT_CAST[AwaitedParameter] = WholeParameter, CastParameter
+
+
+def _replaced(value: Any, shards: dict[int, torch.Tensor]) -> Any:
+    """`value` with shards in place of the parameters in it, the same one for each; `shards`: those, by id."""
+    if isinstance(value, CastParameter):
+        if id(value) not in shards:
+            shards[id(value)] = _shard(value)
+        return shards[id(value)]
+    if isinstance(value, (list, tuple)):
+        return [_replaced(each, shards) for each in value]
+    if isinstance(value, dict):
+        return {key: _replaced(each, shards) for key, each in value.items()}
+    return value
+
+
+def _shard(leaf: nn.Parameter) -> torch.Tensor:
+    if not has_place(leaf):  # its model is gone
+        with _torch.as_plain_tensors():
+            return leaf.detach()
+    shard = shard_of(leaf)
+    if not (leaf.requires_grad and torch.is_grad_enabled()):
+        return shard
+    shown = place_of(leaf)[0].unsharded
+    with _torch.as_plain_tensors():
+        computed: torch.Tensor = _Shard.apply(leaf, shard, shown.device, shown.dtype)
+    return computed
+
+
+class _Shard(torch.autograd.Function):
+    """The shard of a parameter, of which gradients come to the parameter, as it is shown."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(leaf: nn.Parameter, shard: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        return shard.view_as(shard)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.shown = inputs[2:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.to(*ctx.shown), None, None, None

@@ -1,0 +1,293 @@
+"""A parameter that does not show its value, and says so where it is used.
+
+[Note: hidden] Between a forward that resharded and the backward a leaf has no elements; in a forward, and until its
+backward, the leaf of a unit that has not run shows this rank's shard. A term over `model.parameters()` would then be
+zero, or another one on each rank, without a word, and its gradient of a shape that autograd refuses in words of its
+own. So for that time the leaf is of a class whose operations refuse. It stays the same object, a `Parameter`, and what
+only asks about it (`.grad`, `requires_grad`, hooks) is answered; its shape, strides, dtype and device are those of this
+rank's shard, which it shows before and after, so that who counts elements finds as many at any time.
+
+[Note: shards by hand] Momentum encoders update their weights inside a forward, element by element and without a graph:
+`k.mul_(m).add_(q, alpha=1 - m)`, or the same with `.data` or `detach()`. On every rank that is right for its shards,
+whatever the leaves show; so there, and nowhere else, such operations are carried out on them. A unit that was gathered
+before one of its shards was written to is gathered again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import UsageError
+from ..base import _torch
+from .deferred_grad import AwaitedParameter, arrive
+from .flat_param import FlatParamHandle
+from .leaf_classes import ORIGINAL, Variants
+from .placeholder import asks, name_of, property_of
+
+# By their names without what marks variants: in place, reflected, of lists of tensors.
+_ELEMENTWISE = frozenset(
+    "mul add sub div true_divide truediv lerp copy neg clamp clamp_min clamp_max zero fill addcmul addcdiv".split()
+)
+
+
+# What is asked of this rank's shard: what describes a tensor.
+_OF_SHARD = frozenset(
+    "shape ndim dtype device itemsize nbytes is_cpu is_cuda is_meta is_xpu size dim ndimension numel nelement stride "
+    "storage_offset element_size is_contiguous is_floating_point is_complex is_signed get_device __len__".split()
+)
+
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class DescribedAsShard(nn.Parameter):
+    """A parameter of which what is only asked of it is answered for this rank's shard, whatever it shows."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if asks(func):
+            asked = property_of(func)
+            if asked == "grad":
+                arrive(args[0])
+            elif (asked or func.__name__) in _OF_SHARD:
+                args, kwargs = tuple(map(_described, args)), {name: _described(value) for name, value in kwargs.items()}
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class HiddenParameter(DescribedAsShard):
+    """What `nn.Parameter` objects are while they do not show their value; never constructed."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if asks(func):
+            return super().__torch_function__(func, types, args, kwargs)
+        if property_of(func) == "data":
+            return data_of_shard(*args)
+        if leads_to_accumulator(func, args):
+            return _expanded(args[0])
+        if not torch.is_grad_enabled() and _is_elementwise(func):
+            return _on_shards(func, args, kwargs)
+        used = (*args, *kwargs.values())
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            raise UsageError(_refusal_to_ask(name_of(func), used))
+        raise UsageError(_refusal(name_of(func), used))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shard = _described(self)
+        found = f"shape={tuple(shard.shape)}, dtype={shard.dtype}, requires_grad={self.requires_grad}"
+        return f"Parameter containing: this rank's shard, which shows no values until the backward is over ({found})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter of the shard, which is nobody's leaf and hides nothing."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(shard_of(self).clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+
+class Expanded(torch.Tensor):
+    """A hidden parameter as one operation of autograd away from it: answers what leads to the parameter's node."""
+
+    leaf: nn.Parameter
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if asks(func):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        used = (*args, *(kwargs or {}).values())
+        names = _names(each.leaf for each in used if isinstance(each, Expanded))
+        raise UsageError(
+            f"{name_of(func)} computes with what expand_as() or view_as() made of parameter {names} where it is "
+            "sharded: that only leads to its AccumulateGrad node"
+        )
+
+
+def leads_to_accumulator(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether a parameter is expanded, or viewed, as itself."""
+    return name_of(func) in ("expand_as()", "view_as()") and args[0] is args[-1]
+
+
+def _expanded(leaf: nn.Parameter) -> torch.Tensor:
+    """`leaf.expand_as(leaf)`, for those who look for its accumulator, which admits whole gradients. [Note:
+    accumulators]"""
+    handle, index = place_of(leaf)
+    handle.was_asked = True
+    with torch.no_grad(), _torch.as_plain_tensors():
+        shown = leaf.data
+        leaf.data = shown.new_zeros(()).expand(handle.layout.params[index].shape)
+        try:
+            with torch.enable_grad():
+                made = leaf.expand_as(leaf)
+        finally:
+            leaf.data = shown
+    made.__class__ = Expanded  # `as_subclass` would be an operation more
+    assert isinstance(made, Expanded)
+    made.leaf = leaf
+    return made
+
+
+HIDDEN = Variants(HiddenParameter)
+HIDDEN[AwaitedParameter] = HiddenParameter
+
+
+def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
+    """Let `leaves` show `nothing`, unless they do, and refuse operations on them."""
+    with _torch.as_plain_tensors():  # some may be described as their shards
+        for leaf in leaves:
+            kind = type(leaf)
+            hidden = HIDDEN[kind]
+            if kind is not hidden or kind not in ORIGINAL:
+                _SET_DATA(leaf, nothing)
+                leaf.__class__ = hidden
+
+
+def refuse_use(leaves: Iterable[nn.Parameter]) -> None:
+    """Refuse operations on `leaves`."""
+    for leaf in leaves:
+        leaf.__class__ = HIDDEN[type(leaf)]
+
+
+# Where leaves lie that may be hidden, by their ids: asked when one is used.
+_places: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
+
+
+def may_hide(handle: FlatParamHandle) -> None:
+    """The leaves of `handle` will be hidden: what is done to them is looked up there."""
+    this = weakref.ref(handle)
+    ids = list(map(id, handle.leaves))
+    _places.update({each: (this, index) for index, each in enumerate(ids)})
+    weakref.finalize(handle, _forget, ids, this)
+
+
+def _forget(ids: Iterable[int], handle: weakref.ref[FlatParamHandle]) -> None:
+    for each in ids:
+        if (found := _places.get(each)) and found[0] is handle:
+            del _places[each]
+
+
+def has_place(leaf: torch.Tensor) -> bool:
+    """Whether the model of `leaf` is there."""
+    return id(leaf) in _places
+
+
+def place_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
+    """The handle that holds `leaf`, and which of its leaves that is."""
+    this, index = _places[id(leaf)]
+    handle = this()
+    assert handle is not None
+    return handle, index
+
+
+# -- shards by hand ----------------------------------------------------------------------------------------------------
+
+
+def shard_of(leaf: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of `leaf`."""
+    handle, index = place_of(leaf)
+    return handle.sharded_views[index].detach()  # of one version counter with the shard, unlike `.data`
+
+
+def _described(value: Any) -> Any:
+    """In a parameter's place, its shard; the parameter itself where the model is gone."""
+    return shard_of(value) if isinstance(value, DescribedAsShard) and has_place(value) else value
+
+
+def data_of_shard(leaf: torch.Tensor, *written: torch.Tensor) -> torch.Tensor | None:
+    """What `leaf.data` is; or write to it, as `leaf.data = written` would."""
+    shard = shard_of(leaf)
+    if not written:
+        return shard
+    value = _described(*written)
+    if value.data_ptr() == shard.data_ptr() and value.shape == shard.shape and value.dtype == shard.dtype:
+        return None  # as `leaf.data = leaf.data`
+    if value.shape != shard.shape or value.dtype != shard.dtype:
+        raise UsageError(
+            f"the .data of parameter {_names([leaf])} was replaced, where it is sharded, by a tensor of shape "
+            f"{tuple(value.shape)} and {value.dtype}; expected this rank's shard of it, {tuple(shard.shape)} and "
+            f"{shard.dtype}. To replace whole values, use summon_full_params() between steps"
+        )
+    with torch.no_grad():
+        shard.copy_(value)
+    return None
+
+
+def _is_elementwise(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "").removeprefix("_foreach_").strip("_")
+    return name == "detach" or name in _ELEMENTWISE or (name[:1] in ("i", "r") and name[1:] in _ELEMENTWISE)
+
+
+def _on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`func` of shards in place of the hidden parameters."""
+    shards = {id(leaf): shard_of(leaf) for leaf in _hidden_in((*args, *kwargs.values()))}
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [shown(each) for each in value]
+        return shards.get(id(value), value)
+
+    given, named = [shown(value) for value in args], {name: shown(value) for name, value in kwargs.items()}
+    _check_alike(func, (*args, *kwargs.values()), (*given, *named.values()))
+    result = func(*given, **named)
+    # In place: the parameter itself, as users expect of it.
+    return args[0] if args and result is not None and result is given[0] else result
+
+
+def _check_alike(func: Callable[..., Any], used: Sequence[Any], given: Sequence[Any]) -> None:
+    """Refuse what would broadcast: a shard of one element, say."""
+    lists = [value for value in given if isinstance(value, list)]
+    rows = list(zip(*lists, strict=False)) if lists else [given]
+    for row in rows:
+        shapes = {value.shape for value in row if isinstance(value, torch.Tensor) and value.dim()}
+        if len(shapes) > 1:
+            raise UsageError(
+                f"{_refusal(name_of(func), used)}. Its operands have shapes {sorted(map(tuple, shapes))}: those of "
+                "shards do not fit those of whole tensors"
+            )
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def _hidden_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, HiddenParameter):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _hidden_in(value)
+
+
+def _names(leaves: Iterable[torch.Tensor]) -> str:
+    named = []
+    for leaf in {id(leaf): leaf for leaf in leaves}.values():
+        handle, index = place_of(leaf)
+        named.append(f"{handle.layout.params[index].name!r} of unit {handle.name or '<root>'!r}")
+    return ", ".join(named)
+
+
+def _refusal(operation: str, arguments: Iterable[Any]) -> str:
+    return (
+        f"{operation} reads parameter {_names(_hidden_in(arguments)) or '(unnamed)'} outside the forward of its unit, "
+        "in a forward of the model or between it and its backward, where it is sharded. Use it in the forward of the "
+        "module that holds it (a term over parameters, an L2 penalty say, too), call unshard() of that unit's wrapper "
+        "before, or let the unit be the module that uses it; to look at values, use summon_full_params() between steps"
+    )
+
+
+def _refusal_to_ask(operation: str, arguments: Iterable[Any]) -> str:
+    return (
+        f"{operation} was asked for the gradients of parameter {_names(_hidden_in(arguments))}, which are reduced over "
+        "ranks as they come, and show as .grad when the backward is over. Call backward() without inputs=, and read "
+        ".grad; what is not to be trained by it can be frozen before the forward (requires_grad_(False))"
+    )

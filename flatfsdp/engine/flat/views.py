@@ -1,0 +1,509 @@
+"""What the user's parameters show, and where modules hold them. The only file that assigns a parameter's `.data`.
+
+[Note: exposure] A handle's leaves show one of these things, together: their place in the *shard* (at rest), the *whole*
+(N-D views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded and the backward,
+where a shard of one element would broadcast unnoticed; [Note: hidden]). Where a backward is through with them they show
+the shard already, *guarded*, unless it is of another dtype or elsewhere: what is to be shown next need not be shown
+then. In a backward that does not read them they show their *shape*: NaN without memory, since autograd lays a gradient
+out like the leaf that it comes to.
+
+[Note: homes] A home is a (module, attribute) under which a parameter is registered. Tied parameters have several,
+perhaps in modules of other units. With `use_orig_params=False` the homes inside a unit give up the registration (the
+flat parameter has it) and hold the leaf as a plain attribute.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import nn
+
+from ...errors import UsageError, fail
+from ..base import autograd as hooks
+from ..base._torch import as_plain_tensors, has_hooks, hooks_on
+from .deferred_grad import ARRIVALS, show_awaited
+from .flat_param import FlatParamHandle, dense
+from .leaf_classes import NOTICED, ORIGINAL
+from .left_unsharded import LEFT_CAST, LEFT_WHOLE
+from .param_guard import hide, may_hide, refuse_use
+from .states import UNSHARDED
+
+if TYPE_CHECKING:
+    from .extensions import Extended
+
+
+_GRAD = attrgetter("grad")
+
+
+class Exposure(enum.Enum):
+    """What the leaves of a handle show."""
+
+    SHARD = "shard"
+    WHOLE = "whole"
+    NOTHING = "nothing"
+    GUARDED = "guarded"
+    SHAPE = "shape"
+
+
+SHARD, WHOLE, NOTHING, GUARDED, SHAPE = Exposure
+
+
+@dataclass(frozen=True)
+class Home:
+    """A place where a module holds a parameter: `module.attribute`, `path` from the unit's module."""
+
+    module: nn.Module
+    attribute: str
+    path: str
+    leaf: nn.Parameter
+
+    @property
+    def held(self) -> object:
+        """What the module has under the attribute now; None where it was deleted."""
+        registered = self.module._parameters.get(self.attribute)
+        return registered if registered is not None else self.module.__dict__.get(self.attribute)
+
+    @staticmethod
+    def changed(homes: Iterable[Home]) -> list[Home]:
+        """Those of `homes` that do not hold their leaf."""
+        suspects = []
+        for home in homes:  # once for every parameter and step
+            leaf, attribute, values = home.leaf, home.attribute, home.module.__dict__
+            if values["_parameters"].get(attribute) is not leaf and values.get(attribute) is not leaf:
+                suspects.append(home)
+        return [home for home in suspects if home.held is not home.leaf]
+
+    def register(self) -> None:
+        """Let the module list the leaf among its parameters."""
+        self.module.__dict__.pop(self.attribute, None)
+        self.module._parameters[self.attribute] = self.leaf
+
+    def unregister(self) -> None:
+        """Keep the leaf as a plain attribute that `parameters()` does not list."""
+        self.hold(self.leaf)
+
+    def hold(self, value: torch.Tensor) -> None:
+        """Let the module have `value` as a plain attribute in the parameter's place."""
+        self.module._parameters.pop(self.attribute, None)
+        self.module.__dict__[self.attribute] = value
+
+
+class Shown:
+    """What one handle's leaves show, and what the user did to them meanwhile.
+
+    Attributes:
+        extended: those of the leaves that modules see transformed.
+        some_hidden: some leaves refuse to be used. [Note: hidden]
+        notices_writes: what is written to the `.data` of leaves in place is noticed.
+        is_left: a forward has left the leaves whole, in the shard itself, and no backward has come to them.
+        exposure: [Note: exposure].
+    """
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self.handle = handle
+        self.extended: list[Extended] = []
+        self.some_hidden = self.notices_writes = self.is_left = False
+        self.exposure = WHOLE
+        self.show(SHARD)
+        may_hide(handle)
+
+    def show(self, exposure: Exposure) -> None:
+        """Let every leaf show `exposure`."""
+        before, handle = self.exposure, self.handle
+        if exposure is SHARD and before is GUARDED:
+            self.exposure = before = exposure
+        if exposure is before:
+            if self.some_hidden and exposure is SHARD:
+                self.unhide()  # end of `guard`
+            return
+        if exposure is GUARDED and not handle.shard_is_alike:
+            exposure = NOTHING
+        if exposure is NOTHING:
+            if before is not GUARDED:
+                hide(handle.leaves, handle.nothing)
+                self.some_hidden, self.notices_writes = True, False
+        else:
+            if exposure is WHOLE:
+                shown = handle.shown_unsharded
+            else:
+                shown = self._shapes() if exposure is SHAPE else handle.shown_sharded
+            if self.some_hidden or self.notices_writes:
+                self.unhide()
+            for leaf, view in shown:
+                leaf.data = view
+            if exposure is GUARDED:
+                self._refuse_use()
+        self.exposure = exposure
+        if self.extended and exposure is not WHOLE:
+            for each in self.extended:
+                each.uninstall(hidden=not handle.use_orig_params)
+
+    def _shapes(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        handle = self.handle
+        nothing = handle.nothing.new_full((), torch.nan if handle.nothing.is_floating_point() else 0)
+        specs = zip(handle.leaves, handle.layout.params, strict=True)
+        return [(leaf, nothing.expand(spec.shape)) for leaf, spec in specs]
+
+    def hide(self, indices: Iterable[int]) -> None:
+        """Let some leaves show nothing."""
+        leaves = self.handle.leaves
+        hide([leaves[i] for i in indices], self.handle.nothing)
+        self.some_hidden = True
+
+    def guard(self) -> None:
+        """Let the leaves refuse to be used for as long as they show a shard that is not the whole."""
+        if self.exposure is SHARD and not self.handle.whole:
+            self._refuse_use()
+
+    def _refuse_use(self) -> None:
+        refuse_use(self.handle.leaves)
+        self.some_hidden = True
+
+    def notice_writes(self, *, described_as_whole: bool = False) -> None:
+        """A forward is over and has left the leaves whole: what is written to them until they are freed would be lost,
+        also where it is written to `.data` in place, which tells nobody.
+
+        Leaves that `parameters()` lists are described as their shards are, unless a user has asked for whole ones.
+        [Note: left whole]
+        """
+        handle = self.handle
+        if self.exposure is not WHOLE:
+            return
+        if not handle.owns_unsharded:
+            self.is_left = True  # what is written in place is kept, what is replaced is not
+        else:
+            kinds = NOTICED
+            if handle.use_orig_params and not described_as_whole:
+                kinds = LEFT_CAST if handle.whole else LEFT_WHOLE
+            for leaf in handle.leaves:
+                leaf.__class__ = kinds[type(leaf)]
+            self.notices_writes = True
+
+    def unhide(self) -> None:
+        """Let the leaves be of their own classes: they are about to show something, or to be used in a forward."""
+        if self.some_hidden or self.notices_writes:
+            self.some_hidden = self.notices_writes = False
+            for leaf in self.handle.leaves:
+                if (original := ORIGINAL.get(type(leaf))) is not None:
+                    leaf.__class__ = original
+            if ARRIVALS:
+                show_awaited(self.handle.leaves)
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether leaves that should show the whole do not: the user replaced their `.data`. Only while unsharded."""
+        return self.exposure is WHOLE and not self.some_hidden and not self.handle.shows_whole
+
+    @property
+    def replaced(self) -> list[str]:
+        """The names of the leaves that do not."""
+        rows = zip(self.handle.layout.params, self.handle.shown_unsharded, strict=True)
+        return [spec.name for spec, (leaf, view) in rows if leaf.data_ptr() != view.data_ptr()]
+
+    def used_at_rest(self) -> list[str]:
+        """The names of parameters that a graph read while they showed the shard: autograd refuses gradients of the
+        whole.
+
+        Postcondition: the leaves show their shape.
+        """
+        self.show(SHAPE)  # which a graph made just now to ask would await
+        leaves = zip(self.handle.layout.params, self.handle.leaves, strict=True)
+        return [spec.name for spec, leaf in leaves if leaf.requires_grad and hooks.shape_awaited(leaf) != leaf.shape]
+
+    def part_from_accumulator(self, leaf: nn.Parameter) -> None:
+        """Let autograd make the node to which gradients of `leaf` come anew, as it does where a leaf's dtype changes.
+
+        Precondition: `leaf` is not hidden. [Note: accumulators]
+        """
+        shown = leaf.data
+        leaf.data = shown.new_empty(0, dtype=torch.float32 if shown.dtype == torch.float64 else torch.float64)
+        leaf.data = shown
+
+    def install_extended(self) -> None:
+        """Let modules see what extensions make of the leaves, anew: each pass has a graph of its own.
+
+        Precondition: the leaves show the whole. [Note: extensions]
+        """
+        for each in self.extended:
+            each.install()
+
+    def lend(self, views: list[torch.Tensor]) -> None:
+        """Let the leaves show `views`, which belong to nobody here, until `give_back`."""
+        for leaf, view in zip(self.handle.leaves, views, strict=True):
+            leaf.data = view
+        self.exposure = WHOLE
+
+    def lend_flat(self, flat: torch.Tensor) -> None:
+        """Let the registered flat parameter show `flat`, which the views of `lend` are of, until `give_back`."""
+        self.handle.flat_param.data = flat
+
+    def give_back(self) -> None:
+        """End of `lend`: the leaves show the shard, and so does the flat parameter."""
+        if not self.handle.use_orig_params:
+            self.handle.flat_param.data = self.handle.shard
+        self.show(SHARD)
+
+    def show_again(self) -> None:
+        """Point the leaves at the shard anew (it moved)."""
+        self.exposure = WHOLE
+        self.show(SHARD)
+
+    def replace_shard(self, shard: torch.Tensor) -> None:
+        """Make `shard` (another dtype or device) the shard; gradients follow.
+
+        Precondition: the leaves show the shard.
+        """
+        handle = self.handle
+        holders = handle.steppable
+        grads = [holder.grad for holder in holders]
+        for holder in holders:
+            holder.grad = None
+        handle.replace_shard(shard)
+        self.show_again()
+        for holder, grad in zip(holders, grads, strict=True):
+            if grad is not None:
+                holder.grad = grad.to(device=shard.device, dtype=shard.dtype)
+
+    def write_back(self, changed: Iterable[Home]) -> bool:
+        """Copy into the shard what the user put in a leaf's place at rest; True if there was anything.
+
+        Noticed are a replaced `.data`, a parameter in one of the `changed` homes, and a flat parameter whose `.data`
+        was replaced. Raises UsageError where shape or dtype does not fit. Precondition: the leaves show the shard.
+        """
+        handle = self.handle
+        found = self.adopt_flat()
+        replaced = handle.replaced_leaves()
+        if replaced:
+            found = True
+            dtypes = {leaf.dtype for leaf in handle.leaves}
+            if len(replaced) == len(handle.leaves) and len(dtypes) == 1 and dtypes != {handle.shard.dtype}:
+                raise UsageError(
+                    f"the parameters of unit {handle.name or '<root>'!r} changed from {handle.shard.dtype} to "
+                    f"{dtypes.pop()} one by one "
+                    "after wrapping; call .to()/.half()/.double() on the FullyShardedDataParallel module itself, or "
+                    "before wrapping"
+                )
+            for i in replaced:
+                self._store(i, handle.leaves[i].detach(), f"the .data of {handle.layout.params[i].name!r}")
+                handle.leaves[i].data = handle.sharded_views[i]
+        for home in changed:
+            index = next((i for i, leaf in enumerate(handle.leaves) if leaf is home.leaf), None)
+            held = home.held
+            if index is None or not isinstance(held, nn.Parameter):
+                continue
+            self._store(index, held.detach(), f"the parameter now registered as {home.path!r}")
+            home.register() if handle.use_orig_params else home.unregister()
+            found = True
+        return found
+
+    def adopt_flat(self) -> bool:
+        """Copy what the user put in the place of the flat parameter's `.data` into the shard; True if there was
+        anything."""
+        handle = self.handle
+        flat = handle.flat_param
+        if handle.flat_shows_shard:
+            return False
+        if flat.shape != handle.shard.shape:
+            raise UsageError(
+                f"the flat parameter of unit {handle.name or '<root>'!r} was given data of shape {tuple(flat.shape)}; "
+                "expected this rank's shard, "
+                f"{tuple(handle.shard.shape)}"
+            )
+        if flat.dtype != handle.shard.dtype:
+            self.replace_shard(flat.detach())
+            return True
+        with torch.no_grad():
+            handle.shard.copy_(flat.detach())
+        flat.data = handle.shard
+        return True
+
+    def _store(self, index: int, value: torch.Tensor, what: str) -> None:
+        handle = self.handle
+        view = handle.sharded_views[index]
+        spec = handle.layout.params[index]
+        if value.dtype != view.dtype:
+            raise UsageError(f"{what} has dtype {value.dtype}; expected the shard's {view.dtype}")
+        with torch.no_grad():
+            if value.shape == view.shape:
+                view.copy_(value)
+            elif tuple(value.shape) == spec.shape:
+                for owned in handle.layout.owned(handle.rank):
+                    if owned.index == index:
+                        whole = value if spec.stride is None else value.as_strided(spec.shape, spec.stride)
+                        handle.shard[owned.in_shard.slice].copy_(
+                            dense(whole.contiguous() if spec.stride is None else whole)[owned.in_param.slice]
+                        )
+            else:
+                raise UsageError(
+                    f"{what} was replaced by a tensor of shape {tuple(value.shape)}; expected this rank's shard of it, "
+                    f"{tuple(view.shape)}, or the "
+                    f"whole parameter, {spec.shape}. Inside summon_full_params() parameters have their whole shape"
+                )
+
+
+def check_homes(changed: Iterable[Home], aliases: Iterable[Home], names: Mapping[int, str], label: str) -> None:
+    """Refuse what cannot be written back of the `changed` homes of a unit: anything but new values for a parameter.
+
+    `aliases`: homes of parameters that other units own; `names`: of all parameters of the model, by id.
+    """
+    aliases = list(aliases)
+    for home in changed:
+        held, where = home.held, f"{home.path!r} of unit {label} was changed after wrapping"
+        if held is None:
+            raise UsageError(f"{where}: it is gone. Delete parameters before wrapping, or keep them")
+        if not isinstance(held, nn.Parameter):
+            raise UsageError(f"{where}: it is a {type(held).__name__} now; expected the parameter, or a new one")
+        if id(held) in names:
+            raise UsageError(
+                f"{where}: it was tied to {names[id(held)]!r}. Which unit owns a tied parameter is settled by "
+                "wrapping; tie parameters before it"
+            )
+        if has_hooks(held) or hooks_on(held):
+            raise UsageError(
+                f"{where}: it is another parameter now, which has hooks. Its values are taken over, but the parameter "
+                "stays the one that was wrapped, so that the hooks would never run. Assign it, run a forward, and "
+                "register them then; or copy values into the parameter"
+            )
+        if any(home is alias for alias in aliases):
+            raise UsageError(
+                f"{where}: it was tied to {names.get(id(home.leaf), 'a parameter of another unit')!r}, and is another "
+                "parameter now. Untie parameters before wrapping, or copy values in place"
+            )
+
+
+def take_grads(leaves: list[nn.Parameter]) -> dict[int, torch.Tensor]:
+    """Take the `.grad` of each leaf away, so that a backward finds none; by index."""
+    taken = {i: grad for i, grad in enumerate(map(_GRAD, leaves)) if grad is not None}
+    for i in taken:
+        leaves[i].grad = None
+    return taken
+
+
+def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    """`parameter.grad = grad`, also where low-precision gradients are kept for a master of another dtype."""
+    if grad.dtype != parameter.dtype:
+        parameter.grad_dtype = None  # any: with this one, autograd would cast what arrives before it is scaled
+    parameter.grad = grad
+
+
+def check_unwritten(shown: Shown, name: str) -> None:
+    """Refuse a change of parameters inside a forward: it would be lost with their unsharded memory."""
+    handle = shown.handle
+    if handle.state is UNSHARDED and handle.owns_unsharded and (handle.was_edited or shown.was_replaced):
+        _refuse_writes(shown, name, "inside a forward")
+
+
+def keep_packed(handle: FlatParamHandle, homes: Iterable[Home], name: str) -> None:
+    """After a forward: what modules did to quantised weights, which show the whole, stays right. [Note: packed bytes]
+
+    One that was made anew around the same bytes, to carry the state that undoes their quantisation, is our leaf with
+    that state. Bytes in another order are refused: the next gather brings them as they were, the state says otherwise.
+    """
+    for spec, (leaf, view) in zip(handle.layout.params, handle.shown_unsharded, strict=True):
+        if leaf.shape != view.shape or leaf.dtype != view.dtype:
+            fail(
+                UsageError(
+                    f"parameter {spec.name!r} of unit {name or '<root>'!r}: its forward replaced the .data of a "
+                    f"quantised weight, {tuple(view.shape)}, by {tuple(leaf.shape)} of {leaf.dtype}, which would be "
+                    "lost when the unit is freed. bitsandbytes does so in evaluation on CPUs with AVX512-BF16: set "
+                    "support_avx512bf16_for_cpu = False on its modules, on models that were not evaluated yet"
+                )
+            )
+    leaves = set(map(id, handle.leaves))
+    for home in Home.changed([home for home in homes if id(home.leaf) in leaves]):
+        held = home.held
+        if isinstance(held, nn.Parameter) and held.data_ptr() == home.leaf.data_ptr():
+            home.leaf.__class__ = type(held)
+            vars(home.leaf).update(vars(held))
+            home.register() if handle.use_orig_params else home.unregister()
+
+
+def check_exposed(shown: Shown, name: str) -> None:
+    """Refuse a change of parameters between forward and backward while they are kept unsharded."""
+    handle = shown.handle
+    if handle.state is UNSHARDED:
+        with as_plain_tensors():
+            if handle.is_stale or shown.was_replaced:
+                _refuse_writes(shown, name, "between forward and backward")
+
+
+def check_left(shown: Shown, name: str) -> None:
+    """Refuse what was put in the place of leaves that a forward has left, and no backward has reached."""
+    with as_plain_tensors():
+        if shown.notices_writes or shown.was_replaced:
+            check_exposed(shown, name)
+
+
+def check_requested(shown: Shown, name: str) -> None:
+    """Refuse a change of parameters that a user had unsharded, or whole gradients: they would be lost with that memory.
+
+    Precondition: the leaves show the whole.
+    """
+    handle = shown.handle
+    if handle.owns_unsharded and handle.was_edited:
+        _refuse_writes(shown, name, "while unshard() showed them whole")
+    rows = zip(handle.layout.params, handle.shown_unsharded, handle.sharded_views, strict=True)
+    for spec, (leaf, view), piece in rows:
+        replaced = leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
+        if whole_grad := leaf.grad is not None and leaf.grad.shape != piece.shape:
+            leaf.grad = None  # which the leaf cannot have when it shows its shard
+        if replaced or whole_grad:
+            raise UsageError(
+                f"parameter {spec.name!r} of unit {name or '<root>'!r}: its {'.data' if replaced else '.grad'} was "
+                "replaced while unshard() showed it whole, a copy that is freed after its use, and with it what was "
+                "put there. Replace it while it shows this rank's shard, or inside summon_full_params()"
+            )
+
+
+def check_gradients(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor]) -> None:
+    """Refuse gradients, by index of their leaf, that are not those of whole parameters, or no dense tensors."""
+    specs = handle.layout.params
+    for index, grad in grads.items():
+        if grad.shape != specs[index].shape or grad.layout is not torch.strided:
+            _refuse_gradient(handle, index, grad)
+
+
+def _refuse_gradient(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> NoReturn:
+    spec = handle.layout.params[index]
+    if grad.layout is not torch.strided:
+        fail(
+            UsageError(
+                f"parameter {spec.name!r} of unit {handle.name or '<root>'!r} received a gradient of layout "
+                f"{grad.layout}; expected a dense one, which can be reduced over ranks in one piece. Leave sparse=True "
+                "out of the embedding, or name its module in ignored_modules= and average its gradient yourself"
+            )
+        )
+    fail(
+        UsageError(
+            f"parameter {spec.name!r} of unit {handle.name or '<root>'!r} received a gradient of shape "
+            f"{tuple(grad.shape)}; expected {spec.shape}. It was used outside the forward of its unit, where it shows "
+            "this rank's shard: compute terms over parameters (an L2 penalty, say) inside the forward of the module "
+            "that holds them, or under torch.no_grad()"
+        )
+    )
+
+
+def refuse_functional_call(changed: Iterable[Home], label: str) -> NoReturn:
+    """Refuse to compute with what functional_call put in the place of the `changed` homes."""
+    names = ", ".join(repr(home.path) for home in itertools.islice(changed, 3))
+    raise UsageError(
+        f"torch.func.functional_call gave unit {label} other tensors for {names}: a wrapped model computes with what "
+        "it shards, and these would be written into its shards. Call it on the model before wrapping, write values "
+        "inside summon_full_params(), or load them with load_state_dict()"
+    )
+
+
+def _refuse_writes(shown: Shown, name: str, when: str) -> NoReturn:
+    handle = shown.handle
+    changed = handle.edited or shown.replaced or handle.unlike_shard or ["the flat parameter"]
+    raise UsageError(
+        f"unit {name or '<root>'!r}: parameters were written to {when}: {', '.join(changed)}. The backward would not "
+        "be that of the forward, or the change would be lost; write to parameters before the forward or after the "
+        "backward"
+    )

@@ -1,0 +1,112 @@
+"""One process that rehearses what a rank of a job of any size does: everything but memory, values and other ranks.
+
+[Note: rehearsal] What a rank holds and sends follows from the engine's own decisions, so a rehearsal takes them all:
+units, schedule and books are those of any run. Tensors have shapes and no memory, and process groups send nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from ...errors import ConfigValueError, UsageError, rank_kept
+from ..base import _torch
+from ..comm import transport as comm
+from ..device.fake_tensors import without_memory
+from ..device.streams import standing_in
+
+
+@contextmanager
+def rehearsal(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterator[None]:
+    """A context in which this process is one rank of a job of `ranks`, on any machine, and models need no memory.
+
+    Models that are wrapped inside (and made before, best on the meta device) are trained and asked for `stats()` as
+    ever, and give the figures of the real job: its bytes, its collectives. Tensors that are made inside have no values,
+    so whatever decides by them (`item()`, an `if` on a tensor) raises; they are of no use outside, nor are the models.
+    Nothing is communicated.
+
+    Args:
+        ranks: how many ranks the job has; those of a small one (up to 8) are taken to be on one host.
+        rank: which of them this is.
+        accelerator: whether the job runs on accelerators with NCCL, of which there need be none here: memory is then
+            given back as late as the engine ever lets it be. Otherwise it runs on CPUs with gloo. Tensors say "cpu" in
+            both cases.
+
+    Raises:
+        ConfigValueError: `rank` is none of `ranks`.
+        UsageError: a process group exists: a rehearsal makes its own.
+
+    Example:
+        >>> import torch, flatfsdp
+        >>> layer = torch.nn.Linear(65536, 65536, bias=False, device="meta")
+        >>> with flatfsdp.rehearsal(1024):
+        ...     model = flatfsdp.FullyShardedDataParallel(layer)
+        ...     model(torch.ones(1, 65536)).sum().backward()
+        ...     flatfsdp.stats(model).bytes_params
+        16777216
+    """
+    if ranks < 1 or not 0 <= rank < ranks:
+        raise ConfigValueError(f"rehearsal: expected ranks >= 1 and 0 <= rank < ranks, found rank {rank} of {ranks}")
+    if comm.is_initialised():
+        raise UsageError(
+            "rehearsal: this process is a rank of a job already. Rehearse in a process that has not called "
+            "init_process_group()"
+        )
+    with ExitStack() as stack:
+        stack.enter_context(rank_kept())
+        stack.enter_context(_torch.fake_world(ranks, rank=rank))
+        stack.enter_context(comm.served_as("nccl" if accelerator else "gloo"))
+        if accelerator:
+            stack.enter_context(standing_in(Streams()))
+        stack.enter_context(without_memory())
+        yield
+
+
+class Event:
+    """A point in a stream, which the device is never found to have passed."""
+
+    def query(self) -> bool:
+        """Whether the device is past it."""
+        return False
+
+    def synchronize(self) -> None:
+        """Wait for it, which takes no time."""
+
+
+class Order:
+    """A stream."""
+
+    def record_event(self) -> Event:
+        """An event at its end."""
+        return Event()
+
+    def wait_event(self, event: Event) -> None:
+        """What comes next comes after `event`."""
+
+    def wait_stream(self, stream: Order) -> None:
+        """What comes next comes after what `stream` has."""
+
+
+class Streams:
+    """The streams of an accelerator, of which there need be none: nothing is ever found to be over."""
+
+    def __init__(self) -> None:
+        self._current = [Order()]
+
+    def Stream(self, device: Any = None, *, priority: int = 0) -> Order:
+        """A new stream."""
+        return Order()
+
+    def current_stream(self, device: Any = None) -> Order:
+        """The one that work is given to."""
+        return self._current[-1]
+
+    @contextmanager
+    def stream(self, stream: Order) -> Iterator[None]:
+        """Give work to `stream`."""
+        self._current.append(stream)
+        try:
+            yield
+        finally:
+            self._current.pop()

@@ -1,0 +1,225 @@
+"""What a rank of a job will hold and send, as figures that a rehearsal brings.
+
+[Note: stand-in forwards] The schedule depends on the order of units and on where in it gradients arrive, not on what
+modules compute. So each unit's module gets a forward that uses its parameters in the order of their declaration, and
+calls the units inside where it meets them; what a model declares first is used first, as in most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigValueError, UsageError
+from ...fully_sharded_data_parallel import FullyShardedDataParallel
+from ..device.fake_tensors import is_memoryless
+from ..features.optimizer_in_backward import OptimizerInBackward
+from ..runtime.module_tree import outermost_unit
+from ..runtime.unit import Unit
+from .summary import UnitSummary, stats, units_in_order
+
+SETTLING = 2  # iterations until orders are known, and what is joined and what shares memory with them
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank holds and sends. All sizes are bytes.
+
+    Attributes:
+        units: of the model, as in `summary`.
+        params: shards, padding included.
+        grads: sharded gradients, between the end of a backward and the optimizer's step, where all parameters get one.
+        optimizer: what the optimizer keeps after a step, by the name of the state; empty without an optimizer.
+        buffers: the model's buffers, and parameters that no unit owns.
+        unsharded_peak: unsharded parameters at their peak, as `stats(model).bytes_unsharded_peak`.
+        at_peak: what the engine holds when that is the most, by kind, as `stats(model).bytes_at_peak`.
+        comm: kind of collective to (calls, bytes) in one step, as `stats(model).comm`.
+    """
+
+    units: tuple[UnitSummary, ...]
+    params: int
+    grads: int
+    optimizer: dict[str, int]
+    buffers: int
+    unsharded_peak: int
+    at_peak: dict[str, int]
+    comm: dict[str, tuple[int, int]]
+
+    @property
+    def between_steps(self) -> int:
+        """What is held after `zero_grad()`."""
+        return self.params + sum(self.optimizer.values()) + self.buffers
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at one time, besides activations and what an optimizer needs while it steps."""
+        during_step = self.params + self.grads
+        return max(sum(self.at_peak.values()), during_step) + sum(self.optimizer.values()) + self.buffers
+
+
+def plan(
+    model: FullyShardedDataParallel,
+    optimizer: torch.optim.Optimizer | OptimizerInBackward | None = None,
+    *,
+    microbatches: int = 1,
+    max_norm: float | None = None,
+) -> Plan:
+    """What a rank of the job that is being rehearsed holds and sends in a step of training, once it has settled.
+
+    Steps of `model` run, in which its modules compute nothing: every unit once, and its parameters, in the order of
+    declaration. A model that uses them in another order, several times or not at all differs from the plan by that.
+    Not in it is what `detect_nonfinite()` and a gradient scaler send.
+
+    Args:
+        model: the outermost wrapper, made inside `rehearsal()`.
+        optimizer: built on its parameters, or what `optimizer_in_backward` returned.
+        microbatches: backwards of a step; all but the last run under `no_sync()`.
+        max_norm: what the step clips gradients to, by `clip_grad_norm_`.
+
+    Raises:
+        ConfigValueError: `microbatches` below 1.
+        UsageError: outside of a rehearsal; `model` is a nested wrapper; a step of the optimizer looks at values.
+
+    Example:
+        >>> import torch, flatfsdp
+        >>> with flatfsdp.rehearsal(8):
+        ...     model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(1024, 1024), use_orig_params=True)
+        ...     figures = flatfsdp.plan(model, torch.optim.SGD(model.parameters(), momentum=0.9))
+        >>> figures.params, figures.comm["reduce_scatter"]
+        (524800, (1, 4198400))
+    """
+    unit = outermost_unit(model, "plan")
+    if not is_memoryless():
+        raise UsageError(
+            "plan(): its steps would train the model on nothing. Wrap the model, and call it, in rehearsal()"
+        )
+    if microbatches < 1:
+        raise ConfigValueError(f"plan: expected microbatches of at least 1, found {microbatches}")
+    stepper = optimizer.optimizer if isinstance(optimizer, OptimizerInBackward) else optimizer
+    figures = stats(model)
+    with _stand_in_forwards(unit.root.units):
+        for _ in range(SETTLING + 1):
+            figures.reset()
+            for place in range(microbatches):
+                with model.no_sync() if place < microbatches - 1 else nullcontext():
+                    model(torch.zeros(())).float().backward()
+            if max_norm is not None:
+                model.clip_grad_norm_(max_norm)
+            comm, at_peak, unsharded, grads = (
+                figures.comm,
+                figures.bytes_at_peak,
+                figures.bytes_unsharded_peak,
+                figures.bytes_grads,
+            )
+            if stepper is not None:
+                _step(stepper)
+            model.zero_grad()
+        return Plan(
+            units=tuple(units_in_order(model)),
+            params=figures.bytes_params,
+            grads=grads,
+            optimizer=_state_of(stepper),
+            buffers=_besides(model, unit.root.units),
+            unsharded_peak=unsharded,
+            at_peak=at_peak,
+            comm=comm,
+        )
+
+
+@contextmanager
+def _stand_in_forwards(units: list[Unit]) -> Iterator[None]:
+    """Let the modules of `units` compute nothing, with all of their parameters. [Note: stand-in forwards]"""
+    leaves: dict[nn.Module, list[nn.Parameter]] = {}
+    for unit in units:
+        for home in (*unit.homes, *unit.aliases):
+            leaves.setdefault(home.module, []).append(home.leaf)
+    own = [(unit.module, unit.module.__dict__.get("forward")) for unit in units]
+    for module, _ in own:
+        module.forward = _stand_in_forward(list(_used(module, leaves)))
+    try:
+        yield
+    finally:
+        for module, forward in own:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+def _used(module: nn.Module, leaves: dict[nn.Module, list[nn.Parameter]]) -> Iterator[nn.Module | nn.Parameter]:
+    """The parameters of `module`'s unit, and the units inside, in the order of declaration."""
+    yield from leaves.get(module, ())
+    for child in module._modules.values():
+        if child is not None:
+            yield from [child] if isinstance(child, FullyShardedDataParallel) else _used(child, leaves)
+
+
+def _stand_in_forward(used: list[nn.Module | nn.Parameter]) -> Callable[[Tensor], Tensor]:
+    calls: list[Callable[[Tensor], Tensor]] = []
+    for _, run in groupby(used, lambda each: isinstance(each, nn.Module)):
+        members = list(run)
+        inner = [each for each in members if isinstance(each, nn.Module)]
+        calls += inner or [partial(_use, members)]
+
+    def forward(x: Tensor) -> Tensor:
+        for call in calls:
+            x = call(x)
+        return x
+
+    return forward
+
+
+def _use(parameters: list[Any], x: Tensor) -> Tensor:
+    used: Tensor = _Use.apply(x, *parameters)
+    return used
+
+
+class _Use(torch.autograd.Function):
+    """An operation that takes parameters: the backward brings gradients to those that are trainable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [
+            torch.empty(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
+        ]
+        return (grad, *grads)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise UsageError(
+            f"plan(): a step of {type(optimizer).__name__} fails on tensors without values "
+            f"({type(error).__name__}: {error}). What it keeps cannot be foretold; call plan() without it"
+        ) from error
+
+
+def _state_of(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Bytes of an optimizer's state by name."""
+    found: dict[str, int] = {}
+    for state in optimizer.state.values() if optimizer is not None else ():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                found[name] = found.get(name, 0) + value.nbytes
+    return found
+
+
+def _besides(model: nn.Module, units: list[Unit]) -> int:
+    """Bytes of buffers and of parameters that no unit owns."""
+    owned = {id(each) for unit in units for handle in unit.handles for each in (*handle.leaves, handle.flat_param)}
+    others: list[Any] = [parameter for parameter in model.parameters() if id(parameter) not in owned]
+    return sum(tensor.nbytes for tensor in [*model.buffers(), *others])

@@ -1,0 +1,310 @@
+"""What a model looks like under FSDP, for people (`summary`) and for programs (`stats`). Nothing here communicates."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import nn
+
+from ...errors import UsageError
+from ..comm.process_groups import extent_of, groups_in_words
+from ..flat.flat_param import FlatParamHandle
+from ..runtime.model import Root
+from ..runtime.persistent_params import residence_of
+from ..runtime.unit import Unit
+
+
+def summary(model: nn.Module, *, compact: bool = False) -> str:
+    """The units of `model` as a table, with their parameters, bytes, padding and group plan.
+
+    One row a unit, in the order of `model.named_modules()`:
+
+    - *parameters*: elements that the unit owns, over all ranks; a tied parameter counts in the unit that owns it.
+    - *bytes/rank*: what each rank keeps of them between iterations, padding included.
+    - *padding*: elements that fill the unit's flat parameters up, over all ranks of the shard group.
+    - *ranks*: shards x replicas; the lines below the table spell the groups out for this rank.
+    - *kinds*: the dtypes of its flat parameters, `frozen` where nothing was trainable at construction, what they are
+      cast to in computation, and where frozen ones stay unsharded (`keep_frozen_unsharded`).
+
+    With `compact` units that follow each other and are alike share a row, and what all rows have in common stands below
+    the table, which fits into 80 columns then where names are short.
+
+    Raises:
+        UsageError: no module in `model` is wrapped.
+    """
+    units, found = units_in_order(model), _units(model)
+    header = ("unit", "module", "parameters", "bytes/rank", "padding", "strategy", "ranks", "kinds")
+    total = [sum(column) for column in zip(*((u.parameters, u.bytes_per_rank, u.padding) for u in units), strict=True)]
+    last = (f"{len(units)} units", "", *(f"{number:,}" for number in total), "", "", "")
+    rows = [_cells_of_run(run) for run in _runs(units)] if compact else [*map(_cells, units)]
+    kept, common = _without_common(rows, 5) if compact else (len(header), "")
+    lines = aligned([row[:kept] for row in (header, *rows, last)], right=(2, 3, 4))
+    lines += [f"each unit: {common}"] if common else []
+    lines += dict.fromkeys(f"ranks {extent_of(unit.groups)}: {groups_in_words(unit.groups)}" for _, unit in found)
+    owned = {id(each) for _, unit in found for h in unit.handles for each in (*h.leaves, h.flat_param)}
+    left = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in owned)
+    if left:
+        lines.append(f"not sharded: {left:,} parameters that no unit owns (ignored, or outside of every wrapper)")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class UnitSummary:
+    """One row of `summary`: what a unit holds.
+
+    Attributes:
+        name: the path of its module, "" for the outermost.
+        module: the class of its module.
+        parameters: elements that it owns, over all ranks.
+        bytes_per_rank: of its shards, padding included.
+        padding: elements that fill its flat parameters up, over all ranks of the shard group.
+        strategy: the name of its sharding strategy.
+        ranks: shards x replicas.
+        kinds: its flat parameters in words.
+    """
+
+    name: str
+    module: str
+    parameters: int
+    bytes_per_rank: int
+    padding: int
+    strategy: str
+    ranks: str
+    kinds: str
+
+
+def units_in_order(model: nn.Module) -> list[UnitSummary]:
+    """The units of `model`, in the order of `model.named_modules()`.
+
+    Raises:
+        UsageError: no module in `model` is wrapped.
+    """
+    return [_summary_of(name, unit) for name, unit in _units(model)]
+
+
+def _summary_of(name: str, unit: Unit) -> UnitSummary:
+    parameters = sum(spec.numel for handle in unit.handles for spec in handle.layout.params)
+    return UnitSummary(
+        name=name,
+        module=type(unit.module).__name__,
+        parameters=parameters,
+        bytes_per_rank=sum(handle.shard.numel() * handle.shard.element_size() for handle in unit.handles),
+        padding=sum(handle.layout.padded_numel for handle in unit.handles) - parameters,
+        strategy=unit.traits.strategy.name,
+        ranks=extent_of(unit.groups),
+        kinds=", ".join(_kind(handle) + _kept(unit, handle) for handle in unit.handles) or "none of its own",
+    )
+
+
+def _cells(unit: UnitSummary) -> tuple[str, ...]:
+    numbers = (f"{number:,}" for number in (unit.parameters, unit.bytes_per_rank, unit.padding))
+    return (unit.name or "<root>", unit.module, *numbers, unit.strategy, unit.ranks, unit.kinds)
+
+
+def _runs(units: Sequence[UnitSummary]) -> Iterator[list[UnitSummary]]:
+    """`units`, with those that follow each other and are alike in one list."""
+    for _, run in groupby(units, lambda unit: replace(unit, name="")):
+        yield list(run)
+
+
+def _cells_of_run(run: Sequence[UnitSummary]) -> tuple[str, ...]:
+    first, count = run[0], len(run)
+    name = f"{first.name} .. {run[-1].name} ({count})" if count > 1 else first.name
+    sums = {each: count * getattr(first, each) for each in ("parameters", "bytes_per_rank", "padding")}
+    return _cells(replace(first, name=name, **sums))
+
+
+def _without_common(rows: Sequence[tuple[str, ...]], start: int) -> tuple[int, str]:
+    """How many columns to show, and what all rows have in the others, from `start` on; all columns if they differ."""
+    ends = {row[start:] for row in rows}
+    return (start, ", ".join(ends.pop())) if len(ends) == 1 else (len(rows[0]), "")
+
+
+def stats(model: nn.Module) -> Stats:
+    """Live figures of `model` on this rank: bytes by kind, and the collectives since the last `reset()`.
+
+    Raises:
+        UsageError: no module in `model` is wrapped, or `model` is only a part of a larger wrapped model.
+
+    Example (in a process group of one rank):
+        >>> import torch, flatfsdp
+        >>> model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(3, 5))
+        >>> flatfsdp.stats(model)
+        Stats(units=1, bytes_params=80, bytes_grads=0, bytes_unsharded=0, bytes_unsharded_peak=0, comm={})
+    """
+    return Stats(model)
+
+
+def whole_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """The shape that each parameter of `model` has as a whole, by its name in `model.named_parameters()`.
+
+    Between steps those of a wrapped model show this rank's part, without its shape: what an optimizer treats by its
+    number of dimensions is told apart by this. A flat parameter, which is there with `use_orig_params=False`, and a
+    parameter that no unit owns have the shape that they show.
+
+    Raises:
+        UsageError: no module in `model` is wrapped.
+
+    Example (in a process group of one rank):
+        >>> import torch, flatfsdp
+        >>> model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(3, 5), use_orig_params=True)
+        >>> flatfsdp.whole_shapes(model)
+        {'weight': torch.Size([5, 3]), 'bias': torch.Size([5])}
+    """
+    shapes = {
+        id(leaf): torch.Size(spec.shape)
+        for _, unit in _units(model)
+        for handle in unit.handles
+        for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)
+    }
+    return {name: shapes.get(id(parameter), parameter.shape) for name, parameter in model.named_parameters()}
+
+
+class Stats:
+    """Figures of one model on this rank, read anew at each access; made by `stats(model)`.
+
+    Does not keep the model alive: once that is deleted, every figure raises `UsageError`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._roots()
+
+    @property
+    def units(self) -> int:
+        """How many units there are."""
+        return len(self._units())
+
+    @property
+    def bytes_params(self) -> int:
+        """Bytes of this rank's shards, padding included."""
+        return sum(root.ledger.live["shard"] for root in self._roots())
+
+    @property
+    def bytes_grads(self) -> int:
+        """Bytes of the `.grad` of all parameters that units own; 0 after `zero_grad(set_to_none=True)`."""
+        grads = [parameter.grad for unit in self._units() for parameter in unit.parameters]
+        return sum(grad.numel() * grad.element_size() for grad in grads if grad is not None)
+
+    @property
+    def bytes_unsharded(self) -> int:
+        """Bytes of unsharded parameters alive now, besides the shards."""
+        return sum(root.ledger.live["unsharded"] for root in self._roots())
+
+    @property
+    def bytes_unsharded_peak(self) -> int:
+        """The most of `bytes_unsharded` at one time since the last `reset()`."""
+        return sum(root.ledger.peak("unsharded") for root in self._roots())
+
+    @property
+    def bytes_peak(self) -> int:
+        """The most bytes of all kinds at one time since the last `reset()`: shards, unsharded parameters, gradients on
+        their way, buffers of collectives. Not `.grad`, nor what the program and its optimizer hold."""
+        return sum(root.ledger.peak_total for root in self._roots())
+
+    @property
+    def bytes_at_peak(self) -> dict[str, int]:
+        """Kind to bytes at that time, as `bytes_peak` sums them up.
+
+        Kinds: `shard`, `unsharded`, `portion` (of unsharded parameters, between forward and backward), `slots`
+        (unsharded gradients), `exchange` (scratch of a reduction), `staging` (of several small units), `reduced`
+        (gradient shards before they become `.grad`), `partial` (sums that await an all-reduce), `summoned`, and
+        `host copy` (of `keep_frozen_unsharded`).
+        """
+        found: dict[str, int] = {}
+        for root in self._roots():
+            for kind, count in root.ledger.at_peak.items():
+                if count:
+                    found[kind] = found.get(kind, 0) + count
+        return found
+
+    @property
+    def comm(self) -> dict[str, tuple[int, int]]:
+        """Kind of collective to (how many, bytes) of this rank since the last `reset()`.
+
+        Kinds: `all_gather` (of parameters), `reduce_scatter` and `all_reduce` (of gradients), `comm_hook` (calls of a
+        communication hook), `broadcast`, and `scalar` for norms and agreements. Bytes are those of the unsharded side:
+        an all-gather's output, a reduction's input.
+        """
+        found: dict[str, tuple[int, int]] = {}
+        for root in self._roots():
+            for kind, count in root.traffic.counts.items():
+                calls, size = found.get(kind, (0, 0))
+                found[kind] = (calls + count, size + root.traffic.bytes[kind])
+        return found
+
+    def reset(self) -> None:
+        """Start counting collectives, and measuring peaks, from now."""
+        for root in self._roots():
+            root.traffic.reset()
+            root.ledger.reset_peaks()
+
+    def __repr__(self) -> str:
+        names = ("units", "bytes_params", "bytes_grads", "bytes_unsharded", "bytes_unsharded_peak", "comm")
+        return f"Stats({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+
+    def _units(self) -> list[Unit]:
+        model = self._model()
+        if model is None:
+            raise UsageError("these stats belong to a model that has been deleted; call flatfsdp.stats() on another")
+        return [unit for _, unit in _units(model)]
+
+    def _roots(self) -> list[Root]:
+        units = self._units()
+        roots = {id(unit.root): unit.root for unit in units}
+        for root in roots.values():
+            if root.unit not in units:
+                part, whole = type(units[0].module).__name__, type(root.unit.module).__name__
+                raise UsageError(
+                    f"stats() of {part}, which is a part of the wrapped {whole}: bytes and collectives are counted for "
+                    "whole models. Pass the outermost module"
+                )
+        return list(roots.values())
+
+
+def group_line(unit: Unit) -> str:
+    """The strategy and the groups of `unit` in one short line, for `repr`."""
+    return f"{unit.traits.strategy.name}: {groups_in_words(unit.groups)}"
+
+
+def _units(model: nn.Module) -> list[tuple[str, Unit]]:
+    """The units in `model` with the paths of their modules, in the order of `named_modules`."""
+    modules = model.named_modules()
+    found = [(name, unit) for name, each in modules if isinstance(unit := each.__dict__.get("_unit"), Unit)]
+    if not found:
+        raise UsageError(
+            f"no module in {type(model).__name__} is wrapped by FullyShardedDataParallel. Wrap the model first, and "
+            "pass the wrapper"
+        )
+    return found
+
+
+def _kind(handle: FlatParamHandle) -> str:
+    """E.g. "float32 frozen as bfloat16": dtype at rest, trainability, dtype in computation."""
+    precision = handle.precision
+    frozen = "" if handle.trainable else " frozen"
+    cast = f" as {_dtype(precision.compute)}" if precision.casts else ""
+    return f"{_dtype(precision.master)}{frozen}{cast}"
+
+
+def _kept(unit: Unit, handle: FlatParamHandle) -> str:
+    """What `keep_frozen_unsharded` has to say about `handle`."""
+    where = residence_of(unit, handle)
+    return f", kept on the {where.value} ({handle.unsharded_bytes:,} bytes)" if where is not None else ""
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def aligned(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> list[str]:
+    """`rows` as lines of columns, those of `right` flush right."""
+    columns = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.rjust(width) if number in right else cell.ljust(width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]

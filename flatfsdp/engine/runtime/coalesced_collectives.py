@@ -1,0 +1,156 @@
+"""Small units whose collectives are issued as one. [Note: joining]"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ..flat.flat_param import FlatParamHandle
+from ..flat.reduction import JoinedReduction, Part, Reduction
+from ..schedule.coalescing import join
+from .profiler_ranges import around, follow
+from .unit import Unit
+
+REMEMBERED = 64  # sequences of units whose groups are known
+
+_apart = False
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Let units of models that are wrapped inside the context share nothing: for tests of each unit's own
+    collectives."""
+    global _apart
+    before, _apart = _apart, True
+    try:
+        yield
+    finally:
+        _apart = before
+
+
+class Joining:
+    """Which units of a model share their collectives."""
+
+    def __init__(self, *, most: int) -> None:
+        """`most`: bytes of unsharded parameters that a group of units has; 0 to join none."""
+        self._most = 0 if _apart else most
+        self._bytes: dict[Unit, int] = {}  # of the small units
+        self._groups: dict[tuple[str, tuple[Unit, ...]], tuple[tuple[Unit, ...], ...]] = {}  # that were found before
+
+    def weigh(self, units: Iterable[Unit]) -> None:
+        """Find the small ones among `units`. Tied parameters are needed at other times than their unit."""
+        sizes = {unit: sum(map(_unsharded_bytes, unit.handles)) for unit in units if not unit.is_tied}
+        self._bytes = {unit: size for unit, size in sizes.items() if 0 < size <= self._most}
+        self.forget()
+
+    def forget(self) -> None:
+        """What users chose was changed: groups may be others."""
+        self._groups.clear()
+
+    def gathers(self, sequence: Iterable[Unit]) -> Iterable[tuple[Unit, ...]]:
+        """`sequence`, the order of gathers, cut into groups."""
+        return self._cut("gathers", sequence, self._gather_of)
+
+    def first_gather(self, unit: Unit, following: Iterable[Unit]) -> tuple[Unit, ...]:
+        """`unit` with those `following` it that are gathered with it."""
+        if unit not in self._bytes:
+            return (unit,)
+
+        def sharded() -> Iterator[Unit]:
+            yield unit
+            for each in following:
+                if not each.is_sharded:
+                    return
+                yield each
+
+        return next(join(sharded(), self._gather_of, most=self._most))
+
+    def reductions(self, sequence: Iterable[Unit]) -> Iterable[tuple[Unit, ...]]:
+        """`sequence`, the order of reductions, cut into groups."""
+        return self._cut("reductions", sequence, self._reduction_of)
+
+    def _cut(
+        self, what: str, sequence: Iterable[Unit], key: Callable[[Unit], tuple[int, object] | None]
+    ) -> Iterable[tuple[Unit, ...]]:
+        if not self._bytes:  # asked at every step, and few models have small units
+            return [(unit,) for unit in sequence]
+        units = tuple(sequence)
+        groups = self._groups.get((what, units))
+        if groups is None:
+            if len(self._groups) == REMEMBERED:  # of a model whose order is another at every step
+                self._groups.clear()
+            groups = self._groups[what, units] = tuple(join(units, key, most=self._most))
+        return groups
+
+    def _gather_of(self, unit: Unit) -> tuple[int, object] | None:
+        size = self._bytes.get(unit)
+        schedule = unit.choices.schedule
+        alone = unit.groups.shard.size == 1 or schedule.neighbours is not None or schedule.unshard_async_op
+        return None if size is None or alone else (size, id(unit.gather))
+
+    def _reduction_of(self, unit: Unit) -> tuple[int, object] | None:
+        size, choices = self._bytes.get(unit), unit.choices
+        hooked = choices.all_reduce_hook is not None or choices.comm_hook is not None
+        travels = unit.groups.shard.size > 1 or unit.completed_by is not None
+        return (
+            (size, (id(unit.scatter), id(unit.completed_by))) if size is not None and travels and not hooked else None
+        )
+
+
+def launch_unshard(units: Sequence[Unit], *, ahead: bool) -> None:
+    """Issue the all-gathers of whatever is sharded of a group of `units`; `ahead`: before their use. Collective over
+    the shard axis."""
+    if len(units) == 1:
+        units[0].launch_unshard(ahead=ahead)
+        return
+    with around("gather", units):
+        _launch_joined(units, ahead=ahead)
+
+
+def _launch_joined(units: Sequence[Unit], *, ahead: bool) -> None:
+    root = units[0].root
+    lane = root.lanes.unshard
+    by_dtype: dict[torch.dtype, list[FlatParamHandle]] = defaultdict(list)
+    for unit in units:
+        sharded = unit.prepare_unshard(root, ahead=ahead)
+        for handle in sharded:
+            by_dtype[unit.dtype_of(handle)].append(handle)
+        if sharded:
+            unit.note_gather(root)
+    for dtype, handles in by_dtype.items():
+        flats = [flat for handle in handles if (flat := handle.open_unshard(lane, dtype=dtype)) is not None]
+        pending = units[0].gather.all_gather_joined(flats, [handle.shard for handle in handles], lane)
+        for handle in handles:
+            handle.await_unshard(pending)
+        if any(handle.offload for handle in handles):
+            root.limiter.note_upload()
+
+
+def reduce(units: Sequence[Unit]) -> list[Reduction]:
+    """Issue the reductions of a group of `units`. Collective over the shard axis."""
+    if len(units) == 1:
+        return units[0].reduce()
+    with around("reduce", units):
+        return follow(units, _reduce_joined(units))
+
+
+def _reduce_joined(units: Sequence[Unit]) -> list[Reduction]:
+    first = units[0]
+    by_dtype: dict[torch.dtype, list[Part]] = defaultdict(list)
+    for unit in units:
+        for part in unit.hand_over():
+            by_dtype[part.dtype].append(part)
+    lanes = first.root.lanes
+    return [
+        JoinedReduction(parts, first.scatter, first.completed_by, lanes.reduce, lanes.replicate)
+        for parts in by_dtype.values()
+    ]
+
+
+def _unsharded_bytes(handle: FlatParamHandle) -> int:
+    # In evaluation a unit may compute in the master dtype.
+    itemsize = max(handle.precision.compute.itemsize, handle.precision.master.itemsize)
+    return handle.layout.padded_numel * itemsize

@@ -1,0 +1,217 @@
+"""Parts of a model that a rank runs as its data will have it, and in which all ranks take part. [Note: branches]"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+from ...errors import UsageError
+from ..schedule.conditional import Branch, Course, Place, Turn, Walk
+from .module_tree import nesting
+from .unit import Unit
+
+
+class Branches:
+    """The branches of one model, and how far its running forward has come past them.
+
+    Attributes:
+        exist: whether the model has any.
+        walks: the forwards that run, one in the other, where there are any.
+        training: whether the running forward has a backward; on a rank that runs a unit without gradients, too.
+    """
+
+    def __init__(self) -> None:
+        self.exist = False
+        self.walks: list[Walk[Unit]] = []
+        self.training = False
+        self._course: Course[Unit] | None = None
+        self._ran: set[Unit] = set()  # of a branch that is there
+        # Of the forwards that the next backward may cover: what this rank ran, with a graph and without.
+        self._with_graph: set[Unit] = set()
+        self._without: set[Unit] = set()
+
+    def forget(self) -> None:
+        """What users chose was changed."""
+        self._course = None
+        self.exist = False
+
+    def begin(self, outermost: Unit, *, training: bool) -> None:
+        """An outermost forward begins."""
+        self.training = training
+        self.walks.clear()
+        if self._course is None:
+            units = outermost.root.units
+            self._course = Course(
+                nesting(outermost.root.unit),
+                {unit: branch for unit in units if (branch := _branch_of(unit)) is not None},
+                {unit: later for unit in units for later in unit.choices.branch_before.units()},
+            )
+            self.exist = bool(self._course.turn)
+
+    def enter(self, unit: Unit) -> bool:
+        """`unit` is about to run: take the turns that come before it. Collective, unless nothing does.
+
+        True if it is not its turn, but that of all of its branch, which are gathered.
+
+        Raises:
+            UsageError: its turn was over, or is in the forward of another unit.
+        """
+        if not self.exist:
+            return False
+        held = self._come_to(unit)
+        if held:
+            if unit in self._ran and self.training:
+                unit.root.record.repeat(unit)
+            self._ran.add(unit)
+        assert self._course is not None
+        self.walks.append(self._course.walk(unit))
+        return held
+
+    def _come_to(self, unit: Unit) -> bool:
+        assert self._course is not None
+        walk = self.walks[-1] if self.walks else None
+        turn = self._course.turn.get(unit)
+        if walk is None:
+            return False
+        if turn is None:
+            if self._course.is_inside(unit, walk.unit):
+                self._complete(walk, self._course.place[unit])
+            return False
+        if self._holds(turn):
+            return True
+        if turn.around is not walk.unit or walk.has_passed(turn):
+            _refuse_place(unit, turn)
+        self._complete(walk, turn.place)
+        self._take(walk, turn)
+        return turn.any_order
+
+    def _complete(self, walk: Walk[Unit], place: Place | None) -> None:
+        """Take the turns that come before `place` and that this rank's data left out."""
+        self._close(walk, place)
+        while (turn := walk.next_before(place)) is not None:
+            if turn.any_order:
+                self._take(walk, turn)
+                self._close(walk, place)
+            else:
+                turn.units[0].take_part()
+
+    def _take(self, walk: Walk[Unit], turn: Turn[Unit]) -> None:
+        walk.take(turn)
+        if turn.any_order:
+            self._ran.difference_update(turn.units)
+            for unit in turn.units:
+                unit.root.gather_in_turn(unit)
+
+    def _close(self, walk: Walk[Unit], place: Place | None) -> None:
+        """The branch that is there is over, if `place` lies behind it."""
+        turn = walk.open
+        if turn is not None and (place is None or turn.place < place):
+            walk.open = None
+            for unit in turn.around.root.units:
+                if unit in turn.units:
+                    unit.wait_unshard()
+                    unit.end_turn(reached=self.training)
+
+    def finish(self, unit: Unit) -> None:
+        """The module of `unit` has run: take the turns that are left in its forward. Collective, unless none is."""
+        if self.walks and self.walks[-1].unit is unit:
+            self._complete(self.walks[-1], None)
+
+    def leave(self, depth: int) -> None:
+        """Only so many forwards run."""
+        del self.walks[depth:]
+
+    @property
+    def depth(self) -> int:
+        """How many forwards run, those of units that only take part among them."""
+        return len(self.walks)
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether `unit` stays, with all of its branch."""
+        turn = self._course.turn.get(unit) if self._course is not None else None
+        return turn is not None and self._holds(turn)
+
+    def _holds(self, turn: Turn[Unit]) -> bool:
+        return any(walk.open is turn for walk in self.walks)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def together(self, units: Iterable[Unit]) -> dict[Unit, tuple[Unit, ...]]:
+        """Those of `units` that a backward gathers with others: they may be reached in any order, on every rank in
+        another."""
+        if not self.exist:
+            return {}
+        assert self._course is not None
+        turns = {unit: self._course.turn.get(unit) for unit in units}
+        return {unit: turn.units for unit, turn in turns.items() if turn is not None and turn.any_order}
+
+    def begin_record(self) -> None:
+        """The next backward will not reach what ran until now."""
+        self._with_graph.clear()
+        self._without.clear()
+
+    def ran(self, unit: Unit, *, with_graph: bool) -> None:
+        """`unit` ran in a forward that has a backward; `with_graph`: which may reach it."""
+        (self._with_graph if with_graph else self._without).add(unit)
+
+    def may_reach(self, unit: Unit) -> bool:
+        """Whether this rank's backward may reach `unit`, of which no gradient of a parameter tells."""
+        return unit in self._with_graph
+
+    def check_recomputed(self, unit: Unit) -> None:
+        """`unit` runs again, inside a backward.
+
+        Raises:
+            UsageError: it is of a branch in order, of which other ranks gather one unit after the other as they pass
+                it; or it had no graph, and other ranks do not know that it gets one now.
+        """
+        branch = unit.choices.schedule.branch
+        if branch is None:
+            return
+        told = (
+            f"unit {unit.label} runs again inside a backward, for a checkpoint. It is of a part that was given to "
+            "ensure_unit_participation(), so other ranks may not run it, and"
+        )
+        if not branch.any_order:
+            raise UsageError(
+                f"{told} they would not know that all of the part is needed now. Declare it with any_order=True"
+            )
+        if unit in self._without:
+            raise UsageError(
+                f"{told} they would not know that its gradients come only now. Pass use_reentrant=False to "
+                "torch.utils.checkpoint"
+            )
+
+    def refuse_window(self, unit: Unit) -> None:
+        """`unit`, which had no graph, runs again inside a backward that does not reduce.
+
+        Raises:
+            UsageError: there are branches, whose gathers such a backward does not bring into order with this one's.
+        """
+        if self.exist:
+            raise UsageError(
+                f"unit {unit.label} runs again inside a backward without reduction, for a reentrant checkpoint, in a "
+                "model of which a part was given to ensure_unit_participation(): ranks that run other units of that "
+                "part would gather in another order. Pass use_reentrant=False to torch.utils.checkpoint, or accumulate "
+                "without no_sync()"
+            )
+
+
+def _branch_of(unit: Unit) -> Branch | None:
+    branch = unit.choices.schedule.branch
+    if branch is not None and unit.is_tied:
+        raise UsageError(
+            f"unit {unit.label} is of a part that was given to ensure_unit_participation(), and has parameters that "
+            "other units have, too, or that an extension transforms. Wrap the modules that share parameters as one "
+            "unit, outside of the part"
+        )
+    return branch
+
+
+def _refuse_place(unit: Unit, turn: Turn[Unit]) -> NoReturn:
+    words = f"unit {unit.label} is of a part that was given to ensure_unit_participation(), and its turn was over"
+    raise UsageError(
+        f"{words}, or had not come: in each forward of {turn.around.label} its units run once, in the order in which "
+        "they are registered, before those outside that are registered later. Pass any_order=True where they run in "
+        "another order or again, and before= where the next unit outside is registered earlier"
+    )

@@ -1,0 +1,180 @@
+"""Parameters whose nodes of autograd somebody holds, and the hooks there.
+
+[Note: accumulators] A leaf's gradients come to a node of autograd's, its *accumulator*, which is made when a graph
+first needs it and lives as long as a graph or a user holds it: `p.expand_as(p).grad_fn.next_functions[0][0]`. It admits
+gradients of the shape that the leaf had when it was made. So one that was taken from a sharded parameter is parted from
+it before the unit computes: autograd then makes another. Hooks on a node that is held are kept from running on this
+rank's whole gradient, and run when the parameter's sharded `.grad` is final. Nodes that only graphs hold are left to
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ...errors import UsageError, fail
+from ..base import _torch
+from ..base import autograd as hooks
+from ..flat.flat_param import FlatParamHandle
+from ..flat.views import SHARD, Shown
+from .unit import Unit
+
+# What torch's `_apply_optimizer_in_backward` leaves on a parameter; FSDP1 steps these, too.
+_OPTIMIZERS = "_in_backward_optimizers"
+
+
+class Held:
+    """The accumulator of one leaf that a user holds, for as long as that is so."""
+
+    def __init__(self, leaf: nn.Parameter, node: Any, name: str) -> None:
+        self.leaf = leaf
+        self.name = name
+        self.before, self.after = hooks.hooks_of_node(node)
+
+    def defer(self) -> bool:
+        """Keep the hooks from running on this rank's gradient; False if the node is gone."""
+        after = self.after()
+        if after:
+            hooks.defer(after)
+        return after is not None
+
+    def run(self) -> None:
+        """Run the hooks on the sharded gradient, as autograd would."""
+        after, grad = self.after(), self.leaf.grad
+        if after and grad is not None:
+            hooks.run_deferred(after, (), (grad,))
+
+
+class Accumulators:
+    """The accumulators of one model's parameters that users hold.
+
+    Attributes:
+        awaited: the handles whose sharded gradients somebody awaits.
+    """
+
+    def __init__(self) -> None:
+        self.awaited: set[FlatParamHandle] = set()
+        self._held: dict[FlatParamHandle, list[Held]] = {}
+        self._stepped: dict[FlatParamHandle, list[nn.Parameter]] = {}  # by optimizers of their own
+
+    def adopt(self, other: Accumulators) -> None:
+        """Take what was found in a part of the model."""
+        self.awaited |= other.awaited
+        self._held |= other._held
+
+    def look_before_forward(self, units: Sequence[Unit]) -> None:
+        """Find who holds accumulators, and part those from their leaves that admit only gradients of shards.
+
+        Precondition: leaves show what they do between iterations.
+
+        Raises:
+            UsageError: hooks, or optimizers, that would never run.
+        """
+        if self._stepped or _torch.applies_in_backward():
+            self._find_optimizers([handle for unit in units for handle in unit.handles])
+        refusal = self._look(units)
+        if refusal:
+            raise UsageError(refusal)
+
+    def look_before_backward(self, units: Sequence[Unit]) -> None:
+        """Find who has taken accumulators since the forward, and defer what was hung on those that are known.
+
+        Raises:
+            UsageError: hooks that would never run.
+        """
+        refusal = self._look(units)
+        if refusal:
+            fail(UsageError(refusal))
+
+    def run(self, complete: Iterable[FlatParamHandle]) -> None:
+        """The sharded gradients of the handles are final: run the hooks, and step each parameter's optimizers."""
+        for handle in complete:
+            for held in self._held.get(handle, ()):
+                held.run()
+            for leaf in self._stepped.get(handle, ()):
+                if leaf.grad is not None:
+                    for optimizer in getattr(leaf, _OPTIMIZERS):
+                        optimizer.step()
+                    leaf.grad = None
+
+    def _look(self, units: Iterable[Unit]) -> str | None:
+        """Returns why not to go on, if so."""
+        places, leaves = [], []
+        for unit in units:
+            for handle, shown, _ in unit.kinds:
+                if handle.was_asked or not shown.some_hidden:  # where nobody can ask unnoticed
+                    places.append((handle, shown))
+                    leaves += handle.leaves
+                    if not handle.use_orig_params:
+                        leaves.append(handle.flat_param)
+        with _torch.as_plain_tensors():
+            found = hooks.held_nodes(leaves)
+        if found:
+            for handle, shown in places:
+                self._add(handle, shown, found)
+        if self._held:
+            self._defer()
+            return _why_not(self._held)
+        return None
+
+    def _add(self, handle: FlatParamHandle, shown: Shown, found: dict[int, Any]) -> None:
+        """Take those of the nodes `found`, by id of their leaf, that are of leaves of `handle`."""
+        handle.was_asked = False
+        known = self._held.setdefault(handle, [])
+        seen = {id(held.after()) for held in known}
+        flat = [] if handle.use_orig_params else [(handle.flat_param, "the flat parameter", handle.flat_param.shape)]
+        specs = zip(handle.leaves, handle.layout.params, strict=True)
+        for leaf, name, shape in [*flat, *((leaf, repr(spec.name), spec.shape) for leaf, spec in specs)]:
+            if (node := found.get(id(leaf))) is None:
+                continue
+            held = Held(leaf, node, name)
+            if id(held.after()) not in seen:
+                known.append(held)
+            if hooks.shape_admitted(node) != shape and shown.exposure is SHARD:
+                shown.part_from_accumulator(leaf)
+
+    def _defer(self) -> None:
+        for handle, known in [*self._held.items()]:
+            known[:] = [held for held in known if held.defer()]
+            if not known:
+                del self._held[handle]
+        self.awaited = {*self._held, *self._stepped}
+
+    def _find_optimizers(self, handles: Iterable[FlatParamHandle]) -> None:
+        self._stepped = {}
+        for handle in handles:
+            if not handle.use_orig_params and any(hasattr(p, _OPTIMIZERS) for p in (handle.flat_param, *handle.leaves)):
+                raise UsageError(
+                    f"unit {handle.name or '<root>'!r}: _apply_optimizer_in_backward() was called on parameters that "
+                    "were flattened, or on the flat parameter, and would never step: autograd accumulates no gradient "
+                    "there. Step with flatfsdp.optimizer_in_backward(model, optimizer), or wrap with "
+                    "use_orig_params=True"
+                )
+            stepped = [leaf for leaf in handle.leaves if hasattr(leaf, _OPTIMIZERS)]
+            if stepped:
+                self._stepped[handle] = stepped
+        self.awaited = {*self._held, *self._stepped}
+
+
+def _why_not(held: dict[FlatParamHandle, list[Held]]) -> str | None:
+    """What is wrong with the hooks on nodes that are held, if anything."""
+    for handle, known in held.items():
+        where = f"of unit {handle.name or '<root>'!r}"
+        for each in known:
+            if each.after() and not handle.use_orig_params:
+                return (
+                    f"{each.name} {where} has a hook on its AccumulateGrad node, but with use_orig_params=False no "
+                    "gradient is accumulated into it: the hook would never run. To step in the backward, use "
+                    "flatfsdp.optimizer_in_backward(model, optimizer); to see the sharded gradient, "
+                    "register_post_accumulate_grad_hook() on the flat parameter; or wrap with use_orig_params=True"
+                )
+            if each.before():  # on all ranks alike, though some nodes on some ranks would do
+                return (
+                    f"{each.name} {where} has a hook of register_prehook() on its AccumulateGrad node. Where that was "
+                    "taken while the parameter showed its shard, gradients come to others, and it would never run. "
+                    "register_hook() of the parameter sees the same gradient"
+                )
+    return None

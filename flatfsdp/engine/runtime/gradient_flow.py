@@ -1,0 +1,98 @@
+"""Which unit reads what another one returns: how a unit learns that its own backward is over.
+
+[Note: links] A call's backward is over when the gradient of its input is there. Where that input is another unit's
+output, the hook that begins that unit's backward says so, too, and the graph needs one hook less. Tensors are known by
+their identity, and weakly: a link lasts as long as the forward that it belongs to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ...errors import UsageError, fail
+from ..flat.states import FORWARD
+from .unit import Call, Unit
+
+
+class Anchor:
+    """What is told when a gradient reaches one tensor.
+
+    Attributes:
+        readers: units that were given it, and their calls, whose backward is over then.
+        returners: units that returned it, whose backward begins then: the last, around or after the others, first.
+    """
+
+    __slots__ = ("readers", "returners")
+
+    def __init__(self) -> None:
+        self.readers: list[tuple[weakref.ref[Unit], Call]] = []
+        self.returners: list[tuple[weakref.ref[Unit], Call | None]] = []
+
+    def reached(self) -> None:
+        """The gradient is there.
+
+        Raises:
+            UsageError: of a unit that is gone.
+        """
+        for reader, call in self.readers:  # they reshard before anything is gathered
+            if (unit := reader()) is not None:
+                unit.inputs_ready(call)
+        for returner, returned in self.returners:
+            if (unit := returner()) is None:
+                fail(
+                    UsageError(
+                        "a backward through a wrapped module whose wrapper has been deleted since its forward, as in "
+                        "FullyShardedDataParallel(module)(x).sum().backward(): nothing would average the gradients. "
+                        "Give the wrapper a name that lives until the backward is over"
+                    )
+                )
+            unit.before_backward(returned)
+
+
+class Links:
+    """The links of the forwards that one backward may cover, and the hooks that hang on users' leaves."""
+
+    def __init__(self) -> None:
+        self._anchors: dict[int, tuple[weakref.ref[torch.Tensor], Anchor]] = {}  # by id of the tensor
+        self._readers: dict[int, tuple[weakref.ref[torch.Tensor], Unit]] = {}  # by id of the tensor
+        self._leaf_hooks: list[Any] = []
+
+    def begin_forward(self) -> None:
+        """Forget the tensors of the forward before."""
+        self._readers.clear()
+        self._anchors.clear()
+
+    def unhook(self) -> None:
+        """A new record begins: leaves outlive the graphs that their hooks were for."""
+        for hook in self._leaf_hooks:
+            hook.remove()
+        self._leaf_hooks = []
+
+    def unhook_later(self, registered: list[Any]) -> None:
+        """Remove these hooks on the user's leaves at the next `unhook`."""
+        self._leaf_hooks += registered
+
+    def anchor(self, output: torch.Tensor) -> Anchor:
+        """What is told when a gradient reaches this output of a unit; one for all units that return it."""
+        known = self._anchors.get(id(output))
+        if known is None or known[0]() is not output:
+            known = self._anchors[id(output)] = weakref.ref(output), Anchor()
+        return known[1]
+
+    def follow_anchor(self, tensor: torch.Tensor, unit: weakref.ref[Unit], call: Call) -> bool:
+        """If `tensor` is an output of another unit: its gradient ends the backward of `unit`'s `call`, too."""
+        known = self._anchors.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            return False
+        known[1].readers.append((unit, call))
+        return True
+
+    def first_reader(self, tensor: torch.Tensor, unit: Unit) -> bool:
+        """Whether no other unit was given `tensor` as an input before `unit`, those that it runs inside of aside."""
+        known = self._readers.get(id(tensor))
+        if known is None or known[0]() is not tensor or known[1].phase is FORWARD:
+            known = self._readers[id(tensor)] = weakref.ref(tensor), unit
+        return known[1] is unit

@@ -1,0 +1,845 @@
+"""What exists once for a tree of units: their order, the lanes, the running backward, and the recovery from failures.
+
+[Note: root] The root is the outermost wrapper of a model; it owns what its units must share. The *iteration root* is
+the unit whose forward is the outermost at the moment, usually the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ...errors import InternalError, UsageError, is_new, logger
+from ..agreement.model_check import Agreement
+from ..agreement.once_per_job import warn_once_per_job
+from ..agreement.replicas import verify
+from ..base import _torch
+from ..base import autograd as hooks
+from ..base.events import Trace
+from ..comm.comm_hook import check_all_or_none, reducers
+from ..comm.process_groups import extent_of, groups_in_words, neighbours
+from ..comm.transport import Group, Traffic, Transport, transport
+from ..config.arguments import has_forward
+from ..device.memory import Ledger
+from ..device.rate_limiter import Limiter
+from ..device.streams import Device, Lane
+from ..flat.deferred_grad import Arrival, can_await
+from ..flat.flat_param import FlatParamHandle
+from ..flat.states import IDLE, SUMMONED
+from ..flat.views import NOTHING, SHARD, check_left
+from ..schedule.order import ForwardOrder, ForwardRecord
+from . import coalesced_collectives as joining
+from .backward import Backward
+from .backward_steps import NO_STEPPING, Steppers
+from .coalesced_collectives import Joining
+from .conditional_units import Branches
+from .device_checks import check_placed, check_registered
+from .grad_accumulators import Accumulators
+from .gradient_flow import Links
+from .module_tree import entries
+from .persistent_params import Residents
+from .profiler_ranges import follow_profiler
+from .unit import Unit
+from .unit_data import UnitData
+
+if TYPE_CHECKING:
+    from ..features.nonfinite import Detector
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+@dataclass
+class Lanes:
+    """The orders of execution beside compute."""
+
+    unshard: Lane
+    reduce: Lane
+    replicate: Lane  # an all-reduce runs beside the next reduce-scatter
+
+    def await_downloads(self) -> None:
+        """Keep the host until all gradients that are to be there have come."""
+        self.reduce.await_downloads()
+        self.replicate.await_downloads()
+
+
+@dataclass(frozen=True)
+class RootSettings:
+    """The outermost wrapper's arguments that concern the whole tree."""
+
+    device: torch.device
+    limit_all_gathers: bool
+    check_values: str
+    join_units_below: int
+
+
+class Observer(Protocol):
+    """Looks on, from outside."""
+
+    def after_backward(self, backward: Backward) -> None:
+        """A backward has ended, and its gradients are there, but those of units that linger."""
+
+
+def _unshard_lane(device: Device, *, on_callers: bool) -> Lane:
+    return device.callers_lane("unshard") if on_callers else device.lane("unshard", high_priority=True)
+
+
+class Root:
+    """The shared state of one model's units.
+
+    Attributes:
+        unit: the outermost unit; units: all, children before parents as wrapped, the root last.
+        entries: the units whose forward users call: the outermost one, or those inside it where it has no forward.
+        ledger, traffic, trace: bytes by kind, collectives by kind, events.
+        record: the forward passes that the next backward may cover.
+        sync: False inside `no_sync()`.
+        is_last_backward: whether backwards end with all of their reductions. [Note: awaited]
+        depth: forwards of units that run, one in the other.
+        weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
+        steppers: optimizers that step in backwards. [Note: stepping]
+        detector: looks for values that are not finite; None if nobody asked for it. [Note: findings]
+        observers: told of each backward that has ended, once its gradients are there; some end before the model does.
+    """
+
+    def __init__(self, unit: Unit, device: Device, *, ledger: Ledger, settings: RootSettings) -> None:
+        self.unit = unit
+        self.units: list[Unit] = [unit]
+        self.entries: frozenset[Unit] = frozenset()
+        self.device = device
+        self.settings = settings
+        self.ledger = ledger
+        self.traffic = Traffic()
+        self.trace = Trace()
+        self.sync = True
+        self.is_last_backward = True
+        self.weight = 1.0
+        self.ready = False
+        self.placed = False  # whether everything was found where it computes since it last moved
+        self.record: ForwardRecord[Unit] = ForwardRecord()
+        self.backward: Backward | None = None
+        self._gathers_on_callers = False  # set_unshard_async_op()
+        self.lanes = Lanes(_unshard_lane(device, on_callers=False), device.lane("reduce"), device.lane("replicate"))
+        self.limiter = Limiter(device, self.lanes.unshard, limit=settings.limit_all_gathers)
+        self.links = Links()
+        self.residents = Residents()
+        self._joins = Joining(most=settings.join_units_below)
+        self.steppers = Steppers()
+        self.branches = Branches()
+        self.accumulators = Accumulators()
+        self.detector: Detector | None = None
+        self.observers: list[Observer] = []
+        self.depth = 0
+        self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
+        self._asked: dict[Unit, None] = {}  # unsharded by users, who may compute with parameters outside of a forward
+        self._order: ForwardOrder[Unit] = ForwardOrder()
+        self._transports: dict[tuple[int, str], Transport] = {}
+        self._failed = False
+        self._at_rest = True  # between iterations, where shards may be written to
+        self._whole_for_double = False
+        self._awaited: Arrival | None = None  # gradients of the last backward that are reduced still
+        self.agreement = Agreement(check_values=settings.check_values)
+        self._told: str | None = None  # what was set, None when it has to be put together anew
+        self._excepted: dict[bool, tuple[frozenset[Unit], frozenset[Unit]]] = {}  # found before, by `sync`
+        # After how many backwards that reduce replicas are compared again; None: they were not yet. [Note: replicas]
+        self._replicas_due: float | None = None if settings.check_values != "off" else math.inf
+        self._neighbours_due = True  # units are to be told anew who keeps portions with them
+
+    # -- construction and lazy init ----------------------------------------------------------------------------------
+
+    def adopt(self, nested: list[Unit]) -> None:
+        """Take the units of wrapped descendants into this tree, in front of the root's own."""
+        self.units = [*nested, self.unit]
+        self._excepted.clear()
+        for unit in nested:
+            unit.root.await_gradients()
+            self.agreement.loaded |= unit.root.agreement.loaded
+            self.accumulators.adopt(unit.root.accumulators)
+            self.is_last_backward = self.is_last_backward and unit.root.is_last_backward
+            unit.join(self)
+
+    def transport(self, group: Group, role: str) -> Transport:
+        """The transport over `group`; one per group and role."""
+        key = (id(group.process_group), role)
+        if key not in self._transports:
+            self._transports[key] = transport(group, self.device, traffic=self.traffic, ledger=self.ledger)
+        return self._transports[key]
+
+    def lazy_init(self, *, training: bool = False) -> None:
+        """At the first forward: name and connect the units, and agree with the other ranks. Collective over all
+        groups. `training`: the values that ranks begin with matter now."""
+        if self.ready:
+            return
+        names = {id(module): name for name, module in self.unit.module.named_modules()}
+        for unit in self.units:
+            unit.name = names.get(id(unit.module), "")
+            for handle in unit.handles:
+                handle.name = unit.name
+            self.connect(unit)
+        self.entries = entries(self.unit)
+        check_all_or_none(self.units)
+        self._check_placed()
+        self._choose_unshard_lane()
+        if not any(unit.handles for unit in self.units):
+            warn_once_per_job(
+                f"{type(self.unit.module).__name__} is wrapped, but no unit of it has parameters: they are all "
+                "ignored, or there are none. Nothing is sharded, and no gradient is averaged"
+            )
+        if training:
+            for unit in self.units:
+                unit.write_back()  # what a user put in a parameter's place is no value of the beginning
+        self.agreement.compare(self, training=training)
+        self.ready = True
+        for plan in {id(unit.groups): unit.groups for unit in self.units if unit.groups.replicate is not None}.values():
+            logger.info("%s over %s: %s", plan.strategy.name, extent_of(plan), groups_in_words(plan))
+        logger.debug("initialised %d units: %s", len(self.units), ", ".join(unit.label for unit in self.units))
+
+    def names_of_leaves(self) -> dict[int, str]:
+        """The path of every parameter of the model, by its id."""
+        return {
+            id(leaf): f"{unit.name}.{spec.name}" if unit.name else spec.name
+            for unit in self.units
+            for handle in unit.handles
+            for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)
+        }
+
+    def trained(self) -> tuple[bool, ...]:
+        """Which parameters of the model require a gradient."""
+        leaves: list[torch.Tensor] = []
+        for unit in self.units:
+            for handle in unit.handles:
+                leaves += handle.leaves
+        with _torch.as_plain_tensors():  # leaves may be hidden
+            return tuple(map(_requires_grad, leaves))
+
+    @property
+    def steppable(self) -> Iterator[torch.Tensor]:
+        """The parameters that optimizers see."""
+        return (each for unit in self.units for handle in unit.handles for each in handle.steppable)
+
+    def _check_placed(self) -> None:
+        check_registered(self)
+        check_placed(self)
+        self._joins.weigh(self.units)
+        self.placed = True
+
+    def connect(self, unit: Unit) -> None:
+        """Give `unit` its transports. [Note: communication hooks]"""
+        groups, hook = unit.groups, unit.choices.comm_hook
+        unit.gather = self.transport(groups.shard if hook is None else groups.scatter, "gather")
+        unit.scatter = self.transport(groups.scatter, "scatter")
+        unit.replicate = self.transport(groups.replicate, "replicate") if groups.replicate is not None else None
+        unit.reducers = unit.scatter, unit.replicate
+        if hook is not None:
+            unit.reducers = reducers(hook, groups, unit.scatter, unit.replicate)
+
+    def in_full_precision(self, unit: UnitData) -> bool:
+        """Whether `unit` computes in its master dtype now (evaluation, if asked for)."""
+        return unit.mixed_precision.full_precision_in_eval and not unit.module.training
+
+    def choices_changed(self) -> None:
+        """What users chose for a unit was changed."""
+        self._told = None
+        self._excepted.clear()
+        self._neighbours_due = True
+        self.residents.choices_changed()
+        self._joins.forget()
+        self.branches.forget()
+
+    def dtypes_changed(self) -> None:
+        """A shard has become another dtype: units weigh more, or less."""
+        self._joins.weigh(self.units)
+
+    def set_limit(self, limit: bool) -> None:
+        """Let gathers wait until memory is free, or not. No communication: each rank may choose."""
+        self.settings = replace(self.settings, limit_all_gathers=limit)
+        self.limiter.limit = limit
+
+    def set_unshard_async_op(self, async_op: bool) -> None:
+        """Issue gathers on the caller's stream, and ahead only where a user says so; or on a lane of their own."""
+        if self.ready:
+            self.come_to_rest()  # memory of the one lane does not go back to the other
+            for unit in self.units:
+                unit.evict_all()
+        for unit in self.units:
+            unit.choose_schedule(unshard_async_op=async_op)
+        self._choose_unshard_lane()
+
+    def _choose_unshard_lane(self) -> None:
+        on_callers = self.unit.choices.schedule.unshard_async_op
+        for unit in self.units:
+            if unit.choices.schedule.unshard_async_op is not on_callers:
+                raise UsageError(
+                    f"unit {unit.label}: set_unshard_async_op() was called on a {type(unit.module).__name__} that an "
+                    f"outer {type(self.unit.module).__name__} was wrapped around later. Gathers of a model share one "
+                    "order: call it on the outermost wrapper, when all are made"
+                )
+        if on_callers is not self._gathers_on_callers:
+            self._gathers_on_callers = on_callers
+            self.lanes.unshard = _unshard_lane(self.device, on_callers=on_callers)
+            self.limiter = Limiter(self.device, self.lanes.unshard, limit=self.settings.limit_all_gathers)
+
+    @property
+    def told_schedule(self) -> str:
+        """What was set, in words that are equal on all ranks; "" if nothing was."""
+        if self._told is None:
+            found: dict[str, list[str]] = {}
+            for unit in self.units:
+                for words in unit.told():
+                    found.setdefault(words, []).append(unit.label)
+            everywhere = len(self.units)
+            told = [
+                f"{words} in {'all units' if len(labels) == everywhere else ', '.join(labels)}"
+                for words, labels in sorted(found.items())
+            ]
+            if self.steppers.active:
+                told.append(self.steppers.told)
+            if self.detector is not None:
+                told.append("detect_nonfinite()")
+            self._told = "; ".join(told)
+        return self._told
+
+    def follow_profiler(self) -> bool:
+        """Label what units do if a profiler records it; True if that is a change. [Note: labels]"""
+        return follow_profiler(self.units)
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit) -> bool:
+        """A forward of `unit` begins; True if it is the outermost."""
+        outermost = self.depth == 0
+        if outermost:
+            self._begin(unit)
+        self.depth += 1
+        return outermost
+
+    def _begin(self, unit: Unit) -> None:
+        if not self.ready:
+            if unit is not self.unit and has_forward(self.unit.module):
+                raise UsageError(
+                    f"the forward of a nested unit ({type(unit.module).__name__}) ran before the first forward of the "
+                    "root "
+                    f"({type(self.unit.module).__name__}) that it belongs to; call the outermost "
+                    "FullyShardedDataParallel module first"
+                )
+            self.lazy_init(training=torch.is_grad_enabled())
+        elif not self.placed:
+            self._check_placed()
+        if _torch.in_backward():
+            return
+        if self.residents.lent is not None and torch.is_grad_enabled():
+            raise UsageError(
+                f"a forward of unit {unit.label} inside inference() has gradients enabled; parameters are kept there "
+                "for forwards without. Leave the context to train"
+            )
+        self.agreement.begin_forward(self, training=torch.is_grad_enabled())
+        self.settle_down()
+        try:
+            if self._at_rest:
+                self._take_back()
+            for each in self.units:
+                each.write_back()
+            if torch.is_grad_enabled():
+                self.accumulators.look_before_forward(self.units)
+                self.agreement.compare_values(self)
+        except BaseException:
+            self.abandon()
+            raise
+        for each in self.units:
+            for shown in each.shown:
+                shown.guard()
+        if torch.is_grad_enabled() and self.record.consumed:
+            self.record = ForwardRecord()
+            self.branches.begin_record()
+            self.links.unhook()
+        self.record.begin()
+        self._order.begin()
+        self.branches.begin(unit, training=torch.is_grad_enabled())
+        self.links.begin_forward()
+        self._follow_writes()
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of any unit runs."""
+        return self.depth > 0
+
+    def leave(self, unit: Unit, *, failed: bool = False) -> None:
+        """A forward of `unit` has ended."""
+        self.depth -= 1
+        if self.branches.walks:
+            self.branches.leave(self.depth)
+        if self.depth or _torch.in_backward():
+            return
+        self.record.end()
+        if failed:
+            self.abandon()
+            return
+        self.agreement.end_forward()
+        self._order.end()
+        for each in self._ahead:
+            each.reshard_unused()
+        self._ahead.clear()
+        if not torch.is_grad_enabled() or self.record.empty:
+            self._at_rest = True
+            for each in self.units:
+                if not each.needed_whole:
+                    each.rest(keep_whole=each.choices.schedule.reshard_after_forward is False)
+            self.limiter.settle()
+
+    def gather_for_forward(self, unit: Unit) -> None:
+        """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
+        if _torch.in_backward():
+            self.branches.check_recomputed(unit)
+            if self.backward is not None:
+                self.backward.gather_again(unit)
+            else:
+                self._gather(unit)
+        elif not (self.branches.exist and self.branches.enter(unit)):
+            self.gather_in_turn(unit)
+        for each in (*unit.owners, unit):
+            each.wait_unshard()
+
+    def gather_in_turn(self, unit: Unit) -> None:
+        """It is the turn of `unit`, on all ranks: start to gather it, and maybe the next. Collective."""
+        first = self._order.enter(unit)
+        schedule = self.told_schedule
+        if first and (residents := self.residents.follow(self.units)):
+            schedule += f"; {residents}" if schedule else residents
+        self.agreement.check_order(unit, schedule=schedule)
+        if first and not self.agreement.silent:
+            if self._neighbours_due:
+                self._connect_neighbours()
+            if self._replicas_due is None and torch.is_grad_enabled() and self.agreement.compares_forwards:
+                self._replicas_due = verify(self, again=False)  # all ranks are known to train
+            self._follow_other_ranks()
+            self.residents.fetch(self)
+        if torch.is_grad_enabled() or (self.branches.training and unit.choices.schedule.branch is not None):
+            self.record.enter(unit, segment=_torch.saving(), segments=_torch.segments)
+            for owner in unit.owners:
+                self.record.lend(owner)
+        elif self.branches.training:
+            self.record.enter_without_graph(
+                unit, checkpointed=_torch.in_custom_forward(), segment=_torch.saving(), segments=_torch.segments
+            )
+            for owner in unit.owners:
+                self.record.lend_without_graph(owner)
+        self._gather(unit)
+        if unit.forward_prefetch or unit.choices.forward_targets:
+            self._prefetch_in_forward(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        if not _torch.in_backward():
+            for each in (*unit.owners, unit):
+                each.take_writes()
+        for owner in unit.owners:
+            if owner.phase is not SUMMONED:
+                owner.launch_unshard()
+        self._launch(unit, self._order.upcoming())
+
+    def _connect_neighbours(self) -> None:
+        """Let units know who keeps portions with them. [Note: portions]
+
+        Collective over these ranks where a group is made, and so not before all ranks are known to have chosen alike.
+        """
+        for unit in self.units:
+            count = unit.choices.schedule.neighbours
+            axis = neighbours(unit.groups.shard, count, self.device.device) if count is not None else None
+            found = self.transport(axis, "neighbours") if axis is not None else None
+            if found is not unit.neighbours:
+                unit.drop_portions()
+                unit.neighbours = found
+        self._neighbours_due = False
+
+    def _launch(self, unit: Unit, following: Iterable[Unit], *, ahead: bool = False) -> None:
+        """Gather `unit`, and small ones that are `following` it."""
+        if unit.is_whole:
+            return
+        group = self._joins.first_gather(unit, following)
+        joining.launch_unshard(group, ahead=ahead)
+        self._ahead.update(dict.fromkeys(group if ahead else group[1:]))
+
+    def _prefetch_in_forward(self, unit: Unit) -> None:
+        for target in unit.choices.forward_targets.units():
+            self._launch(target, (), ahead=True)
+        if unit.forward_prefetch and not unit.choices.forward_targets:
+            following = self._order.upcoming()
+            for each in itertools.islice(following, 1):
+                self._launch(each, following, ahead=True)
+
+    def _follow_other_ranks(self) -> None:
+        """Gather anew what users keep unsharded, if any rank has written to its shards. Collective if they do.
+
+        An optimizer writes on some ranks only where others have no element of a unit.
+        """
+        kept = [unit for unit in self.units if unit.kept]
+        if kept and self.agreement.any_rank(not all(unit.is_whole for unit in kept)):
+            for unit in kept:
+                unit.reshard(SHARD)
+        for unit in kept:
+            unit.kept = False
+
+    def unshard(self, unit: Unit) -> None:
+        """Start to gather `unit` because a user asks for it, in a forward or between iterations. Collective."""
+        self.lazy_init()
+        if not self.in_forward:
+            self.settle_down()
+            if torch.is_grad_enabled():
+                self.accumulators.look_before_forward(self.units)
+        self.agreement.check_request(unit, "unshard")
+        if not self.in_forward:
+            self.lanes.unshard.follow_compute()
+        for each in (*unit.owners, unit):
+            each.launch_on_request()
+            self._ahead[each] = None
+            if torch.is_grad_enabled():
+                self._asked[each] = None
+                each.foretell_backward()
+
+    def wait_for(self, unit: Unit) -> None:
+        """Let `unit` show what `unshard` gathered, unless that is gone or in use."""
+        with self.agreement.waiting(f"unshard() of unit {unit.label}"):
+            for each in (*unit.owners, unit):
+                if each.is_whole and each.phase is IDLE:
+                    each.wait_unshard()
+                    each.notice_writes(described_as_whole=True)
+
+    def reshard(self, unit: Unit) -> None:
+        """Free the unsharded parameters of `unit` because a user asks for it."""
+        self.lazy_init()
+        self.forget_failure()
+        if self._whole_for_double or unit.needed_whole or unit.phase is not IDLE:
+            raise UsageError(
+                f"reshard() of unit {unit.label}: its parameters are still read, by its own forward or by a backward "
+                "that needs them as they are. Call it after that"
+            )
+        self.agreement.check_request(unit, "reshard")
+        if self._at_rest:
+            unit.take_back(written=True)
+        unit.check_kept()
+        awaits_backward = not self.record.consumed and unit in self.record.entered
+        unit.reshard(NOTHING if awaits_backward else SHARD)
+        unit.drop_portions()
+        unit.kept = False
+
+    def abandon(self) -> None:
+        """A forward failed: everything returns to between iterations, as if it had not begun."""
+        self.agreement.abandon(sys.exc_info()[1])
+        self.record = ForwardRecord()
+        self._at_rest = True
+        self._ahead.clear()
+        self._asked.clear()
+        for unit in self.units:
+            unit.rest()
+        self.limiter.settle()
+        self.agreement.rest()
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> Backward:
+        """The backward that runs; the first sign of it plans it."""
+        if self.steppers.every:
+            self.steppers.check_backward()
+        if self.backward is not None:
+            self.backward.double = self.backward.double or torch.is_grad_enabled()
+            return self.backward
+        if not _torch.in_backward():
+            raise InternalError(f"unit {self.unit.label}: a gradient arrived outside of a backward")
+        if self.residents.lent is not None:
+            raise UsageError(
+                "a backward inside inference(), of a forward from before it; run the backward first, or leave the "
+                "context"
+            )
+        if self._failed:  # the same graph again, after a backward that failed
+            self.settle_down()
+        self.await_gradients()
+        self._follow_requests()
+        with _torch.as_plain_tensors():  # leaves may be hidden
+            trained = {unit: unit.trained() for unit in self.record.anchored}
+        unreduced, kept = self._exceptions()
+        sync = len(unreduced) < len(self.units)
+        self.agreement.check_backward(self, trained, reduces=sync)
+        if self._replicas_due is None:
+            self._replicas_due = verify(self, again=False)
+        elif sync:
+            self._replicas_due -= 1
+            if not self._replicas_due:
+                self._replicas_due = verify(self, again=True)
+        if self._at_rest:  # a graph older than the last rest
+            self._follow_writes()
+        self.record.consumed = True
+        backward = self.backward = Backward(
+            self.record,
+            unreduced=unreduced,
+            kept=kept,
+            sync=sync,
+            agreement=self.agreement,
+            joins=self._joins,
+            steppers=self.steppers.active,
+            branches=self.branches,
+            last=self.is_last_backward or self.detector is not None,
+        )
+        backward.double = torch.is_grad_enabled()
+        self.follow_profiler()
+        # Bound to this backward: on an accelerator a failed one may be let go late, by another thread.
+        hooks.at_end_of_backward(
+            functools.partial(self.end_backward, backward), functools.partial(self.fail_backward, backward)
+        )
+        self.accumulators.look_before_backward(self.units)
+        with _torch.as_plain_tensors():
+            for unit in self.record.begun:
+                for grads in unit.grads:
+                    grads.take()
+        for unit in self.units:
+            for grads in unit.grads:
+                if grads.pending:
+                    backward.expect(unit, reached=False)
+        for unit, flags in trained.items():
+            if any(map(any, flags)):
+                backward.expect(unit)
+        backward.join_reductions()
+        return backward
+
+    def _exceptions(self) -> tuple[frozenset[Unit], frozenset[Unit]]:
+        """The units of which the next backward does not reduce gradients, and those that stay unsharded after it."""
+        found = self._excepted.get(self.sync)
+        if found is None:
+            unreduced = frozenset(unit for unit in self.units if not (self.sync and unit.choices.schedule.reduce))
+            whole = [unit for unit in self.units if not unit.reshards_after_backward(reduced=unit not in unreduced)]
+            found = self._excepted[self.sync] = unreduced, frozenset(whole)
+        return found
+
+    def _follow_requests(self) -> None:
+        """What users unsharded and no forward entered takes part in the backward: they computed with it themselves."""
+        for unit in self._asked:
+            if unit.is_whole and not unit.needed_whole and unit not in self.record.entered:
+                self.record.add(unit)
+                unit.needed_whole = True
+        self._asked.clear()
+
+    def end_backward(self, backward: Backward) -> None:
+        """The graph task has ended: flush, and return to between iterations. Collective."""
+        if self.backward is not backward:
+            return
+        try:
+            backward.flush()
+            if self.detector is not None:
+                self.detector.end_backward()
+            if not backward.double:
+                self._check_unreached()
+            self.backward = None
+            if backward.double:
+                self._whole_for_double = True
+                for unit in self.units:
+                    unit.pause()
+                self.agreement.rest()
+            else:
+                self._finish(backward)
+        except BaseException as error:
+            if self.backward is None:  # what failed comes too late for `fail_backward`
+                backward.stepping.say_what_stays(self.units)
+            if isinstance(error, RuntimeError):
+                self.agreement.explain(error)
+            raise
+
+    def _check_unreached(self) -> None:
+        """Refuse what was written to units that the backward, which is over, has not reached."""
+        for unit in self.units:
+            for shown in unit.shown:
+                if shown.notices_writes or shown.is_left:
+                    check_left(shown, unit.name)
+
+    def _finish(self, backward: Backward | None = None) -> None:
+        self._whole_for_double = False
+        self._at_rest = True
+        self._failed = True  # until the gradients have settled
+        for unit in self.units:
+            unit.rest(keep_whole=backward is not None and unit in backward.kept)
+        self.lanes.await_downloads()
+        stepping = backward.stepping if backward is not None else NO_STEPPING
+        steps = bool(stepping)
+        lingering = backward.lingering if backward is not None else ()
+        awaited = [unit for unit in lingering if self._can_await(unit)]
+        finished = []
+        for unit in self.units:
+            if steps:
+                stepping.step(unit, earlier=backward is not None and backward.sync and unit.completes)
+            elif unit not in awaited and (complete := unit.settle()):
+                finished.append((unit, complete))
+        if awaited:
+            self._await_later(awaited)
+        self.limiter.settle()
+        self._failed = False
+        self.agreement.rest()
+        self.trace.record("end", "", IDLE.value)
+        for unit, complete in finished:
+            unit.run_user_hooks(complete)
+            if self.accumulators.awaited:
+                self.accumulators.run(complete)
+        if backward is not None:
+            for observer in [*self.observers]:
+                observer.after_backward(backward)
+
+    def _can_await(self, unit: Unit) -> bool:
+        """Whether nobody looks at gradients of `unit` but by reading `.grad`, which can be made to wait."""
+        return all(map(can_await, unit.parameters)) and self.accumulators.awaited.isdisjoint(unit.handles)
+
+    def _await_later(self, units: Sequence[Unit]) -> None:
+        """Give `units` the gradients that are reduced still. [Note: awaited]"""
+        finishes = [finish for unit in units for finish in unit.settle_later()]
+        agreement = self.agreement  # in a circle with what awaits, a root would live until the collector comes
+
+        def finish() -> None:
+            with agreement.waiting("the reductions of a backward that was not the last"):
+                for each in finishes:
+                    each()
+
+        self._awaited = Arrival([parameter for unit in units for parameter in unit.parameters], finish)
+
+    def await_gradients(self) -> None:
+        """Wait for what the last backward left to be reduced, if it did."""
+        if self._awaited is not None:
+            awaited, self._awaited = self._awaited, None
+            awaited.wait()
+
+    def __del__(self) -> None:
+        if self.device.has_streams:  # whose memory would go back while a lane writes to it
+            self.await_gradients()
+
+    def fail_backward(self, backward: Backward) -> None:
+        """The graph task died: `.grad` is as before at once; the rest waits for the next forward (`settle_down`)."""
+        if self.backward is not backward:
+            return
+        self.backward = None
+        self._failed = True
+        self._name_used_at_rest()
+        self._stop_sharing()
+        backward.stepping.say_what_stays(self.units)
+        self.agreement.say_abandoned(None)
+        self.agreement.rest()
+        lost = [unit.label for unit in self.units if unit.undo()]
+        if lost:
+            warn_once_per_job(
+                "a backward failed inside an accumulation window: the unsharded gradients of earlier microbatches are "
+                f"dropped with it ({len(lost)} units, "
+                f"first {lost[0]}). Run the window again from its first microbatch",
+                names_rank=True,
+            )
+
+    def _name_used_at_rest(self) -> None:
+        """A backward failed: say which parameters it cannot bring gradients to, where autograd does not."""
+        for unit in self.record.entered:
+            used = [name for shown in unit.shown for name in shown.used_at_rest() if unit.phase is not SUMMONED]
+            if used:
+                warn_once_per_job(
+                    f"a backward failed that brings gradients to {', '.join(map(repr, used))} of unit {unit.label}: "
+                    "before the forward, where parameters show this rank's shard, something was computed with them "
+                    "that autograd has recorded and that is still there. Compute terms over parameters (an L2 penalty, "
+                    "say) inside the forward of the module that holds them, or under torch.no_grad()",
+                    names_rank=True,
+                )
+
+    def _stop_sharing(self) -> None:
+        """A backward failed: units where gradients were taking the parameters' places do without from now on."""
+        sharing = [unit for unit in self.units if unit.places_are_taken]
+        if not sharing:
+            return
+        if is_new(("failed sharing", id(self))):
+            warn_once_per_job(
+                f"a backward failed in unit {sharing[0].label}, while gradients took the places of its parameters. If "
+                "autograd complained of a variable that was modified by an inplace operation, a parameter is read "
+                "after its gradient has come (a detached use, say): run the step again; in units of this class "
+                "gradients have memory of their own from now on",
+                names_rank=True,
+            )
+        classes = {type(unit.module) for unit in sharing}
+        for unit in self.units:
+            if type(unit.module) in classes:
+                unit.reads_once = False
+
+    def settle_down(self) -> None:
+        """Bring what a failed or a double backward left behind to rest."""
+        if not self.forget_failure() and self._whole_for_double:
+            self._finish()
+
+    def forget_failure(self) -> bool:
+        """Bring what a failed backward left behind to rest, if one failed; waits for what it had issued."""
+        if self.backward is not None and not _torch.in_backward():
+            self.fail_backward(self.backward)  # autograd has not let it go yet
+        if not self._failed:
+            return False
+        self._failed = False
+        for unit in self.units:
+            for grads in unit.grads:
+                grads.drop()
+            unit.rest()
+        self.limiter.settle()
+        return True
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether a forward awaits its backward, or a double backward was left as it was."""
+        left = self._failed or self._whole_for_double or self.backward is not None
+        return left or not (self.record.consumed or self.record.empty)
+
+    def _take_back(self, *, written: bool = False) -> None:
+        """Look after what users unsharded between iterations."""
+        for unit in self._ahead:
+            unit.take_back(written=written)
+
+    @property
+    def shows_shards(self) -> bool:
+        """Whether everything is as between iterations, with nothing unsharded by users."""
+        return not (self._ahead or self.is_unsettled)
+
+    def show_shards(self) -> None:
+        """An optimizer is about to step: parameters show their shards, and gradients are there."""
+        self.await_gradients()
+        if self.is_unsettled:
+            self.come_to_rest()
+        elif not self.in_forward:
+            self._take_back(written=True)
+
+    def come_to_rest(self) -> None:
+        """Shards are about to be written to: parameters show them. A backward that still comes gathers again."""
+        self.await_gradients()
+        self.settle_down()
+        if self._at_rest:
+            self._take_back(written=True)
+        try:
+            for unit in self.units:
+                unit.check_kept()
+        finally:
+            for unit in self.units:
+                unit.rest()
+            self.limiter.settle()
+            self._at_rest = True
+
+    def _follow_writes(self) -> None:
+        """Order the next gathers after what was written to the shards at rest, by an optimizer say."""
+        self.lanes.unshard.follow_compute()
+        self._at_rest = False
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def free(self, handle: FlatParamHandle) -> None:
+        """Reshard `handle`; its memory may be reused once the caller's stream is done with it."""
+        buffer = handle.reshard()
+        if buffer is not None:
+            self.limiter.give_back(handle.name, buffer)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backwards inside the context are accumulated unsharded and not reduced."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before

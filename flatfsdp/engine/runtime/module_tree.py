@@ -1,0 +1,192 @@
+"""Walks over a tree of modules: the units inside, the modules and the parameters of one unit, what is left alone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from torch import nn
+
+from ...api import Config
+from ...errors import ConfigValueError, UsageError, refuse_type
+from ..config.arguments import has_forward
+from ..flat.views import Home
+from .unit import Unit
+
+# What wrapping ignored: the attributes of a module that held ignored parameters; None for an ignored module, whatever
+# it will hold. What is in no unit and not here came later.
+_left_alone: weakref.WeakKeyDictionary[nn.Module, frozenset[str] | None] = weakref.WeakKeyDictionary()
+
+# Recursion over modules stands in functions of the module: one inside another holds itself, and what it has seen, until
+# the garbage collector comes.
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """The units of wrapped modules inside `module`, children before parents."""
+    return list(_units_below(module, {id(module)}))
+
+
+def _units_below(module: nn.Module, seen: set[int]) -> Iterator[Unit]:
+    for child in module._modules.values():
+        if child is not None and id(child) not in seen:
+            seen.add(id(child))
+            yield from _units_below(child, seen)
+    unit = module.__dict__.get("_unit")
+    if isinstance(unit, Unit):
+        yield unit
+
+
+def nesting(outermost: Unit) -> list[tuple[Unit, Unit | None]]:
+    """Every unit of a model with the one around it, in the order of registration, outer units first."""
+    return _nested_below(outermost.module, outermost, set(), [(outermost, None)])
+
+
+def _nested_below(
+    module: nn.Module, around: Unit, seen: set[int], found: list[tuple[Unit, Unit | None]]
+) -> list[tuple[Unit, Unit | None]]:
+    for child in module._modules.values():
+        if child is None or id(child) in seen:
+            continue
+        seen.add(id(child))
+        unit = child.__dict__.get("_unit")
+        if isinstance(unit, Unit):
+            found.append((unit, around))
+            _nested_below(unit.module, unit, seen, found)
+        else:
+            _nested_below(child, around, seen, found)
+    return found
+
+
+def entries(outermost: Unit) -> frozenset[Unit]:
+    """The units of a model whose forward is called from outside: those around which there is none with a forward."""
+    found: set[Unit] = set()
+    never_called: set[Unit | None] = {None}
+    for unit, around in nesting(outermost):
+        if around in never_called:
+            (found if has_forward(unit.module) else never_called).add(unit)
+    return frozenset(found)
+
+
+def units_at(module: nn.Module) -> list[Unit]:
+    """The unit whose wrapper `module` is, if it is one."""
+    unit = module.__dict__.get("_unit")
+    return [unit] if isinstance(unit, Unit) else []
+
+
+def with_owners(units: Sequence[Unit]) -> list[Unit]:
+    """`units`, and those of which they hold tied parameters, before them."""
+    return list(dict.fromkeys([owner for unit in units for owner in unit.owners] + list(units)))
+
+
+def check_outermost(unit: Unit, call: str) -> None:
+    """Refuse a `call` on any but the outermost unit of a model."""
+    outermost = unit.root.unit
+    if outermost is not unit:
+        raise UsageError(
+            f"{call} was called on a nested unit ({type(unit.module).__name__}); call it on the outermost "
+            f"FullyShardedDataParallel module ({type(outermost.module).__name__})"
+        )
+
+
+def outermost_unit(model: object, function: str) -> Unit:
+    """The unit of `model`, which a user gave to `function` as the outermost wrapper.
+
+    Raises:
+        ConfigTypeError: it is no wrapper.
+        UsageError: it is a nested one.
+    """
+    units = units_at(model) if isinstance(model, nn.Module) else []
+    if not units:
+        refuse_type(f"{function}: model", model, "the outermost FullyShardedDataParallel module of a model")
+    check_outermost(units[0], f"{function}()")
+    return units[0]
+
+
+def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """Modules and parameters to leave alone, with everything inside ignored modules."""
+    modules: set[nn.Module] = set()
+    for ignored in config.ignored_modules:
+        for inside in ignored.modules():
+            if isinstance(inside.__dict__.get("_unit"), Unit):
+                raise ConfigValueError(
+                    f"ignored_modules: {type(inside.__dict__['_unit'].module).__name__} is wrapped by "
+                    "FullyShardedDataParallel already, and sharded; give the modules to ignore unwrapped"
+                )
+        modules.update(ignored.modules())
+    params = set(config.ignored_params)
+    for each in modules:
+        params.update(p for p in each._parameters.values() if p is not None)
+    return modules, params
+
+
+def homes_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[nn.Module, str, str]]:
+    """(module, attribute, path) of every parameter registered in `module` outside nested units and ignored modules."""
+    for prefix, holder in modules_of(module, ignored):
+        for attribute, parameter in holder._parameters.items():
+            if parameter is not None:
+                yield holder, attribute, f"{prefix}.{attribute}" if prefix else attribute
+
+
+def leaves_of(homes: Iterable[Home]) -> list[tuple[nn.Parameter, str]]:
+    """Each leaf once, with its first path."""
+    first: dict[int, tuple[nn.Parameter, str]] = {}
+    for home in homes:
+        first.setdefault(id(home.leaf), (home.leaf, home.path))
+    return list(first.values())
+
+
+def modules_of(module: nn.Module, ignored: set[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules of `module` outside nested units and ignored modules, with their paths."""
+    return list(_modules_below(module, "", ignored, set()))
+
+
+def _modules_below(
+    module: nn.Module, path: str, ignored: set[nn.Module], seen: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in seen or module in ignored or isinstance(module.__dict__.get("_unit"), Unit):
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _modules_below(child, f"{path}.{name}" if path else name, ignored, seen)
+
+
+def leave_alone(module: nn.Module, attributes: Collection[str] | None) -> None:
+    """Wrapping ignores these parameters of `module`, or with None the module itself."""
+    _left_alone[module] = None if attributes is None else frozenset(attributes)
+
+
+def left_alone_in(module: nn.Module) -> list[tuple[nn.Module, frozenset[str] | None]]:
+    """What wrapping ignored in `module`, as arguments of `leave_alone`."""
+    return [(each, _left_alone[each]) for each in module.modules() if each in _left_alone]
+
+
+def strays(module: nn.Module, units: Collection[Unit]) -> list[str]:
+    """Paths of the parameters in `module` that none of its `units` holds, though wrapping did not ignore them.
+
+    Wrappers of other units are not looked into: they are models of their own.
+    """
+    held = {(id(home.module), home.attribute) for unit in units for home in (*unit.homes, *unit.aliases)}
+    flat = {id(handle.flat_param) for unit in units for handle in unit.handles}
+    return list(_strays_below(module, "", set(map(id, units)), held, flat, set()))
+
+
+def _strays_below(
+    module: nn.Module, path: str, units: set[int], held: set[tuple[int, str]], flat: set[int], seen: set[int]
+) -> Iterator[str]:
+    unit = module.__dict__.get("_unit")
+    foreign = isinstance(unit, Unit) and id(unit) not in units
+    ignored: frozenset[str] | None = _left_alone.get(module, frozenset())
+    if id(module) in seen or foreign or ignored is None:
+        return
+    seen.add(id(module))
+    prefix = f"{path}." if path else ""
+    for name, parameter in module._parameters.items():
+        known = name in ignored or (id(module), name) in held or id(parameter) in flat
+        if parameter is not None and not known:
+            yield prefix + name
+    for name, child in module._modules.items():
+        if child is not None:
+            inside = path if name == "_fsdp_wrapped_module" else prefix + name
+            yield from _strays_below(child, inside, units, held, flat, seen)

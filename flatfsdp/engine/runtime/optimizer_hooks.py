@@ -1,0 +1,161 @@
+"""Around an optimizer's step: before it its models come to rest, and one that holds what it cannot step is told so;
+after it what was written is known to have been.
+
+One global hook of torch.optim on either side serves all optimizers; after an optimizer's first step they cost a look at
+the set of live models, and for those that write unnoticed one at their parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ...errors import UsageError
+from ..flat.flat_param import FlatParameter
+from . import param_registry as registry
+from .backward_steps import is_at_work
+from .model import Root
+
+
+class _Checked(NamedTuple):
+    """An optimizer, as it was when it was last looked at: the registry's generation, how many param groups it had, and
+    the models that it steps."""
+
+    generation: int
+    groups: int
+    models: tuple[weakref.ref[Root], ...]
+
+
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Checked] = weakref.WeakKeyDictionary()
+_installed = False
+
+
+def guard_optimizers() -> None:
+    """Install the hooks, once per process."""
+    global _installed
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if is_at_work(optimizer):
+        return
+    bring_to_rest(optimizer)
+    _look_at(optimizer)
+
+
+def _look_at(optimizer: torch.optim.Optimizer) -> _Checked:
+    """What is known of an optimizer, as it is now.
+
+    Raises:
+        UsageError: it holds what it could not step.
+    """
+    known, groups = _checked.get(optimizer), len(optimizer.param_groups)
+    if known is None or known[:2] != (registry.generation, groups):
+        check_parameters(optimizer)
+        models = tuple(map(weakref.ref, models_of(optimizer)))
+        known = _checked[optimizer] = _Checked(registry.generation, groups, models)
+    return known
+
+
+@contextmanager
+def waiting_in(call: str, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, this rank may wait for others in a `call` about the models that `optimizer` steps. No communication.
+
+    Raises:
+        AgreementError: a connection broke; what the others did.
+    """
+    models = [model() for model in _look_at(optimizer).models]
+    with ExitStack() as waits:
+        for root in models:
+            if root is not None:
+                waits.enter_context(root.agreement.waiting(call))
+        yield
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    known = _checked.get(optimizer)
+    if known is not None and not is_at_work(optimizer):
+        for model in known.models:
+            if (root := model()) is not None:
+                root.agreement.stepped = True
+    groups = [group for group in optimizer.param_groups if _writes_unnoticed(optimizer, group)]
+    stepped = [p for group in groups for p in group["params"] if p.grad is not None and _is_managed(p)]
+    if stepped:
+        torch.autograd.graph.increment_version(stepped)
+
+
+def _writes_unnoticed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether parameters may keep their versions: torch's fused kernels leave them, and so do other libraries' own.
+    Whole parameters that outlive the step, and graphs of before, would not be known to be out of date."""
+    return bool(group.get("fused")) or not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def models_of(optimizer: torch.optim.Optimizer) -> list[Root]:
+    """The models of which `optimizer` steps parameters, and does so on every rank: one that has no element of what it
+    would step may have no optimizer for it."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [
+        root
+        for root in registry.roots
+        if any(
+            not held.isdisjoint(map(id, handle.steppable))
+            for unit in root.units
+            for handle in unit.handles
+            if handle.layout.owned(handle.layout.world - 1)  # the last rank is the first to have none
+        )
+    ]
+
+
+def _is_managed(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, FlatParameter) or registry.owner_of(parameter) is not None
+
+
+def bring_to_rest(optimizer: torch.optim.Optimizer) -> None:
+    """Let models that `optimizer` steps show shards and gradients, as between iterations."""
+    busy = [root for root in registry.roots if not root.shows_shards]
+    if busy:
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for root in busy:
+            handles = (handle for unit in root.units for handle in unit.handles)
+            if any(id(parameter) in stepped for handle in handles for parameter in handle.steppable):
+                root.show_shards()
+
+
+def check_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that holds parameters which it could not step as they are.
+
+    Raises:
+        UsageError: they were flattened, or its state is from before wrapping.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            unit = registry.owner_of(parameter)
+            if unit is None:
+                continue
+            handle = next(h for h in unit.handles if any(leaf is parameter for leaf in h.leaves))
+            index = next(i for i, leaf in enumerate(handle.leaves) if leaf is parameter)
+            spec = handle.layout.params[index]
+            where = f"parameter {spec.name!r} of unit {unit.label} (param group {number})"
+            if not handle.use_orig_params:
+                raise UsageError(
+                    f"the optimizer holds {where}, which was flattened: with use_orig_params=False it would never be "
+                    "updated. Build the optimizer "
+                    "from model.parameters() after wrapping, or wrap with use_orig_params=True"
+                )
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+                    raise UsageError(
+                        f"the optimizer has state from before wrapping, or of another rank: {key!r} of {where} has "
+                        f"shape {tuple(value.shape)}, but this rank's shard of it has {tuple(parameter.shape)}. Build "
+                        "the optimizer after wrapping, or wrap before its first step; and save and load "
+                        "FullyShardedDataParallel.optim_state_dict(model, optimizer), because optimizer.state_dict() "
+                        "holds the pieces of one rank"
+                    )

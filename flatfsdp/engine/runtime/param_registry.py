@@ -1,0 +1,88 @@
+"""Which unit owns which parameter, and which models are alive: what must be known across models. Everything is held
+weakly."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from .model import Root
+from .unit import Unit
+
+
+class _Units:
+    """Units by the identity of an object. An entry dies with its object, and is none once the unit is gone."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], weakref.ref[Unit]]] = {}
+
+    def find(self, thing: object) -> Unit | None:
+        """The unit of `thing`."""
+        entry = self._entries.get(id(thing))
+        return entry[1]() if entry is not None and entry[0]() is thing else None
+
+    def add(self, thing: object, unit: Unit) -> None:
+        """`unit` is that of `thing` from now on."""
+        key, entries = id(thing), self._entries
+
+        def forget(gone: weakref.ref[Any]) -> None:
+            entry = entries.get(key)
+            if entry is not None and entry[0] is gone:
+                del entries[key]
+
+        entries[key] = (weakref.ref(thing, forget), weakref.ref(unit))
+
+    def discard(self, thing: object) -> None:
+        """`thing` has no unit any more."""
+        self._entries.pop(id(thing), None)
+
+
+_of_parameters = _Units()
+_of_modules = _Units()
+
+# Grows with every wrap: what was checked against the registry is checked again when it has.
+generation = 0
+
+roots: weakref.WeakSet[Root] = weakref.WeakSet()
+
+
+# Units that see some parameters transformed.
+extended: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def owner_of(parameter: torch.Tensor) -> Unit | None:
+    """The unit that manages `parameter`."""
+    return _of_parameters.find(parameter)
+
+
+def unit_around(module: nn.Module) -> Unit | None:
+    """The unit with parameters whose own modules include `module`."""
+    return _of_modules.find(module)
+
+
+def own(unit: Unit) -> None:
+    """`unit` owns its handles' leaves from now on."""
+    global generation
+    generation += 1
+    for handle in unit.handles:
+        for leaf in handle.leaves:
+            _of_parameters.add(leaf, unit)
+    for module in unit.modules if unit.handles else ():
+        if _of_modules.find(module) is None:  # a module that several share stays with the first
+            _of_modules.add(module, unit)
+    if any(shown.extended for shown in unit.shown):
+        extended.add(unit)
+
+
+def disown(unit: Unit) -> None:
+    """`unit` is being taken apart."""
+    for handle in unit.handles:
+        for leaf in handle.leaves:
+            _of_parameters.discard(leaf)
+    for module in unit.modules:
+        if _of_modules.find(module) is unit:
+            _of_modules.discard(module)
+    extended.discard(unit)

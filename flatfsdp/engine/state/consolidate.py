@@ -1,0 +1,147 @@
+"""From shards to wholes and back: the one way that whole parameters, and states of their shape, are put together.
+
+[Note: consolidation] What is laid out like a shard (the shard itself, its gradient, a moment of an optimizer) is
+gathered into memory of its own, one flat tensor at a time, so that no more than one unit is ever whole on its account
+(`consolidated`). The way back needs no communication where a rank has the whole (`store`), and sends each rank its
+piece where only the first one has it (`scatter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from ..comm.transport import Transport
+from ..device.streams import Lane
+from ..flat.flat_param import FlatParamHandle, full_views
+from ..layout.layout import FlatLayout
+from ..runtime.unit import Unit
+from .owned_interval import Others, OwnedInterval
+
+
+def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transport, lane: Lane) -> torch.Tensor:
+    """The whole of `shard` (1-D, one per rank of the shard axis) on the compute device, in new memory of
+    (padded_numel,) elements of its dtype. Collective over the shard axis."""
+    own = shard.to(handle.device)
+    flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
+    lane.follow_compute()  # which has just written what travels
+    transport.all_gather_base(flat, own, lane).wait()
+    return flat
+
+
+@contextmanager
+def together(units: Iterable[Unit], call: str, *, always: bool = False) -> Iterator[None]:
+    """All ranks make this `call`, which gathers the parameters of `units` or sends them; it is collective inside.
+
+    `always`: ranks exchange something even where no unit is sharded.
+
+    Raises:
+        AgreementError: on every rank: some do something else.
+    """
+    by_root: dict[int, list[Unit]] = {}
+    for unit in units:
+        by_root.setdefault(id(unit.root), []).append(unit)
+    with ExitStack() as calls:
+        for those in by_root.values():
+            root = those[0].root
+            root.lazy_init()
+            calls.enter_context(root.agreement.together(call, those, always=always))
+        yield
+
+
+@contextmanager
+def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> Iterator[list[torch.Tensor]]:
+    """The parameters of one handle as whole N-D views of memory that goes with the context; of what is laid out like
+    its shard, if that is given. Collective over the shard axis.
+
+    Precondition: the unit's root has been initialised (`Root.lazy_init`), the shards are not being written to.
+    """
+    handle = unit.handles[kind]
+    with torch.no_grad():
+        own = handle.shard.detach() if shard is None else shard
+        flat = gather_shard(handle, own, unit.gather, unit.root.lanes.unshard)
+    claim = handle.ledger.hold("consolidated", flat.numel() * flat.element_size())
+    unit.note("consolidate")
+    try:
+        yield full_views(flat, handle.layout)
+    finally:
+        claim.close()
+
+
+def others_of(unit: Unit, kind: int, index: int) -> Others | None:
+    """Where the elements of one parameter are that this rank does not own; None where it owns all."""
+    layout = unit.handles[kind].layout
+    if layout.world == 1:
+        return None
+    return Others(
+        unit.groups.shard.process_group,
+        unit.groups.device,
+        lambda: [layout.span_in_param(index, rank).numel for rank in range(layout.world)],
+    )
+
+
+def is_first(unit: Unit) -> bool:
+    """Whether this rank is the one that has what only one rank is to have: the first of shard and replicate axis."""
+    replicate = unit.groups.replicate
+    return unit.groups.shard.rank == 0 and (replicate is None or replicate.rank == 0)
+
+
+def store(layout: FlatLayout, rank: int, shard: torch.Tensor, index: int, whole: torch.Tensor) -> None:
+    """Copy what `rank` owns of parameter `index` from `whole` (its shape, any strides, dtype and device) into `shard`
+    (1-D, shard_numel elements). No communication.
+
+    An `OwnedInterval` will do if it is the interval that the rank owns.
+    """
+    spec = layout.params[index]
+    span = layout.span_in_shard(index, rank)
+    if span.is_empty:
+        return
+    target = OwnedInterval(shard[span.slice], spec, layout.span_in_param(index, rank))
+    with torch.no_grad():
+        target.copy_(whole)
+
+
+def scatter(
+    unit: Unit, kind: int, whole: Sequence[torch.Tensor | None] | None, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Each rank's shard of what the first rank has whole. Collective over the shard and the replicate axis.
+
+    Args:
+        whole: on the first rank ([Note: consolidation]) the parameters, N-D, on any device; None stands for zeros.
+            Ignored on other ranks.
+        dtype: of the result; None for the master dtype.
+
+    Returns:
+        A 1-D tensor of shard_numel elements on the compute device; padding is zero.
+
+    The first rank holds at most one shard besides `whole`, others hold their own.
+    """
+    handle = unit.handles[kind]
+    layout, axis, replicate = handle.layout, unit.gather, unit.replicate
+
+    def assemble(rank: int) -> torch.Tensor:
+        shard = torch.zeros(layout.shard_numel, dtype=dtype or handle.precision.master, device=handle.device)
+        for index, value in enumerate(whole or ()):
+            if value is not None:
+                store(layout, rank, shard, index, value)
+        return shard
+
+    with torch.no_grad():
+        mine = replicate is None or replicate.group.rank == 0
+        first = is_first(unit)
+        own = (
+            assemble(0)
+            if first
+            else torch.empty(layout.shard_numel, dtype=dtype or handle.precision.master, device=handle.device)
+        )
+        if mine:
+            if first:
+                for rank in range(1, axis.group.size):
+                    axis.send_now(assemble(rank), rank)
+            else:
+                axis.receive_now(own, 0)
+        if replicate is not None:
+            replicate.broadcast(own)
+    return own

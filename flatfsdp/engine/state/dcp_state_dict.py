@@ -1,0 +1,82 @@
+"""torch's `get_state_dict` and `set_state_dict` for models of ours, with or without `as_torch.install()`.
+
+[Note: get_state_dict] torch.distributed.checkpoint.state_dict knows one wrapper, torch's own. A model of ours it would
+take for one that nothing has split: it would save each rank's pieces of the optimizer's state as if they were wholes.
+Before anything else it asks every module for `_fqn_modifiers`, ours too, and then it is told: from there on its
+functions look for both wrappers, and each model is asked in the way of its own. torch's FSDP is not imported for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ...api import HYBRIDS
+from .model.fqns import clean
+
+MODULE = "torch.distributed.checkpoint.state_dict"
+
+
+class _Either(type):
+    """The type of a class that stands for torch's wrapper and ours."""
+
+    torchs: Any
+    ours: type
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, (cls.ours, cls.torchs))
+
+    def __getattr__(cls, name: str) -> Callable[..., Any]:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            model: nn.Module = args[0] if args else kwargs["module" if "module" in kwargs else "model"]
+            kind = next((type(each) for each in model.modules() if isinstance(each, cls.ours)), cls.torchs)
+            return getattr(kind, name)(*args, **kwargs)
+
+        return asked
+
+
+def teach(ours: type) -> None:
+    """Let torch's functions know wrappers of the class `ours`, if they are loaded. Idempotent."""
+    module = sys.modules.get(MODULE)
+    torchs = getattr(module, "FSDP", None)
+    if torchs is None or isinstance(torchs, _Either) or issubclass(torchs, ours):
+        return
+    names = vars(module)
+    names["FSDP"] = _Either("FSDP", (), {"torchs": torchs, "ours": ours})
+    for name, made in replacements(ours).items():
+        if name in names:  # not every version of torch has all of them
+            names[name] = made(names[name])
+
+
+def replacements(ours: type) -> dict[str, Callable[[Any], Any]]:
+    """What else to replace there: by name, what makes of torch's own what knows wrappers of the class `ours`, too."""
+    return {
+        "HYBRID_SHARDING_STRATEGIES": lambda torchs_own: [*HYBRIDS, *torchs_own],
+        "_get_module_fsdp_state_if_fully_sharded_module": lambda torchs_own: _state_of_wrapper(torchs_own, ours),
+        "_get_fqns": lambda torchs_own: _names_of(torchs_own, ours),
+    }
+
+
+def _state_of_wrapper(torchs_own: Callable[[Any], Any], ours: type) -> Callable[[Any], Any]:
+    def state_of(module: Any) -> Any:
+        return module if isinstance(module, ours) else torchs_own(module)
+
+    return state_of
+
+
+def _names_of(torchs_own: Callable[..., set[str]], ours: type) -> Callable[..., set[str]]:
+    """torch looks for a flat parameter one module further in than where ours is registered."""
+
+    def names_of(model: Any, name: str, *args: Any, **kwargs: Any) -> set[str]:
+        path, _, last = name.rpartition(".")
+        wrapper = model.get_submodule(path) if last.startswith("_flat_param") else None
+        if not isinstance(wrapper, ours):
+            return torchs_own(model, name, *args, **kwargs)
+        flat: Any = wrapper._parameters[last]  # type: ignore[attr-defined]
+        prefix = f"{clean(path)}." if clean(path) else ""
+        return {prefix + inside for inside in flat._fqns}
+
+    return names_of

@@ -1,0 +1,269 @@
+"""Whole parameters for the user: summon them, write them back, or take a unit apart for good.
+
+Summoned parameters lie in memory of their own, in the master dtype, so that what a user keeps of them stays readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from ...errors import UsageError
+from ..base import _torch
+from ..flat.flat_param import FlatParamHandle, full_views
+from ..flat.states import IDLE, SUMMONED
+from ..flat.views import assign_grad
+from ..runtime.unit import Unit
+from .consolidate import gather_shard, is_first, scatter, store, together
+
+
+def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the sharded gradient as one flat tensor, zero where there is none; which parameters have one, as 0/1)."""
+    grads = [parameter.grad for parameter in handle.steppable]
+    dtype = next((grad.dtype for grad in grads if grad is not None), handle.precision.grad)
+    flat = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.home)
+    present = torch.zeros(len(handle.leaves), dtype=torch.int32, device=handle.device)
+    if not handle.use_orig_params:
+        if grads[0] is not None:
+            flat.copy_(grads[0])
+            present.fill_(1)
+        return flat, present
+    for owned in handle.layout.owned(handle.rank):
+        grad = grads[owned.index]
+        if grad is not None:
+            present[owned.index] = 1
+            if handle.whole:
+                full_views(flat, handle.layout)[owned.index].copy_(grad)
+            else:
+                flat[owned.in_shard.slice].copy_(grad)
+    return flat, present
+
+
+class _Summoned:
+    """One handle's whole parameters while the user has them."""
+
+    def __init__(self, unit: Unit, kind: int, *, keep: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+        self.unit = unit
+        self.kind = kind
+        self.handle = unit.handles[kind]
+        self.shown = unit.shown[kind]
+        self.keep = keep
+        lane = unit.root.lanes.unshard
+        handle = self.handle
+        with torch.no_grad():
+            self.flat = gather_shard(handle, handle.shard.detach(), unit.gather, lane)
+            self.grads: list[torch.Tensor | None] | None = None
+            if with_grads:
+                shard, present = _gradient_shard(handle)
+                whole = gather_shard(handle, shard, unit.gather, lane)
+                unit.gather.all_reduce_now(present, maximum=True)
+                self.grad_dtype = whole.dtype
+                views = full_views(whole.cpu() if offload_to_cpu else whole, handle.layout) if keep else []
+                self.grads = [view if there else None for view, there in zip(views, present.tolist(), strict=False)]
+            if offload_to_cpu:
+                self.flat = self.flat.cpu() if self.flat.device.type != "cpu" else self.flat
+        self.bytes = self.flat.numel() * self.flat.element_size()
+        handle.ledger.add("summoned", self.bytes)
+        self._sharded_grads: list[torch.Tensor | None] = []
+
+    def show(self) -> None:
+        """Let the leaves show the whole parameters, and their whole gradients."""
+        if self.keep:
+            self._sharded_grads = [leaf.grad for leaf in self.handle.leaves]
+            for leaf in self.handle.leaves:
+                leaf.grad = None
+            self.shown.lend(full_views(self.flat, self.handle.layout))
+            if not self.handle.use_orig_params:
+                self.shown.lend_flat(self.flat[: self.handle.layout.numel])
+            for leaf, grad in zip(self.handle.leaves, self.grads or [], strict=False):
+                if grad is not None:
+                    assign_grad(leaf, grad)
+
+    def hide(self, *, writeback: bool, from_rank0: bool) -> list[str]:
+        """Let the leaves show the shard again, after copying this rank's piece back if asked; what does not fit, in
+        words.
+
+        Collective if `from_rank0`.
+        """
+        handle = self.handle
+        misfits = []
+        with torch.no_grad():
+            if self.keep and writeback:
+                # What a user put in a parameter's place, instead of into it, counts too.
+                if not handle.use_orig_params:
+                    misfits += self._take_flat()
+                for spec, leaf, view in zip(
+                    handle.layout.params, handle.leaves, full_views(self.flat, handle.layout), strict=True
+                ):
+                    if leaf.shape != view.shape:
+                        misfits.append(f"{spec.name} of unit {self.unit.label}: {tuple(leaf.shape)}, not {spec.shape}")
+                    elif leaf.data_ptr() != view.data_ptr():
+                        view.copy_(leaf)
+            whole_grads = [leaf.grad for leaf in handle.leaves] if self.keep and self.grads is not None else []
+            if self.keep:
+                for leaf in handle.leaves:
+                    leaf.grad = None
+                self.shown.give_back()
+                for leaf, grad in zip(handle.leaves, self._sharded_grads, strict=True):
+                    if grad is not None:
+                        assign_grad(leaf, grad)
+            if writeback:
+                self.unit.doubtful = True
+                if from_rank0:
+                    own = scatter(self.unit, self.kind, full_views(self.flat, handle.layout) if self.keep else None)
+                else:
+                    own = self.flat[handle.layout.shard(handle.rank).slice]
+                if not torch.equal(own.to(handle.home), handle.shard):
+                    handle.shard.copy_(own)
+                if self.grads is not None:
+                    self._write_grads(whole_grads, from_rank0=from_rank0)
+        handle.ledger.remove("summoned", self.bytes)
+        return misfits
+
+    def _take_flat(self) -> list[str]:
+        """Copy what the user put in the place of the flat parameter's `.data`; what does not fit, in words."""
+        flat, whole = self.handle.flat_param, self.flat[: self.handle.layout.numel]
+        if flat.data_ptr() == whole.data_ptr():
+            return []
+        if flat.shape != whole.shape:
+            return [f"the flat parameter of unit {self.unit.label}: {tuple(flat.shape)}, not {tuple(whole.shape)}"]
+        whole.copy_(flat.detach())
+        return []
+
+    def _write_grads(self, whole: list[torch.Tensor | None], *, from_rank0: bool) -> None:
+        """Copy this rank's part of the user's `whole` gradients back. Collective if `from_rank0`."""
+        handle = self.handle
+        layout = handle.layout
+        present = torch.zeros(len(layout.params), dtype=torch.int32, device=handle.device)
+        for index, grad in enumerate(whole):
+            present[index] = grad is not None
+        if from_rank0:
+            for axis in (self.unit.replicate, self.unit.gather):
+                if axis is not None:
+                    axis.broadcast(present)
+            shard = scatter(self.unit, self.kind, whole, dtype=self.grad_dtype)
+        else:
+            shard = torch.zeros(layout.shard_numel, dtype=self.grad_dtype, device=handle.device)
+            for index, grad in enumerate(whole):
+                if grad is not None:
+                    store(layout, handle.rank, shard, index, grad)
+        pieces, there = handle.views_of_shard(shard.to(handle.home)), present.tolist()
+        for owned in layout.owned(handle.rank):
+            if not there[owned.index]:
+                continue
+            leaf, piece = handle.leaves[owned.index], pieces[owned.index]
+            if not handle.use_orig_params:
+                if handle.flat_param.grad is not None:
+                    handle.flat_param.grad[owned.in_shard.slice].copy_(piece.reshape(-1))
+            elif leaf.grad is None:
+                assign_grad(leaf, piece.clone())
+            else:
+                leaf.grad.copy_(piece)
+
+
+@contextmanager
+def summon(
+    units: Sequence[Unit],
+    *,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+) -> Iterator[None]:
+    """Whole parameters for the units' modules inside the context. Collective over their axes, on entry (and on exit
+    with `writeback` and `rank0_only`)."""
+    roots = {id(unit.root): unit.root for unit in units}.values()
+    for root in roots:
+        root.lazy_init()
+        if not _torch.in_backward():
+            root.settle_down()
+    for unit in units:
+        if unit.phase is SUMMONED:
+            raise UsageError(
+                f"summon_full_params() inside summon_full_params(): the parameters of unit {unit.label} are whole "
+                "already"
+            )
+        if unit.phase is not IDLE or _torch.in_backward():
+            raise UsageError(
+                f"summon_full_params() inside a forward or backward (unit {unit.label} is in {unit.phase.value}); call "
+                "it between iterations"
+            )
+        if with_grads and any(grads.window_open for grads in unit.grads):
+            raise UsageError(
+                f"summon_full_params(with_grads=True): the gradients of unit {unit.label} were accumulated under "
+                "no_sync() and differ between ranks, so there is no whole one. Summon them after a backward outside of "
+                "no_sync(), or leave with_grads out"
+            )
+    for root in roots:
+        if not all(unit.is_between() for unit in units if unit.root is root):
+            root.come_to_rest()
+    with ExitStack() as undo:
+        summoned = []
+        with together(units, f"summon_full_params({'with_grads=True' if with_grads else ''})"):
+            for unit in units:
+                unit.write_back()
+                for kind in range(len(unit.handles)):
+                    summoned.append(
+                        _Summoned(
+                            unit,
+                            kind,
+                            keep=is_first(unit) or not rank0_only,
+                            offload_to_cpu=offload_to_cpu,
+                            with_grads=with_grads,
+                        )
+                    )
+                    if not summoned[-1].keep and not writeback:
+                        summoned[-1].flat = summoned[-1].flat.new_empty(0)
+        for unit in units:
+            unit.phase = SUMMONED
+            undo.callback(_end, unit)
+        for each in summoned:
+            each.show()
+        for unit in units:
+            for home in unit.hidden:
+                home.register()
+            undo.callback(_unregister, unit)
+        misfits: list[str] = []
+        try:
+            yield
+        finally:
+            sends = writeback and rank0_only
+            with together(units, "the end of summon_full_params()") if sends else nullcontext():
+                for each in summoned:
+                    misfits += each.hide(writeback=writeback, from_rank0=rank0_only)
+    if misfits:
+        raise UsageError(
+            "at the end of summon_full_params() parameters had another shape than at its beginning, and kept "
+            "their values: " + "; ".join(misfits)
+        )
+
+
+def _end(unit: Unit) -> None:
+    unit.phase = IDLE
+
+
+def _unregister(unit: Unit) -> None:
+    for home in unit.hidden:
+        home.unregister()
+
+
+def unwrap(unit: Unit) -> nn.Module:
+    """Give the unit's parameters their whole values back for good and return its module. Collective over the shard
+    axis.
+
+    The undoing of a wrap: for a constructor that fails after some units were made.
+    """
+    unit.root.connect(unit)
+    for handle, shown in zip(unit.handles, unit.shown, strict=True):
+        with torch.no_grad():
+            flat = gather_shard(handle, handle.shard.detach(), unit.gather, unit.root.lanes.unshard)
+        shown.lend([view.clone() for view in full_views(flat, handle.layout)])
+    for home in unit.hidden:
+        home.register()
+    for shown in unit.shown:
+        for extended in shown.extended:
+            extended.dissolve()
+    return unit.module

@@ -1,0 +1,112 @@
+"""Values of state dicts in torch's classes for distributed tensors: what others wrote, and what they ask for.
+
+They split a tensor by rows, not where our shards end: both ways take communication. Where an `OwnedInterval` will do,
+nothing here is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ....errors import UsageError
+from ...base import _torch
+from ...base.wait_limits import blocked
+from ...comm.transport import Group
+from ...device.streams import accelerator
+from ...runtime.unit import Unit
+from .lazy_values import Deferred
+
+
+class Distributed(Deferred):
+    """A DTensor or a ShardedTensor as a value to be loaded. `held`: it."""
+
+    def arrive(self, target: torch.Tensor) -> None:
+        target.copy_(self.whole())
+
+    def whole(self) -> torch.Tensor:
+        """All of it. Collective over its mesh, or its process group."""
+        return whole_of(self.held)
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether `value` is a DTensor or a ShardedTensor."""
+    return type(value).__name__ in ("DTensor", "ShardedTensor") and type(value).__module__.startswith("torch.")
+
+
+def whole_of(value: Any) -> torch.Tensor:
+    """The whole of a DTensor or a ShardedTensor. Collective over its mesh, or its process group."""
+    return value.full_tensor() if type(value).__name__ == "DTensor" else _whole_of_shards(value)
+
+
+def defer_distributed(state_dict: dict[str, Any]) -> None:
+    """Replace torch's distributed tensors in `state_dict` by `Distributed`."""
+    for key, value in state_dict.items():
+        if is_distributed(value):
+            # A ShardedTensor warns of whatever else it is asked.
+            known = value.metadata() if type(value).__name__ == "ShardedTensor" else None
+            shape, dtype = (value.shape, value.dtype) if known is None else (known.size, known.tensor_properties.dtype)
+            state_dict[key] = Distributed.of(value, shape, dtype)
+
+
+def _whole_of_shards(value: Any) -> torch.Tensor:
+    shards, metadata = value.local_shards(), value.metadata()
+    group = _torch.group_of_sharded_tensor(value)
+    device = accelerator() if "nccl" in str(dist.get_backend(group)) else torch.device("cpu")
+    whole = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
+    for shard in shards:
+        block = whole
+        sizes = shard.metadata.shard_sizes
+        for dim, (offset, size) in enumerate(zip(shard.metadata.shard_offsets, sizes, strict=True)):
+            block = block.narrow(dim, offset, size)
+        block.copy_(shard.tensor.view(sizes))
+    # Each byte comes from one rank, all others add zeros to it: as bytes, because -0.0 + 0.0 is 0.0.
+    with blocked():
+        dist.all_reduce(whole.view(-1).view(torch.uint8), group=group)
+    return whole
+
+
+def _require_ranks(axis: Group) -> None:
+    if axis.process_group is None:
+        raise UsageError(
+            "state dicts of DTensors or ShardedTensors need a shard axis of several ranks, but here every rank holds "
+            'whole parameters (NO_SHARD, or one rank). Use sharded_as="interval" in the config, or FULL_STATE_DICT'
+        )
+
+
+def flat_of(local: torch.Tensor, start: int, numel: int, axis: Group) -> Any:
+    """A ShardedTensor of `numel` elements, of which this rank has `local` from `start` on. Collective over the axis."""
+    _require_ranks(axis)
+    return _torch.sharded_tensor_of_rows(local, start, (numel,), axis.process_group)
+
+
+def carrier_of(unit: Unit, sharded_as: str) -> str:
+    """What is to carry values of `unit`: "interval", "sharded_tensor" or "dtensor", or "whole"."""
+    if sharded_as != "fsdp1":
+        return sharded_as
+    if unit.groups.shard.size == 1:
+        return "whole"
+    return "sharded_tensor" if unit.device_mesh is None else "dtensor"
+
+
+def rows_of(whole: torch.Tensor, unit: Unit, *, as_dtensor: bool, offload_to_cpu: bool = False) -> Any:
+    """This rank's rows of `whole` as a DTensor or a ShardedTensor, in (host) memory of its own.
+
+    Rows are split over the shard axis of `unit` as `torch.chunk` does, the last ranks may have none. What has no rows
+    stays a tensor (DTensor: replicated where it has no dimensions). A DTensor lies on the mesh that the unit was given,
+    on (Replicate, Shard(0)) of that of a hybrid. Collective over the axis.
+    """
+    axis = unit.groups.shard
+    _require_ranks(axis)
+    chunks = whole.chunk(axis.size, 0) if whole.dim() else ()
+    own = chunks[axis.rank].clone() if axis.rank < len(chunks) else whole[:0].clone() if whole.dim() else whole.clone()
+    if as_dtensor:
+        made = _torch.dtensor_of_rows(own, whole, axis.process_group, unit.device_mesh)
+        return made.cpu() if offload_to_cpu else made  # its mesh stays where it is
+    own = own.cpu() if offload_to_cpu else own
+    if not whole.dim() or not whole.shape[0]:
+        return own  # of nothing torch makes no ShardedTensor
+    first = sum(chunk.shape[0] for chunk in chunks[: axis.rank])
+    return _torch.sharded_tensor_of_rows(own, first, whole.shape, axis.process_group)

@@ -1,0 +1,371 @@
+"""`load_state_dict()` of wrapped modules, from whatever kind of state dict.
+
+[Note: loading] Modules load their state dict themselves, into placeholders that keep what they are given. When all
+modules of a unit have been asked, each rank copies what it owns of the values into its shard: from whole tensors and
+from its own intervals without communication. Between the two torch walks from the wrapper to its modules, so what is
+under way is kept with the wrapper.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....errors import UsageError
+from ...agreement import object_collectives as exchange
+from ...agreement.once_per_job import warn_once_per_job
+from ...base import _torch
+from ...config.state_dict_configs import FullStateDictConfig, StateDictType
+from ...flat.flat_param import FlatParamHandle
+from ...flat.placeholder import ReadsValues
+from ...flat.states import SUMMONED
+from ...runtime.module_tree import units_in
+from ...runtime.unit import Unit
+from ..consolidate import is_first, scatter, store, together
+from ..full_params import summon
+from ..owned_interval import OwnedInterval
+from .distributed_values import Distributed, defer_distributed
+from .fqns import WRAPPED, clean, clean_text
+from .from_rank0 import FromFirst, axes_of, spread
+from .misfits import in_brief
+from .placeholders import StandIns, stand_in
+from .saving import FLAT, check_between, has_own_classes
+
+UNDER_WAY = "_load_under_way"
+# Units whose modules read values of parameters while they load.
+_read_values: weakref.WeakSet[Unit] = weakref.WeakSet()
+# Whether a wrapper was asked, which tries again and clears up; a module around wrappers does neither.
+_asked: ContextVar[bool] = ContextVar("a wrapper loads a state dict", default=False)
+
+
+class Load:
+    """The loading of one unit, from its wrapper's turn until all modules inside have had theirs.
+
+    Attributes:
+        errors: where torch collects what to complain of.
+    """
+
+    def __init__(
+        self, unit: Unit, state_dict: dict[str, Any], prefix: str, errors: list[str], *, within: nn.Module | None = None
+    ) -> None:
+        self.unit = unit
+        self.errors = errors
+        self._told = len(errors)
+        self._whole = ExitStack()
+        self._stand_ins: StandIns | None = None
+        if has_own_classes(unit) or unit in _read_values or (within is None and not _asked.get() and _may_read(unit)):
+            taken = self._take_intervals(state_dict, prefix, within)
+            self._whole.enter_context(
+                summon([unit], writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False)
+            )
+            state_dict.update((key, leaf.detach().clone()) for key, leaf in taken.items())
+        else:
+            self._stand_ins = StandIns(unit, receives=True, within=within)
+
+    def _take_intervals(
+        self, state_dict: dict[str, Any], prefix: str, within: nn.Module | None
+    ) -> dict[str, nn.Parameter]:
+        """Store the intervals that this rank owns, before modules are shown whole values; the leaves, by their keys."""
+        homes = {id(home.leaf): home for home in self.unit.homes if within is None or home.module is within}
+        taken: dict[str, nn.Parameter] = {}
+        for handle in self.unit.handles:
+            values: dict[int, Any] = {}
+            for index, leaf in enumerate(handle.leaves):
+                home = homes.get(id(leaf))
+                key = f"{prefix}{home.path if within is None else home.attribute}" if home is not None else ""
+                if isinstance(state_dict.get(key), OwnedInterval):
+                    values[index] = state_dict[key]
+                    taken[key] = leaf
+            self._store_each(self.unit, handle, values)
+        return taken
+
+    def close(self) -> None:
+        """Store what was received. Collective if it comes from the first rank, or in distributed tensors."""
+        self._whole.close()
+        if self._stand_ins is None:
+            return
+        received = self._stand_ins.remove()
+        with torch.no_grad():
+            for owner in (self.unit, *self.unit.owners):
+                for kind, handle in enumerate(owner.handles):
+                    values = {i: received[id(leaf)] for i, leaf in enumerate(handle.leaves) if id(leaf) in received}
+                    if any(isinstance(value, FromFirst) for value in values.values()):
+                        self._store_from_first(owner, kind, handle, values)
+                    else:
+                        self._store_each(owner, handle, values)
+
+    def _store_from_first(
+        self, owner: Unit, kind: int, handle: FlatParamHandle, values: dict[int, torch.Tensor]
+    ) -> None:
+        whole: list[torch.Tensor | None] = [None] * len(handle.leaves)
+        for index, value in values.items():
+            whole[index] = value.held if isinstance(value, FromFirst) else value
+        shard = scatter(owner, kind, whole)
+        for owned in handle.layout.owned(handle.rank):
+            if owned.index in values:
+                handle.shard[owned.in_shard.slice].copy_(shard[owned.in_shard.slice])
+        torch.autograd.graph.increment_version([handle.shard])  # also where this rank owns none
+
+    def _store_each(self, owner: Unit, handle: FlatParamHandle, values: dict[int, torch.Tensor]) -> None:
+        for index, value in values.items():
+            try:
+                given = value.whole() if isinstance(value, Distributed) else value
+                if not isinstance(given, torch.Tensor):  # like one, which reads a file when it is used (Lightning's)
+                    given = torch.detach(given)
+                if given.is_meta or given.layout is not torch.strided:  # told by ranks that own nothing of it, too
+                    raise UsageError("it has no memory (meta)" if given.is_meta else f"it is {given.layout}, not dense")
+                store(handle.layout, handle.rank, handle.shard, index, given)
+            except Exception as error:
+                name = handle.layout.params[index].name
+                self.errors.append(f"{name!r} of unit {owner.label} keeps its value: {error}")
+        if values:
+            torch.autograd.graph.increment_version([handle.shard])  # also where this rank owns none
+
+    def abandon(self) -> None:
+        """Forget what was received: something raised on the way."""
+        if self._stand_ins is not None:
+            self._stand_ins.remove()
+        self._whole.close()
+
+    def clean_errors(self) -> None:
+        """Drop wrappers' names from what torch complains of."""
+        self.errors[self._told :] = [clean_text(text) for text in self.errors[self._told :]]
+
+
+def _may_read(unit: Unit) -> bool:
+    return any(not _torch.loads_as_usual(home.module) for home in (*unit.homes, *unit.aliases))
+
+
+def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any) -> Any:
+    """`load(state dict)` for the module that `load_state_dict` was called on, if that is a wrapper.
+
+    Where a module reads values of parameters on its way, its unit is made whole for it, and all is loaded anew.
+    """
+    unit: Unit = wrapper.__dict__["_unit"]
+    if isinstance(state_dict, Mapping) and unit.phase is not SUMMONED:
+        state_dict = _with_metadata(wrapper, state_dict)
+    config = unit.choices.state_dict.state_dict_config
+    sends = isinstance(config, FullStateDictConfig) and config.rank0_only and unit.phase is not SUMMONED
+    while True:
+        token = _asked.set(True)
+        try:
+            with together(units_in(wrapper), "load_state_dict()") if sends else nullcontext():
+                return load(_of_first(unit, state_dict) if sends else state_dict)
+        except ReadsValues:
+            reading = [each for each in _under_way(wrapper) if each.unit not in _read_values]
+            if not reading:
+                raise
+            _read_values.add(reading[-1].unit)
+        except RuntimeError as error:
+            if (brief := in_brief(error)) is None:
+                raise
+            raise brief from None
+        finally:
+            _asked.reset(token)
+            forget(wrapper)
+
+
+def _of_first(unit: Unit, state_dict: Any) -> Any:
+    """`state_dict` where the first rank's will do, whatever others give. Collective over both axes of `unit`.
+
+    Raises:
+        UsageError, AgreementError: on every rank: the first one's is no state dict.
+    """
+
+    def check() -> None:
+        if is_first(unit) and not isinstance(state_dict, Mapping):
+            given = type(state_dict).__name__
+            raise UsageError(
+                f"load_state_dict() with rank0_only=True: expected a state dict on rank 0, found a {given}"
+            )
+
+    exchange.all_or_none([*axes_of(unit)], check, doing="loads a state dict of rank 0")
+    return state_dict if isinstance(state_dict, Mapping) else {}
+
+
+def forget(module: nn.Module) -> None:
+    """Let the wrappers in `module` be as they were before a load that raised half-way."""
+    if _asked.get():
+        return
+    for each in _under_way(module):
+        each.abandon()
+    for inside in module.modules():
+        inside.__dict__.pop(UNDER_WAY, None)
+
+
+def _under_way(wrapper: nn.Module) -> list[Load]:
+    """What has begun inside `wrapper` and not ended, outermost first."""
+    return [module.__dict__[UNDER_WAY] for module in wrapper.modules() if UNDER_WAY in module.__dict__]
+
+
+def begin(
+    wrapper: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """The wrapper's turn: let modules inside find their keys, and placeholders to copy into."""
+    unit: Unit = wrapper.__dict__["_unit"]
+    if (left := wrapper.__dict__.pop(UNDER_WAY, None)) is not None:  # of a call that raised
+        left.abandon()
+    for before in wrapper._load_state_dict_pre_hooks.values():
+        before(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+    if unit.phase is SUMMONED:
+        _rename(state_dict, prefix, wrapper)
+        return
+    begin_unit(unit, state_dict)
+    config = unit.choices.state_dict.state_dict_config
+    if isinstance(config, FullStateDictConfig) and config.rank0_only:
+        unit.root.lazy_init()
+        spread(unit, state_dict, prefix)
+    _unpack_flat(unit, state_dict, prefix)
+    wrapper.__dict__[UNDER_WAY] = Load(unit, state_dict, prefix, errors)
+    _rename(state_dict, prefix, wrapper)
+    if local_metadata.get("assign_to_params_buffers"):
+        _tell_dtypes(unit, state_dict, prefix)
+
+
+def begin_unit(unit: Unit, state_dict: dict[str, Any]) -> None:
+    """Bring `unit` to rest, and make of `state_dict` one that modules can load."""
+    check_between("load_state_dict()", [unit])
+    unit.root.agreement.loaded = True
+    if not unit.is_between():
+        unit.root.come_to_rest()
+    unit.write_back()
+    defer_distributed(state_dict)
+
+
+def end(wrapper: nn.Module, incompatible: Any) -> None:
+    """All modules inside have had their turn."""
+    load: Load | None = wrapper.__dict__.pop(UNDER_WAY, None)
+    if load is not None:
+        load.close()
+        load.clean_errors()
+    for keys in incompatible:
+        keys[:] = [clean(key) for key in keys]
+
+
+def _with_metadata(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`state_dict` with the modules' versions under the paths by which torch walks, too."""
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is None:
+        return state_dict
+    out: Any = OrderedDict(state_dict)
+    out._metadata = OrderedDict(metadata)
+    for path in _paths(wrapper, ""):
+        if clean(path) in metadata:
+            out._metadata.setdefault(path, metadata[clean(path)])
+    return out
+
+
+def _paths(module: nn.Module, path: str) -> list[str]:
+    out = [path]
+    for name, child in module._modules.items():
+        if child is not None:
+            out += _paths(child, f"{path}.{name}" if path else name)
+    return out
+
+
+def _rename(state_dict: dict[str, Any], prefix: str, wrapper: nn.Module) -> None:
+    """Give keys the paths by which torch walks from `wrapper` on."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        rest = key[len(prefix) :]
+        state_dict[f"{prefix}{WRAPPED}.{_path_of(rest, wrapper._modules[WRAPPED])}"] = state_dict.pop(key)
+
+
+def _path_of(name: str, module: nn.Module | None) -> str:
+    """`name` below `module` with the attributes under which torch.compile's modules hold theirs."""
+    out: list[str] = []
+    parts = name.split(".")
+    while parts:
+        if module is not None and "_orig_mod" in module._modules and parts[0] != "_orig_mod":
+            out.append("_orig_mod")
+            module = module._modules["_orig_mod"]
+            continue
+        if module is not None:  # other wrappers find their keys themselves
+            wrappers = [each for each in (WRAPPED, "_checkpoint_wrapped_module") if each in module._modules]
+            if wrappers and parts[0] not in wrappers:
+                module = module._modules[wrappers[0]]
+                continue
+        out.append(parts.pop(0))
+        module = module._modules.get(out[-1]) if module is not None else None
+    return ".".join(out)
+
+
+def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replace flat shards (LOCAL_STATE_DICT) by what they hold of each parameter."""
+    for kind, handle in enumerate(unit.handles):
+        key = f"{prefix}{FLAT}" if kind == 0 else f"{prefix}{FLAT}_{kind}"
+        if key not in state_dict:
+            continue
+        layout, value = handle.layout, state_dict.pop(key)
+        flat = _flat_of(value, handle, key)
+        shard = torch.zeros(layout.shard_numel, dtype=flat.dtype, device=flat.device)
+        shard[: flat.numel()] = flat
+        homes = {id(leaf): [home for home in unit.homes if home.leaf is leaf] for leaf in handle.leaves}
+        for index, leaf in enumerate(handle.leaves):
+            local = shard[layout.span_in_shard(index, handle.rank).slice]
+            interval = OwnedInterval(local, layout.params[index], layout.span_in_param(index, handle.rank))
+            for home in homes[id(leaf)]:
+                state_dict[f"{prefix}{home.path}"] = interval  # FSDP1 may have put its 1-D shard there
+    if unit.choices.state_dict.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        for home in unit.aliases:  # their values come with the flat shards of other units
+            state_dict.setdefault(f"{prefix}{home.path}", stand_in(home.leaf, unit.owners))
+
+
+def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
+    """This rank's elements of a flat parameter, without world padding, of ours or of FSDP1's.
+
+    Raises:
+        UsageError: it is of another layout.
+    """
+    value = value.held if isinstance(value, Distributed) else value
+    layout = handle.layout
+    span = layout.unpadded_part(handle.rank)
+    what = (
+        f"{clean(key)!r}: a LOCAL_STATE_DICT fits the number of ranks, the wrapping and the use_orig_params that it "
+        f"was made with, here {layout.world} shards of {layout.shard_numel} elements"
+    )
+    remedy = ". Load it into such a model, and save SHARDED_STATE_DICT or FULL_STATE_DICT there"
+    if isinstance(value, OwnedInterval):
+        digest = value.spec.name.rpartition(" ")[2]
+        if digest != layout.digest() or value.span != span:
+            raise UsageError(f"{what}; found elements {value.span} of a flat parameter of {value.spec.numel}{remedy}")
+        return value.local
+    if type(value).__name__ == "ShardedTensor":
+        shards = value.local_shards()
+        local = shards[0].tensor.reshape(-1) if shards else handle.shard.new_empty(0)
+        offset = shards[0].metadata.shard_offsets[0] if shards else span.start
+        numel = value.metadata().size.numel()
+        if (numel, local.numel(), offset) != (layout.unpadded_numel, span.numel, span.start):
+            raise UsageError(
+                f"{what}; found elements [{offset}, {offset + local.numel()}) of a flat parameter of {numel}{remedy}"
+            )
+        return local
+    raise UsageError(f"{what}; found a {type(value).__name__}, which is no value of such a state dict")
+
+
+def _tell_dtypes(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
+    """Say that `assign=True` does not change dtypes here."""
+    inside = f"{prefix}{WRAPPED}."
+    for handle in unit.handles:
+        for spec in handle.layout.params:
+            value = state_dict.get(f"{inside}{spec.name}")
+            if isinstance(value, torch.Tensor) and value.dtype != handle.precision.master:
+                warn_once_per_job(
+                    f"load_state_dict(assign=True): {spec.name!r} is {value.dtype} in the state dict, and stays "
+                    f"{handle.precision.master} in unit {unit.label}: values are copied into its shards. To change the "
+                    "dtype call .to() on the wrapper"
+                )
+                return

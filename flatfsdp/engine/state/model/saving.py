@@ -1,0 +1,329 @@
+"""`state_dict()` of wrapped modules: whole values, what each rank owns, or flat shards.
+
+[Note: state dicts] Modules make their state dict themselves, while placeholders stand for the parameters of their unit.
+Then each unit replaces its placeholders by values, one unit after the other. Where a module reads values on the way (a
+hook that casts, parameters of a class of its own), its unit is made whole for it, and nested ones still come one by
+one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....errors import UsageError
+from ...config.state_dict_configs import (
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from ...flat.flat_param import FlatParamHandle
+from ...flat.placeholder import Placeholder, ReadsValues
+from ...flat.states import IDLE, SUMMONED
+from ...layout.layout import ParamSpec
+from ...runtime.module_tree import units_in
+from ...runtime.unit import Unit
+from ..consolidate import consolidated, is_first, others_of, together
+from ..full_params import summon
+from ..owned_interval import Others, OwnedInterval
+from .distributed_values import carrier_of, flat_of, rows_of
+from .fqns import clean
+from .placeholders import StandIns, stand_in
+from .rank0_buffers import take_firsts
+from .types import settings_of
+from .zero_copy import lends
+
+FLAT = "_flat_param"
+
+
+@dataclass
+class Job:
+    """One call from outside, and those that it leads to.
+
+    Attributes:
+        settings: what values are to be.
+        first: whether this rank is the one that has values where only one has.
+        active: units whose modules are being asked, outermost first.
+        values: made so far, by the id of the leaf; they are kept, so that tied names share them.
+        made: the values that are not modules' own, by their ids, which are theirs as long as they are kept.
+        copies: of shards, by the id of the handle.
+    """
+
+    settings: StateDictSettings
+    first: bool
+    active: list[Unit] = field(default_factory=list)
+    values: dict[int, Any] = field(default_factory=dict)
+    made: dict[int, Any] = field(default_factory=dict)
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def rank0_only(self) -> bool:
+        """Whether only the first rank is to have values."""
+        config = self.settings.state_dict_config
+        return isinstance(config, FullStateDictConfig) and config.rank0_only
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is to be communicated."""
+        config = self.settings.state_dict_config
+        return self.settings.state_dict_type is not StateDictType.FULL_STATE_DICT and (
+            getattr(config, "sharded_as", "interval") == "interval"
+        )
+
+    def is_flat(self, unit: Unit) -> bool:
+        """Whether what `unit` holds is to be there as flat shards."""
+        if self.settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
+            return False
+        carrier = getattr(self.settings.state_dict_config, "sharded_as", "interval")
+        return carrier_of(unit, carrier) != "whole"
+
+    @property
+    def spreads_buffers(self) -> bool:
+        """Whether every rank is to have the first one's buffers. [Note: buffers of ranks]"""
+        return self.settings.state_dict_type is StateDictType.FULL_STATE_DICT and not self.rank0_only
+
+    def copy(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` in memory of its own, where the config wants it."""
+        value = value.detach()
+        return value.to("cpu", copy=True) if self.settings.state_dict_config.offload_to_cpu else value.clone()
+
+
+_job: ContextVar[Job | None] = ContextVar("state dict under way", default=None)
+
+
+def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: bool) -> Any:
+    """What `nn.Module.state_dict` returns, for a wrapper. Collective for whole values."""
+    unit: Unit = wrapper.__dict__["_unit"]
+    if destination is None:
+        destination = OrderedDict()
+        destination._metadata = OrderedDict()
+    if unit.phase is SUMMONED:
+        return unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    job = _job.get()
+    if job is not None:
+        _add(job, wrapper, destination, prefix)
+        return destination
+    units = units_in(wrapper)
+    job = begin(unit, units, settings_of(wrapper))
+    start = len(destination)
+    token = _job.set(job)
+    try:
+        with nullcontext() if job.is_silent else together(units, "state_dict()"):
+            _add(job, wrapper, destination, prefix)
+            if job.spreads_buffers:
+                take_firsts(unit, units, wrapper, destination, prefix)
+    finally:
+        _job.reset(token)
+    _finish(job, destination, start, keep_vars=keep_vars)
+    return destination
+
+
+def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> Job:
+    """A job for `units`, outermost `unit`, which are brought to rest where they are to be gathered."""
+    job = Job(chosen, is_first(unit))
+    check_between("state_dict()", units)
+    for root in {id(each.root): each.root for each in units}.values():
+        if not job.is_silent:
+            root.lazy_init()
+            root.settle_down()
+    for each in units:
+        if not job.is_silent and not each.is_between():
+            each.root.come_to_rest()
+        if each.is_between():
+            each.write_back()
+    return job
+
+
+def check_between(what: str, units: Sequence[Unit]) -> None:
+    """Refuse `what` while a unit computes."""
+    for root in {id(unit.root): unit.root for unit in units}.values():
+        root.forget_failure()  # after which nothing does
+    for unit in units:
+        if unit.phase is not IDLE:
+            hint = "; leave summon_full_params() first, or call it on the whole model inside" * (unit.phase is SUMMONED)
+            raise UsageError(
+                f"{what} while unit {unit.label} is in {unit.phase.value}: expected a call between forward, backward "
+                f"and step{hint}"
+            )
+
+
+def _add(job: Job, wrapper: nn.Module, destination: Any, prefix: str) -> None:
+    unit: Unit = wrapper.__dict__["_unit"]
+    start = len(destination)
+    for before in wrapper._state_dict_pre_hooks.values():
+        before(wrapper, prefix, True)
+    job.active.append(unit)
+    try:
+        by_values = has_own_classes(unit)
+        if not by_values:
+            stand_ins = StandIns(unit, receives=False)
+            try:
+                unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
+            except ReadsValues:
+                by_values = True
+                for key in list(islice(destination, start, None)):
+                    del destination[key]
+            finally:
+                stand_ins.remove()
+        if by_values:
+            _add_values(job, unit, destination, prefix, start)
+    finally:
+        job.active.pop()
+    _rename(destination, prefix, start)
+    fill(job, unit, destination, list(islice(destination, start, None)), prefix)
+    metadata = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
+    for after in wrapper._state_dict_hooks.values():
+        if (changed := after(wrapper, destination, prefix, metadata)) is not None:
+            raise UsageError(
+                f"a state dict hook of the wrapper of {type(unit.module).__name__} returned a "
+                f"{type(changed).__name__}: change the dictionary in place, and return None"
+            )
+
+
+def has_own_classes(unit: Unit) -> bool:
+    """Whether parameters are of users' classes, of which modules may ask more than any parameter has."""
+    return any(type(leaf) is not nn.Parameter for handle in unit.handles for leaf in handle.leaves) and (
+        unit.is_between()
+    )
+
+
+def _add_values(job: Job, unit: Unit, destination: Any, prefix: str, start: int) -> None:
+    """Let the modules of `unit` see whole parameters."""
+    with summon([unit], writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False):
+        unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
+        leaves = {id(leaf): leaf for handle in unit.handles for leaf in handle.leaves}
+        lent = {_storage(leaf) for leaf in leaves.values()} - {None}
+        for key, value in list(islice(destination.items(), start, None)):
+            if id(value) in leaves:
+                destination[key] = stand_in(value, [unit])
+            elif id(value) not in job.made and _storage(value) in lent:  # made of a parameter, or a part of one
+                _put(job, destination, key, job.copy(value))
+
+
+def _storage(value: Any) -> int | None:
+    """Where the memory of `value` begins, if it is a tensor that has some."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, Placeholder | OwnedInterval) or not value.numel():
+        return None
+    return value.untyped_storage().data_ptr()
+
+
+def _rename(destination: Any, prefix: str, start: int) -> None:
+    """Drop the names of wrappers that do not do so themselves."""
+    keys = list(islice(destination, start, None))
+    names = [prefix + clean(key.removeprefix(prefix)) for key in keys]
+    if names != keys:
+        values = [destination.pop(key) for key in keys]
+        destination.update(zip(names, values, strict=True))
+    metadata: dict[str, Any] = getattr(destination, "_metadata", {})
+    for key in list(metadata):
+        if key.startswith(prefix) and (name := prefix + clean(key.removeprefix(prefix))) != key:
+            metadata[name] = metadata.pop(key)
+
+
+def fill(job: Job, unit: Unit, destination: Any, among: Sequence[str], prefix: str) -> None:
+    """Replace placeholders `among` these keys for parameters of `unit`, and of owners that are not asked themselves, by
+    values."""
+    waiting: dict[int, list[str]] = {}
+    for key in among:
+        if type(value := destination[key]) is Placeholder:
+            waiting.setdefault(id(value.leaf), []).append(key)
+    for owner in (unit, *(each for each in unit.owners if each not in job.active)):
+        local = job.is_flat(owner)
+        for kind, handle in enumerate(owner.handles):
+            wanted = {index: waiting[id(leaf)] for index, leaf in enumerate(handle.leaves) if id(leaf) in waiting}
+            if local:
+                for key in (key for keys in wanted.values() for key in keys):
+                    del destination[key]
+                if owner is unit:
+                    name = f"{prefix}{FLAT}" if kind == 0 else f"{prefix}{FLAT}_{kind}"
+                    _put(job, destination, name, _flat(job, name, owner, handle))
+                continue
+            missing = [index for index in wanted if id(handle.leaves[index]) not in job.values]
+            if missing:
+                for index, value in _values(job, owner, kind, missing, wanted):
+                    job.values[id(handle.leaves[index])] = value
+            for index, keys in wanted.items():
+                for key in keys:
+                    _put(job, destination, key, job.values[id(handle.leaves[index])])
+
+
+def _put(job: Job, destination: Any, key: str, value: Any) -> None:
+    destination[key] = value
+    job.made[id(value)] = value
+
+
+def _values(
+    job: Job, unit: Unit, kind: int, indices: Sequence[int], names: dict[int, list[str]]
+) -> Iterator[tuple[int, Any]]:
+    """(index, value) of some parameters of one handle. Collective over the shard axis unless the job is silent."""
+    config = job.settings.state_dict_config
+    if job.is_silent:
+        for index in indices:
+            yield index, _owned(job, unit, kind, index, names[index][0])
+        return
+    carrier = carrier_of(unit, config.sharded_as) if isinstance(config, ShardedStateDictConfig) else "whole"
+    with consolidated(unit, kind) as whole:
+        for index in indices:
+            if carrier == "whole":
+                yield index, job.copy(whole[index]) if job.first or not job.rank0_only else None
+            else:
+                as_dtensor, offload = carrier == "dtensor", config.offload_to_cpu
+                yield index, rows_of(whole[index], unit, as_dtensor=as_dtensor, offload_to_cpu=offload)
+
+
+def _shard_of(job: Job, handle: FlatParamHandle) -> torch.Tensor:
+    if lends():
+        return handle.shard.detach()
+    if id(handle) not in job.copies:
+        job.copies[id(handle)] = job.copy(handle.shard)
+    return job.copies[id(handle)]
+
+
+def _owned(job: Job, unit: Unit, kind: int, index: int, name: str) -> OwnedInterval:
+    handle = unit.handles[kind]
+    spec, rank = handle.layout.params[index], handle.rank
+    shard = _shard_of(job, handle)
+    return OwnedInterval(
+        shard[handle.layout.span_in_shard(index, rank).slice],
+        ParamSpec(name, spec.shape, spec.stride),
+        handle.layout.span_in_param(index, rank),
+        names_empty=rank == 0,
+        others=others_of(unit, kind, index),
+    )
+
+
+def _flat(job: Job, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
+    """The flat shard without world padding. Collective if it is to be a ShardedTensor."""
+    layout = handle.layout
+    span = layout.unpadded_part(handle.rank)
+    local = _shard_of(job, handle)[: span.numel]
+    if isinstance(job.settings.state_dict_config, LocalStateDictConfig) and not job.is_silent:
+        return flat_of(local, span.start, layout.unpadded_numel, unit.groups.shard)
+    # The name tells the layout.
+    spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.unpadded_numel,))
+    others = Others(
+        unit.groups.shard.process_group,
+        unit.groups.device,
+        lambda: [layout.unpadded_part(rank).numel for rank in range(layout.world)],
+    )
+    return OwnedInterval(local, spec, span, names_empty=handle.rank == 0, others=others if layout.world > 1 else None)
+
+
+def _finish(job: Job, destination: Any, start: int, *, keep_vars: bool) -> None:
+    offload = job.settings.state_dict_config.offload_to_cpu and not lends()
+    for key, value in list(islice(destination.items(), start, None)):
+        if job.rank0_only and not job.first:
+            del destination[key]
+        elif isinstance(value, torch.Tensor) and id(value) not in job.made:
+            value = value if keep_vars else value.detach()
+            destination[key] = value.detach().to("cpu", copy=True) if offload else value

@@ -1,0 +1,124 @@
+"""State dicts of a part of a unit: of a module that is inside a wrapper, and no wrapper itself.
+
+Nobody but torch sees such a call. Modules that hold parameters of a unit therefore have hooks, which let placeholders
+stand in for as long as the module is asked, if it is asked for itself and not on behalf of its wrapper. [Note:
+placeholders]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+
+from ....errors import UsageError
+from ...base import _torch
+from ...config.state_dict_configs import FullStateDictConfig, StateDictType
+from ...flat.placeholder import Placeholder
+from ...flat.states import SUMMONED
+from ...flat.views import Home
+from ...runtime.param_registry import unit_around
+from ...runtime.unit import Unit
+from ..consolidate import together
+from .loading import Load, begin_unit
+from .placeholders import StandIns
+from .rank0_buffers import take_firsts
+from .saving import Job, begin, fill
+
+_UNDER_WAY = "_part_under_way"
+
+
+def watch(homes: Iterable[Home]) -> None:
+    """Let the modules of `homes` answer for themselves."""
+    for module in {id(home.module): home.module for home in homes}.values():
+        if before_saving not in module._state_dict_pre_hooks.values():
+            module.register_state_dict_pre_hook(before_saving)
+            module.register_state_dict_post_hook(after_saving)
+            module.register_load_state_dict_pre_hook(before_loading)
+            module.register_load_state_dict_post_hook(after_loading)
+
+
+def _asked(module: nn.Module) -> Unit | None:
+    """The unit of `module`, if it is asked for itself."""
+    left = module.__dict__.pop(_UNDER_WAY, None)
+    if left is not None:  # of a call that raised
+        left.abandon()
+    unit = unit_around(module)
+    on_behalf = any(type(parameter) is Placeholder for parameter in module._parameters.values())
+    return None if unit is None or on_behalf or unit.phase is SUMMONED else unit
+
+
+class _Saving:
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        chosen = unit.choices.state_dict
+        if chosen.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            _refuse(unit, module, "has no flat parameter of its own (LOCAL_STATE_DICT)")
+        if not _torch.saves_as_usual(module):
+            _refuse(unit, module, "has a _save_to_state_dict of its own, which may read values")
+        self.unit = unit
+        self.job: Job = begin(unit, [unit, *unit.owners], chosen)
+        self.stand_ins = StandIns(unit, receives=False, within=module)
+
+    def abandon(self) -> None:
+        self.stand_ins.remove()
+
+
+def _refuse(unit: Unit, module: nn.Module, why: str) -> None:
+    raise UsageError(
+        f"state_dict() of a {type(module).__name__} inside unit {unit.label}: it {why}. Call it on the wrapper, whose "
+        "state dict has the same keys behind the path of the module"
+    )
+
+
+def before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """torch's state dict pre-hook."""
+    unit = _asked(module)
+    if unit is not None:
+        module.__dict__[_UNDER_WAY] = _Saving(unit, module)
+
+
+def after_saving(module: nn.Module, destination: Any, prefix: str, metadata: Any) -> None:
+    """torch's state dict post-hook. Collective for whole values."""
+    under_way = module.__dict__.pop(_UNDER_WAY, None)
+    if not isinstance(under_way, _Saving):
+        return
+    under_way.stand_ins.remove()
+    keys = [key for key, value in destination.items() if key.startswith(prefix) and type(value) is Placeholder]
+    job, unit = under_way.job, under_way.unit
+    with nullcontext() if job.is_silent else together([unit], "state_dict()"):
+        fill(job, unit, destination, keys, prefix)
+        if job.spreads_buffers:
+            take_firsts(unit, [unit, *unit.owners], module, destination, prefix)
+    if job.rank0_only and not job.first:
+        for key in keys:
+            del destination[key]
+
+
+def before_loading(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """torch's load state dict pre-hook."""
+    unit = _asked(module)
+    if unit is None:
+        return
+    config = unit.choices.state_dict.state_dict_config
+    if isinstance(config, FullStateDictConfig) and config.rank0_only:
+        _refuse(unit, module, "is to be loaded from rank 0 (rank0_only=True), which takes its wrapper")
+    begin_unit(unit, state_dict)
+    module.__dict__[_UNDER_WAY] = Load(unit, state_dict, prefix, errors, within=module)
+
+
+def after_loading(module: nn.Module, incompatible: Any) -> None:
+    """torch's load state dict post-hook."""
+    under_way = module.__dict__.pop(_UNDER_WAY, None)
+    if isinstance(under_way, Load):
+        under_way.close()

@@ -1,0 +1,62 @@
+"""Which kind of state dict a model gives: a choice for all wrappers in a module, for a while or for good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ....errors import UsageError
+from ...config.state_dict_configs import StateDictSettings, settings
+from ...runtime.module_tree import units_in
+from ...runtime.unit import Unit
+
+
+def settings_of(module: nn.Module) -> StateDictSettings:
+    """The settings of the wrappers inside `module`, which are all the same; the defaults if there are none.
+
+    Raises:
+        UsageError: they differ.
+    """
+    units = units_in(module)
+    found = [unit.choices.state_dict for unit in units]
+    for unit, other in zip(units, found, strict=True):
+        if other != found[-1]:
+            raise UsageError(
+                f"unit {_told(unit)} was set to {other.state_dict_type.name} and unit {_told(units[-1])} to "
+                f"{found[-1].state_dict_type.name}, or to other configs; one state dict holds values of one kind. Call "
+                "set_state_dict_type() on the module that you ask for its state dict"
+            )
+    return found[-1] if found else StateDictSettings()
+
+
+def set_type(module: nn.Module, state_dict_type: Any, config: Any, optim_config: Any) -> StateDictSettings:
+    """Choose for all wrappers inside `module`; returns what was chosen before. No communication."""
+    before = settings_of(module)
+    _choose(units_in(module), settings(state_dict_type, config, optim_config))
+    return before
+
+
+@contextmanager
+def type_for_a_while(module: nn.Module, state_dict_type: Any, config: Any, optim_config: Any) -> Iterator[None]:
+    """Choose inside the context; afterwards each wrapper has again what it had. No communication."""
+    units = units_in(module)
+    before = [unit.choices.state_dict for unit in units]
+    _choose(units, settings(state_dict_type, config, optim_config))
+    try:
+        yield
+    finally:
+        for unit, earlier in zip(units, before, strict=True):
+            _choose([unit], earlier)
+
+
+def _choose(units: list[Unit], chosen: StateDictSettings) -> None:
+    for unit in units:
+        unit.choices = replace(unit.choices, state_dict=chosen)
+
+
+def _told(unit: Unit) -> str:
+    return f"{unit.label} ({type(unit.module).__name__})"

@@ -1,0 +1,219 @@
+"""The wrapper's static methods for the state of an optimizer, with FSDP1's names, arguments and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config.state_dict_configs import OptimStateKeyType, StateDictType, default_carrier
+from ..model.types import settings_of
+from .loading import load
+from .param_map import groups_of
+from .rekey import rekey
+from .saving import Wanted, state_by_name
+
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+
+
+class OptimStates:
+    """An optimizer's state by the names of parameters, independent of number of ranks and wrapping.
+
+    A state dict of names is `{"state": {name: {state: value}}, "param_groups": [...]}`, where param groups list names,
+    too. What is no tensor of its parameter's shape (a step count) is one value for a parameter, on the CPU. Saved and
+    loaded, an optimizer goes on as if it had never stopped; on another number of ranks, too.
+    """
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The state of `optim` by names, of the kind that `set_state_dict_type` chose for `model`. Collective.
+
+        ``FULL_STATE_DICT``: whole tensors, gathered one state of one unit at a time; with `rank0_only` the dicts of
+        other ranks are empty. Otherwise values are `OwnedInterval`s, what this rank owns of each state: making them
+        sends descriptions only, and `torch.distributed.checkpoint` saves them and loads into them; or what else
+        `ShardedOptimStateDictConfig(sharded_as=...)` asks for, which is gathered like whole tensors. Tensors are on the
+        CPU with `offload_to_cpu`, which is the default, and never share memory with the optimizer's.
+
+        An optimizer that has not stepped on any rank has the state that it would start its first step from: it is
+        found by a step of a copy on zeros, which takes the memory of parameters, gradients and state meanwhile.
+
+        Args:
+            model: what the optimizer was built on, usually the outermost wrapper.
+            optim: the optimizer.
+            optim_state_dict: what `optim.state_dict()` gave, if that was changed; None to ask for it.
+            group: the ranks of which the first gets the dict, where one alone does; None for the model's.
+
+        Raises:
+            UsageError: a state that has not the shape of its parameter where that is split over ranks; a parameter that
+                is not the model's.
+            AgreementError: ranks differ in what states a parameter has, or in their values.
+
+        Example (in a process group of one rank; before the first step, so all is as it begins):
+            >>> from flatfsdp import FullyShardedDataParallel
+            >>> model = FullyShardedDataParallel(nn.Linear(2, 1))
+            >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            >>> saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            >>> saved["param_groups"][0]["params"], saved["state"]["weight"]["exp_avg"], saved["state"]["bias"]["step"]
+            (['weight', 'bias'], tensor([[0., 0.]]), tensor(0.))
+            >>> loadable = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved)
+            >>> optimizer.load_state_dict(loadable)
+        """
+        settings = settings_of(model)
+        config = settings.optim_state_dict_config
+        whole = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        wanted = Wanted(
+            "whole" if whole else getattr(config, "sharded_as", "interval"),
+            offload_to_cpu=config.offload_to_cpu,
+            rank0_only=getattr(config, "rank0_only", False),
+        )
+        return state_by_name(model, optim, optim_state_dict, wanted, group=group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict()` takes, out of a state dict of names. Collective.
+
+        Values may be whole tensors, `OwnedInterval`s of this rank's elements, torch's DTensors and ShardedTensors: from
+        `optim_state_dict()` here or of FSDP1, whatever the number of ranks and the wrapping was, or from a single
+        process. With `FullOptimStateDictConfig(rank0_only=True)` only rank 0 needs the dict, and sends each rank its
+        shards.
+
+        A dict without "param_groups" gives one without; loaded directly, the optimizer keeps its own. Parameters that
+        no unit manages may be missing in both, and have no state then.
+
+        With flat parameters (`use_orig_params=False`) those that lie in one share their states: tensors that are
+        missing for some are zeros, single values must be there for all and equal.
+
+        Args:
+            model, optim: as of `optim_state_dict`.
+            optim_state_dict: the dict of names; it is not changed.
+            is_named_optimizer: whether the optimizer's keys are names of `model.named_parameters()`, not numbers.
+            load_directly: whether to load it, too.
+            group: the ranks of which the first has the dict, where one alone does; None for the model's.
+
+        Raises:
+            ConfigTypeError, ConfigValueError: a dict without "state", names or states that are not
+                this model's, in words.
+            AgreementError: ranks have different dicts, or that of another rank is wrong.
+        """
+        settings = settings_of(model)
+        full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        from_first = full and getattr(settings.optim_state_dict_config, "rank0_only", False)
+        loadable = load(model, optim, optim_state_dict, from_first=from_first, by_name=is_named_optimizer, group=group)
+        if load_directly:
+            own = {} if "param_groups" in loadable else {"param_groups": optim.state_dict()["param_groups"]}
+            optim.load_state_dict({**loadable, **own})
+        return loadable
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: OptimInput = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict` with whole tensors on the CPU, whatever was chosen for `model`. Collective.
+
+        Args:
+            model, optim, group: as of `optim_state_dict`.
+            optim_input: what the optimizer was built from, if its own param groups are not to be asked.
+            rank0_only: whether the dicts of ranks other than the first are empty.
+        """
+        wanted = Wanted("whole", rank0_only=rank0_only)
+        return state_by_name(model, optim, None, wanted, optim_input=optim_input, group=group)
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
+        """`optim_state_dict` with this rank's `OwnedInterval`s, whatever was chosen for `model`; under
+        `flatfsdp.as_torch` with torch's classes, as FSDP1 has it. Collective.
+
+        `model`, `optim` and `group` are as there.
+        """
+        return state_by_name(model, optim, None, Wanted(default_carrier()), group=group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of a dict of whole tensors that every rank has. No communication.
+
+        Args:
+            full_optim_state_dict: the dict.
+            model: as of `optim_state_dict`.
+            optim_input: what the optimizer was built from; None for what `optim` has, and without that for
+                `model.parameters()`.
+            optim: the optimizer.
+        """
+        return load(model, optim, full_optim_state_dict, optim_input=optim_input, alone=True)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of a sharded dict, whatever was chosen for `model`. Collective.
+
+        Args:
+            sharded_optim_state_dict: this rank's.
+            model, optim: as of `optim_state_dict`.
+        """
+        return load(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of a dict of whole tensors that only the first rank has. Collective.
+
+        The first rank sends shard by shard, others receive their own only.
+
+        Args:
+            full_optim_state_dict: the dict; on other ranks it is not looked at.
+            model, optim_input, optim: as of `shard_full_optim_state_dict`.
+            group: the ranks of which the first has it; None for the model's.
+        """
+        return load(model, optim, full_optim_state_dict, optim_input=optim_input, from_first=True, group=group)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """A state dict of names with the numbers of the optimizer over `model`, or the reverse. No communication.
+
+        Between the dicts here and those of single processes, whose optimizers know numbers only: `model` and its
+        optimizer are then those that are not wrapped.
+
+        Args:
+            optim_state_dict: the dict; returned as it is if it has such keys already.
+            optim_state_key_type: `OptimStateKeyType.PARAM_NAME` or `.PARAM_ID`.
+            model, optim_input, optim: as of `shard_full_optim_state_dict`.
+
+        Raises:
+            ConfigTypeError, ConfigValueError: a key that the optimizer does not know; an optimizer of flat parameters,
+                which are not one parameter each.
+        """
+        return rekey(optim_state_dict, optim_state_key_type, model, groups_of(model, optim, optim_input))

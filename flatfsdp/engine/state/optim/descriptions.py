@@ -1,0 +1,194 @@
+"""What states an optimizer has of each parameter: told by the ranks that own its elements, agreed on by all.
+
+[Note: facts] A state is *shaped* if it has an element for each of the parameter's: it is split as the parameter is.
+Everything else (a step count, a flag) is one value for the whole parameter: the same on all ranks that own elements,
+and for a flat parameter the same for all that lie in it. A tensor of another shape is *kept* as it is where one rank
+sees the whole parameter; where ranks see parts of it, nobody knows how to put such tensors together. A rank that owns
+no element of a parameter has nothing to tell of it: optimizers have no state there, or an empty one.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....errors import AgreementError, UsageError, ranks_in_words
+from .param_map import Held
+
+Facts = dict[str, Any]  # by the name of the state: Shaped, Kept, Odd, or the value itself
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """A tensor with an element for each of the parameter's."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Something else that holds tensors. `value` is on the CPU; None where every rank has it itself."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Odd:
+    """What cannot be put together, in words."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank tells of one parameter of its optimizer. `facts`: None if its optimizer does not hold it."""
+
+    name: str
+    facts: Facts | None
+
+
+def facts_of(held: Held, state: Mapping[str, Any]) -> Facts:
+    """What this rank's `state` of `held` is."""
+    facts: Facts = {}
+    handle = held.handle
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == held.shape:
+            facts[name] = Shaped(value.dtype)
+        elif not _holds_tensors(value):
+            facts[name] = value_of(value)
+        elif held.keeps_any_shape:
+            facts[name] = Kept(None if handle is None or handle.whole else value_of(value))
+        else:
+            facts[name] = Odd(_words(value, held))
+    return facts
+
+
+def value_of(value: Any, *, device: torch.device | None = None) -> Any:
+    """A copy of `value`, tensors in it included, to outlive changes of the state; on `device`, by default the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device or torch.device("cpu"), copy=True)
+    if isinstance(value, dict):
+        return {key: value_of(each, device=device) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(value_of(each, device=device) for each in value)
+    return copy.deepcopy(value)
+
+
+def agree(reports: Mapping[int, Sequence[Report]]) -> dict[str, Facts]:
+    """What all ranks' reports come to, for every parameter that has states.
+
+    Raises:
+        AgreementError: ranks differ in which states there are, in their dtypes, or in values.
+        UsageError: a tensor that cannot be put together.
+    """
+    told: dict[str, dict[int, Facts | None]] = {}
+    for rank, each in reports.items():
+        for report in each:
+            told.setdefault(report.name, {})[rank] = report.facts
+    return {name: facts for name, by_rank in told.items() if (facts := _agreed(name, by_rank))}
+
+
+def _agreed(name: str, by_rank: Mapping[int, Facts | None]) -> Facts:
+    having = {rank: facts for rank, facts in by_rank.items() if facts}
+    if not having:
+        return {}
+    first, *others = having
+    expected = having[first]
+    for without, words in ((None, "do not hold it"), ({}, "have no state of it")):
+        missing = [rank for rank, facts in by_rank.items() if facts == without]
+        if missing:
+            raise AgreementError(
+                f"optimizer state of {name!r}: {ranks_in_words(sorted(having))} has {_listed(expected)}, but the "
+                f"optimizers of {ranks_in_words(sorted(missing))}, which own elements of it, too, {words}. Every rank "
+                "must build its optimizer over the same parameters, and step it equally often"
+            )
+    for rank in others:
+        if having[rank].keys() != expected.keys():
+            raise AgreementError(
+                f"optimizer state of {name!r}: rank {first} has {_listed(expected)}, rank {rank} has "
+                f"{_listed(having[rank])}. Every rank must run the same optimizer, equally often"
+            )
+        for state, value in expected.items():
+            if not alike(value, having[rank][state]):
+                _refuse_odd(name, state, value, having[rank][state])
+                raise AgreementError(
+                    f"optimizer state {state!r} of {name!r}: rank {first} has {shown(value)}, rank {rank} has "
+                    f"{shown(having[rank][state])}. What is no tensor of the parameter's shape is one value for the "
+                    "parameter, equal on every rank that owns elements of it"
+                )
+    for state, value in expected.items():
+        _refuse_odd(name, state, value)
+    return expected
+
+
+def _refuse_odd(name: str, state: str, *values: Any) -> None:
+    for value in values:
+        if isinstance(value, Odd):
+            raise UsageError(
+                f"optimizer state {state!r} of {name!r} is {value.words}, and the parameter is split over ranks: only "
+                "states of its own shape can be put together again. Use an optimizer whose states have the shape of "
+                'their parameters, or keep this parameter whole, with ignored_states= or sharding_strategy="NO_SHARD", '
+                "both with use_orig_params=True"
+            )
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values of a state are the same, bit for bit."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        same_kind = one.dtype == other.dtype and one.shape == other.shape
+        return same_kind and torch.equal(_bits(one), _bits(other))
+    if isinstance(one, Kept):
+        return alike(one.value, other.value)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    try:
+        return bool(one == other) or pickle.dumps(one) == pickle.dumps(other)
+    except Exception:  # what does not compare, or not to one bool
+        return pickle.dumps(one) == pickle.dumps(other)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8)
+
+
+def shown(value: Any) -> str:
+    """A fact for messages."""
+    if isinstance(value, Shaped):
+        return f"a tensor of its shape, {value.dtype}"
+    if isinstance(value, Odd):
+        return value.words
+    if isinstance(value, torch.Tensor):
+        what = str(value.item()) if value.dim() == 0 else f"shape {tuple(value.shape)}"
+        return f"a tensor, {what}, {value.dtype}"
+    text = repr(value.value if isinstance(value, Kept) else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether there are tensors with dimensions in `value`."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_holds_tensors, value))
+
+
+def _words(value: Any, held: Held) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, where what this rank steps on has {held.shape}"
+    return f"a {type(value).__name__} that holds tensors"
+
+
+def _listed(facts: Facts) -> str:
+    return ", ".join(sorted(facts)) or "none"

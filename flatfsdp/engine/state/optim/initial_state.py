@@ -1,0 +1,199 @@
+"""The state that an optimizer has before its first step, which it makes in that step only.
+
+[Note: trial step] A copy of the optimizer steps on stand-ins: parameters of zeros, with gradients of zeros. Of each
+value of its state the first one assigned is kept: where an optimizer lays out its state before it computes, as most do,
+that is the state before the step (a step count of zero, moments of zero). What it assigns after it has computed is the
+state of one step without gradients (SGD's momentum: zero). A state that begins as a copy of its parameter (an average,
+schedule-free's z) shows in a second trial, on the parameters' values, which optimizers of torch do without. Neither the
+optimizer nor the parameters take part, nor do hooks of the optimizer, a scheduler that counts its steps, or the random
+numbers of torch and Python.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....errors import UsageError
+from ...agreement.once_per_job import warn_once_per_job
+from .descriptions import value_of
+from .param_map import Held, Key
+
+_ITS_OWN = frozenset({"state", "param_groups"})
+
+
+class _Firsts(dict[Any, Any]):
+    """One parameter's state, which remembers what was assigned first. `first`: by the name of the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[Any, Any] = {}
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key not in self.first:
+            self.first[key] = _copied(value)
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+
+class _States(defaultdict[Any, Any]):
+    """An optimizer's state whose entries remember."""
+
+    def __init__(self) -> None:
+        super().__init__(_Firsts)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(value, dict) and not isinstance(value, _Firsts):
+            remembering = _Firsts()
+            remembering.update(value)
+            value = remembering
+        super().__setitem__(key, value)
+
+
+def state_before_first_step(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Held]]
+) -> dict[Key, dict[str, Any]]:
+    """The state of each parameter that requires a gradient, by its key. No communication but the optimizer's own.
+
+    Takes the memory of the parameters, their gradients and the state once more meanwhile. An optimizer that cannot step
+    on gradients of zeros (one that needs a closure, or sparse gradients), or of which no copy can be made, is left
+    without state, and a warning says so.
+    """
+    found = _state_of_trial(optimizer, groups, on_values=False)
+    if found and not type(optimizer).__module__.startswith("torch.optim."):
+        on_values = _state_of_trial(optimizer, groups, on_values=True)
+        for held in (each for group in groups for each in group):
+            began = on_values.get(held.key, {})
+            found.get(held.key, {}).update({name: value for name, value in began.items() if _is_copy(value, held)})
+    return found
+
+
+def _is_copy(value: Any, held: Held) -> bool:
+    at_rest = _at_rest(held)
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and torch.equal(value, at_rest.to(value))
+
+
+def _state_of_trial(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Held]], *, on_values: bool
+) -> dict[Key, dict[str, Any]]:
+    stand_ins = {id(held.parameter): _stand_in(held, on_values=on_values) for group in groups for held in group}
+    states = _States()
+    numbers = random.getstate()
+    on = {each.device for each in stand_ins.values() if each.device.type != "cpu"}
+    try:
+        trial = copy_of(optimizer, stand_ins)
+        trial.state = states
+        with torch.random.fork_rng(devices=sorted(on, key=str), device_type=_type_of(on)):
+            own_step(type(optimizer))(trial)
+    except Exception as error:
+        warn_once_per_job(
+            f"the state that {type(optimizer).__name__} has before its first step is not known, because a copy of it "
+            f"does not step on zeros ({type(error).__name__}: {error}). Its state dict has no state; ask for it after "
+            "a step"
+        )
+        return {}
+    finally:
+        random.setstate(numbers)
+    found = {}
+    for group in groups:
+        for held in group:
+            state = states.get(stand_ins[id(held.parameter)])
+            if state:
+                found[held.key] = state.first
+    return found
+
+
+def _at_rest(held: Held) -> torch.Tensor:
+    handle = held.handle
+    if handle is None:
+        return held.parameter.detach()
+    # Between forward and backward the parameter shows nothing.
+    return (handle.shard if held.is_flat else handle.sharded_views[held.params[0].index]).detach()
+
+
+def _stand_in(held: Held, *, on_values: bool) -> nn.Parameter:
+    at_rest, steps = _at_rest(held), held.parameter.requires_grad
+    if steps:
+        values = at_rest.clone() if on_values else torch.zeros_like(at_rest)
+    else:
+        values = at_rest.new_zeros(()).expand(at_rest.shape)
+    made = nn.Parameter(values, requires_grad=steps)
+    for name, value in vars(held.parameter).items():
+        if name != "_handle_ref":
+            setattr(made, name, value)
+    if steps:
+        made.grad = torch.zeros_like(made)
+    return made
+
+
+def copy_of(optimizer: torch.optim.Optimizer, stand_ins: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
+    """`optimizer` without state, over the stand-ins for its parameters (by their ids), and without hooks.
+
+    Raises:
+        UsageError: it could step on the real parameters.
+    """
+    trial = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): trial, **stand_ins}
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            trial.__dict__[name] = OrderedDict()
+        elif name not in _ITS_OWN and not (callable(value) and hasattr(type(optimizer), name)):
+            trial.__dict__[name] = _copied_attribute(name, value, memo)
+    # By attribute: a wrapper around an optimizer hands them on to the copy of that.
+    trial.param_groups = [
+        {
+            key: [stand_ins[id(each)] for each in value] if key == "params" else copy.deepcopy(value, memo)
+            for key, value in group.items()
+        }
+        for group in optimizer.param_groups
+    ]
+    return trial
+
+
+def _copied_attribute(name: str, value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of an optimizer's attribute; what has no copy (a process group, a lock) is shared.
+
+    Raises:
+        UsageError: it could step on the real parameters.
+    """
+    if isinstance(value, nn.Module):
+        raise UsageError(f"its attribute {name!r} is a module, through which it could change real parameters")
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        if hasattr(value, "step"):
+            raise UsageError(f"its attribute {name!r}, a {type(value).__name__}, cannot be copied: {error}") from error
+        return value
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return value_of(value)
+    except Exception:
+        return value
+
+
+def own_step(kind: type[torch.optim.Optimizer]) -> Any:
+    """The class's step, inside of torch's wrapper that calls hooks."""
+    step: Any = kind.step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
+
+
+def _type_of(devices: set[torch.device]) -> str:
+    return next(iter(devices)).type if devices else "cpu"

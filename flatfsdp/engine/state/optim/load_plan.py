@@ -1,0 +1,365 @@
+"""What is to come of each value of an optimizer's state dict, decided from a description of it alone.
+
+[Note: loading optimizer state] First what is to come of each value is decided from names, shapes, dtypes and the small
+values (`describe`, `plan`). All refusals are here: ranks that have the same dict refuse the same, and where only the
+first rank has it, its description is all that others need. Then tensors are cut (`loading`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....errors import ConfigTypeError, ConfigValueError, did_you_mean
+from ..model.distributed_values import is_distributed
+from ..model.fqns import Named, clean
+from ..owned_interval import OwnedInterval
+from .descriptions import alike, shown, value_of
+from .param_map import Held, Holder, Key, handle_of, span_in_param, spec_of
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor of a state dict. `span`: of an `OwnedInterval`, the elements that are there."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    span: tuple[int, int] | None = None
+
+
+Values = dict[str, Any]  # by the name of the state: a Described, or the value itself
+
+
+@dataclass(frozen=True)
+class Description:
+    """A state dict without its tensors."""
+
+    state: dict[str, Any]  # Values by the name of the parameter; what is no dict belongs to no parameter
+    param_groups: list[dict[str, Any]] | None
+
+    def to_cpu(self) -> Description:
+        """The same for another rank, whose accelerator may be another one."""
+        return Description(self.state, None if self.param_groups is None else value_of(self.param_groups))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A state of the parameter's shape: each rank gets its elements."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A tensor that every rank gets as it is."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an optimizer is to load.
+
+    Attributes:
+        states: by the optimizer's key, for each state a Cut, a Taken or the value itself.
+        sources: under which key the dict has the states of a parameter, by its name.
+        others: entries that belong to no parameter.
+        param_groups: as the optimizer has them, with its own keys; None if the dict has none.
+    """
+
+    states: dict[Key, dict[str, Any]]
+    sources: dict[str, str]
+    others: dict[Any, Any]
+    param_groups: list[dict[str, Any]] | None
+
+
+def check_dict(state_dict: Any) -> dict[str, Any]:
+    """`state_dict`, if it looks like an optimizer's.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: naming what is wrong with it.
+    """
+    if not isinstance(state_dict, dict):
+        raise ConfigTypeError(f"optim_state_dict: got {type(state_dict).__name__}. Accepted: a dict")
+    if "state" not in state_dict:
+        raise ConfigValueError(
+            f'optim_state_dict: expected the keys "state" and "param_groups", found {list(map(str, state_dict))}. '
+            "Where only rank 0 has the dict, say so by FullOptimStateDictConfig(rank0_only=True), or call "
+            "scatter_full_optim_state_dict()"
+        )
+    if not isinstance(state_dict["state"], dict):
+        raise ConfigTypeError(f'optim_state_dict["state"]: got {type(state_dict["state"]).__name__}. Accepted: a dict')
+    return state_dict
+
+
+def describe(state_dict: Any) -> Description:
+    """What `state_dict` holds. No communication.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: it is no optimizer's, or keyed by numbers.
+    """
+    checked = check_dict(state_dict)
+    param_groups = checked.get("param_groups")
+    numbers = [key for key in checked["state"] if isinstance(key, int)]
+    numbers += [key for group in param_groups or () for key in group["params"] if isinstance(key, int)]
+    if numbers:
+        raise ConfigValueError(
+            f"optim_state_dict: its parameters go by numbers ({numbers[0]}, ...), expected names. That is an "
+            "optimizer's own state_dict(): load it there, or give it names by rekey_optim_state_dict(..., "
+            "OptimStateKeyType.PARAM_NAME, model) with the model that it was made for"
+        )
+    state = {
+        key: {name: _described(value) for name, value in entry.items()} if isinstance(entry, dict) else value_of(entry)
+        for key, entry in checked["state"].items()
+    }
+    groups = None if param_groups is None else [copy.deepcopy(dict(group)) for group in param_groups]
+    return Description(state, groups)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, OwnedInterval):
+        return Described(value.spec.shape, value.dtype, (value.span.start, value.span.stop))
+    if type(value).__name__ == "ShardedTensor":  # which warns of whatever else it is asked
+        known = value.metadata()
+        return Described(tuple(known.size), known.tensor_properties.dtype)
+    if isinstance(value, torch.Tensor) and (value.dim() or is_distributed(value)):
+        return Described(tuple(value.shape), value.dtype)
+    return value_of(value)
+
+
+def plan(holder: Holder, description: Description, others: Collection[Any] = ()) -> Plan:
+    """What an optimizer over `holder`'s parameters loads. No communication.
+
+    `others`: what the optimizer's state has besides parameters.
+
+    Raises:
+        ConfigValueError: a name that is no parameter's of the optimizer, or states that do not fit, in words.
+    """
+    by_name = {name: named for named in holder.params for name in named.names}
+    held_names = {named.name for held in holder for named in held.params}
+    beside = {key for key, entry in description.state.items() if key in others or not isinstance(entry, dict)}
+    found: dict[str, Values] = {}
+    sources: dict[str, str] = {}
+    foreign: list[str] = []
+    for key, entry in description.state.items():
+        if key in beside:
+            continue
+        named = by_name.get(clean(str(key)))
+        if named is None:
+            foreign.append(str(key))
+        else:
+            found[named.name], sources[named.name] = entry, key
+    given = description.param_groups
+    listed = [[(name, by_name.get(clean(str(name)))) for name in group["params"]] for group in given or ()]
+    foreign += [str(name) for group in listed for name, named in group if named is None and str(name) not in foreign]
+    if foreign:
+        raise ConfigValueError(
+            f"optim_state_dict: the model has no parameters named {_few(foreign)}. "
+            f"{did_you_mean(foreign[0], by_name)} Load a dict of this model, or rename or remove these".replace(
+                "  ", " "
+            )
+        )
+    groups = [[named.name for _, named in group if named is not None] for group in listed]
+    unheld = sorted({*found, *(name for group in groups for name in group)} - held_names)
+    if unheld:
+        raise ConfigValueError(
+            f"optim_state_dict: it has {_few(unheld)}, which this optimizer does not hold. Remove them from the dict's "
+            "state and param groups, or build the optimizer over them, too"
+        )
+    shaped = {
+        state
+        for values in found.values()
+        for state, value in values.items()
+        if isinstance(value, Described) and value.shape
+    }
+    states: dict[Key, dict[str, Any]] = {}
+    for held in holder:
+        entries = {
+            named.name: _with_scalars_shaped(named, found[named.name], shaped)
+            for named in held.params
+            if named.name in found
+        }
+        planned = _of_flat(held, entries) if held.is_flat else _of_one(held, entries.get(held.name, {}))
+        if planned:
+            states[held.key] = planned
+    kept = {key: description.state[key] for key in description.state if key in beside}
+    return Plan(states, sources, kept, None if given is None else _groups(holder, given, groups))
+
+
+def _with_scalars_shaped(named: Named, values: Values, shaped: Collection[str]) -> Values:
+    """`values` of a parameter without dimensions, whose states of its shape look like single values: those are that
+    other parameters have in their shape; where none has any, all but the step count."""
+    if handle_of(named) is None or spec_of(named).shape:
+        return values
+    return {
+        state: Described((), value.dtype)
+        if isinstance(value, torch.Tensor) and (state in shaped if shaped else state != "step")
+        else value
+        for state, value in values.items()
+    }
+
+
+def _of_one(held: Held, values: Values) -> dict[str, Any]:
+    named = held.params[0]
+    if held.handle is None:
+        return {
+            state: Taken(value.shape, value.dtype) if isinstance(value, Described) else value
+            for state, value in values.items()
+        }
+    spec = spec_of(named)
+    planned: dict[str, Any] = {}
+    for state, value in values.items():
+        if not isinstance(value, Described):
+            planned[state] = value
+        elif value.shape == spec.shape:
+            _check_interval(named, state, value)
+            planned[state] = Cut(value.dtype)
+        elif _owned_by_one(named):
+            planned[state] = Taken(value.shape, value.dtype)
+        else:
+            raise ConfigValueError(
+                f"optim_state_dict: state {state!r} of {named.name!r} has shape {value.shape}, the parameter "
+                f"{spec.shape}. Here the parameter is split over ranks, and only states of its own shape can be split "
+                "with it"
+            )
+    return planned
+
+
+def _of_flat(held: Held, entries: Mapping[str, Values]) -> dict[str, Any]:
+    """What a flat parameter loads from the states of the parameters in it: zeros where there is no tensor.
+
+    Those without elements have no say: whether optimizers have states of them depends on how they are wrapped.
+    """
+    members = [named for named in held.params if spec_of(named).numel] or list(held.params)
+    entries = {named.name: entries[named.name] for named in members if named.name in entries}
+    if not entries:
+        return {}
+    first, *rest = entries
+    for name in rest:
+        if entries[name].keys() != entries[first].keys():
+            raise ConfigValueError(
+                f"optim_state_dict: {first!r} has the states {_few(sorted(entries[first]))}, {name!r} has "
+                f"{_few(sorted(entries[name]))}. {_SHARE}"
+            )
+    planned: dict[str, Any] = {}
+    for state in entries[first]:
+        values = {name: entry[state] for name, entry in entries.items() if entry[state] is not None}
+        if not values:
+            planned[state] = None
+        elif any(isinstance(value, Described) for value in values.values()):
+            planned[state] = _cut_of_flat(members, state, values)
+        else:
+            planned[state] = _value_of_flat(members, state, values)
+    return planned
+
+
+_SHARE = (
+    "They lie in one flat parameter, so they share their states: give them the same ones, or wrap with "
+    "use_orig_params=True, where each has its own"
+)
+
+
+def _cut_of_flat(members: Sequence[Named], state: str, values: Mapping[str, Any]) -> Cut:
+    dtypes: dict[torch.dtype, str] = {}
+    for named in members:
+        value = values.get(named.name)
+        if value is None:
+            continue
+        spec = spec_of(named)
+        if not isinstance(value, Described):
+            other = next(name for name, each in values.items() if isinstance(each, Described))
+            raise ConfigValueError(
+                f"optim_state_dict: state {state!r} of {other!r} is a tensor, that of {named.name!r} is "
+                f"{shown(value)}. {_SHARE}"
+            )
+        if value.shape != spec.shape:
+            raise ConfigValueError(
+                f"optim_state_dict: state {state!r} of {named.name!r} has shape {value.shape}, the parameter "
+                f"{spec.shape}. In a flat parameter states have the shape of their parameter"
+            )
+        _check_interval(named, state, value)
+        dtypes.setdefault(value.dtype, named.name)
+    if len(dtypes) > 1:
+        told = ", ".join(f"{dtype} for {name!r}" for dtype, name in dtypes.items())
+        raise ConfigValueError(f"optim_state_dict: state {state!r} has different dtypes: {told}. {_SHARE}")
+    return Cut(next(iter(dtypes)))
+
+
+def _value_of_flat(members: Sequence[Named], state: str, values: Mapping[str, Any]) -> Any:
+    first = next(iter(values))
+    missing = [named.name for named in members if named.name not in values]
+    if missing:
+        raise ConfigValueError(
+            f"optim_state_dict: state {state!r} is {shown(values[first])} for {first!r}, and missing for "
+            f"{_few(missing)}; no value of it stands for none. {_SHARE}"
+        )
+    for name, value in values.items():
+        if not alike(value, values[first]):
+            raise ConfigValueError(
+                f"optim_state_dict: state {state!r} is {shown(values[first])} for {first!r}, and {shown(value)} for "
+                f"{name!r}. {_SHARE}"
+            )
+    return values[first]
+
+
+def _check_interval(named: Named, state: str, value: Described) -> None:
+    span = span_in_param(named)
+    whole = (0, spec_of(named).numel)
+    if value.span is not None and not span.is_empty and value.span not in ((span.start, span.stop), whole):
+        raise ConfigValueError(
+            f"optim_state_dict: state {state!r} of {named.name!r} holds elements [{value.span[0]}, {value.span[1]}), "
+            f"but this rank owns {span}: it was made on another number of ranks, or for another wrapping. Save and "
+            "load with torch.distributed.checkpoint, into the sharded state dict of this optimizer"
+        )
+
+
+def _owned_by_one(named: Named) -> bool:
+    """Whether one rank owns all elements, the same on every rank's account."""
+    handle = handle_of(named)
+    assert handle is not None
+    layout = handle.layout
+    span = layout.spans[named.index]
+    return span.is_empty or layout.rank_of(span.start) == layout.rank_of(span.stop - 1)
+
+
+def _groups(holder: Holder, given: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """The dict's param groups as the optimizer has its own: split and merged as far as their settings allow. Parameters
+    that no unit manages may be missing, as a part of the model that each rank keeps to itself."""
+    group_of = {name: number for number, group in enumerate(names) for name in group}
+    out = []
+    for number, group in enumerate(holder.groups):
+        missing = [n.name for held in group for n in held.params if n.unit is not None and n.name not in group_of]
+        if missing:
+            raise ConfigValueError(
+                f"optim_state_dict: no param group of it has {_few(missing)}, which this optimizer holds in its param "
+                f"group {number}. Add them to the dict's param groups, or build the optimizer without them"
+            )
+        covered = (named.name for held in group for named in held.params)
+        sources = sorted({group_of[name] for name in covered if name in group_of})
+        if not sources:  # no parameter of it is known: only its place can tell
+            sources = [number] if number < len(given) else []
+        settings = [{key: value for key, value in given[source].items() if key not in _KEYS} for source in sources]
+        for other, source in zip(settings[1:], sources[1:], strict=True):
+            unlike = [key for key in settings[0] if not alike(settings[0][key], other.get(key))]
+            if unlike:
+                raise ConfigValueError(
+                    f"optim_state_dict: param group {number} of this optimizer has parameters of its param groups "
+                    f"{sources[0]} and {source}, which differ in {_few(unlike)}. Build the optimizer with param groups "
+                    "like those of the dict; with use_orig_params=False a flat parameter is in one group"
+                )
+        merged = copy.deepcopy(settings[0]) if settings else {}
+        out.append({**merged, "params": [held.key for held in group]})
+    return out
+
+
+_KEYS = frozenset({"params", "param_names"})
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + more

@@ -1,0 +1,208 @@
+"""What an optimizer holds of a model: each of its parameters, and the names of the model's parameters in it.
+
+[Note: held] An optimizer steps on flat parameters (`use_orig_params=False`), on pieces of the user's parameters, or on
+parameters outside of every unit. It knows them by number, in the order of its own param groups, which may be another
+one on every rank. State dicts know names ([Note: clean names]); `Held` is the bridge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....errors import UsageError, refuse_type
+from ...flat.flat_param import FlatParamHandle
+from ...layout.layout import ParamSpec, Span
+from ..model.fqns import Named, named_state
+
+Key = int | str
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter of an optimizer.
+
+    Attributes:
+        key: how the optimizer's own state dict calls it: its number, or its name where optimizers go by names.
+        parameter: what the optimizer steps on.
+        params: the model's parameters in it: one, or those of a flat parameter in layout order.
+        is_flat: whether it is a flat parameter.
+    """
+
+    key: Key
+    parameter: torch.Tensor
+    params: tuple[Named, ...]
+    is_flat: bool
+
+    @property
+    def name(self) -> str:
+        """The first name in it, which tells it from all others."""
+        return self.params[0].name
+
+    @property
+    def handle(self) -> FlatParamHandle | None:
+        """The handle that it belongs to; None outside of every unit."""
+        return handle_of(self.params[0])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a state that has an element for each of its elements."""
+        handle = self.handle
+        if handle is None:
+            return tuple(self.parameter.shape)
+        if self.is_flat:
+            return (handle.layout.shard_numel,)
+        named = self.params[0]
+        return spec_of(named).shape if handle.whole else (span_in_shard(named).numel,)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank has elements of it, so that its optimizer has all of its states."""
+        return self.is_flat or self.params[0].unit is None or has_elements(self.params[0])
+
+    @property
+    def keeps_any_shape(self) -> bool:
+        """Whether states of other shapes mean something: they are those of a whole parameter."""
+        if self.is_flat:
+            return False
+        handle = self.handle
+        return handle is None or handle.whole or span_in_shard(self.params[0]).numel == spec_of(self.params[0]).numel
+
+
+def handle_of(named: Named) -> FlatParamHandle | None:
+    """The handle that a parameter belongs to; None outside of every unit."""
+    return None if named.unit is None else named.unit.handles[named.kind]
+
+
+def spec_of(named: Named) -> ParamSpec:
+    """The layout's entry of a parameter in a unit, by the parameter's name in the model."""
+    assert named.unit is not None
+    return replace(named.unit.handles[named.kind].layout.params[named.index], name=named.name)
+
+
+def span_in_shard(named: Named) -> Span:
+    """Where this rank's elements of a parameter in a unit lie in the shard."""
+    assert named.unit is not None
+    handle = named.unit.handles[named.kind]
+    return handle.layout.span_in_shard(named.index, handle.rank)
+
+
+def span_in_param(named: Named) -> Span:
+    """Which elements of a parameter in a unit this rank owns, in memory order."""
+    assert named.unit is not None
+    handle = named.unit.handles[named.kind]
+    return handle.layout.span_in_param(named.index, handle.rank)
+
+
+def has_elements(named: Named) -> bool:
+    """Whether this rank owns some of a parameter in a unit, or nobody can because it has no elements."""
+    return not span_in_shard(named).is_empty or spec_of(named).numel == 0
+
+
+class Holder:
+    """What an optimizer holds of `model`.
+
+    Attributes:
+        params: every parameter of the model, in the order of its state dict.
+        groups: the optimizer's param groups.
+    """
+
+    def __init__(self, model: nn.Module, groups: Iterable[Iterable[torch.Tensor]], *, by_name: bool = False) -> None:
+        """`groups`: the parameters of each param group; `by_name`: the optimizer's keys are names of
+        `model.named_parameters()`, not numbers.
+
+        Raises:
+            UsageError: a parameter that is not the model's, or one that was flattened after the optimizer was built.
+        """
+        self.params = named_state(model)
+        known: dict[int, tuple[Named, ...]] = {id(named.leaf): (named,) for named in self.params if _steps_alone(named)}
+        flat: dict[int, list[Named]] = {}
+        for named in self.params:
+            if not _steps_alone(named):
+                handle = handle_of(named)
+                assert handle is not None
+                flat.setdefault(id(handle.flat_param), []).append(named)
+        for each, members in flat.items():
+            known[each] = tuple(sorted(members, key=lambda named: named.index))
+        flattened = {id(named.leaf): named.name for named in self.params if not _steps_alone(named)}
+        keys: dict[int, Key] = {id(p): name for name, p in model.named_parameters()} if by_name else {}
+        self.groups: list[list[Held]] = []
+        for number, group in enumerate(groups):
+            members_of_group = []
+            for parameter in group:
+                if id(parameter) not in known:
+                    _refuse(parameter, number, flattened.get(id(parameter)))
+                key: Key = keys.setdefault(id(parameter), len(keys))
+                covered = known[id(parameter)]
+                members_of_group.append(Held(key, parameter, covered, id(parameter) in flat))
+            self.groups.append(members_of_group)
+
+    def __iter__(self) -> Iterator[Held]:
+        for group in self.groups:
+            yield from group
+
+    def by_unit(self) -> list[list[Named]]:
+        """The parameters in units, those of one handle together, in an order that all ranks share."""
+        found: dict[tuple[int, int], list[Named]] = {}
+        for named in self.params:
+            if named.unit is not None:
+                found.setdefault((id(named.unit), named.kind), []).append(named)
+        return list(found.values())
+
+
+def groups_of(
+    model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: Any = None
+) -> list[list[torch.Tensor]]:
+    """The parameters of each param group: of `optim_input`, as an optimizer takes it, else of `optim`, else all of the
+    model's as one group."""
+    if optim_input is None:
+        if optim is None:
+            return [list(model.parameters())]
+        return [list(group["params"]) for group in optim.param_groups]
+    accepted = "what the optimizer was given: parameters, or param groups as dicts"
+    if isinstance(optim_input, torch.Tensor) or not isinstance(optim_input, Iterable):
+        refuse_type("optim_input", optim_input, accepted)
+    given = list(optim_input)
+    if any(isinstance(each, dict) for each in given):
+        groups = [each.get("params", ()) if isinstance(each, dict) else None for each in given]
+    else:
+        groups = [given]
+    out = []
+    for group in groups:
+        if isinstance(group, torch.Tensor):
+            group = [group]
+        elif not isinstance(group, Iterable):
+            refuse_type("optim_input", optim_input, accepted)
+        members = [each[1] if isinstance(each, tuple) else each for each in group]
+        for each in members:
+            if not isinstance(each, torch.Tensor):
+                refuse_type("optim_input", each, accepted)
+        out.append(members)
+    return out
+
+
+def others_of(optim: torch.optim.Optimizer | None) -> list[Any]:
+    """The keys of an optimizer's state that are no parameters."""
+    return [] if optim is None else [key for key in optim.state if not isinstance(key, torch.Tensor)]
+
+
+def _steps_alone(named: Named) -> bool:
+    handle = handle_of(named)
+    return handle is None or handle.use_orig_params
+
+
+def _refuse(parameter: torch.Tensor, group: int, name: str | None) -> None:
+    if name is not None:
+        raise UsageError(
+            f"param group {group} of the optimizer holds {name!r}, which was flattened: with use_orig_params=False it "
+            "is never updated. Build the optimizer from model.parameters() after wrapping, or wrap with "
+            "use_orig_params=True"
+        )
+    raise UsageError(
+        f"param group {group} of the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the "
+        "model. Give the model whose parameters the optimizer was built on"
+    )

@@ -1,0 +1,364 @@
+"""An optimizer's state by the names of the model's parameters: whole, or what this rank owns of it.
+
+[Note: optimizer state dicts] {"state": {name: {state: value}}, "param_groups": [...]}, like that of an optimizer over
+the model before it was wrapped, with names ([Note: clean names]) in place of numbers. Before anything is put together,
+ranks tell each other what states they have (`facts`), because a rank knows nothing of parameters of which it owns
+no element. Whole states are then gathered one state of one unit at a time; sharded ones need nothing more.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....errors import ConfigValueError
+from ...agreement.object_collectives import all_or_none, is_first_of, ranks_over
+from ...comm.transport import Group, Transport
+from ...flat.flat_param import dense
+from ...runtime.module_tree import units_in
+from ..consolidate import consolidated, others_of, store, together
+from ..model.distributed_values import carrier_of, rows_of
+from ..model.fqns import Named
+from ..model.zero_copy import lends
+from ..owned_interval import OwnedInterval
+from .descriptions import Facts, Kept, Report, Shaped, agree, facts_of, value_of
+from .initial_state import state_before_first_step
+from .load_plan import check_dict
+from .param_map import Held, Holder, Key, groups_of, handle_of, has_elements, span_in_param, span_in_shard, spec_of
+
+DOING = {
+    "whole": "gathers the state of an optimizer",
+    "interval": "takes this rank's part of the state of an optimizer",
+    "sharded_tensor": "gathers the state of an optimizer into ShardedTensors",
+    "dtensor": "gathers the state of an optimizer into DTensors",
+    "fsdp1": "gathers the state of an optimizer as FSDP1 has it",
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which state dict.
+
+    Attributes:
+        carrier: "whole" tensors; else what this rank has: an "interval", rows as "sharded_tensor" or "dtensor", or
+            "fsdp1", as `carriers.carrier_of` says.
+        offload_to_cpu: whether tensors go to the CPU.
+        rank0_only: whether only the first rank gets a dict that is not empty; for whole tensors.
+    """
+
+    carrier: str
+    offload_to_cpu: bool = True
+    rank0_only: bool = False
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where tensors go; None for where they are."""
+        return torch.device("cpu") if self.offload_to_cpu else None
+
+
+def state_by_name(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    state_dict: dict[str, Any] | None,
+    wanted: Wanted,
+    *,
+    optim_input: Any = None,
+    group: Any = None,
+) -> dict[str, Any]:
+    """[Note: optimizer state dicts]. `state_dict`: the optimizer's own, if something else than `optim.state_dict()`.
+
+    Collective over the axes of the model's units. No value shares memory with the optimizer's.
+    """
+    with together(units_in(model), "optim_state_dict()", always=True):
+        return _state_by_name(model, optim, state_dict, wanted, optim_input=optim_input, group=group)
+
+
+def _state_by_name(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    state_dict: dict[str, Any] | None,
+    wanted: Wanted,
+    *,
+    optim_input: Any,
+    group: Any,
+) -> dict[str, Any]:
+    axes = axes_of(model)
+    doing = DOING[wanted.carrier]
+    made: list[_Own] = []
+    source: list[bool] = []
+
+    def tell() -> tuple[bool, list[Report]]:
+        source.append(is_source(axes, group))
+        made.append(_Own.of(model, optim, state_dict, groups_of(model, optim, optim_input)))
+        return bool(made[-1].state), made[-1].reports()
+
+    def step() -> list[Report]:
+        made.append(made[-1].with_state(state_before_first_step(optim, made[-1].holder.groups)))
+        return made[-1].reports()
+
+    answers = all_or_none(axes, tell, doing=doing, objects=True)
+    if any(has_state for has_state, _ in answers.values()):
+        facts = agree({rank: told for rank, (_, told) in answers.items()})
+    else:
+        facts = agree(all_or_none(axes, step, doing=f"{doing}, before its first step", objects=True))
+    own = made[-1]
+    keeps = not wanted.rank0_only or source[0]
+    state: dict[str, dict[str, Any]] = {}
+    for members in own.holder.by_unit():
+        agreed = _by_name(members, facts)
+        if wanted.carrier == "interval":
+            _add_intervals(own, members, agreed, state, wanted)
+        else:
+            _add_gathered(own, members, agreed, state, wanted, keeps=keeps)
+        for named in members:
+            for name, fact in agreed.get(named.name, {}).items():
+                if not isinstance(fact, Shaped):
+                    state.setdefault(named.name, {})[name] = own.value(named, name, fact)
+    if not keeps:
+        return {}
+    for held in own.holder:
+        if held.handle is None and (values := own.state.get(held.key)):
+            state[held.name] = {
+                name: value.detach() if lends() and isinstance(value, torch.Tensor) else _copied(value, wanted.device)
+                for name, value in values.items()
+            }
+    ordered: dict[Any, Any] = {named.name: state[named.name] for named in own.holder.params if named.name in state}
+    ordered |= {key: value_of(value) for key, value in own.others.items()}
+    return {"state": ordered, **own.param_groups()}
+
+
+def axes_of(model: nn.Module) -> list[Transport]:
+    """The axes over which units of `model` are spread, each once. Collective if nothing collective came before."""
+    units = units_in(model)
+    for root in {id(unit.root): unit.root for unit in units}.values():
+        root.lazy_init()
+        root.settle_down()
+    found: dict[int, Transport] = {}
+    for unit in units:
+        for axis in (unit.replicate, unit.gather):
+            if axis is not None and axis.group.size > 1:
+                found.setdefault(id(axis.group.process_group), axis)
+    return list(found.values())
+
+
+def is_source(axes: Sequence[Transport], group: Any) -> bool:
+    """Whether this rank is the one that has what only one rank is to have: the first of `group`, else of the model."""
+    if group is None:
+        return is_first_of(axes)
+    given = Group.of(group, torch.device("cpu"))
+    if given.rank < 0:
+        raise ConfigValueError(f"group: this rank is not in it; its ranks are {list(given.ranks)}")
+    if not set(given.ranks) <= set(ranks_over(axes) or given.ranks):
+        raise ConfigValueError(
+            f"group: expected ranks among {ranks_over(axes)}, over which the model is spread, found "
+            f"{list(given.ranks)}; leave it out"
+        )
+    return given.rank == 0
+
+
+class _Own:
+    """What this rank's optimizer has.
+
+    Attributes:
+        state: by key; entries without states are left out.
+        others: entries of the state that belong to no parameter.
+    """
+
+    def __init__(
+        self,
+        holder: Holder,
+        state: Mapping[Key, dict[str, Any]],
+        others: Mapping[Any, Any],
+        param_groups: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        self.holder = holder
+        self.state = {key: entry for key, entry in state.items() if entry}
+        self.others = others
+        self._param_groups = param_groups
+        self._held = {named.name: held for held in holder for named in held.params}
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        state_dict: dict[str, Any] | None,
+        groups: list[list[torch.Tensor]],
+    ) -> _Own:
+        own_dict = optim.state_dict() if state_dict is None else check_dict(state_dict)
+        param_groups = own_dict.get("param_groups")
+        if param_groups is None:
+            names = {name for name, _ in model.named_parameters()}
+            keys = [key for key in own_dict["state"] if key in names]
+        else:
+            keys = [key for each in param_groups for key in each["params"]]
+        by_name = any(isinstance(key, str) for key in keys)
+        holder = Holder(model, groups, by_name=by_name)
+        if param_groups is not None and sorted(map(str, keys)) != sorted(str(held.key) for held in holder):
+            raise ConfigValueError(
+                f"optim_state_dict: its param groups have {len(keys)} parameters, those of the optimizer "
+                f"{len(list(holder))}, or under other keys. Give the optimizer's own state_dict(), or leave it out"
+            )
+        known = {held.key for held in holder}
+        state = {key: entry for key, entry in own_dict["state"].items() if key in known}
+        others = {key: entry for key, entry in own_dict["state"].items() if key not in known}
+        return cls(holder, state, others, param_groups)
+
+    def with_state(self, state: Mapping[Key, dict[str, Any]]) -> _Own:
+        """The same optimizer with another state."""
+        return _Own(self.holder, state, self.others, self._param_groups)
+
+    def reports(self) -> list[Report]:
+        """What this rank tells the others: of every parameter in units of which it has elements."""
+        out = []
+        for members in self.holder.by_unit():
+            for named in _tellers(members):
+                held = self._held.get(named.name)
+                if held is None:
+                    if has_elements(named):
+                        out.append(Report(named.name, None))
+                elif held.reports:
+                    out.append(Report(named.name, facts_of(held, self.state.get(held.key, {}))))
+        return out
+
+    def held(self, named: Named) -> Held | None:
+        """What the optimizer holds `named` in."""
+        return self._held.get(named.name)
+
+    def value(self, named: Named, state: str, fact: Any) -> Any:
+        """A copy of what `fact` says of a state that is not shaped."""
+        if isinstance(fact, Kept):
+            return value_of(self.state[self._held[named.name].key][state] if fact.value is None else fact.value)
+        return value_of(fact)
+
+    def param_groups(self) -> dict[str, list[dict[str, Any]]]:
+        """The param groups with names in place of keys, as an entry of a state dict; none if they were not given."""
+        if self._param_groups is None:
+            return {}
+        names = {held.key: [named.name for named in held.params] for held in self.holder}
+        out = []
+        for group in self._param_groups:
+            covered = [name for key in group["params"] for name in names[key]]
+            own = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            if "param_names" in own:
+                own["param_names"] = list(covered)
+            out.append({**own, "params": covered})
+        return {"param_groups": out}
+
+
+def _tellers(members: Sequence[Named]) -> Sequence[Named]:
+    """Of the parameters of one handle those by whose names states are told: all, or the first for a flat parameter."""
+    handle = handle_of(members[0])
+    assert handle is not None
+    return members if handle.use_orig_params else [min(members, key=lambda named: named.index)]
+
+
+def _by_name(members: Sequence[Named], facts: Mapping[str, Facts]) -> dict[str, Facts]:
+    """What was agreed on, for each parameter of one handle."""
+    tellers = _tellers(members)
+    if len(tellers) == len(members):
+        return {named.name: facts[named.name] for named in members if named.name in facts}
+    found = facts.get(tellers[0].name)
+    return {} if found is None else {named.name: found for named in members}
+
+
+def _add_gathered(
+    own: _Own,
+    members: Sequence[Named],
+    facts: Mapping[str, Facts],
+    state: dict[str, dict[str, Any]],
+    wanted: Wanted,
+    *,
+    keeps: bool,
+) -> None:
+    """Put the shaped states of one handle into `state`, whole or by rows, where this rank `keeps` them. Collective."""
+    unit, kind = members[0].unit, members[0].kind
+    assert unit is not None
+    carrier = carrier_of(unit, wanted.carrier)
+    for name, dtype in _shaped(facts):
+        having = [named for named in members if facts.get(named.name, {}).get(name) == Shaped(dtype)]
+        with consolidated(unit, kind, _shard_of(own, having, name, dtype)) as views:
+            for named in having if keeps else ():
+                view = views[named.index]
+                state.setdefault(named.name, {})[name] = (
+                    _copied(view, wanted.device)
+                    if carrier == "whole"
+                    else rows_of(view, unit, as_dtensor=carrier == "dtensor", offload_to_cpu=wanted.offload_to_cpu)
+                )
+
+
+def _shaped(facts: Mapping[str, Facts]) -> Iterator[tuple[str, torch.dtype]]:
+    """Every shaped state with its dtype, once, in an order that all ranks share."""
+    found = {(name, fact.dtype) for each in facts.values() for name, fact in each.items() if isinstance(fact, Shaped)}
+    yield from sorted(found, key=str)
+
+
+def _shard_of(own: _Own, having: Sequence[Named], name: str, dtype: torch.dtype) -> torch.Tensor:
+    """One state of parameters of one handle, laid out like its shard."""
+    handle = handle_of(having[0])
+    assert handle is not None
+    first = own.held(having[0])
+    if first is not None and first.is_flat:
+        flat: torch.Tensor = own.state[first.key][name].detach()
+        return flat
+    shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.home)
+    for named in having:
+        held = own.held(named)
+        if held is None or not has_elements(named):
+            continue
+        value = own.state[held.key][name].detach()
+        if handle.whole:
+            store(handle.layout, handle.rank, shard, named.index, value)
+        else:
+            shard[span_in_shard(named).slice].copy_(value)
+    return shard
+
+
+def _add_intervals(
+    own: _Own,
+    members: Sequence[Named],
+    facts: Mapping[str, Facts],
+    state: dict[str, dict[str, Any]],
+    wanted: Wanted,
+) -> None:
+    """Put what this rank owns of the shaped states of one handle into `state`."""
+    unit, handle = members[0].unit, handle_of(members[0])
+    assert unit is not None and handle is not None
+    for named in members:
+        others = others_of(unit, named.kind, named.index)
+        for name, fact in facts.get(named.name, {}).items():
+            if isinstance(fact, Shaped):
+                span = span_in_param(named)
+                owned = torch.empty(0, dtype=fact.dtype) if span.is_empty else _owned(own, named, name)
+                local = owned if lends() else owned.to(wanted.device or handle.home, copy=True)
+                interval = OwnedInterval(local, spec_of(named), span, names_empty=handle.rank == 0, others=others)
+                state.setdefault(named.name, {})[name] = interval
+
+
+def _owned(own: _Own, named: Named, state: str) -> torch.Tensor:
+    """What this rank owns of one shaped state, in its parameter's memory order, 1-D; in place where it has that
+    order."""
+    held, handle = own.held(named), handle_of(named)
+    assert held is not None and handle is not None
+    value: torch.Tensor = own.state[held.key][state].detach()
+    if held.is_flat:
+        return value[span_in_shard(named).slice]
+    if not handle.whole:
+        return value
+    spec = spec_of(named)
+    if value.is_contiguous() if spec.stride is None else value.stride() == spec.stride:
+        return dense(value)
+    interval = OwnedInterval(value.new_empty(spec.numel), spec, span_in_param(named))
+    interval.take_from(value)
+    return interval.local
+
+
+def _copied(value: Any, device: torch.device | None) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device or value.device, copy=True)
+    return value_of(value, device=device)

@@ -1,0 +1,117 @@
+"""Which shards an optimizer's own state dict is of.
+
+[Note: stamps] `optimizer.state_dict()` holds the pieces that this rank steps on, under numbers. On another rank they
+are other elements, which nothing shows where shards are equally large. So the dict carries a stamp beside "state" and
+"param_groups", which all others leave alone, and `load_state_dict()` compares it. torch has hooks for both on each
+optimizer, and no sign that one was made, so the two methods are wrapped in the class, once per process. Where every
+rank holds all (one rank, NO_SHARD) there is no stamp, and nothing is compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ....errors import UsageError
+from ...flat.flat_param import FlatParameter, FlatParamHandle
+from ...runtime import param_registry as registry
+from ...runtime.optimizer_hooks import models_of
+
+KEY = "flatfsdp_shards"
+
+_installed = False
+
+
+def stamp_state_dicts() -> None:
+    """Let the state dicts of all optimizers of this process say whose shards they hold. Idempotent."""
+    global _installed
+    if not _installed:
+        _installed = True
+        kind: Any = torch.optim.Optimizer
+        kind.state_dict = _stamping(kind.state_dict)
+        kind.load_state_dict = _comparing(kind.load_state_dict)
+
+
+def _stamping(torchs_own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(torchs_own)
+    def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
+        made = torchs_own(self)
+        stamp = stamp_of(self)
+        return made if stamp is None else {**made, KEY: stamp}
+
+    return state_dict
+
+
+def _comparing(torchs_own: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(torchs_own)
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        given = state_dict.get(KEY) if isinstance(state_dict, dict) else None
+        if isinstance(given, dict):
+            _compare(given, stamp_of(self))
+        torchs_own(self, state_dict)
+        for root in models_of(self):
+            root.agreement.loaded = True
+
+    return load_state_dict
+
+
+def stamp_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Whose shards `optimizer` steps on, as plain data: "shards", a [rank, number of ranks] for each axis over which
+    its parameters are split, and "layout", a digest of how. None where nothing is split. No communication."""
+    layouts = {(h.rank, h.layout.world, h.layout.digest()) for h in _handles(optimizer) if h.layout.world > 1}
+    if not layouts:
+        return None
+    digests = sorted(digest for _, _, digest in layouts)
+    return {
+        "shards": [[rank, world] for rank, world in sorted({each[:2] for each in layouts})],
+        "layout": digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
+    }
+
+
+def _handles(optimizer: torch.optim.Optimizer) -> Iterator[FlatParamHandle]:
+    """Those that own what `optimizer` steps on, each once."""
+    found: dict[int, FlatParamHandle] = {}  # by the leaf
+    seen: set[int] = set()
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if isinstance(parameter, FlatParameter):
+            handle = parameter._handle_ref() if parameter._handle_ref is not None else None
+        else:
+            unit = registry.owner_of(parameter) if id(parameter) not in found else None
+            if unit is not None:
+                found |= {id(leaf): each for each in unit.handles for leaf in each.leaves}
+            handle = found.get(id(parameter))
+        if handle is not None and id(handle) not in seen:
+            seen.add(id(handle))
+            yield handle
+
+
+def _compare(given: dict[str, Any], own: dict[str, Any] | None) -> None:
+    """Refuse a state dict stamped `given` where the optimizer's own would be stamped otherwise.
+
+    Raises:
+        UsageError: naming both, what may have happened and what to do.
+    """
+    if own is None or given == own:
+        return
+    theirs, ours = _words(given), _words(own)
+    if given.get("shards") == own["shards"]:
+        theirs, ours = f"{theirs} of another layout", f"{ours} of its own"
+    raise UsageError(
+        f"optimizer.load_state_dict(): the state dict holds {theirs}, this optimizer steps on {ours}. "
+        "What optimizer.state_dict() returns is one rank's pieces: either rank 0's was saved and is loaded on every "
+        "rank, or it was made with another number of ranks or another wrapping. Save what "
+        "FullyShardedDataParallel.optim_state_dict(model, optimizer) returns, and load what optim_state_dict_to_load("
+        "model, optimizer, saved) makes of it, on any number of ranks; or save one file per rank, for the same ranks"
+    )
+
+
+def _words(stamp: dict[str, Any]) -> str:
+    """A stamp's shards for messages; it may come from any file."""
+    try:
+        return " and ".join(f"shard {int(rank)} of {int(world)}" for rank, world in stamp["shards"])
+    except (KeyError, TypeError, ValueError):
+        return "shards of unknown ranks"

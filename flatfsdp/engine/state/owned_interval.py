@@ -1,0 +1,320 @@
+"""What one rank owns of a parameter, as a value of a state dict.
+
+[Note: owned intervals] A sharded state dict says of each parameter its name, its global shape and the interval that
+this rank owns, and nothing about flat parameters: so any number of ranks, wrapped in any way, can read it, and making
+it needs no communication. `OwnedInterval` is that value. It is a tensor of the whole parameter's shape, because
+torch.distributed.checkpoint (DCP) sees tensors only, but it has memory for the interval alone: DCP asks it for its
+boxes ([Note: boxes]), saves them from and loads them into that memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import UsageError
+from ..agreement.collective_calls import meet
+from ..base import _torch
+from ..layout.boxes import Box, boxes_of
+from ..layout.layout import ParamSpec, Span
+from ..watchdog.watchdog import expecting
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+__all__ = ["OwnedInterval"]
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Others:
+    """Where the elements are that a rank does not own. It stays here when its interval is pickled.
+
+    Attributes:
+        process_group: over which the tensor is split, in the order of its elements.
+        device: on which that communicates.
+        sizes: how many elements each rank of it owns; a function, since most never ask.
+    """
+
+    process_group: Any
+    device: torch.device
+    sizes: Callable[[], Sequence[int]]
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """All elements in memory order, where `local`, this rank's own, are. Collective over the process group."""
+        sizes = self.sizes()
+        most = max(sizes)
+        own = torch.zeros(most, dtype=local.dtype, device=self.device)
+        own[: local.numel()] = local
+        every = torch.empty(most * len(sizes), dtype=local.dtype, device=self.device)
+        if most:
+            ranks = dist.get_process_group_ranks(self.process_group)
+            with expecting(ranks, "gathers a value of a sharded state dict"):
+                meet(self.process_group, ranks, "called full_tensor() of a value of a sharded state dict")
+                _torch.gather_base(self.process_group, every.view(torch.uint8), own.view(torch.uint8), beside=False)
+        rows = every.view(len(sizes), most)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).to(local.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Others:
+        return self
+
+
+class OwnedInterval(torch.Tensor):
+    """This rank's interval of one parameter (or of a state of its shape): `shape` is the whole parameter's.
+
+    It is not that whole: computing with it is refused. What works: `detach`, `clone`, `to` (device, dtype),
+    `zeros_like`, `empty_like`, `copy_` from another one of the same interval or from a whole tensor, pickling,
+    `copy.deepcopy`, `torch.save` and `torch.load(weights_only=True)`, and everything of torch.distributed.checkpoint.
+    `to_local()` and `local_shards()` show what this rank has as DTensors and ShardedTensors do. Only `full_tensor()`
+    communicates.
+
+    Attributes:
+        local: the elements of the interval in the parameter's memory order; shape (span.numel,).
+        spec: the parameter's name, global shape and memory order.
+        span: which elements of the parameter they are.
+        names_empty: whether this rank is the one that saves the parameter if it has no elements at all.
+        others: where the rest is to be had; None if it is not known any more, as in another process.
+    """
+
+    local: torch.Tensor
+    spec: ParamSpec
+    span: Span
+    names_empty: bool
+    others: Others | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: torch.Tensor,
+        spec: ParamSpec,
+        span: Span,
+        *,
+        names_empty: bool = False,
+        others: Others | None = None,
+    ) -> OwnedInterval:
+        if local.shape != (span.numel,) or span.stop > spec.numel:
+            raise UsageError(
+                f"an interval of {spec.name!r}: {span} of its {spec.numel} elements does not fit a tensor of shape "
+                f"{tuple(local.shape)}"
+            )
+        self: OwnedInterval = _torch.tensor_without_memory(cls, spec.shape, spec.stride, local)
+        self.local = local
+        self.spec = spec
+        self.span = span
+        self.names_empty = names_empty
+        self.others = others
+        return self
+
+    def with_local(self, local: torch.Tensor) -> OwnedInterval:
+        """The same interval with other elements; shape (span.numel,)."""
+        return OwnedInterval(local, self.spec, self.span, names_empty=self.names_empty, others=self.others)
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The interval as boxes of the parameter. An empty parameter is one of the rank that names it."""
+        if self.spec.numel == 0 and not self.names_empty:
+            return ()
+        return boxes_of(self.spec, self.span)
+
+    def data_of(self, box: Box) -> torch.Tensor:
+        """The elements of one of `boxes`, a view of `local` in the shape of the box."""
+        piece = self.local[box.span.shift(-self.span.start).slice]
+        return piece.view(box.sizes_in_memory).permute(box.back)
+
+    def take_from(self, whole: torch.Tensor) -> None:
+        """Copy this interval out of a tensor of the parameter's shape."""
+        for box in boxes_of(self.spec, self.span):
+            self.data_of(box).copy_(block_of(whole, box))
+
+    # -- what programs ask of DTensors and ShardedTensors ------------------------------------------------------------
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole, in memory of its own on the device of `local`. Collective over the ranks that it is split over.
+
+        They meet in the store for it, with six requests each: whole state dicts are `FULL_STATE_DICT`'s business.
+
+        Raises:
+            AgreementError: on every rank: some make another call, or none of them will ever come to it.
+            UsageError: it does not know the other ranks, because it was pickled, or made by hand.
+        """
+        spec = self.spec
+        if self.others is not None:
+            flat = self.others.gather(self.local.detach())
+        elif self.span.numel == spec.numel:
+            flat = self.local.detach().clone()
+        else:
+            raise UsageError(
+                f"full_tensor() of {spec.name!r}: this rank has elements {self.span} of shape {spec.shape}, and the "
+                "value does not know which ranks have the others, because it was pickled or comes from a file. Load it "
+                "into a model, and ask for its state_dict() under StateDictType.FULL_STATE_DICT"
+            )
+        return flat.view(spec.shape) if spec.stride is None else flat.as_strided(spec.shape, spec.stride)
+
+    def to_local(self) -> torch.Tensor:
+        """`local`: what this rank has, in the memory order of the whole; shape (span.numel,). Not a copy."""
+        return self.local
+
+    def local_shards(self) -> list[Any]:
+        """What this rank has as torch's `Shard`s, one for each of `boxes`: `.tensor`, a view of `local`, and
+        `.metadata`, which says where it lies."""
+        return [_torch.shard(self.data_of(box), box.offsets) for box in self.boxes if box.span.numel]
+
+    # -- what DCP asks -----------------------------------------------------------------------------------------------
+    # It is imported here only, by then it has been: importing it imports torch's own FSDP.
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties(dtype=self.local.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, torch.Size(box.offsets)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(_chunk(box), properties, torch.Size(self.spec.shape)),
+            )
+            for box in self.boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box in self.boxes:
+            if index.offset is None or torch.Size(box.offsets) == index.offset:
+                return self.data_of(box)
+        raise UsageError(f"{index.fqn}: no box at {index.offset} in elements {self.span} of shape {self.spec.shape}")
+
+    # -- as a tensor -------------------------------------------------------------------------------------------------
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # the contents are never those of a whole
+        return f"OwnedInterval({self.spec.name!r}, elements {self.span} of {self.spec.shape}, {self.local})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        spec = self.spec
+        return _rebuild, (
+            self.local,
+            spec.name,
+            spec.shape,
+            spec.stride,
+            self.span.start,
+            self.span.stop,
+            self.names_empty,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnedInterval:
+        return memo.setdefault(id(self), self.with_local(self.local.clone()))
+
+    def data_ptr(self) -> int:
+        """0: the whole has no memory. DCP's staging then copies `local`."""
+        return 0
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves `func` out of its stub
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Carry out the few operations that make sense on an interval; refuse all others."""
+        carry_out = _OPERATIONS.get(func)
+        if carry_out is None:
+            held = next(each for each in args if isinstance(each, cls))
+            raise UsageError(
+                f"{func} of {held.spec.name!r}: this value of a sharded state dict holds only elements {held.span} of "
+                f"shape {held.spec.shape}, those that this rank owns. Its `.local` has them; whole values are in "
+                "state_dict() under StateDictType.FULL_STATE_DICT"
+            )
+        return carry_out(*args, **(kwargs or {}))
+
+
+def block_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of `whole` that `box` names."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def _rebuild(
+    local: torch.Tensor,
+    name: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...] | None,
+    start: int,
+    stop: int,
+    names_empty: bool,
+) -> OwnedInterval:
+    return OwnedInterval(local, ParamSpec(name, shape, stride), Span(start, stop), names_empty=names_empty)
+
+
+def _new_empty(held: OwnedInterval, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    if tuple(size) != held.spec.shape:
+        return held.local.new_empty(size, dtype=dtype, device=device)
+    return held.with_local(torch.empty_like(held.local, dtype=dtype, device=device))
+
+
+def _copied(function: Callable[..., torch.Tensor]) -> Callable[..., OwnedInterval]:
+    def on_local(held: OwnedInterval, *args: Any, **kwargs: Any) -> OwnedInterval:
+        kwargs.pop("memory_format", None)  # the interval keeps the parameter's order
+        return held.with_local(function(held.local, *args, **kwargs))
+
+    return on_local
+
+
+_STAGED = (
+    ". Where torch.distributed.checkpoint.async_save(storage_writer=...) copies it, which does so with tensors without "
+    "dimensions, and it comes from a file or a pickle: take it from a model, whose values know the other ranks, or use "
+    "flatfsdp.checkpoint.async_save()"
+)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(target, OwnedInterval):
+        assert isinstance(source, OwnedInterval)
+        if not source.spec.shape and source.others is not None:
+            # [Note: staged scalars] Into these torch.distributed.checkpoint.async_save(storage_writer=...) copies what
+            # has no dimensions, on all ranks and in the same order; its owner alone has the element.
+            return target.copy_(source.full_tensor(), non_blocking=non_blocking)
+        if source.span.numel != source.spec.numel:
+            raise UsageError(
+                f"copying {source.spec.name!r} into a whole tensor: this rank owns only elements {source.span} of "
+                f"shape {source.spec.shape}; full_tensor() is the whole" + _STAGED * (not source.spec.shape)
+            )
+        for box in source.boxes:
+            block_of(target, box).copy_(source.data_of(box), non_blocking=non_blocking)
+    elif not isinstance(source, OwnedInterval):
+        target.take_from(source)
+    elif source.span == target.span and source.spec.shape == target.spec.shape:
+        target.local.copy_(source.local, non_blocking=non_blocking)
+    else:
+        raise UsageError(
+            f"copying elements {source.span} of {source.spec.name!r} {source.spec.shape} into elements {target.span} "
+            f"of {target.spec.name!r} {target.spec.shape}: these are different intervals. Save and load with "
+            "torch.distributed.checkpoint, which moves elements between ranks"
+        )
+    return target
+
+
+_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _copied(lambda local: local.detach()),
+    _aten.alias.default: _copied(lambda local: local),
+    _aten.clone.default: _copied(lambda local: local.clone()),
+    _aten._to_copy.default: _copied(_aten._to_copy.default),
+    _aten.empty_like.default: _copied(torch.empty_like),
+    _aten.zeros_like.default: _copied(torch.zeros_like),
+    _aten.is_pinned.default: lambda held, *args, **kwargs: held.local.is_pinned(*args, **kwargs),
+    _aten._pin_memory.default: _copied(lambda local, *args, **kwargs: local.pin_memory()),
+    _aten.new_empty.default: _new_empty,
+    _aten.copy_.default: _copy,
+}
+
+torch.serialization.add_safe_globals([OwnedInterval, _rebuild])

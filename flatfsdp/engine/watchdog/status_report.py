@@ -1,0 +1,400 @@
+"""What all ranks do at this moment, asked and told through the store.
+
+[Note: roll call] A rank that has waited for too long, or has lost a connection, *asks*; the watch of each rank answers
+with what that rank does, and the one that asked collects the answers, puts them together and posts the result for all.
+There is one roll call at a time: of those who want to ask, one wins, and the others take the result that comes.
+
+Of W ranks each posts one answer and counts it, and looks for the result twice per period until it is there, within
+`ANSWER` periods; who collects reads 2 W notes and removes those of the roll call before the last. All that the others
+read is one text in which ranks that do the same share a line.
+
+[Note: deadlock] Whether ranks wait for each other for ever can be told where all of them answer, none runs anything but
+a wait, and they are not all in the same place, which they would leave together. One such roll call may have met them on
+their way. A second one, a report's time later, that finds every rank in the very same operation as the first is taken
+as proof. A rank that computes, compiles, reads data, or does not answer forbids it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Literal, NamedTuple, cast, get_args
+
+from ...errors import ranks_in_words
+from ..base.foreign_text import parse
+from . import store as board
+from .store import Board
+
+ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
+REFUSALS = 5  # looks after which one that asked first, and is not heard of, counts for nothing
+QUIETLY = "ended its program without an error"
+UNEVEN = ". Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join(model) as joined`"
+OBITUARIES = 64  # ends of processes that a roll call reads at most
+
+# Why it is asked: what ranks wait for may never come ("meet"); a wait is to be reported, or to be an error, by what the
+# user chose or by the time limit of the process group; a deadlock is to be proved; a connection was lost.
+Purpose = Literal["meet", "report", "prove", "raise", "timeout", "lost"]
+PURPOSES: tuple[str, ...] = get_args(Purpose)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank does.
+
+    Attributes:
+        doing: follows "rank 0: "; equal where ranks do the same.
+        seconds: for how long it has.
+        waits_for: in a wait for ranks that must all come to the same place: these ranks.
+        stands: what it waits in, by since when by its own clock; nothing where it does anything else. The same as
+            before where it has not moved.
+    """
+
+    doing: str
+    seconds: float
+    waits_for: tuple[int, ...] = ()
+    stands: tuple[float, ...] = ()
+
+    def to_text(self) -> str:
+        """As one line."""
+        return json.dumps([self.doing, self.seconds, self.waits_for, self.stands])
+
+    @classmethod
+    def of(cls, text: str | None) -> Answer | None:
+        """The answer of that `text`, None if it is none."""
+        match parse(text):
+            case [str(doing), int(seconds) | float(seconds), [*waits_for], [*stands]] if _are_ranks(waits_for):
+                return cls(doing, seconds, tuple(waits_for), tuple(each for each in stands if type(each) is float))
+        return None
+
+
+class Process(NamedTuple):
+    """A process as others on its machine can find it."""
+
+    pid: int
+    host: str
+    namespace: str  # of process ids
+    started: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    @classmethod
+    def this(cls) -> Process:
+        """This one."""
+        return cls(os.getpid(), socket.gethostname(), _namespace(), _state(os.getpid())[1])
+
+    def to_text(self) -> str:
+        """As one line."""
+        return json.dumps(self)
+
+    @classmethod
+    def of(cls, text: str | None) -> Process | None:
+        """The process of that `text`, None if it is none."""
+        return cls._of(parse(text))
+
+    @classmethod
+    def _of(cls, found: object) -> Process | None:
+        match found:
+            case [int(pid), str(host), str(namespace), str(started)]:
+                return cls(pid, host, namespace, started)
+        return None
+
+    def is_gone(self) -> bool | None:
+        """Whether it has ended; None where that cannot be told from here, of other machines or without Linux."""
+        if not self.started or (self.host, self.namespace) != (socket.gethostname(), _namespace()):
+            return None
+        state, started = _state(self.pid)
+        return state in "ZX" or started != self.started
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """The letter of a process's state and when it was started, by Linux; two times "" where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a roll call brought to light.
+
+    Attributes:
+        purpose: why it was asked; by: who asked.
+        lines: what each rank does, in words.
+        lost: the obituaries of ranks that ended.
+        silent: the processes of ranks that began with flatfsdp and do not answer.
+        parted: what ranks do that wait for each other in different places, or "".
+        answered: how many ranks answered.
+        standing: where all ranks wait, in different places: what stands for where each of them is; or "".
+    """
+
+    purpose: Purpose
+    by: int
+    lines: list[str] = field(default_factory=list)
+    lost: list[tuple[int, str, str | None]] = field(default_factory=list)
+    silent: dict[int, Process] = field(default_factory=dict)
+    parted: str = ""
+    answered: int = 0
+    standing: str = ""
+
+    def silent_processes(self) -> list[tuple[int, Process]]:
+        """`silent` as (rank, process)."""
+        return list(self.silent.items())
+
+    def to_text(self) -> str:
+        """As one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str) -> Result | None:
+        """The result of that `text`, None if it is none."""
+        match parse(text):
+            case {
+                "purpose": str(purpose),
+                "by": int(by),
+                "lines": [*lines],
+                "lost": [*lost],
+                "silent": dict(silent),
+                "parted": str(parted),
+                "answered": int(answered),
+                "standing": str(standing),
+            } if purpose in PURPOSES and all(isinstance(line, str) for line in lines):
+                return cls(
+                    cast(Purpose, purpose),
+                    by,
+                    lines,
+                    [astuple(each) for each in map(Obituary.of, lost) if each is not None],
+                    {
+                        int(rank): process
+                        for rank, each in silent.items()
+                        if rank.isdecimal() and (process := Process._of(each)) is not None
+                    },
+                    parted,
+                    answered,
+                    standing,
+                )
+        return None
+
+
+@dataclass
+class _Open:
+    """A roll call without a result."""
+
+    number: int
+    by: int
+    purpose: Purpose
+    began: float
+
+
+class RollCalls:
+    """One rank's side of the roll calls of a world. [Note: roll call]"""
+
+    def __init__(self, notes: Board, *, rank: int, world: int) -> None:
+        self._board = notes
+        self._rank = rank
+        self._world = world
+        self._open: list[_Open] = []
+        self._refused_at, self._refusals = 0, 0
+
+    @property
+    def period(self) -> float:
+        """Seconds between two looks of a watch at the store."""
+        return board.PERIOD * max(1.0, self._world / board.READS)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a result is awaited."""
+        return bool(self._open)
+
+    def ask(self, purpose: Purpose, *, heard: int) -> None:
+        """Ask all ranks, unless somebody does. `heard`: the alarms that this rank knows of."""
+        if self._open:
+            return
+        if heard != self._refused_at:
+            self._refused_at, self._refusals = heard, 0
+        # A rank that won and is not heard of has died at once.
+        claim = f"asks/{heard}/{self._refusals // REFUSALS}"
+        if self._board.first(claim, str(self._rank)) == str(self._rank):
+            number = self._board.count("rolls")
+            self._board.sound(json.dumps(["roll", number, self._rank, purpose]))
+            self._board.erase(f"asks/{heard - 2}/0")
+        else:
+            self._refusals += 1
+
+    def hear(self, number: int, by: int, purpose: Purpose, answer: Answer) -> None:
+        """Roll call `number` was heard of: answer it."""
+        self._board.post(f"roll/{number}/{self._rank}", answer.to_text())
+        self._board.count(f"roll/{number}/here")
+        self._open.append(_Open(number, by, purpose, time.monotonic()))
+
+    def results(self) -> Iterator[tuple[int, Result]]:
+        """The roll calls, by number, that have a result now."""
+        for roll in list(self._open):
+            waited = time.monotonic() - roll.began
+            if roll.by == self._rank:
+                self._collect(roll, late=waited > ANSWER * self.period)
+            if (text := self._board.read(f"roll/{roll.number}/result")) is not None:
+                self._open.remove(roll)
+                if (result := Result.of(text)) is not None:
+                    yield roll.number, result
+            elif waited > 2 * ANSWER * self.period:  # who asked has ended
+                self._open.remove(roll)
+
+    def let_all_read(self, place: str, readers: int | None = None) -> None:
+        """Give the others time to read what is at `place`, before an error ends this process and perhaps the store with
+        it. `readers`: how many they are with this one; all but one without."""
+        readers = self._world - 1 if readers is None else readers
+        self._board.count(f"{place}/read")
+        self._board.wait(lambda: self._board.count(f"{place}/read", 0) >= readers, self.period * ANSWER / 2)
+
+    def _collect(self, roll: _Open, *, late: bool) -> None:
+        place = f"roll/{roll.number}"
+        answered = self._board.count(f"{place}/here", 0)
+        ended = Obituary.read_all(self._board)
+        if answered + len(ended) < self._world and not late:
+            return
+        answers: dict[int, Answer] = {}
+        silent: dict[int, Process] = {}
+        absent: list[int] = []
+        for rank in range(self._world):
+            if rank in ended:
+                continue
+            if (answer := Answer.of(self._board.read(f"{place}/{rank}"))) is not None:
+                answers[rank] = answer
+            elif (process := Process.of(self._board.read(f"here/{rank}"))) is not None:
+                silent[rank] = process
+            else:
+                absent.append(rank)
+        if (silent or absent) and not late:  # some answered and ended
+            return
+        result = Result(
+            roll.purpose,
+            roll.by,
+            lines=[
+                *lines_of(answers),
+                *(f"rank {rank}: {each.words}" for rank, each in ended.items()),
+                *(
+                    f"rank {rank}: no answer, {process} has no model any more, is stopped, or gone"
+                    for rank, process in silent.items()
+                ),
+                *([f"{ranks_in_words(absent)}: nothing of flatfsdp's was used yet"] if absent else []),
+            ],
+            lost=[astuple(each) for each in ended.values()],
+            silent=silent,
+            parted=parted(answers, patience=2 * self.period),
+            answered=len(answers),
+            standing=standing(answers) if len(answers) == self._world else "",
+        )
+        self._board.post(f"{place}/result", result.to_text())
+        old = f"roll/{roll.number - 2}"
+        self._board.erase(*(f"{old}/{each}" for each in (*range(self._world), "here", "result", "read")))
+
+
+@dataclass(frozen=True)
+class Obituary:
+    """The last word of a rank whose process ends.
+
+    Attributes:
+        words: complete "rank 0 ...".
+        cause: the disagreement that it ended with, which was told to it as it is to be told to the others, or None.
+    """
+
+    rank: int
+    words: str
+    cause: str | None = None
+
+    def leave(self, notes: Board, *, alarm: bool) -> None:
+        """Write it down, for the watches of the others with `alarm`."""
+        number = notes.count("ended")
+        notes.post(f"ended/{number}", json.dumps(astuple(self)))
+        if alarm:
+            notes.sound(json.dumps(["ended", number]))
+
+    @classmethod
+    def read(cls, notes: Board, number: int) -> Obituary | None:
+        """The one of that `number`, from 1 on in the order of ends."""
+        return cls.of(parse(notes.read(f"ended/{number}")))
+
+    @classmethod
+    def of(cls, found: object) -> Obituary | None:
+        """The one that these values are, None if they are none."""
+        match found:
+            case [int(rank), str(words), str() | None as cause]:
+                return cls(rank, words, cause)
+        return None
+
+    @classmethod
+    def read_all(cls, notes: Board) -> dict[int, Obituary]:
+        """All, by rank."""
+        count = min(notes.count("ended", 0), OBITUARIES)
+        found = [each for number in range(1, count + 1) if (each := cls.read(notes, number)) is not None]
+        return {each.rank: each for each in sorted(found, key=lambda each: each.rank)}
+
+
+def _are_ranks(values: Sequence[object]) -> bool:
+    return all(type(each) is int for each in values)
+
+
+def in_one_sentence(obituaries: Sequence[Obituary]) -> str:
+    """Whose end the others cannot go on after."""
+    for each in obituaries:
+        if each.cause is not None:
+            return each.cause
+    told = "; ".join(f"rank {each.rank} {each.words}" for each in obituaries)
+    uneven = any(each.words.startswith(QUIETLY) for each in obituaries)
+    return f"{told}. The others cannot go on without it{UNEVEN if uneven else ''}"
+
+
+def lines_of(answers: dict[int, Answer]) -> list[str]:
+    """One line for all ranks that do the same."""
+    alike: dict[str, list[int]] = {}
+    for rank, answer in answers.items():
+        alike.setdefault(answer.doing, []).append(rank)
+    lines = []
+    for doing, ranks in alike.items():
+        seconds = sorted(round(answers[rank].seconds) for rank in ranks)
+        span = f"{seconds[0]}" if seconds[0] == seconds[-1] else f"{seconds[0]} to {seconds[-1]}"
+        lines.append(f"{ranks_in_words(ranks)}: {doing}, for {span} s")
+    return lines
+
+
+def parted(answers: dict[int, Answer], *, patience: float) -> str:
+    """What ranks do that have waited for each other, in different places, for more than `patience` seconds; or ""."""
+    waiting = {rank: answer for rank, answer in answers.items() if answer.waits_for and answer.seconds > patience}
+    places: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank, answer in waiting.items():
+        places.setdefault((answer.doing, answer.waits_for), []).append(rank)
+    stuck = [
+        ranks
+        for (_, awaited), ranks in places.items()
+        if any(
+            set(awaited) & set(others) and set(theirs) & set(ranks)
+            for (_, theirs), others in places.items()
+            if others is not ranks
+        )
+    ]
+    return "; ".join(f"{ranks_in_words(ranks)} {waiting[ranks[0]].doing}" for ranks in stuck)
+
+
+def standing(answers: dict[int, Answer]) -> str:
+    """What stands for where ranks are that all wait, in different places; or "". [Note: deadlock]"""
+    alike = len({answer.doing for answer in answers.values()}) == 1
+    if alike or not all(answer.stands for answer in answers.values()):
+        return ""
+    places = [(rank, answer.doing, answer.stands) for rank, answer in sorted(answers.items())]
+    return hashlib.blake2b(repr(places).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,246 @@
+"""From a module and a config to a unit: checks, materialisation, synchronisation, kinds.
+
+Constructors communicate only to make process groups and, when asked, to copy rank 0's values (`sync_module_states`).
+All that may fail in a user's hands is checked before the first parameter is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from ...api import Config
+from ...errors import UsageError, warn
+from ...wrap import check_called
+from ..agreement.checksums import Beginnings
+from ..comm.process_groups import plan_groups
+from ..comm.transport import GroupPlan
+from ..config.schedule_options import AS_BUILT, Schedule, reshard_choice
+from ..config.strategy import traits
+from ..device.memory import Ledger
+from ..device.streams import Device
+from ..features.local_clipping import tell_of_local_clipping
+from ..features.unstepped import tell_if_unstepped
+from ..flat.extensions import can_transform, transform
+from ..flat.flat_param import FlatParamHandle
+from ..flat.quantized import is_packed
+from ..flat.views import Home
+from ..runtime.device_checks import compute_device, move_buffers
+from ..runtime.model import Root, RootSettings
+from ..runtime.module_tree import homes_of, ignored_of, leave_alone, leaves_of, modules_of, units_in
+from ..runtime.optimizer_hooks import guard_optimizers
+from ..runtime.param_registry import extended, own, owner_of, roots, unit_around
+from ..runtime.unit import Unit
+from ..state.model.submodules import watch
+from ..state.optim.stamp import stamp_state_dicts
+from .init_sync import failing_together, meeting_axes, synchronise
+from .materialize import materialise
+
+
+def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Unit:
+    """Shard what no nested unit of `module` owns. `config` has its groups resolved.
+
+    Collective only for `sync_module_states`. Raises before any parameter is changed, except out of user functions.
+    """
+    device = compute_device(module, config)
+    groups = plan_groups(config, device)
+    axes = meeting_axes(groups, Device(device)) if config.sync_module_states else []
+    nested = units_in(module)
+    with failing_together(axes):
+        _check_unwrapped(module)
+        _check_unattended(nested)
+        reshard = reshard_choice("reshard_after_forward", config.reshard_after_forward, shards=groups.shard.size)
+        ignored_modules, ignored_params = ignored_of(module, config)
+        modules = modules_of(module, ignored_modules)
+        materialise(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
+        homes, aliases, ignored_homes = _homes(module, config, ignored_modules, ignored_params)
+        check_called(module, [home.path for home in homes])
+        _check_untransformed(homes)
+        if not can_transform():
+            _check_plain(homes)
+        move_buffers(modules, device)
+    synchronise(module, modules, leaves_of(homes), axes)
+    ledger = Ledger()
+    with ExitStack() as undo:
+        for home in homes:
+            undo.callback(home.register)
+        homes, transformed = transform(homes)
+        _check_plain(homes)
+        leaves = leaves_of(homes)
+        beginnings = Beginnings(leaves) if config.check_values != "off" else None
+        packed = {id(home.leaf) for home in homes if is_packed(home)}
+        handles = _flatten(leaves, packed, config, groups, device, ledger)
+        undo.pop_all()
+    _drop_gradients(leaves)
+    unit = Unit(
+        module,
+        handles,
+        homes,
+        traits=traits(config.sharding_strategy),
+        groups=groups,
+        device_mesh=config.device_mesh,
+        mixed_precision=config.mixed_precision,
+        cpu_offload=config.cpu_offload,
+        backward_prefetch=config.backward_prefetch,
+        forward_prefetch=config.forward_prefetch,
+        modules=[each for _, each in modules],
+        owners=list(dict.fromkeys(owner for home in aliases if (owner := owner_of(home.leaf)) is not None)),
+        aliases=aliases,
+        island=island,
+        schedule=AS_BUILT if reshard is None else Schedule(reshard_after_forward=reshard),
+    )
+    unit.extend(transformed)
+    if beginnings is not None:
+        beginnings.seal(handles)
+    unit.beginnings = beginnings
+    watch((*homes, *aliases))
+    for home in unit.hidden:
+        home.unregister()
+    for each in ignored_modules:
+        leave_alone(each, None)
+    for each, attributes in ignored_homes.items():
+        leave_alone(each, attributes)
+    settings = RootSettings(device, config.limit_all_gathers, config.check_values, config.join_units_below)
+    new_root(unit, device, ledger, settings, nested)
+    return unit
+
+
+def _homes(
+    module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
+) -> tuple[list[Home], list[Home], dict[nn.Module, set[str]]]:
+    """(homes of what the unit will own, homes of what other units own, attributes that hold ignored parameters)."""
+    homes: list[Home] = []
+    aliases: list[Home] = []
+    ignored: dict[nn.Module, set[str]] = {}
+    for holder, attribute, path in homes_of(module, ignored_modules):
+        leaf = holder._parameters[attribute]
+        assert leaf is not None
+        if leaf in ignored_params:
+            ignored.setdefault(holder, set()).add(attribute)
+        elif (owner := owner_of(leaf)) is not None:
+            _check_tie(owner, module, path, config)
+            aliases.append(Home(holder, attribute, path, leaf))
+        elif getattr(leaf, "_fsdp_flattened", False):
+            raise UsageError(
+                f"{path!r} is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the "
+                "original module, once"
+            )
+        else:
+            homes.append(Home(holder, attribute, path, leaf))
+    return homes, aliases, ignored
+
+
+def _flatten(
+    leaves: list[tuple[nn.Parameter, str]],
+    packed: set[int],
+    config: Config,
+    groups: GroupPlan,
+    device: torch.device,
+    ledger: Ledger,
+) -> list[FlatParamHandle]:
+    """A handle for each kind among `leaves`, given with their paths. They still show their own memory.
+
+    `packed`: the ids of those that are packed bytes.
+    """
+    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[nn.Parameter, str]]] = {}
+    for leaf, path in leaves:
+        kinds.setdefault((leaf.dtype, leaf.requires_grad, id(leaf) in packed), []).append((leaf, path))
+    return [
+        FlatParamHandle.flatten(
+            [leaf for leaf, _ in members],
+            [path for _, path in members],
+            world=groups.shard.size,
+            rank=groups.shard.rank,
+            mixed_precision=config.mixed_precision,
+            device=device,
+            offload=config.cpu_offload.offload_params,
+            pin_memory=config.cpu_offload.pin_memory,
+            use_orig_params=config.use_orig_params,
+            packed=is_packed_kind,
+            ledger=ledger,
+        )
+        for (_, _, is_packed_kind), members in kinds.items()
+    ]
+
+
+def new_root(unit: Unit, device: torch.device, ledger: Ledger, settings: RootSettings, nested: list[Unit]) -> Root:
+    """A root over `unit`, whose handles count in `ledger`, and the units nested in it."""
+    root = Root(unit, Device(device), ledger=ledger, settings=settings)
+    unit.own_root = root
+    unit.join(root)
+    root.adopt(nested)
+    own(unit)
+    roots.add(root)
+    guard_optimizers()
+    tell_if_unstepped(root)
+    tell_of_local_clipping(root)
+    stamp_state_dicts()
+    return root
+
+
+def _check_unwrapped(module: nn.Module) -> None:
+    """Refuse a module that is in a unit already, as a wrapper or inside of one."""
+    wrapped = module.__dict__.get("_unit")
+    if isinstance(wrapped, Unit):
+        raise UsageError(
+            f"module: {type(module).__name__} is a wrapper already, of {type(wrapped.module).__name__}. Wrap the "
+            "original module, once"
+        )
+    unit = unit_around(module)
+    if unit is not None:
+        raise UsageError(
+            f"module: {type(module).__name__} is in a unit already, that of {type(unit.module).__name__}, and its "
+            "parameters are flattened there. Wrap inner modules before outer ones, each once"
+        )
+
+
+def _check_unattended(nested: Iterable[Unit]) -> None:
+    """Refuse to take units from a root by which others go: they would lose them without a word."""
+    for unit in nested:
+        if unit.root.steppers.every or unit.root.detector is not None:
+            what = "optimizer_in_backward()" if unit.root.steppers.every else "detect_nonfinite()"
+            raise UsageError(
+                f"module: {type(unit.module).__name__} inside is of a model that was given to {what}, and cannot "
+                "become part of a larger one. Wrap the whole model first, and call it on the outermost wrapper"
+            )
+
+
+def _check_tie(owner: Unit, module: nn.Module, path: str, config: Config) -> None:
+    if owner.groups.shard.ranks != plan_groups(config, owner.handles[0].device).shard.ranks:
+        raise UsageError(
+            f"{path!r} of {type(module).__name__} is tied to a parameter of another unit "
+            f"({type(owner.module).__name__}) that is sharded over other ranks, so no order of gathers serves both. "
+            "Put both modules into one unit, or wrap them with the same process group"
+        )
+
+
+def _check_untransformed(homes: Iterable[Home]) -> None:
+    for unit in extended:
+        for each in (each for shown in unit.shown for each in shown.extended):
+            for home in homes:
+                if each.replaced(home.leaf):
+                    raise UsageError(
+                        f"{home.path!r} is tied to a parameter of another unit ({type(unit.module).__name__}) that an "
+                        "extension transformed. Put both modules into one unit"
+                    )
+
+
+def _check_plain(homes: Iterable[Home]) -> None:
+    for home in homes:
+        if hasattr(type(home.leaf), "__tensor_flatten__"):
+            raise UsageError(
+                f"{home.path!r} is a {type(home.leaf).__name__}, a tensor made of others: a flat parameter holds plain "
+                "elements. Name its module in ignored_modules=, which leaves it whole on each rank, or say what is "
+                "stored of it with flatfsdp.extensions.set_extensions()"
+            )
+
+
+def _drop_gradients(leaves: list[tuple[nn.Parameter, str]]) -> None:
+    dropped = [path for leaf, path in leaves if leaf.grad is not None]
+    if dropped:
+        warn(f"module: gradients from before wrapping are dropped, of {', '.join(dropped)}")
+    for leaf, _ in leaves:
+        leaf.grad = None

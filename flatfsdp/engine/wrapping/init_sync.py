@@ -1,0 +1,95 @@
+"""What the constructors of all ranks do together: copy rank 0's values, fail, and put back what they have wrapped.
+
+[Note: constructors] Ranks meet in exchanges of one size, over the axes and in the order of the comparison at the first
+forward. So whoever waits for the others learns where they are instead, be it in another constructor, in one that
+failed, or in a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import nn
+
+from ..agreement.model_check import compare_facts
+from ..comm.transport import GroupPlan, Traffic, Transport, transport
+from ..device.memory import Ledger
+from ..device.streams import Device
+
+
+def meeting_axes(groups: GroupPlan, device: Device) -> list[Transport]:
+    """The axes over which the constructors of a unit meet. [Note: constructors]"""
+    traffic, ledger = Traffic(), Ledger()
+    return [
+        transport(axis, device, traffic=traffic, ledger=ledger)
+        for axis in (groups.scatter, groups.replicate)
+        if axis is not None and axis.size > 1
+    ]
+
+
+@contextmanager
+def failing_together(axes: list[Transport]) -> Iterator[None]:
+    """Where the enclosed code fails on this rank, ranks that come to `synchronise` are told, and fail as well.
+
+    Collective over `axes` where it fails.
+    """
+    try:
+        yield
+    except Exception as error:
+        failure = _in_words(error)
+        with suppress(RuntimeError):  # what the others say to it matters less than `error`
+            facts = [("construction", "failed", True)]
+            compare_facts(axes, facts, reason=failure, doing=f"fails to wrap after {failure}")
+        raise
+
+
+def agree_to_undo(count: int, axes: list[Transport], error: BaseException | None) -> None:
+    """After `error` in a constructor that has wrapped `count` modules: all ranks put them back. Collective over `axes`.
+
+    Raises:
+        AgreementError: some do not. They learn of `error`, in a constructor that copies values or at their first
+            forward.
+    """
+    failure = _in_words(error)
+    facts = [("construction", f"failed with {count} modules wrapped", True)]
+    compare_facts(axes, facts, reason=failure, doing=f"undoes its wrapping of {count} modules after {failure}")
+
+
+def synchronise(
+    module: nn.Module,
+    modules: list[tuple[str, nn.Module]],
+    leaves: list[tuple[nn.Parameter, str]],
+    axes: list[Transport],
+) -> None:
+    """Overwrite parameters and buffers with those of rank 0. Collective over `axes`.
+
+    Raises:
+        AgreementError: on every rank, where ranks would send tensors that do not fit each other.
+    """
+    if not axes:
+        return
+    tensors: list[tuple[torch.Tensor, str]] = list(leaves)
+    for path, each in modules:
+        prefix = f"{path}." if path else ""
+        tensors += [(buffer, prefix + name) for name, buffer in each._buffers.items() if buffer is not None]
+    subject = f"a unit of class {type(module).__name__}"
+    facts = [("construction", "goes on", True), (subject, f"of {len(tensors)} tensors", True)]
+    for tensor, path in tensors:
+        found = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        facts.append((f"{subject}, {path}", found, False))
+    compare_facts(axes, facts, doing=f"copies the values of {subject} from rank 0")
+    with torch.no_grad():
+        for tensor, _ in tensors:
+            # Of a DTensor that an extension will store, the ranks of these axes have equal parts.
+            here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            on_device = here.detach().to(axes[0].device.device).contiguous()
+            for axis in axes:
+                axis.broadcast(on_device)
+            if on_device.data_ptr() != here.data_ptr():
+                here.copy_(on_device)
+
+
+def _in_words(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -1,0 +1,147 @@
+"""From the meta device to memory and values.
+
+[Note: materialise] A parameter on the meta device gets its memory in place: it stays the same object, so that ties
+inside a unit and across units, and optimizers that hold it, survive. A module whose initialisation raises is put back
+on the meta device, so that wrapping it can be tried again. `param_init_fn` is told that it is on the meta device still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...errors import UsageError
+from ..device.fake_tensors import is_memoryless, stand_in
+from .meta_device_mode import AsOnMeta
+
+if TYPE_CHECKING:
+    from ..runtime.unit import Unit
+
+
+def materialise(
+    modules: Iterable[tuple[str, nn.Module]],
+    device: torch.device,
+    initialise: Callable[[nn.Module], Any] | None,
+    *,
+    skip: set[nn.Parameter],
+    owner_of: Callable[[torch.Tensor], Unit | None],
+) -> None:
+    """Give memory and values to modules that hold parameters or buffers on the meta device.
+
+    `initialise(module)` is called for each, or the module's `reset_parameters()`. What the module holds elsewhere keeps
+    its values. Parameters in `skip` are left where they are; those with an owner belong to a unit already.
+    """
+    if is_memoryless():
+        _forget_values(modules, device, skip)
+        return
+    for path, module in modules:
+        if not any(tensor.is_meta and tensor not in skip for _, _, tensor in _held(module)):
+            continue
+        if initialise is None and not callable(getattr(module, "reset_parameters", None)):
+            raise UsageError(
+                f"module {path or '<root>'!r} ({type(module).__name__}) is on the meta device and has no "
+                "reset_parameters(); give it one, or pass param_init_fn=, a function of the module that fills its own "
+                "parameters and buffers"
+            )
+        with torch.no_grad(), ExitStack() as undo, ExitStack() as after:
+            given: set[int] = set()
+            from_meta: list[str] = []
+            for registry, name, tensor in _held(module):
+                if id(tensor) in given:  # tied within the module
+                    continue
+                given.add(id(tensor))
+                if tensor.is_meta and tensor not in skip:
+                    undo.callback(_give_memory(module, tensor, device))
+                    from_meta.append(name)
+                elif (owner := owner_of(tensor)) is not None:
+                    after.callback(_lend_stand_in(registry, name, tensor, owner))
+                else:
+                    after.callback(tensor.copy_, tensor.clone())
+            if initialise is None:
+                module.reset_parameters()  # type: ignore[operator]  # checked above
+            else:
+                _initialise_by(initialise, module, path, from_meta)
+            left = [name for _, name, tensor in _held(module) if tensor.is_meta and tensor not in skip]
+            if left:
+                raise UsageError(
+                    f"param_init_fn left {', '.join(left)} of module {path or '<root>'!r} on the meta device"
+                )
+            undo.pop_all()
+
+
+def _forget_values(modules: Iterable[tuple[str, nn.Module]], device: torch.device, skip: set[nn.Parameter]) -> None:
+    """In a rehearsal nothing has memory, wherever it was, and nothing needs to be initialised."""
+    for _, module in modules:
+        for _, name, tensor in _held(module):
+            if tensor not in skip:
+                setattr(module, name, stand_in(tensor, device))
+
+
+def _held(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """(registry, name, tensor) of the parameters and buffers that `module` itself holds."""
+    return [
+        (registry, name, tensor)
+        for registry in (module._parameters, module._buffers)
+        for name, tensor in registry.items()
+        if tensor is not None
+    ]
+
+
+def _give_memory(module: nn.Module, tensor: torch.Tensor, device: torch.device) -> Callable[[], None]:
+    """Memory on `device` for `tensor`, undefined in value; returns what undoes it."""
+    empty = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        if type(empty) is nn.Parameter:
+            empty.__class__ = type(tensor)
+    vars(empty).update(vars(tensor))  # what its own class knows of it, the state of a quantised weight say
+    try:
+        torch.utils.swap_tensors(tensor, empty)
+        return lambda: torch.utils.swap_tensors(tensor, empty)
+    except RuntimeError:
+        # Weak references forbid it. Modules that hold them (LSTM) follow an assignment.
+        names = [name for _, name, other in _held(module) if other is tensor]
+
+        def put(value: torch.Tensor) -> None:
+            for name in names:
+                setattr(module, name, value)
+
+        put(empty)
+        return lambda: put(tensor)
+
+
+def _lend_stand_in(registry: dict[str, Any], name: str, leaf: torch.Tensor, owner: Unit) -> Callable[[], None]:
+    """A scratch tensor of the whole shape in place of `leaf`, of which `owner` shows a shard; returns what ends it."""
+    spec = next(
+        handle.layout.params[index]
+        for handle in owner.handles
+        for index, other in enumerate(handle.leaves)
+        if other is leaf
+    )
+    registry[name] = nn.Parameter(leaf.new_empty(spec.shape), requires_grad=leaf.requires_grad)
+    return lambda: registry.__setitem__(name, leaf)
+
+
+def _initialise_by(initialise: Callable[[nn.Module], Any], module: nn.Module, path: str, names: list[str]) -> None:
+    """Call `initialise` as if the tensors of these names were still on the meta device.
+
+    A function that looks at their devices, to create others there, must see the true ones. So it is told otherwise only
+    when it has done nothing.
+    """
+    tensors = [getattr(module, name) for name in names]
+    for device in (False, True):
+        with AsOnMeta(tensors, device=device) as told:
+            initialise(module)
+        untouched = told.untouched()
+        replaced = any(getattr(module, name) is not tensor for name, tensor in zip(names, tensors, strict=True))
+        if replaced or len(untouched) < len(tensors) or not any(tensor.numel() for tensor in tensors):
+            return
+    raise UsageError(
+        f"param_init_fn did nothing with {', '.join(names)} of module {path or '<root>'!r} ({type(module).__name__}), "
+        "which came from the meta device and would have no values. Fill them in place, or, if values come later, call "
+        "module.to_empty(device=..., recurse=False)"
+    )

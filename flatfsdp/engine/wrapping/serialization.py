@@ -1,0 +1,250 @@
+"""Copies and pickles of wrapped models, between steps.
+
+[Note: blueprint] A unit is rebuilt from plain data: its leaves and shards, layouts and settings, and the ranks of its
+axes. A copy shares the process groups; a pickle names their ranks and finds or makes groups over them when it is
+loaded, with the same world and on the same rank. Lists of what is gathered ahead go along, as far as they name units
+that do. Users' hooks are copied with their state, and not pickled.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import io
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ...errors import UsageError
+from ..agreement.once_per_job import warn_once_per_job
+from ..comm.process_groups import plan_over
+from ..comm.transport import GroupPlan
+from ..config.unit_options import Targets
+from ..device.memory import Ledger
+from ..flat.extensions import Extended
+from ..flat.flat_param import FlatParamHandle
+from ..flat.states import IDLE
+from ..flat.views import NOTHING, SHARD, Home
+from ..runtime.module_tree import leave_alone, left_alone_in, units_in
+from ..runtime.unit import Unit
+from .build import new_root
+from .wrapper_support import keep_root, register_flat_params
+
+_SETTINGS = ("traits", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch", "island")
+_HANDLE_SETTINGS = (
+    "layout",
+    "rank",
+    "mixed_precision",
+    "device",
+    "offload",
+    "pin_memory",
+    "use_orig_params",
+    "trainable",
+    "packed",
+)
+
+T = TypeVar("T")
+# For each unit the places of those that it names: that it gathers ahead, in forward and in backward, and that come
+# right after its branch.
+_NAMING = ("forward_targets", "backward_targets", "branch_before")
+_Lists = list[list[list[int]]]
+
+# Inside the pickling of an outer wrapper, nested ones are written in place, so that ties across them survive.
+_inside = False
+
+
+def state_of(wrapper: nn.Module) -> dict[str, Any]:
+    """What `restore` needs to build `wrapper` again."""
+    unit: Unit = wrapper.__dict__["_unit"]
+    attributes = {key: value for key, value in wrapper.__dict__.items() if key not in ("_unit", "_kept_root")}
+    attributes["_parameters"] = {k: v for k, v in wrapper._parameters.items() if not k.startswith("_flat_param")}
+    return {
+        "attributes": attributes,
+        "unit": {
+            "handles": [
+                {
+                    "leaves": handle.leaves,
+                    "shard": handle.shard.detach(),
+                    **{name: getattr(handle, name) for name in _HANDLE_SETTINGS},
+                }
+                for handle in unit.handles
+            ],
+            "homes": [(home.module, home.attribute, home.path, home.leaf) for home in unit.homes],
+            "aliases": [(home.module, home.attribute, home.path, home.leaf) for home in unit.aliases],
+            "extended": [(e.leaf, e.state, e.extensions) for shown in unit.shown for e in shown.extended],
+            "modules": unit.modules,
+            "left_alone": left_alone_in(unit.module),
+            "tied": [owner.module for owner in unit.owners],
+            "groups": unit.groups,
+            "root": unit.root.settings,
+            "is_last_backward": unit.root.is_last_backward,
+            "schedule": unit.choices.schedule,
+            "state_dict": unit.choices.state_dict,
+            **{name: getattr(unit, name) for name in _SETTINGS},
+        },
+    }
+
+
+def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
+    """Make `wrapper`, a blank instance, what `state` says."""
+    wrapper.__dict__.update(state["attributes"])
+    plan = state["unit"]
+    ledger = Ledger()
+    handles = []
+    for entry in plan["handles"]:
+        settings = {name: entry[name] for name in _HANDLE_SETTINGS if name != "layout"}
+        handles.append(FlatParamHandle(entry["leaves"], entry["layout"], entry["shard"], ledger=ledger, **settings))
+        expected = plan["groups"].shard.rank
+        if entry["rank"] != expected:
+            raise UsageError(
+                f"this model was pickled on rank {entry['rank']} of its shard group and is loaded on rank {expected}; "
+                "load each rank's own pickle"
+            )
+    unit = Unit(
+        wrapper._modules["_fsdp_wrapped_module"],  # type: ignore[arg-type]
+        handles,
+        [Home(module, attribute, path, leaf) for module, attribute, path, leaf in plan["homes"]],
+        groups=plan["groups"],
+        schedule=plan["schedule"],
+        modules=plan["modules"],
+        aliases=[Home(module, attribute, path, leaf) for module, attribute, path, leaf in plan["aliases"]],
+        **{name: plan[name] for name in _SETTINGS},
+    )
+    unit.choices = replace(unit.choices, state_dict=plan["state_dict"])
+    unit.extend(
+        [
+            Extended(leaf, state, extensions, [home for home in unit.homes if home.leaf is leaf])
+            for leaf, state, extensions in plan["extended"]
+        ]
+    )
+    wrapper.__dict__["_unit"] = unit
+    for module, attributes in plan["left_alone"]:
+        leave_alone(module, attributes)
+    nested = units_in(unit.module)
+    root = new_root(unit, handles[0].device if handles else plan["root"].device, ledger, plan["root"], nested)
+    root.is_last_backward = plan["is_last_backward"]
+    unit.tied_modules = plan["tied"]
+    for each in [*nested, unit]:
+        each.borrow_from([other for other in nested for module in each.tied_modules if other.module is module])
+    keep_root(wrapper, unit)
+    register_flat_params(wrapper, unit)
+
+
+def _at_rest(wrapper: nn.Module) -> list[Unit]:
+    """The units inside, at rest: what a user put in a parameter's place lies in their shards."""
+    units = units_in(wrapper)
+    for unit in units:
+        unit.root.await_gradients()
+        unit.root.forget_failure()
+        if unit.phase is not IDLE:
+            raise UsageError(
+                f"a wrapped model can be copied or pickled between steps only; unit {unit.label} is in "
+                f"{unit.phase.value}. Do so after its forward or backward"
+            )
+        if not unit.is_between():
+            unit.root.come_to_rest()
+        if any(grads.pending for grads in unit.grads):
+            raise UsageError(
+                "a wrapped model cannot be copied or pickled while gradients accumulate under no_sync(), or without "
+                f"all-reduce: those of unit {unit.label} would be lost. Run a backward that reduces them first"
+            )
+    for unit in units:
+        unit.write_back()
+    return units
+
+
+def deep_copy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy` of a wrapper: parameters, buffers and settings are copied, process groups shared."""
+    units = _at_rest(wrapper)
+    twin: nn.Module = type(wrapper).__new__(type(wrapper))
+    memo[id(wrapper)] = twin
+    restore(twin, copy.deepcopy(state_of(wrapper), memo))
+    unit, copied = wrapper.__dict__["_unit"], twin.__dict__["_unit"]
+    for old, new in zip(unit.handles, copied.handles, strict=True):
+        memo[id(old.flat_param)] = new.flat_param  # an optimizer copied with the model follows it
+    memo.update({id(group): group for group in unit.groups.process_groups})
+    copied.device_mesh = unit.device_mesh
+    copied.choose(
+        comm_hook=_copied_hook(unit.choices.comm_hook, memo, "register_comm_hook()"),
+        all_reduce_hook=_copied_hook(unit.choices.all_reduce_hook, memo, "set_all_reduce_hook()"),
+    )
+    _set_lists(units_in(twin), _lists_of(units))
+    return twin
+
+
+def _copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
+    """A copy of a user's hook, whose process groups are in `memo`; None where it cannot be copied."""
+    if id(hook) in memo:  # None, too, once a copy has failed
+        return memo[id(hook)]
+    try:
+        return copy.deepcopy(hook, memo)
+    except Exception as error:  # whatever a user's state raises
+        warn_once_per_job(
+            f"the copy of a wrapped model does not have what was given to {method}, which cannot be copied "
+            f"({type(error).__name__}: {error}). Call {method} on the copy before it trains"
+        )
+        memo[id(hook)] = None
+        return None
+
+
+def _lists_of(units: list[Unit]) -> _Lists:
+    places = {unit: place for place, unit in enumerate(units)}
+
+    def known(targets: Targets) -> list[int]:
+        return [places[unit] for unit in targets.units() if unit in places]
+
+    return [[known(getattr(unit.choices, name)) for name in _NAMING] for unit in units]
+
+
+def _set_lists(units: list[Unit], lists: _Lists) -> None:
+    for unit, named in zip(units, lists, strict=True):
+        if any(named):
+            targets = (Targets(units[place] for place in each) for each in named)
+            unit.choose(**dict(zip(_NAMING, targets, strict=True)))
+
+
+def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
+    """What pickle writes for `wrapper`: every shard once, and no view of it."""
+    global _inside
+    if _inside:
+        return _blank, (type(wrapper),), state_of(wrapper)
+    units = _at_rest(wrapper)
+    if any(unit.choices.comm_hook is not None or unit.choices.all_reduce_hook is not None for unit in units):
+        warn_once_per_job(
+            "the pickle of a wrapped model does not have its communication and all-reduce hooks. Register them again "
+            "when it is loaded, before it trains"
+        )
+    buffer = io.BytesIO()
+    for unit in units:
+        for shown in unit.shown:
+            shown.show(NOTHING)
+    _inside = True
+    try:
+        torch.save((type(wrapper), state_of(wrapper), _lists_of(units)), buffer)
+    finally:
+        _inside = False
+        for unit in units:
+            for shown in unit.shown:
+                shown.show(SHARD)
+    return _load, (buffer.getvalue(),)
+
+
+def _blank(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
+
+
+def _load(data: bytes) -> nn.Module:
+    cls, state, lists = torch.load(io.BytesIO(data), weights_only=False)
+    wrapper = _blank(cls)
+    restore(wrapper, state)
+    _set_lists(units_in(wrapper), lists)
+    return wrapper
+
+
+def _reduce_groups(groups: GroupPlan) -> tuple[Any, ...]:
+    return plan_over, (groups.strategy, groups.given_ranks, groups.device)
+
+
+copyreg.pickle(GroupPlan, _reduce_groups)
