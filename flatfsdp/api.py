@@ -2,7 +2,7 @@
 
 Names, integer values, fields, defaults and their order equal FSDP1's, so that programs and saved configs carry over.
 A config checks its fields as it is made; the arguments of a wrapper are checked, and turned into a :class:`Config`, in
-``arguments.py``.
+``engine/config/arguments.py``.
 """
 
 from __future__ import annotations

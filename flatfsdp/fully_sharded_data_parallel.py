@@ -11,14 +11,13 @@ from torch import nn
 
 from .api import JOIN_UNITS_BELOW, BackwardPrefetch, Config, CPUOffload, MixedPrecision, ShardingStrategy
 from .engine.base import _torch
-from .engine.comm.process_groups import is_first_of, resolve_groups
+from .engine.comm.process_groups import groups_in_words, is_first_of, resolve_groups
 from .engine.config.arguments import check_arguments
 from .engine.config.state_dict_configs import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from .engine.facade.fsdp1_compat import FSDP1Names, wrapped_inside
 from .engine.facade.schedule_api import ScheduleControls
 from .engine.features.clip import clip_grad_norm
 from .engine.features.forward_methods import through_wrapper
-from .engine.inspection.summary import group_line
 from .engine.runtime.device_checks import apply_to_tensors
 from .engine.runtime.module_tree import units_at, units_in, with_owners
 from .engine.runtime.unit import Unit
@@ -203,7 +202,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
 
     def extra_repr(self) -> str:
         """What `repr` shows: the sharding strategy and the groups of this unit, in one line."""
-        return group_line(self._unit)
+        return f"{self._unit.traits.strategy.name}: {groups_in_words(self._unit.groups)}"
 
     def __getattr__(self, name: str) -> Any:
         try:

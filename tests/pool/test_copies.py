@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, set_wait
-from flatfsdp.engine.flat.extensions import set_extensions
 from flatfsdp.engine.flat.flat_param import FlatParamHandle
 from flatfsdp.engine.watchdog import store as board
 from flatfsdp.engine.watchdog import watchdog as watch
 from flatfsdp.errors import UsageError
+from flatfsdp.extensions import set_extensions
 from tests.conftest import Run
 from tests.harness.models import WIDTH, Feedforward
 from tests.pool.corners import (

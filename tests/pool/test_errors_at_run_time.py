@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm import process_groups as groups
-from flatfsdp.engine.flat.extensions import set_extensions
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
+from flatfsdp.extensions import set_extensions
 from flatfsdp.wrap import CustomPolicy
 from tests.harness import inspect
 from tests.harness.fake import fake_world

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flatfsdp.engine.agreement.model_check import _compared, _first_difference
-from flatfsdp.engine.agreement.rank_exchange import number
 from flatfsdp.engine.agreement.sequence_predictor import PAST, SYMBOLS, Habit
+from flatfsdp.engine.base.hashing import number
 from flatfsdp.errors import few, ranks_in_words
 
 ROOT, A, B, C, END, BACKWARD = range(6)

@@ -423,7 +423,8 @@ def test_argument_names_from_elsewhere():
 
 def test_torchs_own_objects_are_recognised_without_importing_its_fsdp():
     program = (
-        "import sys; from torch import nn; from flatfsdp.engine.config.arguments import check_arguments; import flatfsdp.wrap; "
+        "import sys; from torch import nn; import flatfsdp.wrap; "
+        "from flatfsdp.engine.config.arguments import check_arguments; "
         "check_arguments(nn.Linear(2, 2), sharding_strategy='NO_SHARD', auto_wrap_policy=nn.Linear); "
         "sys.exit('torch.distributed.fsdp' in sys.modules)"
     )

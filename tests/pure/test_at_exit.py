@@ -58,7 +58,7 @@ def test_an_idle_one_is_not() -> None:
 def test_it_happens_once_when_the_interpreter_ends() -> None:
     code = """
 import torch, torch.distributed as dist
-from flatfsdp import __version__; from flatfsdp.engine.comm import gloo_shutdown as at_exit; from flatfsdp.engine.comm import transport as comm
+from flatfsdp.engine.comm import gloo_shutdown as at_exit, transport as comm
 from flatfsdp.engine.device.streams import Device
 from flatfsdp.engine.device.memory import Ledger
 at_exit.wait_for_workers = lambda: print("waited")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-FAREWELL = Path(__file__).resolve().parents[2] / "flatfsdp" / "farewell.py"
+FAREWELL = Path(__file__).resolve().parents[2] / "flatfsdp" / "engine" / "watchdog" / "process_exit.py"
 
 # The file alone: importing the package would import torch, which has no part in this.
 PROGRAM = """

@@ -21,7 +21,6 @@ FILES = {
     "engine/agreement/op_sequence": 775,
     "engine/base/_torch": 500,
     "engine/comm/transport": 550,
-    "engine/facade/schedule_api": 475,
     "engine/flat/flat_param": 675,
     "engine/flat/gradients": 575,
     "engine/flat/views": 525,
@@ -64,29 +63,19 @@ FUNCTIONS = {
 }
 # Lines of a part (newlines of its files): at e07bc83; and what the issue "Corrections" brings, rounded up to 250 while
 # it is open. At 760b326: engine 3,932, of these core 1,010, checkpoint 1,192, trainer 324, all 5,515, in 23 files more.
+# Then what the packages of the engine bring: their docstrings, the table of old module names, longer import lines.
 LINES = {
-    "engine": (23_715, 4_250),
+    "engine": (23_715, 4_250, 220),
     "core": (11_350, 1_250),
     "checkpoint": (4_103, 1_250),
     "trainer": (7_762, 500),
-    "all": (36_122, 6_000),
+    "all": (36_122, 6_000, 220),
 }
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
-# What a maintainer must know to change the engine: order, layout, configuration, device, communication, flat
-# parameters, units.
-CORE = frozenset(
-    """
-    policy/order policy/joining policy/midway policy/branches
-    layout boxes runs
-    api arguments state_dict_configs policy/__init__ policy/schedule policy/strategy policy/precision choices fsdp1_mode
-    device storage limiter memoryless host_memory
-    comm gloo in_turns at_exit groups hooked comm_hooks
-    flat_param portion resident views hidden awaited grads reduction packed buffers placeholder lifecycle extensions
-    leaf_classes left_whole
-    unit unit_data root links labels joining branches stepping residents placement traversal registry optimizers
-    backward midway accumulators
-    """.split()
-)
+# What a maintainer must know to change the engine: its packages for order, layout, configuration, device,
+# communication, flat parameters and units, and the public files that belong to these.
+CORE = ("schedule", "layout", "config", "device", "comm", "flat", "runtime")
+PUBLIC_OF_CORE = ("api", "comm_hooks", "extensions")
 
 
 @lru_cache
@@ -154,11 +143,13 @@ def test_lines() -> None:
     found = {part: sum(n for name, n in lines.items() if name.split("/")[0] == part) for part in OUTSIDE}
     found["all"] = sum(lines.values())
     found["engine"] = found["all"] - sum(found[part] for part in OUTSIDE)
-    found["core"] = sum(n for name, n in lines.items() if name in CORE)
+    core = tuple(f"engine/{package}/" for package in CORE)
+    found["core"] = sum(n for name, n in lines.items() if name.startswith(core) or name in PUBLIC_OF_CORE)
     print(found)
     too_many = {part: found[part] for part, limits in LINES.items() if found[part] > sum(limits)}
     assert not too_many, f"more lines than {LINES} allow: {too_many}"
 
 
 def test_the_core_is_of_files_that_are_there() -> None:
-    assert not CORE - sources().keys()
+    assert all(any(name.startswith(f"engine/{package}/") for name in sources()) for package in CORE)
+    assert {*PUBLIC_OF_CORE} <= sources().keys()

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from ...errors import AgreementError, ranks_in_words
 from ..base.foreign_text import one_line
+from ..base.hashing import number
 from ..watchdog import store as board
 from ..watchdog.watchdog import PATIENCE, Watch, current_watch
-from .rank_exchange import number
 
 _SAME, _DIFFERENT = "same", "different"
 

@@ -13,11 +13,12 @@ import torch
 from ...api import MixedPrecision
 from ...errors import AgreementError, few, one_voice, ranks_in_words, warn
 from ..base.foreign_text import parse
+from ..base.hashing import number
 from ..comm.transport import Transport
 from ..watchdog.watchdog import expecting
 from .collective_calls import meet
 from .op_sequence import Stream, Symbol
-from .rank_exchange import NO_ANSWER, Peers, number
+from .rank_exchange import NO_ANSWER, Peers
 
 if TYPE_CHECKING:
     from ..runtime.model import Root

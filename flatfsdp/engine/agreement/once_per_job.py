@@ -14,8 +14,8 @@ from collections import Counter
 import torch.distributed as dist
 
 from ...errors import one_voice, warn
+from ..base.hashing import number
 from ..watchdog.watchdog import current_watch
-from .rank_exchange import number
 
 # How often this rank has had which message: each time is one to tell.
 _had: Counter[str] = Counter()

@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...errors import AgreementError, FlatFSDPError, LostRankError, few, logger, ranks_in_words
 from ..base.events import Trace
 from ..base.foreign_text import one_line, parse
+from ..base.hashing import number
 from ..base.wait_limits import blocked_since
 from ..comm.transport import Traffic
 from ..watchdog import store as board
 from ..watchdog.status_report import Obituary, in_one_sentence
 from ..watchdog.watchdog import PATIENCE, end_process_unless, is_lost_connection, speak
 from .conditions import Conditions, autocast_on, differences
-from .rank_exchange import Peers, number
+from .rank_exchange import Peers
 from .sequence_predictor import Habit
 from .unused_params import Unused
 

@@ -8,7 +8,6 @@ rank.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ import torch
 
 from ...errors import AgreementError, fail
 from ..base import _torch
+from ..base.hashing import number
 from ..comm.transport import Transport
 from ..watchdog import store as board
 from ..watchdog.store import Board
@@ -27,12 +27,6 @@ NO_ANSWER = "does not answer"
 
 # Models over the same ranks are told apart by the order in which they first run, which all their ranks share.
 _models: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
-
-
-@functools.lru_cache(maxsize=4096)
-def number(text: str) -> int:
-    """63 bits of a hash of `text`, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 class Peers:

@@ -12,8 +12,8 @@ import math
 from typing import TYPE_CHECKING
 
 from ...errors import AgreementError, few, one_voice, ranks_in_words, warn
+from ..base.hashing import number
 from .checksums import checksum
-from .rank_exchange import number
 
 if TYPE_CHECKING:
     from ..runtime.model import Root

@@ -32,9 +32,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...errors import AgreementError
+from ..base.hashing import number
 from ..watchdog.store import Board, StoreGone
 from ..watchdog.watchdog import PATIENCE, Watch
-from .rank_exchange import number
 from .sequence_predictor import Habit
 
 if TYPE_CHECKING:

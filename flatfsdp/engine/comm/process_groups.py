@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ...api import HYBRIDS, Config, ShardingStrategy
 from ...errors import ConfigValueError, UsageError, set_rank, warn_once
-from ..agreement.rank_exchange import number
 from ..base import _torch
+from ..base.hashing import number
 from ..device.streams import accelerator_count
 from ..watchdog.watchdog import expecting
 from .transport import Group, GroupPlan

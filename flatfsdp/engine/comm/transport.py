@@ -11,7 +11,7 @@ serves an axis of one rank.
 each tensor. What is copied in and out of it is counted apart (`Traffic.staged`). Where the backend makes one of several
 operations by itself (`Grouping`), nothing is staged.
 
-[Note: reduction] Reductions are SUM; scaling is the caller's (`policy.precision.gradient_scaling`). Inputs are complete
+[Note: reduction] Reductions are SUM; scaling is the caller's (`config.precision.gradient_scaling`). Inputs are complete
 when an operation is issued. On an accelerator the caller has made the lane follow what produced them.
 """
 

@@ -9,12 +9,46 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..comm.comm_hook import CommHook
+from ... import comm_hooks
 from .schedule_options import AS_BUILT, Schedule
 from .state_dict_configs import StateDictSettings
 
 if TYPE_CHECKING:
     from ..runtime.unit import Unit
+
+_TORCHS = "torch.distributed.algorithms._comm_hooks.default_hooks"
+
+
+@dataclass(frozen=True, eq=False)
+class CommHook:
+    """What a user registered.
+
+    Attributes:
+        state: handed to each call.
+        function: called with the state, a gradient, and where parameters are sharded a place for this rank's piece.
+    """
+
+    state: Any
+    function: Callable[..., Any]
+
+    @staticmethod
+    def of(state: Any, function: Callable[..., Any]) -> CommHook:
+        """`function` with `state`. torch's compress hooks are replaced by ours, which compute the same: theirs record
+        streams, which fails on a CPU and keeps memory longer elsewhere."""
+        name = getattr(function, "__name__", "")
+        if getattr(function, "__module__", "") == _TORCHS and name in ("fp16_compress_hook", "bf16_compress_hook"):
+            function = getattr(comm_hooks, name)
+        return CommHook(state, function)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is one of `flatfsdp.comm_hooks`, which leave the same on all ranks."""
+        return getattr(self.function, "__module__", "") == comm_hooks.__name__
+
+    @property
+    def told(self) -> str:
+        """The hook in words that are equal on all ranks."""
+        return f"a communication hook, {getattr(self.function, '__qualname__', type(self.function).__name__)}"
 
 
 class Targets(tuple["weakref.ref[Unit]", ...]):

@@ -18,8 +18,9 @@ from ..config.state_dict_configs import OptimStateDictConfig, StateDictConfig, S
 from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..flat.states import IDLE, SUMMONED
 from ..runtime.module_tree import left_alone_in
+from ..runtime.rest import check_outside
 from ..state.dcp_state_dict import teach
-from .schedule_api import check_outside, check_prefetches_on_request
+from .schedule_api import check_prefetches_on_request
 
 if TYPE_CHECKING:
     from ..runtime.unit import Unit

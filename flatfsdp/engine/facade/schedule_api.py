@@ -19,6 +19,7 @@ from ..flat.host_cache import Residence
 from ..flat.states import SUMMONED
 from ..runtime.module_tree import units_at, units_in
 from ..runtime.persistent_params import can_stay, keep_frozen
+from ..runtime.rest import check_outside
 
 if TYPE_CHECKING:
     from ..runtime.unit import Unit
@@ -439,13 +440,3 @@ def check_prefetches_on_request(unit: Unit, method: str) -> None:
                 f"{method}: a {type(unit.module).__name__} inside was wrapped with {setting}, which gathers ahead by "
                 f"itself. Wrap without it, and list what is gathered ahead by set_modules_to_{instead}_prefetch"
             )
-
-
-def check_outside(unit: Unit, method: str) -> None:
-    """Refuse a change while a forward or a backward runs: what its ranks have agreed on would no longer hold."""
-    if _torch.in_backward() or unit.root.in_forward:
-        raise UsageError(
-            f"{method} of unit {unit.label} was called inside a "
-            f"{'backward' if _torch.in_backward() else 'forward'}; call it before the forward, or between forward and "
-            "backward"
-        )

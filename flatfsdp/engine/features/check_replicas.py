@@ -6,8 +6,8 @@ from torch import nn
 
 from ...errors import AgreementError
 from ..agreement.replicas import differences
-from ..facade.schedule_api import check_outside
 from ..runtime.module_tree import outermost_unit
+from ..runtime.rest import check_outside
 
 
 def check_replicas(model: nn.Module) -> None:

@@ -20,9 +20,9 @@ from torch import nn
 from ...errors import NonFiniteError, UsageError, fail, ranks_in_words, refuse_type
 from ..base import _torch
 from ..base.nested_tensors import tensors_in
-from ..facade.schedule_api import check_outside
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.module_tree import outermost_unit
+from ..runtime.rest import check_outside
 
 if TYPE_CHECKING:
     from ..agreement.model_check import Agreement

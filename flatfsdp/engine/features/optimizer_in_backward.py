@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from ...errors import UsageError, refuse_type
-from ..facade.schedule_api import check_outside
 from ..runtime.backward_steps import Stepper
 from ..runtime.model import Root
 from ..runtime.module_tree import outermost_unit
 from ..runtime.optimizer_hooks import check_parameters
+from ..runtime.rest import check_outside
 from ..state.optim.descriptions import alike
 from ..state.optim.initial_state import copy_of, own_step
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from ...errors import ConfigValueError, refuse_type
 from ..config.unit_options import NO_TARGETS, Targets
-from ..facade.schedule_api import check_outside
 from ..runtime.module_tree import nesting, units_in
+from ..runtime.rest import check_outside
 from ..runtime.unit import Unit
 from ..schedule.conditional import Branch
 

@@ -17,9 +17,9 @@ from typing import TypeVar
 from torch import nn
 
 from ...errors import AgreementError, ConfigValueError, UsageError, ranks_in_words, refuse_type
-from ..facade.schedule_api import check_outside
 from ..runtime.model import Root
 from ..runtime.module_tree import units_in
+from ..runtime.rest import check_outside
 
 T = TypeVar("T")
 

@@ -1,0 +1,4 @@
+"""Figures of a model without training it: summary, statistics, memory plan, dry run.
+
+Imports the wrapper, and every other package of the engine.
+"""

@@ -266,11 +266,6 @@ class Stats:
         return list(roots.values())
 
 
-def group_line(unit: Unit) -> str:
-    """The strategy and the groups of `unit` in one short line, for `repr`."""
-    return f"{unit.traits.strategy.name}: {groups_in_words(unit.groups)}"
-
-
 def _units(model: nn.Module) -> list[tuple[str, Unit]]:
     """The units in `model` with the paths of their modules, in the order of `named_modules`."""
     modules = model.named_modules()

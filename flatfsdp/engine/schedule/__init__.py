@@ -1,0 +1,4 @@
+"""In which order units gather, reduce and complete: pure Python over hashable names, without tensors.
+
+Imports nothing of flatfsdp.
+"""

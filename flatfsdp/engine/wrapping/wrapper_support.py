@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from ...errors import UsageError, refuse_type
-from ..comm.comm_hook import CommHook
-from ..facade.schedule_api import check_outside
+from ..config.unit_options import CommHook
 from ..runtime.model import Root
 from ..runtime.module_tree import check_outermost
+from ..runtime.rest import check_outside
 from ..runtime.unit import Unit
 
 

@@ -1,0 +1,1 @@
+"""Element-wise optimizers that step on flat parameters as wholes."""

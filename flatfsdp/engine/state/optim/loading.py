@@ -15,7 +15,7 @@ from torch import nn
 
 from ....errors import AgreementError, ConfigValueError, UsageError
 from ...agreement.object_collectives import all_or_none, by_ranks, firsts, is_first_of, ranks_over
-from ...agreement.rank_exchange import number
+from ...base.hashing import number
 from ...base.plain_data import decode, encode
 from ...comm.transport import Transport
 from ...flat.flat_param import full_views
