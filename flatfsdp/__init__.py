@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from .engine.base.aliases import install as _find_old_names
 from .engine.base.wait_limits import set_wait
 from .engine.config.state_dict_configs import (
     FullOptimStateDictConfig,
@@ -35,6 +36,8 @@ from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .sharded_grad_scaler import ShardedGradScaler
 
 __version__ = "0.1.0"
+
+_find_old_names()
 
 __all__ = [
     "BackwardPrefetch",

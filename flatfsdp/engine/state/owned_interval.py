@@ -317,4 +317,6 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.copy_.default: _copy,
 }
 
+# Files hold these names, and `torch.load(weights_only=True)` asks for them: they stay ([Note: old names]).
+OwnedInterval.__module__ = _rebuild.__module__ = "flatfsdp.owned"
 torch.serialization.add_safe_globals([OwnedInterval, _rebuild])

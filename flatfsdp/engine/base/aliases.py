@@ -1,0 +1,112 @@
+"""Modules under the names that they had before flatfsdp/engine existed: pickles and checkpoints hold such names.
+
+[Note: old names] One table maps each old name to the module of today, which is imported when the old name is asked for
+and is the same object under both. It is for what was written before: nothing in this repository imports an old name. A
+module that moves, or is renamed, gets its line here as soon as a release has had it under the name before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_ROOT = "flatfsdp"
+# By package below flatfsdp.engine: the modules of revision e07bc83, below flatfsdp, each with its new name where it has
+# another one.
+_MOVED = {
+    "base": "_torch hooks=autograd trace=events trees=nested_tensors waits=wait_limits",
+    "layout": "layout boxes runs=contiguous_runs",
+    "schedule": """
+        policy.order=order policy.joining=coalescing policy.midway=mid_backward policy.branches=conditional
+    """,
+    "config": """
+        arguments state_dict_configs policy.precision=precision policy.strategy=strategy
+        policy.schedule=schedule_options choices=unit_options
+    """,
+    "watchdog": "board=store watch=watchdog roll_call=status_report farewell=process_exit",
+    "device": "device=streams storage=memory limiter=rate_limiter memoryless=fake_tensors host_memory=malloc",
+    "comm": """
+        comm=transport gloo in_turns=ordered_sum at_exit=gloo_shutdown groups=process_groups hooked=comm_hook
+    """,
+    "flat": """
+        flat_param portion=post_forward_shard resident=host_cache views hidden=param_guard awaited=deferred_grad
+        grads=gradients reduction packed=quantized buffers=buffer_casting placeholder lifecycle=states
+    """,
+    "agreement": """
+        peers=rank_exchange stream=op_sequence agree=model_check replicas values=checksums
+        exchange=object_collectives policy.habit=sequence_predictor
+    """,
+    "runtime": """
+        unit unit_data root=model backward links=gradient_flow labels=profiler_ranges joining=coalesced_collectives
+        branches=conditional_units stepping=backward_steps residents=persistent_params placement=device_checks
+        traversal=module_tree registry=param_registry optimizers=optimizer_hooks midway=gradient_counter
+    """,
+    "state": "owned=owned_interval consolidate full_params",
+    "state.model": """
+        state_dicts.carriers=distributed_values state_dicts.deferred=lazy_values state_dicts.from_first=from_rank0
+        state_dicts.kinds=types state_dicts.lending=zero_copy state_dicts.loading=loading state_dicts.names=fqns
+        state_dicts.parts=submodules state_dicts.saving=saving state_dicts.stand_ins=placeholders
+    """,
+    "state.optim": """
+        optim_state.api=api optim_state.facts=descriptions optim_state.held=param_map optim_state.keys=rekey
+        optim_state.loading=loading optim_state.plan=load_plan optim_state.saving=saving optim_state.trial=initial_state
+    """,
+    "features": """
+        nonfinite clip check_replicas inference participation uneven=uneven_inputs forward_methods optimizer_in_backward
+        flat_state=flat_optimizer.state flat_stepping=flat_optimizer.stepper step_flat=flat_optimizer.api
+    """,
+    "wrapping": """
+        build auto_wrap materialise=materialize as_on_meta=meta_device_mode constructing=init_sync copying=serialization
+        wrapper=wrapper_support
+    """,
+    "facade": "controls=schedule_api fsdp1_names=fsdp1_compat",
+    "inspection": "summary plan=memory_plan rehearsal=dry_run",
+}
+_FOLDERS = frozenset(f"{_ROOT}.{each}" for each in ("policy", "state_dicts", "optim_state"))  # of modules alone
+
+
+def _table() -> Iterator[tuple[str, str]]:
+    for package, words in _MOVED.items():
+        for old, _, new in (each.partition("=") for each in words.split()):
+            yield f"{_ROOT}.{old}", f"{_ROOT}.engine.{package}.{new or old}"
+
+
+ALIASES = dict(_table())  # old dotted name to new one
+
+
+class _Package(ModuleType):
+    """flatfsdp once an old name was imported. Importing binds a submodule's name in its package; where the package
+    offers something of that name (`flatfsdp.summary` is a function), it stays what it is."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (isinstance(value, ModuleType) and f"{_ROOT}.{name}" in ALIASES and name in vars(self)):
+            super().__setattr__(name, value)
+
+
+class _Finder(MetaPathFinder, Loader):
+    """[Note: old names]"""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in ALIASES:
+            return ModuleSpec(fullname, self)
+        return ModuleSpec(fullname, self, is_package=True) if fullname in _FOLDERS else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[_ROOT].__class__ = _Package
+        if module.__name__ in ALIASES:
+            sys.modules[module.__name__] = importlib.import_module(ALIASES[module.__name__])
+
+
+_FINDER = _Finder()
+
+
+def install() -> None:
+    """Let old names be found, behind those of files."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)
