@@ -408,6 +408,17 @@ def test_so_it_is_where_several_units_are_recomputed_together(pool3: Run, seed: 
     assert pool3(_train, seed, _siblings(seed), timeout=60) == [[]] * 3
 
 
+# 36 has ended the process where a unit that returns what it is given is run again with another one later, 13 where an
+# owner is free while the reentrant checkpoint that lent it goes on; 9 has waited for ever where it is reduced before.
+@pytest.mark.parametrize("seed", [9, 13, 36, *seeds(0, 200)])
+def test_so_it_is_where_several_are_under_any_settings(run: Run, seed: int) -> None:
+    how = How.drawn(seed)._replace(siblings=True)
+    try:
+        assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
+    except JobFailed as error:
+        assert "ended a backward that computed no gradient of a parameter" in str(error)
+
+
 @pytest.mark.parametrize(("seed", "changes"), [(35, {"reentrant": False}), (10, {"outputs": True})])
 def test_so_it_is_where_one_checkpoint_is_inside_of_another(pool3: Run, seed: int, changes: dict[str, bool]) -> None:
     assert pool3(_train, seed, _siblings(seed)._replace(**changes), timeout=60) == [[]] * 3

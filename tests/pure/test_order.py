@@ -116,11 +116,19 @@ def test_a_record_knows_when_units_without_a_graph_ran() -> None:
     assert record.left("b") == 8 and record.left("b", later=1) == record.left("b", later=2) == 4
 
 
+def test_what_a_reentrant_checkpoint_recomputes_is_over_with_the_last_of_it() -> None:
+    record: ForwardRecord[str] = ForwardRecord()
+    for unit, checkpoint in (("a", 1), ("b", 1), ("c", 2), ("d", None), ("e", None)):
+        record.enter_without_graph(unit, checkpoint=checkpoint)
+        record.leave_without_graph(unit)
+    assert [record.left(unit) for unit in "abcde"] == [4, 4, 6, 8, 10]
+
+
 @pytest.mark.parametrize("lent", [False, True])
 def test_what_has_run_without_a_graph_is_over_with_that_run(lent: bool) -> None:
     record: ForwardRecord[str] = ForwardRecord()
     record.begin()
-    record.enter_without_graph("a", checkpointed=True)
+    record.enter_without_graph("a", checkpoint=1)
     record.leave_without_graph("a")
     for unit in "b", "a":
         (record.lend if lent and unit == "a" else record.enter)(unit)

@@ -254,16 +254,18 @@ def segments() -> list[object]:
     return [unpack for _, unpack in found if getattr(unpack, "__module__", None) == "torch.utils.checkpoint"]
 
 
-def in_custom_forward() -> bool:
-    """Whether the forward of a custom autograd Function runs, as that of a reentrant checkpoint, whatever its make:
-    what runs without a graph there is no user's `no_grad()`."""
+def custom_forward() -> int | None:
+    """What stands for the outermost custom autograd Function whose forward runs, as that of a reentrant checkpoint,
+    whatever its make, as long as its graph lives; None outside of all. What runs without a graph there is no user's
+    `no_grad()`."""
+    found: FrameType | None = None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
-            return True
+            found = frame
         frame = frame.f_back
-    return False
+    return None if found is None else id(found.f_locals["ctx"])
 
 
 def running_node() -> int:

@@ -427,7 +427,7 @@ class Root:
                 self.record.lend(owner)
         elif self.branches.training:
             self.record.enter_without_graph(
-                unit, checkpointed=_torch.in_custom_forward(), segment=_torch.saving(), segments=_torch.segments
+                unit, checkpoint=_torch.custom_forward(), segment=_torch.saving(), segments=_torch.segments
             )
             for owner in unit.owners:
                 self.record.lend_without_graph(owner)

@@ -647,6 +647,10 @@ class Unit(UnitData):
         if self.armed:
             self.await_what_comes()
 
+    def is_in_call(self, began: int | None) -> bool:
+        """Whether the backward of the call that `began` then has begun, and is not over."""
+        return any(call.began == began for call in self._open_calls)
+
     def is_coming(self) -> bool:
         """Whether the running graph task will go on with this unit's backward, or begin it."""
         return bool(self._open_calls) or self.awaits_gradients()
@@ -708,8 +712,8 @@ class Unit(UnitData):
     def _release(self, backward: Backward) -> None:
         """Reshard after the unit's part of the backward, unless the parameters are needed still."""
         lent = bool(self._borrowers) and any(unit._open_calls for unit in self._alive_borrowers())
-        lent = lent or backward.reaches_again(self)
-        if not lent and not self.needed_whole and not backward.keeps_whole(self):
+        needed = lent or self.needed_whole or backward.keeps_whole(self)
+        if not needed and not backward.reaches_again(self):
             self.reshard(GUARDED)
             backward.released(self)
 

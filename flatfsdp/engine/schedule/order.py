@@ -62,6 +62,7 @@ class Span(Generic[U]):
         again: those that were entered more than once.
         segments: what checkpoints will recompute, on this rank or on others: which of them can at all hangs on what
             their functions saved on a rank.
+        inside: the innermost of them, one for each call of a unit in any.
         known: these, by what lives as long as they can here.
         unseen: when those were first entered that ran without a graph, which a reentrant checkpoint will make; of
             several passes only those that ran with one, too.
@@ -73,6 +74,7 @@ class Span(Generic[U]):
         self.again: set[U] = set()
         self.unseen: dict[U, int] = {}
         self.segments: list[Segment] = []
+        self.inside: dict[U, list[Segment]] = {}
         self.known: weakref.WeakKeyDictionary[object, Segment] = weakref.WeakKeyDictionary()
 
     @classmethod
@@ -86,12 +88,23 @@ class Span(Generic[U]):
             whole.began = span.began | whole.began
             whole.ended |= span.ended
             whole.segments += span.segments
+            for unit, inside in span.inside.items():
+                whole.inside.setdefault(unit, []).extend(inside)
             unseen = span.unseen | unseen
         whole.unseen = {unit: began for unit, began in unseen.items() if unit in whole.began}
         whole.again |= whole.unseen.keys()
         whole.began |= {unit: min(began, whole.began[unit]) for unit, began in whole.unseen.items()}
         whole.began = dict(sorted(whole.began.items(), key=lambda item: item[1]))
         return whole
+
+    def remakes(self, unit: U) -> int:
+        """How many times checkpoints run `unit` again: each does so once for every call inside of it."""
+        count = 0
+        for innermost in self.inside.get(unit, ()):
+            around: Segment | None = innermost
+            while around is not None:
+                count, around = count + 1, around.around
+        return count
 
     @property
     def due(self) -> Mapping[U, int]:
@@ -123,9 +136,12 @@ class ForwardRecord(Generic[U]):
         self._entered: dict[U, None] = {}  # in the order of first entry
         self._begun: dict[U, int] = {}  # when, with those that began without a graph among them
         self.begun_again: set[U] = set()
-        # When those that had no graph finished, and the segments in which they run again without one, the innermost
-        # first.
-        self._left: dict[U, list[tuple[int, Sequence[Segment]]]] = {}
+        # What is recomputed with those that had no graph, and the segments in which they run again without one, the
+        # innermost first.
+        self._left: dict[U, list[tuple[Segment, Sequence[Segment]]]] = {}
+        self._without_graph: dict[U, Segment] = {}  # the first of these, of those that run
+        self._checkpoint: int | None = None  # the reentrant one in which a unit ran last
+        self._repeated = Segment(0)  # what ran in it
         self.entered_at = 0
         self.running: Pass | None = None
         self._spans: weakref.WeakKeyDictionary[Pass, Span[U]] = weakref.WeakKeyDictionary()
@@ -169,6 +185,7 @@ class ForwardRecord(Generic[U]):
                 inside = found
             if inside is not None:
                 self._inside[unit] = inside
+                now.inside.setdefault(unit, []).append(inside)
                 return
         if self._inside:
             self._inside.pop(unit, None)
@@ -177,23 +194,29 @@ class ForwardRecord(Generic[U]):
         self,
         unit: U,
         *,
-        checkpointed: bool = False,
+        checkpoint: int | None = None,
         segment: object | None = None,
         segments: Callable[[], Sequence[object]] = tuple,
     ) -> None:
-        """`unit` began its forward; a recomputation may still make its graph, and does where it is `checkpointed`. For
-        the others see `enter`."""
+        """`unit` began its forward; a recomputation may still make its graph, and does where it is in a reentrant
+        `checkpoint`, for which that stands. For the others see `enter`."""
         if unit in self._begun:
             self.begun_again.add(unit)
         self._tick(unit)
         self._enter_segment(unit, segment, segments)
-        if checkpointed:
+        if checkpoint is None or checkpoint != self._checkpoint:
+            self._repeated = Segment(self._clock)
+        self._checkpoint = checkpoint
+        self._without_graph[unit] = self._repeated
+        if checkpoint is not None:
             self._now.unseen.setdefault(unit, self._clock)
 
     def leave_without_graph(self, unit: U) -> None:
         """`unit` finished its forward, and no gradient can come to it unless it is recomputed."""
         self._clock += 1
-        self._left.setdefault(unit, []).append((self._clock, self._leave_segments(unit)))
+        together = self._without_graph.pop(unit, None) or Segment(self._clock)
+        together.ended = self._clock
+        self._left.setdefault(unit, []).append((together, self._leave_segments(unit)))
 
     def lend(self, owner: U) -> None:
         """Parameters of `owner` are about to be used by another unit, in whose backward it takes part."""
@@ -255,9 +278,10 @@ class ForwardRecord(Generic[U]):
         return self._begun[unit]
 
     def left(self, unit: U, *, later: int = 0) -> int:
-        """When `unit` finished without a graph, so many times before it did last; 0 if it never did."""
+        """When all had finished that a reentrant checkpoint recomputes with `unit`, which ran without a graph, so many
+        times before it did last; 0 if it never did."""
         left = self._left.get(unit, ())
-        return left[max(0, len(left) - 1 - later)][0] if left else 0
+        return left[max(0, len(left) - 1 - later)][0].ended if left else 0
 
     def left_in(self, unit: U, *, later: int = 0) -> Sequence[Segment]:
         """The segments in which that run of it is repeated without a graph before it gets one, the innermost first."""
