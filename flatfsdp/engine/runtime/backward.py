@@ -44,6 +44,7 @@ from .backward_steps import Stepper, Stepping
 from .coalesced_collectives import Joining
 from .conditional_units import Branches
 from .module_tree import units_in
+from .repeats import Repeats
 from .unit import Unit
 from .unit_data import UnitData
 
@@ -140,10 +141,6 @@ class Backward:
         self._span = record.span
         self.recomputes = record.may_recompute or bool(self._span.unseen)
         self._due = self._span.due  # when gathers of the plan are
-        self._segments = tuple(self._span.segments)
-        self._held: dict[Unit, int] = {}  # passed over, and when what they may be recomputed with began
-        self._remade: dict[Unit, int] = {}  # how many times those of the plan have run again
-        self._remade_first: dict[Unit, int] = {}  # while the backward of the first of their calls went on
         self._midway: Midway[Unit] = Midway()
         self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
         self._ends_with_all = last or bool(steppers)
@@ -160,14 +157,13 @@ class Backward:
             self.began = dict(sorted(began.items(), key=lambda item: item[1]))
         # Those that are not known to be over, the next last.
         self._begun = [unit for unit in self.began if unit in self._places or unit in self._again]
+        self._repeats = Repeats(self._span, self.began)
         self._called_again = self._span.again | self._again
         self._ended = 0  # how many of the sequence were due to be gathered later than what was reduced last began
         self._recomputed: dict[Unit, None] = {}  # outside of the plan, having had no graph; with what is trained
         self._recomputing = 0  # the node whose backward ran units again last
         self._frozen_in: dict[Unit, int] = {}  # the node whose backward recomputed a frozen unit last
         self._runs: dict[Unit, int] = {}  # how many of their runs were recomputed, the last first
-        self._used_in: dict[Unit, int] = {}  # the node whose backward ran them again last, or lent them
-        self._used_more: dict[Unit, int] = {}  # those that it ran or lent more than once, and which node that is
         self._repeated: dict[Unit, int] = {}  # in how many segments the next of these ran again without a graph
         self._joins = joins
         self.task = _torch.graph_task()
@@ -191,11 +187,10 @@ class Backward:
 
     def reaches_again(self, unit: Unit) -> bool:
         """Whether this backward may come to `unit` again, which other ranks' do not: it cannot be gathered for that."""
-        if unit in self._span.again and unit not in self._again and not unit.is_through:
+        called, repeats = unit in self._span.again and unit not in self._again, self._repeats
+        if (called and not unit.is_through) or unit in repeats.used_more:
             return True
-        if unit in self._used_more:
-            return True
-        return bool(self._segments) and not self._was_remade(unit) and self._hold(unit)
+        return bool(repeats.segments) and not repeats.are_over(unit) and repeats.hold(unit, self._begun)
 
     def is_over_with_gradients(self, unit: Unit) -> bool:
         """Whether nothing will read the parameters of `unit` once its gradients have come. [Note: slot sharing]"""
@@ -222,8 +217,8 @@ class Backward:
         """Unshard `unit` in the agreed order, and start on the next. Collective over the shard axis."""
         if self._recomputed:
             self._complete_what_was_recomputed(but=unit)
-        if self._used_more:
-            self._free_what_was_used_more()
+        if self._repeats.used_more and not (self.double or self.in_inner_task()):
+            self._repeats.free_what_was_used_more(self.kept)
         self._complete_what_is_over(unit)  # before others are gathered: each takes memory
         for each in (*unit.owners, unit):
             if not (each.is_whole and self._gathers.is_past(each)):
@@ -250,8 +245,8 @@ class Backward:
         """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
         if self._recomputed:
             self._complete_what_was_recomputed()
-        if self._used_more:
-            self._free_what_was_used_more()
+        if self._repeats.used_more and not (self.double or self.in_inner_task()):
+            self._repeats.free_what_was_used_more(self.kept)
         if unit not in self._places:
             if not (self.double or self.in_inner_task()):
                 self._end_last_run(unit)
@@ -265,13 +260,11 @@ class Backward:
                 else:
                     self._runs[unit] = self._runs.get(unit, 0) + 1
                     self._repeated.pop(unit, None)
-                    self._note_use(unit)
+                    self._repeats.note_use(unit, self._places)
         for each in (*unit.owners, unit):
             self.gather_in_turn(each)
         if unit in self._places:
-            self._remade[unit] = self._remade.get(unit, 0) + 1
-            if unit in self._span.again and unit.is_in_call(self.began.get(unit)):
-                self._remade_first[unit] = self._remade_first.get(unit, 0) + 1
+            self._repeats.remade(unit)
             self._complete_what_comes_no_more(unit)
 
     def _end_last_run(self, unit: Unit) -> None:
@@ -286,26 +279,6 @@ class Backward:
             before, self._frozen_in[unit] = self._frozen_in.get(unit, now), now
             if before != now:
                 unit.reshard(NOTHING)
-
-    def _note_use(self, unit: Unit) -> None:
-        """`unit` runs again in a reentrant checkpoint: where it, or an owner, does so more than once in the same, it is
-        whole until that is over. A rank that is through with one of its uses would gather it again, alone."""
-        now = _torch.running_node()
-        for each in (*unit.owners, unit):
-            if each not in self._places:
-                if self._used_in.get(each) == now:
-                    self._used_more[each] = now
-                self._used_in[each] = now
-
-    def _free_what_was_used_more(self) -> None:
-        if self.double or self.in_inner_task():
-            return
-        now = _torch.running_node()
-        for unit, node in tuple(self._used_more.items()):
-            if node != now:
-                del self._used_more[unit]
-                if not self.keeps_whole(unit):
-                    unit.reshard(NOTHING)
 
     def released(self, unit: Unit) -> None:
         """`unit` was resharded after its part."""
@@ -577,9 +550,9 @@ class Backward:
 
     def _let_go(self, over: Unit) -> None:
         """Free what was held since it might have been recomputed with `over`, or with what began later."""
-        for unit, began in tuple(self._held.items()) if self._held else ():
+        for unit, began in tuple(self._repeats.held.items()) if self._repeats.held else ():
             if began >= self.began[over]:
-                del self._held[unit]
+                del self._repeats.held[unit]
                 unit.reshard(NOTHING)
 
     def _complete_what_was_recomputed(self, *, but: Unit | None = None) -> None:
@@ -659,25 +632,8 @@ class Backward:
             self._reduce_in_turn(unit)
         if keep or self.keeps_whole(unit):
             return
-        if not self._hold(unit):
+        if not self._repeats.hold(unit, self._begun):
             unit.reshard(NOTHING)
-
-    def _was_remade(self, unit: Unit) -> bool:
-        """Whether all checkpoints around its first call have run `unit` again: each runs what is inside of it once."""
-        own = self.began.get(unit, NEVER)
-        around = sum(each.began <= own < each.ended for each in self._segments)
-        if unit not in self._span.again:
-            return self._remade.get(unit, 0) >= around
-        return self._remade_first.get(unit, 0) >= around or self._remade.get(unit, 0) >= self._span.remakes(unit)
-
-    def _hold(self, unit: Unit) -> bool:
-        """Whether `unit` stays whole, since it may be recomputed with what began before it; until that is over."""
-        own, begun = self.began.get(unit, NEVER), self._begun
-        held_for = min((each.began for each in self._segments if each.began < own < each.ended), default=NEVER)
-        holds = bool(begun) and self.began[begun[-1]] >= held_for
-        if holds:
-            self._held[unit] = int(held_for)
-        return holds
 
 
 def _launch(groups: Iterable[Sequence[Unit]], *, ahead: bool = False) -> None:

@@ -647,10 +647,6 @@ class Unit(UnitData):
         if self.armed:
             self.await_what_comes()
 
-    def is_in_call(self, began: int | None) -> bool:
-        """Whether the backward of the call that `began` then has begun, and is not over."""
-        return any(call.began == began for call in self._open_calls)
-
     def is_coming(self) -> bool:
         """Whether the running graph task will go on with this unit's backward, or begin it."""
         return bool(self._open_calls) or self.awaits_gradients()
@@ -752,6 +748,11 @@ class Unit(UnitData):
         self._late = 0
         self._came_inside.clear()
         self._open_calls.clear()
+
+
+def is_in_call(unit: Unit, began: int | None) -> bool:
+    """Whether the backward of the call of `unit` that `began` then has begun, and is not over."""
+    return any(call.began == began for call in unit._open_calls)
 
 
 def _storage_pointer(tensor: torch.Tensor) -> int:

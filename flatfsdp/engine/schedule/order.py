@@ -97,15 +97,6 @@ class Span(Generic[U]):
         whole.began = dict(sorted(whole.began.items(), key=lambda item: item[1]))
         return whole
 
-    def remakes(self, unit: U) -> int:
-        """How many times checkpoints run `unit` again: each does so once for every call inside of it."""
-        count = 0
-        for innermost in self.inside.get(unit, ()):
-            around: Segment | None = innermost
-            while around is not None:
-                count, around = count + 1, around.around
-        return count
-
     @property
     def due(self) -> Mapping[U, int]:
         """When the gathers of units are due that `ended`."""
