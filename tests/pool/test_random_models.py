@@ -409,10 +409,18 @@ def test_so_it_is_where_several_units_are_recomputed_together(pool3: Run, seed: 
 
 
 # 36 has ended the process where a unit that returns what it is given is run again with another one later, 13 where an
-# owner is free while the reentrant checkpoint that lent it goes on; 9 has waited for ever where it is reduced before.
-@pytest.mark.parametrize("seed", [9, 13, 36, *seeds(0, 200)])
+# owner is free while the reentrant checkpoint that lent it goes on; 9 has waited for ever where it is reduced before,
+# 1172 and 1311 where a unit that is called again is passed over, and freed though others may run it again.
+@pytest.mark.parametrize("seed", [9, 13, 36, 1172, 1311])
 def test_so_it_is_where_several_are_under_any_settings(run: Run, seed: int) -> None:
     how = How.drawn(seed)._replace(siblings=True)
+    assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
+
+
+# Not where units run several times before one backward, too: see README, Limits.
+@pytest.mark.parametrize("seed", seeds(1, 200))
+def test_so_it_is_where_several_are_called_once_under_any_settings(run: Run, seed: int) -> None:
+    how = How.drawn(seed)._replace(siblings=True, corners=False, forwards=1)
     try:
         assert run(how.world, _train, seed, how, timeout=60) == [[]] * how.world
     except JobFailed as error:

@@ -544,7 +544,8 @@ class Backward:
             self._complete(over)
         if over.completed and self._waits_for_first_call(over):
             self._reduce_in_turn(over)
-        if over in self._span.again and over not in self._again and not self.keeps_whole(over):
+        called_again = over in self._span.again and over not in self._again
+        if called_again and not (self.keeps_whole(over) or self._repeats.hold(over, self._begun)):
             over.reshard(NOTHING)
         self._let_go(over)
 
