@@ -26,7 +26,7 @@ from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, Summary
 from flatfsdp.trainer.callbacks.metrics_log import NAME as METRICS
 from flatfsdp.trainer.demo import DEFAULTS, DemoOptions
 from flatfsdp.trainer.forecast import forecast, on_meta
-from flatfsdp.trainer.launch import Placement, World, run, under_launcher
+from flatfsdp.trainer.launch import Placement, RankContext, run, under_launcher
 from flatfsdp.trainer.settings.command_line import make_parser, parse
 from flatfsdp.trainer.settings.kinds import COUNT, PathOr, Reference
 from flatfsdp.trainer.settings.tables import Settings, setting, settings_of
@@ -82,7 +82,7 @@ class OwnTask(Task):
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """What one rank does; it goes to spawned processes as a pickle."""
 
     task: Task
@@ -94,7 +94,7 @@ class Job:
     given: tuple[str, ...]  # the command line
     shows: bool  # the demonstration
 
-    def __call__(self, world: World) -> int:
+    def __call__(self, world: RankContext) -> int:
         """Run; returns the exit code."""
         trainer = Trainer(self.task, self.training, self.fsdp, callbacks=self.callbacks)
         if self.command.measure:
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
     given = tuple(sys.argv[1:] if arguments is None else arguments)
     found = read(given, program)
     shows = found.demo is not None
-    job = Job(found.task, found.training, found.fsdp, found.callbacks(), found.command, program, given, shows)
+    job = RankJob(found.task, found.training, found.fsdp, found.callbacks(), found.command, program, given, shows)
     if found.command.dry_run:
         ranks = found.command.world_size or found.placement.ranks
         print(forecast(job.meta_model, fsdp=found.fsdp, training=found.training, ranks=ranks).render(), flush=True)
@@ -200,7 +200,7 @@ def complaint_in(traceback: str) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class ParsedCommand:
     """What the command line came to."""
 
     command: Command
@@ -227,7 +227,7 @@ class Found:
         return f"{where}; text: {text}; model: {self.demo.layers} blocks of width {self.demo.width}"
 
 
-def read(arguments: Sequence[str] | None, program: str = PROGRAM) -> Found:
+def read(arguments: Sequence[str] | None, program: str = PROGRAM) -> ParsedCommand:
     """Read the command line, and look at devices, data and the output folder before anything is started.
 
     Raises:
@@ -272,7 +272,7 @@ def read(arguments: Sequence[str] | None, program: str = PROGRAM) -> Found:
             make_folder(training.output)  # now, not when the time to train has been spent
     except ConfigValueError as error:
         parser.error(str(error))
-    return Found(command, own, training, fsdp, demo if shows else None, placement)
+    return ParsedCommand(command, own, training, fsdp, demo if shows else None, placement)
 
 
 def code_named_by(*tables: Settings) -> list[str]:

@@ -222,7 +222,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedUnit:
     """One module that is to become a unit."""
 
     path: str
@@ -250,7 +250,7 @@ def plan_wrapping(
     ignored_modules: Collection[nn.Module] = (),
     ignored_params: Collection[nn.Parameter] = (),
     is_wrapped: Callable[[nn.Module], bool] = is_managed,
-) -> tuple[Planned, ...]:
+) -> tuple[PlannedUnit, ...]:
     """Ask ``policy`` which modules inside ``root`` become units: children before parents, each once, ``root`` not.
 
     A chosen module without a forward (a ``ModuleList``) is passed over where all of its parameters lie in units inside.
@@ -299,7 +299,7 @@ def plan_wrapping(
             if child is not None and child in chosen:
                 homes.setdefault(child, []).append((parent, attribute))
     plan = tuple(
-        Planned(path, module, tuple(homes[module]), chosen[module], module in overridden)
+        PlannedUnit(path, module, tuple(homes[module]), chosen[module], module in overridden)
         for path, module in _children_first(root, closed)
         if module in chosen
     )
@@ -310,7 +310,7 @@ def plan_wrapping(
 
 
 def apply_plan(
-    plan: Iterable[Planned],
+    plan: Iterable[PlannedUnit],
     make: Callable[..., nn.Module],
     *,
     unmake: Callable[[nn.Module], object] | None = None,
@@ -351,13 +351,13 @@ def _ask_function(
     separate: tuple[type[nn.Module], ...],
 ) -> list[nn.Module]:
     """The modules that a policy function wants wrapped; instances of ``separate`` count as units in its numels."""
-    asked = _Asked(root, policy, closed, uncounted, separate)
+    asked = _PolicyAnswers(root, policy, closed, uncounted, separate)
     asked.params_in_units(root, ask=True)
     return asked.chosen
 
 
 @dataclass
-class _Asked:
+class _PolicyAnswers:
     """What a policy function has been asked so far, and ``chosen``, what it wants wrapped."""
 
     root: nn.Module
@@ -451,7 +451,7 @@ def _pass_over(
     check_called(root, [path for path, param in root.named_parameters() if param not in gathered])
 
 
-def _check_planned(planned: Planned, kwargs: Mapping[str, Any]) -> None:
+def _check_planned(planned: PlannedUnit, kwargs: Mapping[str, Any]) -> None:
     described = _described(planned.path, planned.module)
     own = {name: value for name, value in planned.kwargs.items() if name not in kwargs}
     check_argument_names(own, where=f"auto_wrap_policy, for {described}")

@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from flatfsdp.checkpoint import metadata
 from flatfsdp.checkpoint.manifest import Manifest, SavedFile
-from flatfsdp.checkpoint.plan import Held, assign, digest
+from flatfsdp.checkpoint.plan import PlannedInterval, assign, digest
 from flatfsdp.checkpoint.proof import prove
 from flatfsdp.checkpoint.raw import LARGEST, cut
 from flatfsdp.checkpoint.saving import tensors_of_files
-from flatfsdp.checkpoint.writing import Piece, Rows
+from flatfsdp.checkpoint.writing import ArchivedChunk, Rows
 from flatfsdp.engine.layout.layout import FlatLayout, ParamSpec, Span
 
 MIB = 2**20
@@ -57,7 +57,7 @@ def layouts(layers: int, world: int) -> list[FlatLayout]:
     return [FlatLayout.pack(params, world=world, align=4, pad_total=True) for params in units]
 
 
-def plan_of(units: list[FlatLayout], rank: int) -> list[Held]:
+def plan_of(units: list[FlatLayout], rank: int) -> list[PlannedInterval]:
     """What one rank holds: of each parameter and both its moments an interval, and the step counts of all."""
     found = []
     for part, *state in STATES:
@@ -66,18 +66,20 @@ def plan_of(units: list[FlatLayout], rank: int) -> list[Held]:
                 spec, span = layout.params[owned.index], owned.in_param
                 path = (part, spec.name) if not state else (part, "state", spec.name, *state)
                 key = ".".join(path)
-                found.append(Held(key, path, "float32", spec.shape, None, span.start, span.stop, 4 * span.numel))
+                found.append(
+                    PlannedInterval(key, path, "float32", spec.shape, None, span.start, span.stop, 4 * span.numel)
+                )
     return found
 
 
-def steps_of(units: list[FlatLayout]) -> list[Held]:
+def steps_of(units: list[FlatLayout]) -> list[PlannedInterval]:
     """The step counts, which every rank holds."""
     names = [spec.name for layout in units for spec in layout.params]
     paths = [("optimizer", "state", name, "step") for name in names]
-    return [Held(".".join(path), path, "float32", (), None, 0, 1, 4) for path in paths]
+    return [PlannedInterval(".".join(path), path, "float32", (), None, 0, 1, 4) for path in paths]
 
 
-def rows_of(writes: list[Held]) -> Rows:
+def rows_of(writes: list[PlannedInterval]) -> Rows:
     """Where a rank's pieces would lie in its file."""
     rows: Rows = []
     offset = 0
@@ -85,13 +87,13 @@ def rows_of(writes: list[Held]) -> Rows:
         pieces = []
         for numel in _sizes(held):
             length = FRAME[1] + 4 * numel
-            pieces.append(Piece(numel, offset, FRAME[0], length))
+            pieces.append(ArchivedChunk(numel, offset, FRAME[0], length))
             offset += length
         rows.append((held.key, held.start, pieces))
     return rows
 
 
-def _sizes(held: Held) -> Iterator[int]:
+def _sizes(held: PlannedInterval) -> Iterator[int]:
     for box in cut(held.spec, Span(held.start, held.stop), LARGEST // 4):
         yield box.span.numel
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.multiprocessing import spawn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from flatfsdp.engine.device.memory import Ledger
+from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
-from flatfsdp.trainer.forecast import Forecast, forecast
+from flatfsdp.trainer.forecast import MemoryEstimate, forecast
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.optimisation import make_optimizer
 
@@ -97,24 +97,24 @@ def books_in_the_profile() -> Iterator[dict[str, int]]:
     Gradient shards that the engine hands over as `.grad` go on as "grad".
     """
     live: dict[str, int] = {}
-    add, remove = Ledger.add, Ledger.remove
+    add, remove = MemoryTracker.add, MemoryTracker.remove
 
     def tell(kind: str, change: int) -> None:
         live[kind] = live.get(kind, 0) + change
         with record_function(f"books {json.dumps(live)}"):
             pass
 
-    def added(ledger: Ledger, kind: str, count: int) -> None:
+    def added(ledger: MemoryTracker, kind: str, count: int) -> None:
         add(ledger, kind, count)
         tell(kind, count)
 
-    def removed(ledger: Ledger, kind: str, count: int) -> None:
+    def removed(ledger: MemoryTracker, kind: str, count: int) -> None:
         remove(ledger, kind, count)
         if kind == "reduced":
             live["grad"] = live.get("grad", 0) + count
         tell(kind, -count)
 
-    with patch.object(Ledger, "add", added), patch.object(Ledger, "remove", removed):
+    with patch.object(MemoryTracker, "add", added), patch.object(MemoryTracker, "remove", removed):
         yield live
 
 
@@ -181,7 +181,7 @@ def timeline_of(recorded: Any, *, last: int) -> Timeline:
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def draw(timelines: list[Timeline], foretold: Forecast, path: Path) -> None:
+def draw(timelines: list[Timeline], foretold: MemoryEstimate, path: Path) -> None:
     """Both ranks, one above the other."""
     import matplotlib
 

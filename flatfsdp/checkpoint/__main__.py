@@ -11,20 +11,20 @@ from pathlib import Path
 
 from ..errors import FlatFSDPError
 from .converting import FORMATS, convert, holds_safetensors
-from .folders import Place
+from .folders import CheckpointFolder
 from .hugging_face import entries_of
 from .listing import Listed, listing
 from .loading import find
 from .manifest import Manifest
-from .ranks import Ranks
+from .ranks import CheckpointRanks
 from .raw import name_of
 
 
 def show(path: Path, *, tensors: bool) -> None:
     """Print what is in a checkpoint, or in safetensors, or which checkpoints are in a folder."""
     if not holds_safetensors(path):
-        ranks = Ranks()
-        if not Place(path).complete() and (inside := listing(path)):
+        ranks = CheckpointRanks()
+        if not CheckpointFolder(path).complete() and (inside := listing(path)):
             print("\n".join(map(_row, inside)))
         else:
             print("\n".join(described(find(ranks, path, check=False).manifest, tensors=tensors)))
@@ -40,7 +40,7 @@ def show(path: Path, *, tensors: bool) -> None:
 def _row(each: Listed) -> str:
     if each.problem:
         return f"{each.path.name}: {each.problem}"
-    manifest = find(Ranks(), each.path, check=False).manifest
+    manifest = find(CheckpointRanks(), each.path, check=False).manifest
     metrics = "".join(f", {name} {value:.6g}" for name, value in each.metrics.items())
     return f"{each.path.name}: {_saved(manifest)}, {in_mib(sum(file.size for file in manifest.files))}{metrics}"
 
@@ -87,7 +87,7 @@ def verify(path: Path) -> None:
         files = {entry.file for entry in entries_of(path, check=True)}
         print(f"{path} is whole: {len(files)} safetensors files")
     else:
-        found = find(Ranks(), path, check=True)
+        found = find(CheckpointRanks(), path, check=True)
         found.require_whole()
         print(f"{found.folder} is whole: {len(found.manifest.files)} files have their checksums")
 

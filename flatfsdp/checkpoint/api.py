@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 from ..errors import refuse_value
 from . import background
 from .background import Saving
-from .folders import Place
-from .foreign import Foreign
+from .folders import CheckpointFolder
+from .foreign import DcpFolder
 from .keeping import Keeping
 from .loading import Wanted, compare, empty_tensors, find, is_foreign, part_of, read_all
 from .nested import flatten, plain
-from .parts import Described, Part, parts_of
-from .ranks import Ranks
+from .parts import SavedTensorInfo, Section, parts_of
+from .ranks import CheckpointRanks
 from .raw import dtype_named
-from .saving import Contents, Request, save_contents
+from .saving import Contents, SaveRequest, save_contents
 
 __all__ = ["async_save", "load", "save"]
 
@@ -79,7 +79,7 @@ def save(
             that contradicts another's.
         AgreementError: on every rank: some do something else with `model`.
     """
-    ranks = Ranks(process_group, "checkpoint.save()")
+    ranks = CheckpointRanks(process_group, "checkpoint.save()")
     request = _request(path, overwrite, per_node, metrics, model_format, files, keeping)
     with ranks.calling(model):
         take = _taking(ranks, request, parts_of(model, optimizer), extra, copied=False)
@@ -110,7 +110,7 @@ def async_save(
         What is under way: `result(timeout=None)` waits and raises what `save` would; `done()` asks. An error that
         nobody asked for is raised by the next save.
     """
-    ranks = Ranks(process_group, "checkpoint.async_save()")
+    ranks = CheckpointRanks(process_group, "checkpoint.async_save()")
     request = _request(path, overwrite, per_node, metrics, model_format, files, keeping)
     with ranks.calling(model):
         take = _taking(ranks, request, parts_of(model, optimizer), extra, copied=True)
@@ -125,18 +125,18 @@ def _request(
     model_format: str,
     files: Callable[[Path], None] | None,
     keeping: Keeping | None,
-) -> Request:
+) -> SaveRequest:
     if model_format not in ("flatfsdp", "safetensors"):
         refuse_value("model_format", model_format, '"flatfsdp" or "safetensors"')
     safetensors = model_format == "safetensors"
-    return Request(path, overwrite, per_node, metrics or {}, safetensors, files, keeping)
+    return SaveRequest(path, overwrite, per_node, metrics or {}, safetensors, files, keeping)
 
 
 def _taking(
-    ranks: Ranks, request: Request, parts: list[Part], extra: State | None, *, copied: bool
+    ranks: CheckpointRanks, request: SaveRequest, parts: list[Section], extra: State | None, *, copied: bool
 ) -> Callable[[], Contents]:
     """Find what is to be saved, in memory that nobody else writes to if `copied`. Collective."""
-    doing = f"saving {Place.at(request.path).path}"
+    doing = f"saving {CheckpointFolder.at(request.path).path}"
     ranks.agree(doing, f"a save of {_listed(parts)}{', the model as safetensors' * request.safetensors}")
     for part in parts:
         ranks.exchange(doing, partial(part.take, lent=True))
@@ -149,7 +149,7 @@ def _taking(
     return take
 
 
-def _contents_of(part: Part) -> Contents:
+def _contents_of(part: Section) -> Contents:
     ties = {f"{part.name}.{name}": f"{part.name}.{first}" for name, first in part.ties.items()}
     return Contents.of({part.name: part.state}, ties, frozenset(f"{part.name}.{name}" for name in part.buffers))
 
@@ -192,8 +192,8 @@ def load(
             been loaded then, unless files could not be read.
         AgreementError: on every rank: some do something else with `model`.
     """
-    ranks = Ranks(process_group, "checkpoint.load()")
-    doing = f"loading {Place.at(path).path}"
+    ranks = CheckpointRanks(process_group, "checkpoint.load()")
+    doing = f"loading {CheckpointFolder.at(path).path}"
     parts = parts_of(model, optimizer)
     with ranks.calling(model):
         ranks.agree(doing, f"a load of {_listed(parts)}, {strict=}, {verify=}, {trust=}")
@@ -209,12 +209,12 @@ def load(
     return others
 
 
-def _listed(parts: list[Part]) -> str:
+def _listed(parts: list[Section]) -> str:
     return " and ".join(part.name for part in parts) or "nothing but extra values"
 
 
 def _targets(
-    parts: list[Part], there: Mapping[str, Described], values: Iterable[Keys] | None = None, *, strict: bool
+    parts: list[Section], there: Mapping[str, SavedTensorInfo], values: Iterable[Keys] | None = None, *, strict: bool
 ) -> dict[str, torch.Tensor]:
     """The tensors to fill, by key. `values`: the keys that lead to each plain value that is there, if that is known.
 
@@ -231,7 +231,7 @@ def _targets(
     return targets
 
 
-def _entries(parts: list[Part], there: Iterable[str], values: Iterable[Keys]) -> tuple[list[str], list[str]]:
+def _entries(parts: list[Section], there: Iterable[str], values: Iterable[Keys]) -> tuple[list[str], list[str]]:
     """The entries of the model's state dict that are no tensors (extra states of modules), here and there.
 
     One that holds both tensors and plain values counts where it has either. Of an optimizer these are hyperparameters,
@@ -247,10 +247,19 @@ def _entries(parts: list[Part], there: Iterable[str], values: Iterable[Keys]) ->
 
 
 def _read_ours(
-    ranks: Ranks, path: FolderPath, doing: str, parts: list[Part], wanted: Wanted, *, strict: bool, verify: bool
+    ranks: CheckpointRanks,
+    path: FolderPath,
+    doing: str,
+    parts: list[Section],
+    wanted: Wanted,
+    *,
+    strict: bool,
+    verify: bool,
 ) -> tuple[dict[str, Any], Any]:
     found = find(ranks, path, check=verify)
-    there = {key: Described(saved.shape, dtype_named(saved.dtype)) for key, saved in found.manifest.tensors.items()}
+    there = {
+        key: SavedTensorInfo(saved.shape, dtype_named(saved.dtype)) for key, saved in found.manifest.tensors.items()
+    }
     targets: dict[str, torch.Tensor] = {}
     values = [plain(path) for path, _ in found.manifest.values.values()]
     ranks.exchange(doing, lambda: targets.update(_targets(parts, there, values, strict=strict)))
@@ -273,13 +282,13 @@ def _read_ours(
 
 
 def _read_foreign(
-    ranks: Ranks, path: FolderPath, doing: str, parts: list[Part], *, strict: bool
+    ranks: CheckpointRanks, path: FolderPath, doing: str, parts: list[Section], *, strict: bool
 ) -> tuple[dict[str, Any], Any]:
-    opened: list[Foreign] = []
+    opened: list[DcpFolder] = []
     targets: dict[str, torch.Tensor] = {}
 
     def look() -> None:
-        opened.append(Foreign(path))
+        opened.append(DcpFolder(path))
         targets.update(_targets(parts, opened[0].tensors(), strict=strict))
 
     ranks.exchange(doing, look)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import CheckpointError
-from .ranks import Ranks
-from .saving import Contents, Request, save_contents
+from .ranks import CheckpointRanks
+from .saving import Contents, SaveRequest, save_contents
 
 __all__ = ["Saving", "finish_before", "start"]
 
@@ -60,7 +60,7 @@ class Saving:
 _last: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()
 
 
-def finish_before(ranks: Ranks, take: Callable[[], Contents]) -> Callable[[], Contents]:
+def finish_before(ranks: CheckpointRanks, take: Callable[[], Contents]) -> Callable[[], Contents]:
     """Wait for the last save in the background; `take`, which fails where that one has and nobody asked."""
     last = _last.pop(ranks.key, None)
     if last is None:
@@ -74,7 +74,7 @@ def finish_before(ranks: Ranks, take: Callable[[], Contents]) -> Callable[[], Co
     return take_if_all_is_well
 
 
-def start(ranks: Ranks, request: Request, take: Callable[[], Contents]) -> Saving:
+def start(ranks: CheckpointRanks, request: SaveRequest, take: Callable[[], Contents]) -> Saving:
     """Save in a thread what `take`, called now, copies to the host. Collective."""
     beside = ranks.beside()
     taken = _outcome(finish_before(ranks, take))

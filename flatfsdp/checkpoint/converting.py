@@ -17,12 +17,12 @@ import torch
 from ..errors import CheckpointError, ConfigValueError
 from . import manifest
 from .disk import disk
-from .folders import Place
-from .foreign import Foreign
+from .folders import CheckpointFolder
+from .foreign import DcpFolder
 from .hugging_face import read_whole, write_whole
 from .loading import empty_tensors, find, is_foreign, part_of, read_tensors
-from .ranks import Ranks
-from .saving import Contents, Request, save_contents
+from .ranks import CheckpointRanks
+from .saving import Contents, SaveRequest, save_contents
 from .tensor_file import SUFFIX
 
 __all__ = ["FORMATS", "convert", "holds_safetensors"]
@@ -49,7 +49,7 @@ def convert(source: Path, target: Path, *, to: str, part: str, overwrite: bool, 
     if to == "dcp":
         if not isinstance(next(iter(state.values()), None), Mapping):
             state = {"model": state}
-        save_contents(Ranks(), Request(target, overwrite), lambda: Contents.of(state))
+        save_contents(CheckpointRanks(), SaveRequest(target, overwrite), lambda: Contents.of(state))
     elif to == "torch":
         if target.exists() and not overwrite:
             raise CheckpointError(f"{target} exists; pass --overwrite to replace it")
@@ -69,12 +69,12 @@ def read_state(source: Path, *, trust: bool) -> dict[Any, Any]:
     if source.is_file() and source.suffix != SUFFIX:
         return _torch_file(source, trust=trust)
     if is_foreign(source) and trust:
-        foreign = Foreign(source)
-        _, others = foreign.read(Ranks(), {}, ())
+        foreign = DcpFolder(source)
+        _, others = foreign.read(CheckpointRanks(), {}, ())
         return foreign.nested(others)
     if holds_safetensors(source):
         return dict(read_whole(source))
-    found = find(Ranks(), source, check=True)
+    found = find(CheckpointRanks(), source, check=True)
     found.require_whole()
     state = {}
     names = [saved.path[0] for saved in found.manifest.tensors.values()]
@@ -91,7 +91,7 @@ def holds_safetensors(path: Path) -> bool:
     if path.is_file():
         return path.suffix == SUFFIX
     part_of_one = os.path.lexists(path / manifest.NAME) or any(path.glob("*.distcp"))  # which may have lost the others
-    return not part_of_one and any(path.glob(f"*{SUFFIX}")) and not Place.at(path).complete()
+    return not part_of_one and any(path.glob(f"*{SUFFIX}")) and not CheckpointFolder.at(path).complete()
 
 
 def _torch_file(source: Path, *, trust: bool) -> dict[Any, Any]:

@@ -24,12 +24,12 @@ from . import manifest, metadata
 from .disk import disk
 from .lock import drop_token, leave_token, sweep_tokens
 from .manifest import Manifest, NewerFormatError
-from .ranks import Ranks
+from .ranks import CheckpointRanks
 from .reading import is_inside
 from .tensor_file import CHECKSUMS, SUFFIX
 
 __all__ = [
-    "Place",
+    "CheckpointFolder",
     "candidates",
     "choose",
     "is_own",
@@ -49,7 +49,7 @@ _MARKS = frozenset(f"{name}{part}" for name in (manifest.NAME, CHECKSUMS) for pa
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointFolder:
     """The three folders of [Note: siblings].
 
     Attributes:
@@ -61,7 +61,7 @@ class Place:
     marker: str = manifest.NAME
 
     @classmethod
-    def at(cls, path: str | os.PathLike[str], marker: str = manifest.NAME) -> Place:
+    def at(cls, path: str | os.PathLike[str], marker: str = manifest.NAME) -> CheckpointFolder:
         """Of a path as users give it; where links lead, because a link itself must stay one."""
         real = Path(os.path.realpath(path))
         if not real.name:
@@ -93,7 +93,7 @@ class Place:
             CheckpointError: there is something complete and `overwrite` is False, or there are other files, or a newer
                 flatfsdp's checkpoint.
         """
-        refuse_newer(Place(self.path))
+        refuse_newer(CheckpointFolder(self.path))
         self.settle(keep)
         self._check_free(overwrite=overwrite)
         disk().make_folder(self.new)
@@ -138,7 +138,11 @@ class Place:
                     f"{self.path} is complete already. Save to another folder, or pass overwrite=True: then the old "
                     "one stays until the new one is complete"
                 )
-            listed = [each.files for folder, each in candidates(Place(self.path), damaged=True) if folder == self.path]
+            listed = [
+                each.files
+                for folder, each in candidates(CheckpointFolder(self.path), damaged=True)
+                if folder == self.path
+            ]
             known = {*self._beside(), *(file.name for files in listed for file in files)}
             found = {name for name in found if name.partition("/")[0] not in known and name not in known}
             found = {name for name in found if not OWN.fullmatch(name)} - {self.marker, metadata.NAME}
@@ -226,7 +230,7 @@ def last_sequence(folder: Path) -> int:
     return max((manifest.sequence_in(inside) for inside in folder.iterdir() if not inside.is_symlink()), default=0)
 
 
-def manifests(place: Place) -> list[tuple[Path, Manifest | CheckpointError]]:
+def manifests(place: CheckpointFolder) -> list[tuple[Path, Manifest | CheckpointError]]:
     """Of each complete folder at a place the manifest, or why it cannot be read."""
     found: list[tuple[Path, Manifest | CheckpointError]] = []
     for folder in place.complete():
@@ -242,7 +246,7 @@ def manifests(place: Place) -> list[tuple[Path, Manifest | CheckpointError]]:
     return found
 
 
-def candidates(place: Place, *, damaged: bool = False) -> list[tuple[Path, Manifest]]:
+def candidates(place: CheckpointFolder, *, damaged: bool = False) -> list[tuple[Path, Manifest]]:
     """The complete checkpoints of ours at a place, the newest first.
 
     Raises:
@@ -257,7 +261,7 @@ def candidates(place: Place, *, damaged: bool = False) -> list[tuple[Path, Manif
     return sorted(found, key=lambda each: each[1].place(place.path.name), reverse=True)
 
 
-def refuse_newer(place: Place) -> None:
+def refuse_newer(place: CheckpointFolder) -> None:
     """Require that there is no checkpoint of a newer flatfsdp at a place, which this one must not replace.
 
     Raises:
@@ -288,7 +292,7 @@ def choose(seen: Sequence[Sequence[str]], path: Path) -> str:
     raise CheckpointError(f"{path}: ranks see checkpoints of different saves there; copy one of them to every node")
 
 
-def leader_of(place: Place, ranks: Ranks, doing: str, *, per_node: bool) -> int:
+def leader_of(place: CheckpointFolder, ranks: CheckpointRanks, doing: str, *, per_node: bool) -> int:
     """The rank that acts for this one on folders, found by a file that it leaves beside them. Collective.
 
     Raises:
@@ -332,6 +336,6 @@ def _sees(token: Path) -> bool:
     return True
 
 
-def _those_seen(place: Place, tokens: Sequence[str]) -> list[int]:
+def _those_seen(place: CheckpointFolder, tokens: Sequence[str]) -> list[int]:
     names = {each.name for each in place.path.parent.iterdir()}
     return [rank for rank, token in enumerate(tokens) if token in names]

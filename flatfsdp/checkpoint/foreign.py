@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ..errors import CheckpointError
 from .nested import Path, unflatten
-from .parts import Described
-from .ranks import Ranks
+from .parts import SavedTensorInfo
+from .ranks import CheckpointRanks
 
-__all__ = ["Foreign"]
+__all__ = ["DcpFolder"]
 
 
-class Foreign:
+class DcpFolder:
     """A folder of DCP's, trusted.
 
     Where it holds a model's parameters under their bare names, "model" is put in front of them.
@@ -36,12 +36,12 @@ class Foreign:
         named = any(key.startswith(("model.", "optimizer.")) for key in saved)
         self._names = {key if named else f"model.{key}": key for key in saved}
 
-    def tensors(self) -> dict[str, Described]:
+    def tensors(self) -> dict[str, SavedTensorInfo]:
         """All tensors, by key ([Note: keys])."""
         saved = self._metadata.state_dict_metadata
         found = {name: saved[key] for name, key in self._names.items()}
         return {
-            name: Described(tuple(each.size), each.properties.dtype)
+            name: SavedTensorInfo(tuple(each.size), each.properties.dtype)
             for name, each in found.items()
             if isinstance(each, TensorStorageMetadata)
         }
@@ -54,7 +54,7 @@ class Foreign:
         return path if name == self._names[name] else ("model", *path)
 
     def read(
-        self, ranks: Ranks, targets: Mapping[str, torch.Tensor], parts: Collection[str]
+        self, ranks: CheckpointRanks, targets: Mapping[str, torch.Tensor], parts: Collection[str]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Fill `targets`; returns the plain values under the first names `parts`, and all that is under other names.
 

@@ -15,11 +15,11 @@ from ..engine.state.model.fqns import clean, named_state
 from ..engine.state.model.saving import check_between
 from ..engine.state.owned_interval import OwnedInterval
 
-__all__ = ["InPlace", "buffers_of", "held_in_place", "note_writes", "settle"]
+__all__ = ["LocalTensor", "buffers_of", "held_in_place", "note_writes", "settle"]
 
 
 @dataclass(frozen=True)
-class InPlace:
+class LocalTensor:
     """A parameter, or a buffer that belongs to the state.
 
     Attributes:
@@ -54,7 +54,7 @@ def settle(model: nn.Module, what: str) -> None:
         unit.write_back()
 
 
-def held_in_place(model: nn.Module) -> list[InPlace]:
+def held_in_place(model: nn.Module) -> list[LocalTensor]:
     """Parameters, then buffers, in the order of `model.modules()`. No communication.
 
     Precondition: `settle`.
@@ -70,11 +70,11 @@ def held_in_place(model: nn.Module) -> list[InPlace]:
                 ParamSpec(named.name, spec.shape, spec.stride),
                 handle.layout.span_in_param(named.index, handle.rank),
             )
-        found.append(InPlace(named.names, value, named.unit))
+        found.append(LocalTensor(named.names, value, named.unit))
     return [*found, *buffers_of(model)]
 
 
-def buffers_of(model: nn.Module) -> Iterator[InPlace]:
+def buffers_of(model: nn.Module) -> Iterator[LocalTensor]:
     """Those of the state, in the order of `model.modules()`. No communication."""
     names: dict[int, list[str]] = {}
     held: dict[int, torch.Tensor] = {}
@@ -84,7 +84,7 @@ def buffers_of(model: nn.Module) -> Iterator[InPlace]:
                 held[id(buffer)] = buffer
                 names.setdefault(id(buffer), []).append(clean(f"{path}.{name}" if path else name))
     for key, found in names.items():
-        yield InPlace(tuple(dict.fromkeys(found)), held[key], None)
+        yield LocalTensor(tuple(dict.fromkeys(found)), held[key], None)
 
 
 def note_writes(model: nn.Module) -> None:

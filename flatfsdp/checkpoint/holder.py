@@ -18,13 +18,13 @@ import uuid
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-__all__ = ["Holder", "Machine"]
+__all__ = ["LockHolder", "Machine"]
 
 _JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """A process, and one thing that it does.
 
     Attributes:
@@ -51,7 +51,7 @@ class Holder:
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Holder | None:
+    def from_bytes(cls, data: bytes) -> LockHolder | None:
         """From what begins with such a line; None where it does not."""
         try:
             read = json.loads(data.partition(b"\n")[0])
@@ -73,7 +73,7 @@ class Holder:
         return f"{self.boot}-{self.pid}-{self.start}-{self.token}"
 
     @classmethod
-    def from_name(cls, name: str) -> Holder | None:
+    def from_name(cls, name: str) -> LockHolder | None:
         """From such a name; None where it is none."""
         found = re.fullmatch(r"([0-9a-f]*)-([1-9]\d*)-(\d*)-([0-9a-f]+)", name)
         return None if found is None else cls("", found[1], int(found[2]), found[3], "", found[4])
@@ -83,7 +83,7 @@ class Machine:
     """What this process knows of its machine. Tests stand in for another one.
 
     Attributes:
-        host, boot, pid: as of `Holder`.
+        host, boot, pid: as of `LockHolder`.
     """
 
     def __init__(self) -> None:
@@ -114,14 +114,14 @@ class Machine:
         except (OSError, ValueError, IndexError):  # no such files here, or others' are not shown
             return ""
 
-    def holder(self) -> Holder:
+    def holder(self) -> LockHolder:
         """This process, with a token of its own."""
         jobs = [f"{name} {os.environ[name]}" for name in _JOBS if name in os.environ]
         program = os.path.basename(sys.argv[0]) if sys.argv else ""
         told = "".join(filter(str.isprintable, ", ".join(filter(None, (program, *jobs)))))
-        return Holder(self.host, self.boot, self.pid, self.start_of(self.pid) or "", told[:100], uuid.uuid4().hex)
+        return LockHolder(self.host, self.boot, self.pid, self.start_of(self.pid) or "", told[:100], uuid.uuid4().hex)
 
-    def is_gone(self, holder: Holder, busy: frozenset[str] | set[str]) -> bool | None:
+    def is_gone(self, holder: LockHolder, busy: frozenset[str] | set[str]) -> bool | None:
         """Whether a process has ended, or, where it is this one, is not at its token any more; None: not to be known.
 
         Args:

@@ -28,11 +28,11 @@ from ..errors import CheckpointError, few, refuse_type, refuse_value
 from . import form
 from .beside import written_by
 from .disk import File, disk
-from .folders import Place, leader_of, refuse_link
-from .held import InPlace, held_in_place, note_writes, settle
+from .folders import CheckpointFolder, leader_of, refuse_link
+from .held import LocalTensor, held_in_place, note_writes, settle
 from .loading import compare
 from .lock import Lock
-from .ranks import Ranks
+from .ranks import CheckpointRanks
 from .raw import LARGEST, bytes_of, cut
 from .reading import checksum
 from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, header_of, read_header
@@ -79,11 +79,11 @@ def export_safetensors(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         refuse_value("dtype", dtype, "a floating-point dtype, or None")
 
-    def hold() -> list[InPlace]:
+    def hold() -> list[LocalTensor]:
         settle(model, "export_safetensors()")
         return held_in_place(model)
 
-    ranks = Ranks(process_group, "export_safetensors()")
+    ranks = CheckpointRanks(process_group, "export_safetensors()")
     with ranks.calling(model):
         _export(ranks, folder, hold, largest=largest, dtype=dtype, overwrite=overwrite, files=files)
 
@@ -94,24 +94,24 @@ def write_whole(tensors: Mapping[str, torch.Tensor], folder: Path, *, overwrite:
     for name, tensor in tensors.items():
         memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
         same.setdefault(memory, []).append(name)
-    held = [InPlace(tuple(names), tensors[names[0]].detach(), None) for names in same.values()]
-    _export(Ranks(), folder, lambda: held, largest=bytes_in("5GB"), dtype=None, overwrite=overwrite)
+    held = [LocalTensor(tuple(names), tensors[names[0]].detach(), None) for names in same.values()]
+    _export(CheckpointRanks(), folder, lambda: held, largest=bytes_in("5GB"), dtype=None, overwrite=overwrite)
 
 
 def _export(
-    ranks: Ranks,
+    ranks: CheckpointRanks,
     folder: str | os.PathLike[str],
-    hold: Callable[[], list[InPlace]],
+    hold: Callable[[], list[LocalTensor]],
     *,
     largest: int,
     dtype: torch.dtype | None,
     overwrite: bool,
     files: Callable[[Path], None] | None = None,
 ) -> None:
-    place = Place.at(folder, CHECKSUMS)
+    place = CheckpointFolder.at(folder, CHECKSUMS)
     lock = Lock(place.path)  # the leader's
     doing = f"exporting to {place.path}"
-    held: list[InPlace] = []
+    held: list[LocalTensor] = []
     written: dict[Path, tuple[bytes, list[Entry]]] = {}
 
     def plan() -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -193,10 +193,10 @@ def load_safetensors(
             damaged. Nothing has been loaded then.
         AgreementError: on every rank: some do something else with `model`.
     """
-    ranks = Ranks(process_group, "load_safetensors()")
+    ranks = CheckpointRanks(process_group, "load_safetensors()")
     doing = f"loading {os.fspath(source)}"
     there: dict[str, Entry] = {}
-    held: list[InPlace] = []
+    held: list[LocalTensor] = []
 
     def look() -> None:
         there.update(_entries_at(Path(source)))
@@ -221,7 +221,7 @@ def load_safetensors(
         ranks.exchange(doing, read)
 
 
-def _name_in(held: InPlace, there: Mapping[str, Entry]) -> str:
+def _name_in(held: LocalTensor, there: Mapping[str, Entry]) -> str:
     return next((name for name in held.names if name in there), held.names[0])
 
 
@@ -293,7 +293,7 @@ def entries_of(source: Path, *, check: bool) -> list[Entry]:
     """
     entries = list(_entries_at(source).values())
     if check:
-        _verify(sorted({entry.file for entry in entries}), Ranks())
+        _verify(sorted({entry.file for entry in entries}), CheckpointRanks())
     return entries
 
 
@@ -327,7 +327,7 @@ class Files:
             file.sync()
 
 
-def _write(held: Sequence[InPlace], entries: Mapping[str, Entry], *, first: bool) -> None:
+def _write(held: Sequence[LocalTensor], entries: Mapping[str, Entry], *, first: bool) -> None:
     with torch.no_grad(), Files(write=True) as files:
         for each in held:
             entry = entries[each.names[0]]
@@ -407,7 +407,7 @@ def checksums_of(found: Sequence[Mapping[tuple[str, int], int]], *, beside: Sequ
     return json.dumps({"block": BLOCK, "crc32": files, "beside": others}, indent=1).encode() + b"\n"
 
 
-def _verify(files: Sequence[Path], ranks: Ranks) -> None:
+def _verify(files: Sequence[Path], ranks: CheckpointRanks) -> None:
     path = files[0].parent / CHECKSUMS if files else Path(CHECKSUMS)
     if not path.is_file():
         return
@@ -437,7 +437,7 @@ def _entries_at(source: Path) -> dict[str, Entry]:
     """The tensors of a file or a folder, by name."""
     if source.is_file():
         return {entry.name: entry for entry in _header(source)}
-    place = Place.at(source, CHECKSUMS)
+    place = CheckpointFolder.at(source, CHECKSUMS)
     folder = next(iter(place.complete()), place.path)
     index = folder / INDEX
     if index.is_file():

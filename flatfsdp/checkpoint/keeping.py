@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, ConfigValueError, refuse_value
 from .disk import disk
-from .folders import Place, candidates, is_own, refuse_newer
+from .folders import CheckpointFolder, candidates, is_own, refuse_newer
 from .lock import LOCK, TOKEN, locked_now, path_of_token, sweep_tokens
 from .manifest import Manifest, id_in
-from .ranks import Ranks
+from .ranks import CheckpointRanks
 
 __all__ = ["Keeping", "keep"]
 
@@ -82,7 +82,7 @@ class Keeping:
                 names.append(left.stem[1:])
         for name in sorted(set(names)):
             if name and fnmatchcase(name, self.named):
-                place = Place(folder / name)
+                place = CheckpointFolder(folder / name)
                 with suppress(CheckpointError), locked_now(place.path) as free:  # another folder in its place stays
                     if not free:
                         continue
@@ -96,7 +96,7 @@ class Keeping:
 
 def _remove(path: Path, id: str) -> bool:
     """Remove the checkpoint of this id from `path`; False where a save is under way there, or another one is there."""
-    place = Place(path)
+    place = CheckpointFolder(path)
     with locked_now(path) as free:
         if not free or id_in(path) != id or os.path.lexists(place.old):
             return False
@@ -140,7 +140,7 @@ def keep(
         CheckpointError: on every rank: the disk refused.
     """
     keeping = Keeping(last=last, best=best, by=by, mode=mode)
-    ranks = Ranks(process_group, "checkpoint.keep()")
+    ranks = CheckpointRanks(process_group, "checkpoint.keep()")
     where = Path(os.path.abspath(folder))
     doing = f"removing checkpoints in {os.fspath(folder)}"
     return ranks.exchange(doing, lambda: keeping.remove(where) if ranks.rank == 0 else [])[0]
@@ -154,13 +154,17 @@ def _saved_in(folder: Path, named: str) -> list[tuple[Path, Manifest]]:
     for inside in sorted(folder.iterdir()):
         if inside.name.startswith(".") and inside.name.endswith(".old"):
             if fnmatchcase(inside.name[1:-4], named):
-                _finish_removal(Place(folder / inside.name[1:-4]))
+                _finish_removal(CheckpointFolder(folder / inside.name[1:-4]))
         elif fnmatchcase(inside.name, named) and not inside.name.startswith(".") and not inside.is_symlink():
-            found += [(path, manifest) for path, manifest in candidates(Place(inside), damaged=True) if path == inside]
+            found += [
+                (path, manifest)
+                for path, manifest in candidates(CheckpointFolder(inside), damaged=True)
+                if path == inside
+            ]
     return sorted(found, key=lambda each: each[1].place(each[0].name))
 
 
-def _finish_removal(place: Place) -> None:
+def _finish_removal(place: CheckpointFolder) -> None:
     """A save that replaces one has a complete new one when the old one stands alone; a removal has none."""
     with locked_now(place.path) as free:
         if free and is_own(place.old) and not place.path.exists() and not place.is_complete(place.new):

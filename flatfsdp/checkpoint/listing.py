@@ -11,11 +11,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import CheckpointError, few, ranks_in_words
-from .folders import Place, candidates, is_own, manifests
+from .folders import CheckpointFolder, candidates, is_own, manifests
 from .loading import is_foreign
 from .manifest import place_of
 from .proof import prove
-from .ranks import Ranks
+from .ranks import CheckpointRanks
 from .reading import verify
 
 __all__ = ["Listed", "listing"]
@@ -65,7 +65,7 @@ def listing(
     Raises:
         CheckpointError: on every rank: a rank cannot look.
     """
-    ranks = Ranks(process_group, "checkpoint.listing()")
+    ranks = CheckpointRanks(process_group, "checkpoint.listing()")
     where = Path(os.path.abspath(folder))
     seen = ranks.exchange(f"looking for checkpoints in {where}", lambda: _seen_in(where, named))
     names = dict.fromkeys(name for mine in seen for name in mine)
@@ -89,7 +89,7 @@ def _seen_in(folder: Path, named: str) -> dict[str, tuple[Listed, list[str]]]:
             continue
         try:
             if _is_save(inside, hidden, named):
-                found[name] = _look(Place(folder / name))
+                found[name] = _look(CheckpointFolder(folder / name))
         except OSError as error:  # nobody else's folder is less readable for that
             found[name] = Listed(folder / name, problem=f"it cannot be read: {error}"), []
     return found
@@ -100,7 +100,11 @@ def _is_save(inside: Path, hidden: bool, named: str) -> bool:
         return False
     if inside.is_symlink() and _leads_to_sibling(inside, named):
         return False
-    return hidden or Place(inside).is_complete(inside) or any(name.endswith(".distcp") for name in os.listdir(inside))
+    return (
+        hidden
+        or CheckpointFolder(inside).is_complete(inside)
+        or any(name.endswith(".distcp") for name in os.listdir(inside))
+    )
 
 
 def _leads_to_sibling(link: Path, named: str) -> bool:
@@ -108,7 +112,7 @@ def _leads_to_sibling(link: Path, named: str) -> bool:
     return real.parent == Path(os.path.realpath(link.parent)) and fnmatchcase(real.name, named)
 
 
-def _look(place: Place) -> tuple[Listed, list[str]]:
+def _look(place: CheckpointFolder) -> tuple[Listed, list[str]]:
     there = candidates(place, damaged=True)
     if not there:
         for _, error in manifests(place):

@@ -14,19 +14,29 @@ from ..engine.agreement.once_per_job import warn_once_per_job
 from ..errors import CheckpointError, few
 from . import manifest as manifest_file
 from . import metadata
-from .folders import Place, candidates, choose
-from .manifest import NAME, Manifest, Saved, id_in
+from .folders import CheckpointFolder, candidates, choose
+from .manifest import NAME, Manifest, SavedTensor, id_in
 from .nested import Path, decode, plain, unflatten
 from .proof import prove
-from .ranks import BRIEF, Ranks
+from .ranks import BRIEF, CheckpointRanks
 from .raw import dtype_named
-from .reading import Reader, verify
+from .reading import TensorReader, verify
 
-__all__ = ["Found", "Wanted", "compare", "empty_tensors", "find", "is_foreign", "part_of", "read_all", "read_tensors"]
+__all__ = [
+    "FoundCheckpoint",
+    "Wanted",
+    "compare",
+    "empty_tensors",
+    "find",
+    "is_foreign",
+    "part_of",
+    "read_all",
+    "read_tensors",
+]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A complete checkpoint.
 
     Attributes:
@@ -86,7 +96,7 @@ def is_foreign(path: str | os.PathLike[str]) -> bool:
     return (folder / metadata.NAME).is_file() and not (folder / manifest_file.NAME).is_file()
 
 
-def find(ranks: Ranks, path: str | os.PathLike[str], *, check: bool) -> Found:
+def find(ranks: CheckpointRanks, path: str | os.PathLike[str], *, check: bool) -> FoundCheckpoint:
     """The newest checkpoint that all ranks see at `path`, whole. Collective.
 
     All sizes are compared; with `check` also the checksums, each file's by one of the ranks that see it.
@@ -94,9 +104,9 @@ def find(ranks: Ranks, path: str | os.PathLike[str], *, check: bool) -> Found:
     Raises:
         CheckpointError: on every rank.
     """
-    place = Place.at(path)
+    place = CheckpointFolder.at(path)
     doing = f"loading {place.path}"
-    mine: dict[str, Found] = {}
+    mine: dict[str, FoundCheckpoint] = {}
 
     def look() -> list[str]:
         if is_foreign(place.path):
@@ -105,7 +115,7 @@ def find(ranks: Ranks, path: str | os.PathLike[str], *, check: bool) -> Found:
                 "of contents is a pickle, and reading a pickle runs whatever code it names; pass trust=True if you "
                 "know who wrote it"
             )
-        mine.update({found.id: Found(folder, found) for folder, found in candidates(place)})
+        mine.update({found.id: FoundCheckpoint(folder, found) for folder, found in candidates(place)})
         return list(mine)
 
     found = mine[choose(ranks.exchange(doing, look), place.path)]
@@ -115,7 +125,8 @@ def find(ranks: Ranks, path: str | os.PathLike[str], *, check: bool) -> Found:
 
     def check_mine() -> None:
         prove(found.manifest, str(found.folder / NAME))
-        # Nodes without a shared file system have some of the files each; of what nobody has see `Found.missing`.
+        # Nodes without a shared file system have some of the files each; of what nobody has see
+        # `FoundCheckpoint.missing`.
         mine = [file for file in files if file.name in here[ranks.rank]]
         verify(found.folder, mine, contents=False)
         if check:
@@ -128,11 +139,11 @@ def find(ranks: Ranks, path: str | os.PathLike[str], *, check: bool) -> Found:
     return replace(found, here=here)
 
 
-def read_tensors(found: Found, targets: Mapping[str, torch.Tensor]) -> None:
+def read_tensors(found: FoundCheckpoint, targets: Mapping[str, torch.Tensor]) -> None:
     """Read tensors by key, in place: intervals and whole ones; those that are not there are left out."""
     wanted = {key: target for key, target in targets.items() if key in found.manifest.tensors}
     try:
-        with torch.no_grad(), Reader(found.folder, found.manifest) as reader:
+        with torch.no_grad(), TensorReader(found.folder, found.manifest) as reader:
             for key, target in wanted.items():
                 reader.read(key, target)
     finally:  # files of the one that was there before may be gone, or have other contents of the same size
@@ -205,7 +216,7 @@ def part_of(
     return unflatten(leaves, paths).get(name)
 
 
-def empty_tensors(found: Found, name: str, wanted: Wanted = lambda path: True) -> dict[str, torch.Tensor]:
+def empty_tensors(found: FoundCheckpoint, name: str, wanted: Wanted = lambda path: True) -> dict[str, torch.Tensor]:
     """Memory on the CPU for the tensors under the first name `name` that are `wanted`, by their keys."""
     return {
         key: _empty(saved)
@@ -215,7 +226,11 @@ def empty_tensors(found: Found, name: str, wanted: Wanted = lambda path: True) -
 
 
 def read_all(
-    ranks: Ranks, doing: str, found: Found, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
+    ranks: CheckpointRanks,
+    doing: str,
+    found: FoundCheckpoint,
+    own: Mapping[str, torch.Tensor],
+    shared: Mapping[str, torch.Tensor],
 ) -> None:
     """Read tensors by key, in place: `own` from files that this rank sees, and `shared`, whole ones, from any rank's.
 
@@ -238,11 +253,11 @@ def read_all(
             shared[key].copy_(lent[key])
 
 
-def _empty(saved: Saved) -> torch.Tensor:
+def _empty(saved: SavedTensor) -> torch.Tensor:
     return torch.empty(saved.shape, dtype=dtype_named(saved.dtype))
 
 
-def _seers(found: Found, key: str) -> list[int]:
+def _seers(found: FoundCheckpoint, key: str) -> list[int]:
     """The ranks that see the files with the tensor `key`.
 
     Raises:

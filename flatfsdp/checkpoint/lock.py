@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .disk import File, disk
-from .holder import Holder, Machine
+from .holder import LockHolder, Machine
 
 __all__ = [
     "LOCK",
@@ -62,8 +62,8 @@ class Lock:
         self.path = path
         self.file = path.with_name(f".{path.name}{LOCK}")
         self._machine = machine or Machine()
-        self._mine: Holder | None = None
-        self._beat: _Beat | None = None
+        self._mine: LockHolder | None = None
+        self._beat: _Heartbeat | None = None
 
     # --- take and give back -------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class Lock:
         try:
             with suppress(OSError):
                 found = self._read()
-                if found is not None and Holder.from_bytes(found) == mine:
+                if found is not None and LockHolder.from_bytes(found) == mine:
                     self._put_away(found)
         finally:  # and not before: what this process is not at any more, its other threads may put away
             _busy.discard(mine.token)
@@ -129,7 +129,7 @@ class Lock:
                 if vanished > 100:  # a link that leads nowhere is there and is not
                     raise CheckpointError(f"{self.file} is no lock of a save's. Remove it")
                 continue
-            holder = Holder.from_bytes(found)
+            holder = LockHolder.from_bytes(found)
             gone = None if holder is None else self._machine.is_gone(holder, _busy)
             if gone is None:
                 gone = self._stands_still(found)
@@ -162,7 +162,7 @@ class Lock:
             with suppress(OSError):
                 disk().remove(self.file)  # the disk is full, say: an empty lock would be one that nobody knows
             raise
-        self._beat = _Beat(file, len(mine.to_bytes()))
+        self._beat = _Heartbeat(file, len(mine.to_bytes()))
         return True
 
     def _read(self, file: Path | None = None) -> bytes | None:
@@ -171,9 +171,9 @@ class Lock:
         except FileNotFoundError:
             return None
 
-    def _is(self, mine: Holder) -> bool:
+    def _is(self, mine: LockHolder) -> bool:
         found = self._read()
-        return found is not None and Holder.from_bytes(found) == mine
+        return found is not None and LockHolder.from_bytes(found) == mine
 
     def _stands_still(self, found: bytes) -> bool | None:
         """True: for so long that it is stale; None: not yet."""
@@ -201,7 +201,7 @@ class Lock:
             disk().remove(away)
 
 
-class _Beat:
+class _Heartbeat:
     """Counts up in a lock, in a thread, until `end`. It writes to the file that it was given, whatever is made of its
     name."""
 
@@ -300,5 +300,5 @@ def path_of_token(token: Path) -> Path:
     return token.with_name(token.name[1 : -len(TOKEN)].rpartition(".")[0])
 
 
-def _holder_of(token: Path) -> Holder | None:
-    return Holder.from_name(token.name[: -len(TOKEN)].rpartition(".")[2])
+def _holder_of(token: Path) -> LockHolder | None:
+    return LockHolder.from_name(token.name[: -len(TOKEN)].rpartition(".")[2])

@@ -38,7 +38,17 @@ from .disk import disk
 from .nested import Path, Step, shown
 from .raw import dtype_named
 
-__all__ = ["NAME", "Chunk", "Manifest", "NewerFormatError", "Saved", "SavedFile", "id_in", "place_of", "sequence_in"]
+__all__ = [
+    "NAME",
+    "Chunk",
+    "Manifest",
+    "NewerFormatError",
+    "SavedFile",
+    "SavedTensor",
+    "id_in",
+    "place_of",
+    "sequence_in",
+]
 
 NAME = "flatfsdp.json"
 _VERSION = 1
@@ -74,7 +84,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """A tensor of the checkpoint. `stride` gives the order of its elements where that is not row-major.
 
     `rows` are its chunks as in [Note: manifest].
@@ -109,7 +119,7 @@ class Saved:
         return {"path": self.path, "dtype": self.dtype, "shape": self.shape, **stride, "chunks": self.rows}
 
     @classmethod
-    def from_json(cls, read: Mapping[str, Any]) -> Saved:
+    def from_json(cls, read: Mapping[str, Any]) -> SavedTensor:
         """From what stands there.
 
         Raises:
@@ -142,7 +152,7 @@ class Manifest:
 
     world: int
     files: Sequence[SavedFile]
-    tensors: Mapping[str, Saved]
+    tensors: Mapping[str, SavedTensor]
     values: Mapping[str, tuple[Path, Any]]
     metrics: Mapping[str, float] = field(default_factory=dict)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -192,7 +202,7 @@ class Manifest:
             tensors = {}
             for key, each in form.mapping(read.get("tensors"), "tensors").items():
                 try:
-                    tensors[key] = Saved.from_json(form.mapping(each, "its entry"))
+                    tensors[key] = SavedTensor.from_json(form.mapping(each, "its entry"))
                 except ValueError as error:
                     raise ValueError(f"tensor {key!r}: {error}") from error
             values = {}

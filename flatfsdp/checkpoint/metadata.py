@@ -28,7 +28,7 @@ from ..engine.base import _torch
 from ..engine.layout.boxes import boxes_of
 from ..engine.layout.layout import Span
 from .nested import Path
-from .plan import Held
+from .plan import PlannedInterval
 from .raw import dtype_named
 from .writing import Rows
 
@@ -48,7 +48,7 @@ class _Call:
 
 
 def metadata_of(
-    tensors: Mapping[str, Held], files: Iterable[tuple[str, Rows, Rows]], values: Mapping[str, Path]
+    tensors: Mapping[str, PlannedInterval], files: Iterable[tuple[str, Rows, Rows]], values: Mapping[str, Path]
 ) -> bytes:
     """The contents of `.metadata`.
 
@@ -99,7 +99,7 @@ def metadata_of(
     return pickle.dumps(_Call(Metadata, described, paths, places, StorageMeta(), CURRENT_DCP_VERSION), protocol=4)
 
 
-def _tensor(held: Held, chunks: Mapping[tuple[int, ...], tuple[int, ...]]) -> _Call:
+def _tensor(held: PlannedInterval, chunks: Mapping[tuple[int, ...], tuple[int, ...]]) -> _Call:
     offsets, sizes = _Call(map, torch.Size, list(chunks)), _Call(map, torch.Size, list(chunks.values()))
     return _Call(
         TensorStorageMetadata,

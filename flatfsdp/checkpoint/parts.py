@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..engine.config.state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from ..engine.layout.layout import ParamSpec
-from ..engine.state.model.fqns import Named, clean, named_state
+from ..engine.state.model.fqns import NamedParam, clean, named_state
 from ..engine.state.model.zero_copy import lending
 from ..engine.state.optim.descriptions import value_of
 from ..engine.state.owned_interval import OwnedInterval
@@ -22,17 +22,17 @@ from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from .held import buffers_of
 from .nested import flatten
 
-__all__ = ["Described", "Part", "parts_of"]
+__all__ = ["SavedTensorInfo", "Section", "parts_of"]
 
 
-class Described(NamedTuple):
+class SavedTensorInfo(NamedTuple):
     """A tensor that a checkpoint has: its whole shape, and its dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class Part(Protocol):
+class Section(Protocol):
     """One part, under its name in the checkpoint.
 
     Attributes:
@@ -49,14 +49,14 @@ class Part(Protocol):
     def take(self, *, lent: bool) -> None:
         """Find `state`; `lent`: its tensors may be those in use, elsewhere they are there to be filled. Collective."""
 
-    def expect(self, there: Mapping[str, Described]) -> None:
+    def expect(self, there: Mapping[str, SavedTensorInfo]) -> None:
         """Make `state` what is to be loaded from a checkpoint that has these tensors, by key ([Note: keys])."""
 
     def load(self, read: Mapping[str, Any]) -> None:
         """Take back `read`, which is `state` with the values of the checkpoint. Collective."""
 
 
-class _Given:
+class _StateDictSection:
     """A state dict that the user has made, and will load."""
 
     ties: Mapping[str, str] = MappingProxyType({})
@@ -67,13 +67,13 @@ class _Given:
 
     def take(self, *, lent: bool) -> None: ...
 
-    def expect(self, there: Mapping[str, Described]) -> None: ...
+    def expect(self, there: Mapping[str, SavedTensorInfo]) -> None: ...
 
     def load(self, read: Mapping[str, Any]) -> None:
         _replace_values(self.state, read)
 
 
-class _Model:
+class _ModelSection:
     name = "model"
     state: Mapping[str, Any]
     ties: Mapping[str, str]
@@ -97,7 +97,7 @@ class _Model:
         self.buffers = {name for names in buffers for name in names}
         self.ties = {name: names[0] for names in named for name in names[1:] if {name, names[0]} <= self.state.keys()}
 
-    def expect(self, there: Mapping[str, Described]) -> None: ...
+    def expect(self, there: Mapping[str, SavedTensorInfo]) -> None: ...
 
     def load(self, read: Mapping[str, Any]) -> None:
         for key, value in self._own.items():
@@ -119,7 +119,7 @@ def _is_told(key: str, value: Any, known: Collection[str]) -> bool:
     return _is_tensor(value) and not isinstance(value, OwnedInterval) and clean(key) not in known
 
 
-class _Optimizer:
+class _OptimizerSection:
     name = "optimizer"
     state: Mapping[str, Any]
     ties: Mapping[str, str] = MappingProxyType({})
@@ -132,7 +132,7 @@ class _Optimizer:
         with _sharded(self._model), lending() if lent else nullcontext():
             self.state = FullyShardedDataParallel.optim_state_dict(self._model, self._optimizer)
 
-    def expect(self, there: Mapping[str, Described]) -> None:
+    def expect(self, there: Mapping[str, SavedTensorInfo]) -> None:
         # Which parameters have state is what the checkpoint says: whose gradients were None there and here may differ.
         # Which state they have is what this optimizer says: of another one it must not take any.
         prefix = f"{self.name}.state."
@@ -140,7 +140,7 @@ class _Optimizer:
             return
         held = {name for group in self.state["param_groups"] for name in group["params"]}
         named = {name: each for each in named_state(self._model) for name in each.names}
-        found: dict[str, dict[str, Described]] = {}
+        found: dict[str, dict[str, SavedTensorInfo]] = {}
         for key, described in there.items():
             if key.startswith(prefix):
                 name = _longest(held & named.keys(), key.removeprefix(prefix))
@@ -174,7 +174,7 @@ def _longest(names: Collection[str], key: str) -> str | None:
     return next((name for name in candidates if name in names), None)
 
 
-def _target(named: Named, described: Described) -> torch.Tensor:
+def _target(named: NamedParam, described: SavedTensorInfo) -> torch.Tensor:
     """Memory for what this rank owns of a state of a parameter; for all of a state of another shape."""
     if named.unit is None or not described.shape:
         return torch.empty(described.shape, dtype=described.dtype)
@@ -218,17 +218,17 @@ def _sharded(model: nn.Module) -> AbstractContextManager[None]:
     )
 
 
-def parts_of(model: Any, optimizer: Any) -> list[Part]:
+def parts_of(model: Any, optimizer: Any) -> list[Section]:
     """The parts, for arguments as users give them.
 
     Raises:
         ConfigTypeError, ConfigValueError: arguments of a wrong type, or an optimizer without its model.
     """
-    parts: list[Part] = []
+    parts: list[Section] = []
     if isinstance(model, nn.Module):
-        parts.append(_Model(model))
+        parts.append(_ModelSection(model))
     elif isinstance(model, Mapping):
-        parts.append(_Given("model", model))
+        parts.append(_StateDictSection("model", model))
     elif model is not None:
         refuse_type("model", model, "a module, or a state dict")
     if isinstance(optimizer, Optimizer):
@@ -236,9 +236,9 @@ def parts_of(model: Any, optimizer: Any) -> list[Part]:
             raise ConfigValueError(
                 "optimizer: its state is saved by the names of the model's parameters; pass model= as a module, too"
             )
-        parts.append(_Optimizer(optimizer, model))
+        parts.append(_OptimizerSection(optimizer, model))
     elif isinstance(optimizer, Mapping):
-        parts.append(_Given("optimizer", optimizer))
+        parts.append(_StateDictSection("optimizer", optimizer))
     elif optimizer is not None:
         refuse_type("optimizer", optimizer, "an optimizer, or a state dict")
     return parts

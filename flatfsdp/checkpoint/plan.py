@@ -1,7 +1,7 @@
 """Who writes what: pure data, the same on every rank.
 
-A rank's *plan* is what it holds: intervals of tensors (`Held`). All plans together say for each tensor which rank
-writes which interval, each once, and prove that every element is written.
+A rank's *plan* is what it holds: intervals of tensors (`PlannedInterval`). All plans together say for each tensor which
+rank writes which interval, each once, and prove that every element is written.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ..engine.layout.layout import ParamSpec
 from ..errors import CheckpointError, ranks_in_words
 from .nested import Path
 
-__all__ = ["Held", "assign", "digest"]
+__all__ = ["PlannedInterval", "assign", "digest"]
 
 
-class Held(NamedTuple):
+class PlannedInterval(NamedTuple):
     """An interval of a tensor, which one or more ranks hold.
 
     `[start, stop)` are elements in memory order, which `stride` gives where it is not row-major. `size` in bytes.
@@ -39,12 +39,14 @@ class Held(NamedTuple):
         return ParamSpec(self.key, self.shape, self.stride)
 
 
-def digest(plan: Sequence[Held]) -> str:
+def digest(plan: Sequence[PlannedInterval]) -> str:
     """Equal where plans are."""
     return hashlib.sha256(repr(tuple(plan)).encode()).hexdigest()
 
 
-def assign(plans: Sequence[Sequence[Held]], nodes: Sequence[int], firsts: Collection[str] = ()) -> list[list[Held]]:
+def assign(
+    plans: Sequence[Sequence[PlannedInterval]], nodes: Sequence[int], firsts: Collection[str] = ()
+) -> list[list[PlannedInterval]]:
     """What each rank writes, given what each holds. Of several holders the one that writes least so far does; of
     tensors with keys in `firsts`, whose values ranks may not share, the first one.
 
@@ -53,11 +55,11 @@ def assign(plans: Sequence[Sequence[Held]], nodes: Sequence[int], firsts: Collec
     Raises:
         CheckpointError: ranks describe a tensor differently, or its intervals overlap or do not cover it.
     """
-    holders: dict[str, dict[Held, list[int]]] = {}
+    holders: dict[str, dict[PlannedInterval, list[int]]] = {}
     for rank, plan in enumerate(plans):
         for held in plan:
             holders.setdefault(held.key, {}).setdefault(held, []).append(rank)
-    writes: list[list[Held]] = [[] for _ in plans]
+    writes: list[list[PlannedInterval]] = [[] for _ in plans]
     load = [0] * len(plans)
     for key, intervals in holders.items():
         _check(key, intervals)
@@ -70,7 +72,7 @@ def assign(plans: Sequence[Sequence[Held]], nodes: Sequence[int], firsts: Collec
     return writes
 
 
-def _check(key: str, intervals: dict[Held, list[int]]) -> None:
+def _check(key: str, intervals: dict[PlannedInterval, list[int]]) -> None:
     first = next(iter(intervals))
     for held, ranks in intervals.items():
         if held[2:5] != first[2:5]:
@@ -89,6 +91,6 @@ def _check(key: str, intervals: dict[Held, list[int]]) -> None:
         raise CheckpointError(f"{key!r} {first.shape}: elements [{end}, {prod(first.shape)}) are held by no rank")
 
 
-def _described(held: Held) -> str:
+def _described(held: PlannedInterval) -> str:
     stride = "" if held.stride is None else f" with strides {held.stride}"
     return f"{held.dtype} {held.shape}{stride}"

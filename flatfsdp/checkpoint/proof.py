@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise, repeat
 
 from ..errors import CheckpointError, FlatFSDPError
-from .manifest import Manifest, Saved
+from .manifest import Manifest, SavedTensor
 from .nested import decode, shown, unflatten
 from .raw import dtype_named
 
@@ -96,5 +96,5 @@ def _require_apart(spans: list[tuple[int, int, str]], manifest: Manifest, where:
             )
 
 
-def _are_one(saved: Saved, other: Saved) -> bool:
+def _are_one(saved: SavedTensor, other: SavedTensor) -> bool:
     return replace(saved, path=()) == replace(other, path=())

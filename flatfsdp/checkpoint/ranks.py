@@ -19,7 +19,7 @@ from ..engine.watchdog.watchdog import expecting
 from ..errors import AgreementError, CheckpointError, ConfigValueError, ranks_in_words
 from ..messages import gather_bytes
 
-__all__ = ["Ranks"]
+__all__ = ["CheckpointRanks"]
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ BRIEF = "in_brief"  # attribute of an error with many names: what it comes to
 _beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-class Ranks:
+class CheckpointRanks:
     """The ranks of a process group, or this process alone where there is none. They meet in one `call`. [Note: calls]
 
     Attributes:
@@ -53,9 +53,9 @@ class Ranks:
     @property
     def key(self) -> Any:
         """What things of these ranks can be kept by: the process group, or the class of this where there is none."""
-        return Ranks if self.group is None else self.group
+        return CheckpointRanks if self.group is None else self.group
 
-    def beside(self) -> Ranks:
+    def beside(self) -> CheckpointRanks:
         """The same ranks over a group of their own, for a thread. Collective at a group's first call."""
         if self.group is None:
             return self
@@ -64,7 +64,7 @@ class Ranks:
             _beside[self.group] = new_group(
                 members, "prepares to save in the background", like=self.group, backend="gloo"
             )
-        return Ranks(_beside[self.group], self.call)
+        return CheckpointRanks(_beside[self.group], self.call)
 
     def calling(self, model: object) -> AbstractContextManager[None]:
         """All ranks make this call over `model`: while others train, say, none may wait for them in it.

@@ -20,13 +20,13 @@ from ..engine.layout.layout import ParamSpec, Span
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError
 from .disk import File, disk
-from .manifest import Chunk, Manifest, Saved, SavedFile
+from .manifest import Chunk, Manifest, SavedFile, SavedTensor
 from .raw import LARGEST, bytes_of, dtype_named
 
-__all__ = ["Reader", "checksum", "is_inside", "verify"]
+__all__ = ["TensorReader", "checksum", "is_inside", "verify"]
 
 
-class Reader:
+class TensorReader:
     """Reads tensors of one folder; a context that closes its files."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -35,7 +35,7 @@ class Reader:
         self._files: dict[int, File] = {}
         self._open = ExitStack()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> TensorReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,7 +60,7 @@ class Reader:
         if interval is not target and not target.is_contiguous():
             target.detach().copy_(interval.local.view(target.shape))
 
-    def _fill(self, saved: Saved, interval: OwnedInterval) -> None:
+    def _fill(self, saved: SavedTensor, interval: OwnedInterval) -> None:
         spec = saved.spec
         chunks = self._chunks(saved)
         dtype = dtype_named(saved.dtype)
@@ -79,7 +79,7 @@ class Reader:
                     target = _block(interval.data_of(mine), mine, offsets, sizes)
                     target.copy_(_block(elements, box, offsets, sizes))
 
-    def _chunks(self, saved: Saved) -> list[Chunk]:
+    def _chunks(self, saved: SavedTensor) -> list[Chunk]:
         """In order; of those that several nodes have the one that is here."""
         chosen: dict[int, Chunk] = {}
         for chunk in saved.chunks():

@@ -27,18 +27,18 @@ from ..errors import CheckpointError, ConfigTypeError, few, one_voice, warn_once
 from . import manifest, metadata
 from .beside import written_by
 from .disk import disk
-from .folders import Place, candidates, last_sequence, leader_of, refuse_link
+from .folders import CheckpointFolder, candidates, last_sequence, leader_of, refuse_link
 from .hugging_face import block_checksums
 from .keeping import Keeping
 from .lock import Lock
-from .manifest import Manifest, Saved, SavedFile
+from .manifest import Manifest, SavedFile, SavedTensor
 from .nested import Path, decode, encode, flatten
-from .plan import Held, assign, digest
-from .ranks import Ranks
-from .weights import Weights, is_weight, is_whole_everywhere
+from .plan import PlannedInterval, assign, digest
+from .ranks import CheckpointRanks
+from .weights import WeightFiles, is_weight, is_whole_everywhere
 from .writing import Rows, held_by, write
 
-__all__ = ["Contents", "Request", "save_contents"]
+__all__ = ["Contents", "SaveRequest", "save_contents"]
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Request:
+class SaveRequest:
     """Where and how to save; see `flatfsdp.checkpoint.save`."""
 
     path: str | os.PathLike[str]
@@ -132,7 +132,7 @@ class _Facts(NamedTuple):
 
 
 @dataclass
-class _Plan:
+class _WritePlan:
     """Who writes what ([Note: cached plan]), as one rank keeps it.
 
     Attributes:
@@ -147,20 +147,20 @@ class _Plan:
     """
 
     name: str
-    writes: list[Held]
-    weighty: list[Held]
-    tensors: dict[str, Held]
-    weights: Weights | None
+    writes: list[PlannedInterval]
+    weighty: list[PlannedInterval]
+    tensors: dict[str, PlannedInterval]
+    weights: WeightFiles | None
     digest: str = ""
     files: list[tuple[Rows, Rows]] = field(default_factory=list)
     metadata: tuple[str, bytes] = ("", b"")
 
 
 # The last plan of each group.
-_plans: weakref.WeakKeyDictionary[Any, _Plan] = weakref.WeakKeyDictionary()
+_plans: weakref.WeakKeyDictionary[Any, _WritePlan] = weakref.WeakKeyDictionary()
 
 
-def save_contents(ranks: Ranks, request: Request, take: Callable[[], Contents]) -> None:
+def save_contents(ranks: CheckpointRanks, request: SaveRequest, take: Callable[[], Contents]) -> None:
     """Save what `take` returns. Collective: a fixed number of exchanges, of hashes where the plan is cached.
 
     Raises:
@@ -179,10 +179,10 @@ class _Save:
     leader: int
     leaders: list[int]
 
-    def __init__(self, ranks: Ranks, request: Request) -> None:
+    def __init__(self, ranks: CheckpointRanks, request: SaveRequest) -> None:
         self.ranks = ranks
         self.request = request
-        self.place = Place.at(request.path)
+        self.place = CheckpointFolder.at(request.path)
         self.lock = Lock(self.place.path)  # the leader's
         self.doing = f"saving {self.place.path}"
 
@@ -199,7 +199,7 @@ class _Save:
             leads = self.leader == self.ranks.rank
             self.ranks.exchange(doing, lambda: keeping.remove(self.place.path.parent, self.place.path) if leads else [])
 
-    def replace(self) -> _Plan:
+    def replace(self) -> _WritePlan:
         """Let a new checkpoint take the place of what there was."""
         self.prepare()
         try:
@@ -219,7 +219,7 @@ class _Save:
         self.lead(self.place.drop_old)
         return plan
 
-    def fill(self) -> _Plan:
+    def fill(self) -> _WritePlan:
         """Write the new folder, complete at the end."""
         plan, values = self.agree()
         if (weights := plan.weights) is not None:
@@ -257,10 +257,10 @@ class _Save:
         keep = there[common[0]] if common and there else None
         self.lead(lambda: self.place.prepare(keep, overwrite=self.request.overwrite))
 
-    def agree(self) -> tuple[_Plan, dict[str, tuple[Path, Any]]]:
+    def agree(self) -> tuple[_WritePlan, dict[str, tuple[Path, Any]]]:
         """The plan, and the values of all ranks."""
-        owned: list[Held] = []
-        whole: list[Held] = []
+        owned: list[PlannedInterval] = []
+        whole: list[PlannedInterval] = []
         paths = self.contents.paths
         tensors = self.contents.tensors
         for key, tensor in tensors.items():
@@ -296,16 +296,18 @@ class _Save:
         mine_own = [held for held in writes[self.ranks.rank] if held.key not in apart]
         weighty = [held for held in writes[self.ranks.rank] if held.key in apart]
         others = {key: held for key, held in planned.items() if key not in apart}
-        return _Plan(name, mine_own, weighty, others, weights), values
+        return _WritePlan(name, mine_own, weighty, others, weights), values
 
-    def weights(self, tensors: Mapping[str, Held], writes: Sequence[Sequence[Held]]) -> Weights | None:
+    def weights(
+        self, tensors: Mapping[str, PlannedInterval], writes: Sequence[Sequence[PlannedInterval]]
+    ) -> WeightFiles | None:
         """How the model lies in safetensors; None where there is none, or no node has all of it."""
         held = [each for each in tensors.values() if is_weight(each)]
         if not held:
             return None
         if is_whole_everywhere(held, writes, self.leaders):
             try:
-                return Weights.of(held)
+                return WeightFiles.of(held)
             except ConfigTypeError as error:  # on all ranks, who see the same
                 raise CheckpointError(f"{self.doing}: {error} Others are saved with model_format='flatfsdp'") from error
         self.warn_once(
@@ -321,14 +323,14 @@ class _Save:
         with one_voice(speaks=self.ranks.rank == 0):
             warn_once(key, f"{self.doing}: {message}")
 
-    def checksums(self, weights: Weights) -> list[dict[tuple[str, int], int]]:
+    def checksums(self, weights: WeightFiles) -> list[dict[tuple[str, int], int]]:
         """Of the blocks of all safetensors files, read by the ranks of this node, each its share."""
         paths = [self.place.new / name for name in weights.headers]
         mine = [rank for rank, leader in enumerate(self.leaders) if leader == self.leader]
         found = self.all(lambda: block_checksums(paths, mine.index(self.ranks.rank), len(mine)))
         return [found[rank] for rank in mine]
 
-    def write(self, plan: _Plan, values: Mapping[str, tuple[Path, Any]]) -> list[tuple[SavedFile, str]]:
+    def write(self, plan: _WritePlan, values: Mapping[str, tuple[Path, Any]]) -> list[tuple[SavedFile, str]]:
         """Write all files, and know where in them everything lies; the files, and hashes of what lies where."""
 
         def write_mine() -> tuple[SavedFile, str, Rows | None, Rows]:
@@ -349,7 +351,7 @@ class _Save:
 
     def complete(
         self,
-        plan: _Plan,
+        plan: _WritePlan,
         values: Mapping[str, tuple[Path, Any]],
         files: Sequence[tuple[SavedFile, str]],
         checksums: Sequence[Mapping[tuple[str, int], int]],
@@ -391,7 +393,9 @@ class _Save:
         disk().publish(self.place.new / manifest.NAME, whole.to_bytes())
 
 
-def tensors_of_files(tensors: Mapping[str, Held], files: Sequence[tuple[Rows, Rows]]) -> dict[str, Saved]:
+def tensors_of_files(
+    tensors: Mapping[str, PlannedInterval], files: Sequence[tuple[Rows, Rows]]
+) -> dict[str, SavedTensor]:
     """Where each tensor lies, given any interval of each, and of each file where in it what lies (tensors, values)."""
     rows: dict[str, list[list[int]]] = {key: [] for key in tensors}
     for number, (inside, _) in enumerate(files):
@@ -400,7 +404,9 @@ def tensors_of_files(tensors: Mapping[str, Held], files: Sequence[tuple[Rows, Ro
             for piece in pieces:
                 row += (piece.numel, piece.offset + piece.inside)
             rows[key].append(row)
-    return {key: Saved(held.path, held.dtype, held.shape, held.stride, rows[key]) for key, held in tensors.items()}
+    return {
+        key: SavedTensor(held.path, held.dtype, held.shape, held.stride, rows[key]) for key, held in tensors.items()
+    }
 
 
 def _united(values: Sequence[Mapping[str, tuple[Path, Any]]]) -> dict[str, tuple[Path, Any]]:

@@ -19,23 +19,25 @@ from ..engine.layout.layout import ParamSpec, Span
 from .crc32 import joined
 from .disk import disk
 from .hugging_face import BLOCK, INDEX, Files, bytes_in, checksums_of, files_of, index_of, write_interval
-from .manifest import Saved, SavedFile
-from .plan import Held
+from .manifest import SavedFile, SavedTensor
+from .plan import PlannedInterval
 from .raw import LARGEST, cut, dtype_named, name_of
 from .tensor_file import CHECKSUMS, Entry
 from .writing import interval_of
 
-__all__ = ["Weights", "is_weight", "is_whole_everywhere"]
+__all__ = ["WeightFiles", "is_weight", "is_whole_everywhere"]
 
 _LARGEST_FILE = bytes_in("5GB")
 
 
-def is_weight(held: Held) -> bool:
+def is_weight(held: PlannedInterval) -> bool:
     """Whether it is a tensor of the model's state dict. What modules nest in their extra state is none."""
     return held.path[0] == "model" and len(held.path) == 2
 
 
-def is_whole_everywhere(tensors: Iterable[Held], writes: Sequence[Sequence[Held]], nodes: Sequence[int]) -> bool:
+def is_whole_everywhere(
+    tensors: Iterable[PlannedInterval], writes: Sequence[Sequence[PlannedInterval]], nodes: Sequence[int]
+) -> bool:
     """Whether on each node the ranks write all of `tensors` between them: `writes` and `nodes` by rank."""
     for node in set(nodes):
         found = {held.key: 0 for held in tensors}
@@ -49,7 +51,7 @@ def is_whole_everywhere(tensors: Iterable[Held], writes: Sequence[Sequence[Held]
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightFiles:
     """How a model lies in safetensors files: the same on all ranks.
 
     Attributes:
@@ -61,7 +63,7 @@ class Weights:
     entries: Mapping[str, Entry]
 
     @classmethod
-    def of(cls, tensors: Iterable[Held]) -> Weights:
+    def of(cls, tensors: Iterable[PlannedInterval]) -> WeightFiles:
         """Of any interval of each tensor.
 
         Raises:
@@ -80,7 +82,7 @@ class Weights:
                 file.write(header, 0)
                 file.allocate(self._size(name))  # zeros until they are written
 
-    def write(self, folder: Path, writes: Iterable[Held], tensors: Mapping[str, torch.Tensor]) -> None:
+    def write(self, folder: Path, writes: Iterable[PlannedInterval], tensors: Mapping[str, torch.Tensor]) -> None:
         """Write intervals of `tensors` to their places."""
         with torch.no_grad(), Files(folder, write=True) as files:
             for held in writes:
@@ -109,7 +111,7 @@ class Weights:
             saved.append(SavedFile.of(name, data))
         return saved
 
-    def saved(self, first: int) -> dict[str, Saved]:
+    def saved(self, first: int) -> dict[str, SavedTensor]:
         """Where each tensor lies, for the manifest, in whose list the files begin at number `first`."""
         numbers = {name: first + place for place, name in enumerate(self.headers)}
         found = {}
@@ -120,7 +122,7 @@ class Weights:
             row = [numbers[entry.file.name], 0]
             for span in pieces:
                 row += (span.numel, entry.offset + span.start * entry.dtype.itemsize)
-            found[key] = Saved(("model", entry.name), name_of(entry.dtype), entry.shape, None, [row])
+            found[key] = SavedTensor(("model", entry.name), name_of(entry.dtype), entry.shape, None, [row])
         return found
 
     def _size(self, name: str) -> int:

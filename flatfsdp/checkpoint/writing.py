@@ -19,13 +19,13 @@ from ..engine.state.owned_interval import OwnedInterval
 from .disk import File, disk
 from .manifest import SavedFile
 from .nested import Path
-from .plan import Held
+from .plan import PlannedInterval
 from .raw import LARGEST, Archive, cut, dtype_named, name_of
 
-__all__ = ["Piece", "Rows", "Written", "held_by", "interval_of", "write"]
+__all__ = ["ArchivedChunk", "Rows", "WrittenFile", "held_by", "interval_of", "write"]
 
 
-class Piece(NamedTuple):
+class ArchivedChunk(NamedTuple):
     """One archive of a file: `numel` elements that begin at `inside` bytes of `length` bytes at `offset`."""
 
     numel: int
@@ -35,10 +35,10 @@ class Piece(NamedTuple):
 
 
 # (key, first element, archives that follow each other); of a plain value (key, 0, its archive).
-Rows = list[tuple[str, int, list[Piece]]]
+Rows = list[tuple[str, int, list[ArchivedChunk]]]
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """A file as it was written. `digest` is equal where `tensors` are."""
 
     file: SavedFile
@@ -47,22 +47,22 @@ class Written(NamedTuple):
     digest: str
 
 
-def held_by(key: str, path: Path, value: torch.Tensor) -> list[Held]:
+def held_by(key: str, path: Path, value: torch.Tensor) -> list[PlannedInterval]:
     """What a rank that has `value` holds of the tensor `key`: nothing, or one interval."""
     dtype = name_of(value.dtype)
     if not isinstance(value, OwnedInterval):
         size = value.numel() * value.element_size()
-        return [Held(key, path, dtype, tuple(value.shape), None, 0, value.numel(), size)]
+        return [PlannedInterval(key, path, dtype, tuple(value.shape), None, 0, value.numel(), size)]
     spec, span = value.spec, value.span
     if span.is_empty and not (spec.numel == 0 and value.names_empty):
         return []
     size = span.numel * value.local.element_size()
-    return [Held(key, path, dtype, spec.shape, spec.stride, span.start, span.stop, size)]
+    return [PlannedInterval(key, path, dtype, spec.shape, spec.stride, span.start, span.stop, size)]
 
 
 def write(
-    path: FilePath, writes: Iterable[Held], tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]
-) -> Written:
+    path: FilePath, writes: Iterable[PlannedInterval], tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+) -> WrittenFile:
     """Write this rank's file: intervals of `tensors`, and `values`.
 
     At most `raw.LARGEST` bytes or one row of a tensor, whichever is more, are held in memory twice.
@@ -71,17 +71,17 @@ def write(
         OSError: the disk refused.
     """
     with disk().create(path) as file:
-        out = _Sequential(file)
+        out = _SequentialFile(file)
         rows = [
             (held.key, held.start, [out.add_tensor(each) for each in _cut(held, tensors[held.key])]) for held in writes
         ]
         plain = [(key, 0, [out.add_value(value)]) for key, value in values.items()]
         file.sync()
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
-    return Written(SavedFile(path.name, out.offset, out.crc32), rows, plain, digest)
+    return WrittenFile(SavedFile(path.name, out.offset, out.crc32), rows, plain, digest)
 
 
-def interval_of(held: Held, value: torch.Tensor) -> OwnedInterval:
+def interval_of(held: PlannedInterval, value: torch.Tensor) -> OwnedInterval:
     """What a rank writes of `value`, of which it holds `held`."""
     if isinstance(value, OwnedInterval):
         local = value.local.detach()
@@ -90,7 +90,7 @@ def interval_of(held: Held, value: torch.Tensor) -> OwnedInterval:
     return OwnedInterval(local, held.spec, Span(held.start, held.stop))
 
 
-def _cut(held: Held, value: torch.Tensor) -> Iterator[torch.Tensor]:
+def _cut(held: PlannedInterval, value: torch.Tensor) -> Iterator[torch.Tensor]:
     """The interval as tensors with memory of their own, on the CPU."""
     most = LARGEST // dtype_named(held.dtype).itemsize
     interval = interval_of(held, value)
@@ -98,7 +98,7 @@ def _cut(held: Held, value: torch.Tensor) -> Iterator[torch.Tensor]:
         yield interval.data_of(box).to("cpu", copy=True, memory_format=torch.preserve_format)
 
 
-class _Sequential:
+class _SequentialFile:
     """A file that grows, and its checksum."""
 
     def __init__(self, file: File) -> None:
@@ -106,14 +106,14 @@ class _Sequential:
         self.crc32 = 0
         self._file = file
 
-    def add_tensor(self, tensor: torch.Tensor) -> Piece:
+    def add_tensor(self, tensor: torch.Tensor) -> ArchivedChunk:
         return self._add(Archive.of(tensor), tensor.numel())
 
-    def add_value(self, value: Any) -> Piece:
+    def add_value(self, value: Any) -> ArchivedChunk:
         return self._add(Archive.of_value(value), 0)
 
-    def _add(self, archive: Archive, numel: int) -> Piece:
-        piece = Piece(numel, self.offset, archive.inside, len(archive.data))
+    def _add(self, archive: Archive, numel: int) -> ArchivedChunk:
+        piece = ArchivedChunk(numel, self.offset, archive.inside, len(archive.data))
         self._file.write(archive.data, self.offset)
         self.crc32 = zlib.crc32(archive.data, self.crc32)
         self.offset += len(archive.data)

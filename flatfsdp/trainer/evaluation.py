@@ -10,7 +10,7 @@ import torch.distributed as dist
 from flatfsdp import FullyShardedDataParallel, waiting_for_ranks
 from flatfsdp.trainer.data_loading import Microbatch
 from flatfsdp.trainer.gradients import loss_of, weight_of
-from flatfsdp.trainer.launch import World
+from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.objectives.objectives import Objective
 from flatfsdp.trainer.stopping import StopRequest
 
@@ -20,7 +20,7 @@ def evaluate(
     batches: Iterable[Microbatch],
     objective: Objective,
     *,
-    world: World,
+    world: RankContext,
     stop: StopRequest,
 ) -> tuple[dict[str, float], int]:
     """Mean loss over the tokens of all ranks' `batches`, equally many on each, and the number of these tokens.
@@ -33,13 +33,13 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)
     was_training = model.training
     model.eval()
-    asked: _Asked | None = None
+    asked: _StopFlag | None = None
     try:
         with torch.no_grad():
             for microbatch in batches:
                 if asked is not None and (stopped_by := asked.by_anyone()):
                     return {}, stopped_by
-                asked = _Asked(stop, world)
+                asked = _StopFlag(stop, world)
                 sums[0] += loss_of(microbatch, objective, model, world)
                 sums[1] += weight_of(microbatch, objective)
     finally:
@@ -50,10 +50,10 @@ def evaluate(
     return {"eval_loss": loss / max(weight, 1.0), "eval_tokens": int(weight)}, 0
 
 
-class _Asked:
+class _StopFlag:
     """Whether some rank was asked to stop, on its way to all while the next forward runs."""
 
-    def __init__(self, stop: StopRequest, world: World) -> None:
+    def __init__(self, stop: StopRequest, world: RankContext) -> None:
         self._most = torch.tensor(float(stop.number), device=world.device)
         self._work = dist.all_reduce(self._most, dist.ReduceOp.MAX, async_op=True)
 

@@ -23,7 +23,7 @@ from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.optimisation import make_optimizer
 from flatfsdp.trainer.sizes import size_in_words
 
-__all__ = ["Forecast", "forecast", "on_meta"]
+__all__ = ["MemoryEstimate", "forecast", "on_meta"]
 
 # What the engine holds, in the words of the table and in its order.
 _WORDS = {
@@ -47,7 +47,7 @@ _ON_HOST = frozenset({"shard", "reduced", "host copy"})  # with offload
 
 
 @dataclass(frozen=True)
-class Forecast:
+class MemoryEstimate:
     """What rank 0 of a run holds and sends, in bytes. The others differ by padding, and on gloo those between the first
     and the last by as much scratch again, while a reduction runs.
 
@@ -143,7 +143,7 @@ class Forecast:
 
 def forecast(
     make_model: Callable[[], nn.Module], *, fsdp: FSDPArguments, training: TrainingArguments, ranks: int
-) -> Forecast:
+) -> MemoryEstimate:
     """What rank 0 of a run on `ranks` ranks will hold and send in each step of training.
 
     Nothing is communicated, and neither memory nor an accelerator is needed. It belongs before `init_process_group()`,
@@ -178,7 +178,7 @@ def forecast(
             unknown = str(error)
             sharded.zero_grad()
             plan = flatfsdp.plan(sharded, microbatches=microbatches, max_norm=training.clip)
-    return Forecast(
+    return MemoryEstimate(
         ranks=ranks,
         microbatches=microbatches,
         accelerator=accelerator,

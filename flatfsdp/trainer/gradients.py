@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.trainer.data_loading import Microbatch, Step
-from flatfsdp.trainer.launch import World
+from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.objectives.objectives import Objective
 
 
@@ -25,7 +25,9 @@ def weight_of(microbatch: Microbatch, objective: Objective) -> int:
     return int(objective.weight(microbatch.inputs)) if microbatch.ids else 0
 
 
-def loss_of(microbatch: Microbatch, objective: Objective, model: FullyShardedDataParallel, world: World) -> Tensor:
+def loss_of(
+    microbatch: Microbatch, objective: Objective, model: FullyShardedDataParallel, world: RankContext
+) -> Tensor:
     """The sum of its losses, fp32; 0 of a stand-in, with gradients of 0."""
     loss = objective.loss(model, on_device(microbatch.inputs, world.device))
     return loss if microbatch.ids else loss * 0.0
@@ -36,7 +38,7 @@ def add_gradients(
     step: Step,
     objective: Objective,
     *,
-    world: World,
+    world: RankContext,
     scale: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Forward and backward of a step's microbatches, all but the last under `no_sync`. Collective.

@@ -1,7 +1,8 @@
 """Ranks: spawn them on this machine, or join the world that a launcher made.
 
-`run` ends in the same call of a job, `job(world, *arguments)`, once on every rank, inside a process group. `World.join`
-is for programs that a launcher starts, or nobody: one process is a world of one rank, on the same path.
+`run` ends in the same call of a job, `job(world, *arguments)`, once on every rank, inside a process group.
+`RankContext.join` is for programs that a launcher starts, or nobody: one process is a world of one rank, on the same
+path.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
-class World:
+class RankContext:
     """Where one rank stands.
 
     Attributes:
@@ -55,7 +56,7 @@ class World:
         return self.rank == 0
 
     @classmethod
-    def join(cls, device: str = "auto") -> World:
+    def join(cls, device: str = "auto") -> RankContext:
         """This process in the default process group, which is made where there is none: of the ranks that the launcher
         started (collective over them), or of this one alone.
 
@@ -145,7 +146,7 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
     code, stop = context.Value("i", 0), context.Value("i", 0, lock=False)
     shared = (store.port, code, stop, job, placement, arguments)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # that the others end, too, is no news
-    with _Forwarding(stop) as signals:
+    with _SignalForwarding(stop) as signals:
         with _sigint_blocked():
             ranks = mp.spawn(_spawned, args=shared, nprocs=placement.ranks, join=False)
         try:
@@ -170,7 +171,7 @@ def _end(processes: Sequence[Any]) -> None:
         process.kill()  # nothing where it has ended
 
 
-class _Forwarding:
+class _SignalForwarding:
     """A context in which signals that come to this process are told to the ranks that it has started, once.
 
     Args:
@@ -192,7 +193,7 @@ class _Forwarding:
         if self.number:
             self._forward()
 
-    def __enter__(self) -> _Forwarding:
+    def __enter__(self) -> _SignalForwarding:
         ours = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._note) for number in ours}
         return self
@@ -276,13 +277,13 @@ def _end_with_the_parent() -> None:
 def _run_rank(job: Callable[..., int], placement: Placement, arguments: tuple[Any, ...]) -> int:
     place = _place()
     try:
-        return job(World(place.rank, place.size, _device(place, placement.device_type)), *arguments)
+        return job(RankContext(place.rank, place.size, _device(place, placement.device_type)), *arguments)
     finally:
         dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RankEnv:
     """What the environment says about this process."""
 
     rank: int
@@ -290,16 +291,16 @@ class _Place:
     size: int
 
 
-def _place() -> _Place:
+def _place() -> _RankEnv:
     rank = int(os.environ.get("RANK", 0))
-    return _Place(rank, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("WORLD_SIZE", 1)))
+    return _RankEnv(rank, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("WORLD_SIZE", 1)))
 
 
-def _device(place: _Place, device_type: str) -> torch.device:
+def _device(place: _RankEnv, device_type: str) -> torch.device:
     return torch.device("cpu") if device_type == "cpu" else torch.device(device_type, place.local_rank)
 
 
-def _init(place: _Place, device_type: str, store: dist.Store | None = None) -> None:
+def _init(place: _RankEnv, device_type: str, store: dist.Store | None = None) -> None:
     device = _device(place, device_type)
     if device.type == "cpu":
         keep_host_memory()

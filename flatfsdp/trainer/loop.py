@@ -13,10 +13,10 @@ import torch
 import flatfsdp
 from flatfsdp.trainer.data_loading import Step
 from flatfsdp.trainer.gradients import add_gradients
-from flatfsdp.trainer.optimisation import CourseLR
-from flatfsdp.trainer.pulse import Beat, Pulse
+from flatfsdp.trainer.optimisation import WarmupDecayLR
+from flatfsdp.trainer.pulse import MetricsReduction, StepMetrics
 from flatfsdp.trainer.ranks import LocalFailure
-from flatfsdp.trainer.reports import Footprint, Result, StepReport
+from flatfsdp.trainer.reports import MemoryFootprint, StepReport, TrainingResult
 from flatfsdp.trainer.stopping import in_words
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ SETTLING_STEPS = 2  # these also agree on layouts and order; what a step holds a
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _PendingStep:
     """A step whose numbers are still on their way."""
 
     number: int
-    pulse: Pulse
+    pulse: MetricsReduction
     lr: float
-    footprint: Footprint
+    footprint: MemoryFootprint
     ids: tuple[int, ...]
 
 
@@ -51,7 +51,7 @@ class Loop:
         self._started = time.monotonic()
         self.taken = 0
         self._stats = flatfsdp.stats(trainer.model)
-        self._footprint = Footprint()
+        self._footprint = MemoryFootprint()
         self._communication: dict[str, tuple[int, int]] = {}
         self._losses: list[float] = []  # of the first step, and of the last
         self.stopped_by = 0
@@ -65,7 +65,7 @@ class Loop:
             self.stopped_by = trainer.evaluate_once()  # the run before was stopped in its place
             if not self.stopped_by:
                 trainer.save_once()
-        on_its_way: _Taken | None = None
+        on_its_way: _PendingStep | None = None
         while self._done(progress.step) < 1 and not self.stopped_by:
             step = trainer.loader.next_step(self._failure)
             if step is None:
@@ -90,10 +90,10 @@ class Loop:
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self._trainer.progress.step % every == 0
 
-    def result(self) -> Result:
+    def result(self) -> TrainingResult:
         """What the run came to."""
         trainer, progress = self._trainer, self._trainer.progress
-        return Result(
+        return TrainingResult(
             steps=progress.step,
             tokens=progress.tokens,
             seconds=progress.seconds,
@@ -126,7 +126,7 @@ class Loop:
             return 1.0
         return max(self._trainer.time_over, 0.0 if self._planned is None else step / self._planned)
 
-    def _take(self, step: Step) -> _Taken:
+    def _take(self, step: Step) -> _PendingStep:
         """One step of the optimizer."""
         trainer, world = self._trainer, self._trainer.world
         if self.taken <= SETTLING_STEPS:
@@ -140,7 +140,7 @@ class Loop:
         self._failure = trainer.attempt("the step of its optimizer and scheduler", self._update)
         trainer.progress.step += 1
         self.taken += 1
-        pulse = Pulse(
+        pulse = MetricsReduction(
             loss,
             step.weight,
             stop=trainer.stop.number,
@@ -150,7 +150,7 @@ class Loop:
             world=world,
         )
         ids = tuple(each for microbatch in step.microbatches for each in microbatch.ids)
-        return _Taken(trainer.progress.step, pulse, lr, self._footprint, ids)
+        return _PendingStep(trainer.progress.step, pulse, lr, self._footprint, ids)
 
     def _update(self) -> None:
         """What a step ends with once its gradients are there: the optimizer's own step, and the scheduler's."""
@@ -158,17 +158,17 @@ class Loop:
         trainer.scaler.step(trainer.optimizer)
         trainer.scaler.update()
         if self.taken <= SETTLING_STEPS:  # the same in all that follow: it goes through all modules and states
-            self._footprint = Footprint.measure(self._stats, trainer.optimizer)
+            self._footprint = MemoryFootprint.measure(self._stats, trainer.optimizer)
             self._communication = self._stats.comm
         trainer.optimizer.zero_grad(set_to_none=True)
-        if isinstance(trainer.scheduler, CourseLR):
+        if isinstance(trainer.scheduler, WarmupDecayLR):
             trainer.scheduler.done = self._done(trainer.progress.step + 1)  # of a run that is limited by the clock
         trainer.scheduler.step()
 
-    def _arrive(self, taken: _Taken) -> None:
+    def _arrive(self, taken: _PendingStep) -> None:
         """The numbers of a step have come from all ranks."""
         trainer, progress = self._trainer, self._trainer.progress
-        beat: Beat = taken.pulse.read()
+        beat: StepMetrics = taken.pulse.read()
         self.stopped_by = beat.stop
         progress.tokens += beat.weight
         progress.seconds = beat.seconds

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 
 @dataclass
-class Activations:
+class SavedActivations:
     """What autograd keeps.
 
     Attributes:
@@ -28,17 +28,17 @@ class Activations:
     _uses: dict[int, int] = field(default_factory=dict)
     _parameters: set[int] = field(default_factory=set)
 
-    def keep(self, tensor: Tensor) -> _Kept:
+    def keep(self, tensor: Tensor) -> _SavedTensor:
         """Count a tensor that an operation keeps."""
         storage = tensor.untyped_storage()
         key = storage._cdata  # the same for all views, and no other's while one of them lives
         if key in self._parameters or isinstance(tensor, nn.Parameter):
-            return _Kept(tensor, self, None, 0)
+            return _SavedTensor(tensor, self, None, 0)
         self._uses[key] = self._uses.get(key, 0) + 1
         if self._uses[key] == 1:
             self._bytes += storage.nbytes()
             self.peak_bytes = max(self.peak_bytes, self._bytes)
-        return _Kept(tensor, self, key, storage.nbytes())
+        return _SavedTensor(tensor, self, key, storage.nbytes())
 
     def drop(self, key: int, size: int) -> None:
         """One of those that kept it is done."""
@@ -54,10 +54,10 @@ class Activations:
                 self._parameters.add(parameter.untyped_storage()._cdata)
 
 
-class _Kept:
+class _SavedTensor:
     """A tensor as long as an operation keeps it."""
 
-    def __init__(self, tensor: Tensor, activations: Activations, key: int | None, size: int) -> None:
+    def __init__(self, tensor: Tensor, activations: SavedActivations, key: int | None, size: int) -> None:
         self.tensor, self._activations, self._key, self._size = tensor, activations, key, size
 
     def __del__(self) -> None:
@@ -66,9 +66,9 @@ class _Kept:
 
 
 @contextmanager
-def activations_counted() -> Iterator[Activations]:
+def activations_counted() -> Iterator[SavedActivations]:
     """A context whose forwards and backwards are counted."""
-    activations = Activations()
+    activations = SavedActivations()
     noting = register_module_forward_pre_hook(activations.note_parameters)
     try:
         with torch.autograd.graph.saved_tensors_hooks(activations.keep, lambda kept: kept.tensor):

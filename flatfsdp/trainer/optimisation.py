@@ -23,7 +23,7 @@ __all__ = [
     "NOT_BY_NAME",
     "OPTIMIZERS",
     "SCHEDULERS",
-    "CourseLR",
+    "WarmupDecayLR",
     "make_optimizer",
     "make_scheduler",
     "options_kept",
@@ -130,7 +130,7 @@ def rates_told(scheduler: LRScheduler, *, leads: bool) -> Iterator[None]:
     given = _base_rates(scheduler)
     yield
     kept = _base_rates(scheduler)
-    if leads and kept != given and not isinstance(scheduler, CourseLR):
+    if leads and kept != given and not isinstance(scheduler, WarmupDecayLR):
         warn(
             f"lr: the learning rates {few(kept)} of the run that is resumed are kept, and {few(given)} of this one are "
             f"not: {shown(type(scheduler))} has them in its state. To go on with others leave base_lrs out of its "
@@ -188,7 +188,7 @@ SCHEDULERS: Mapping[str, Callable[[float], float]] = {"constant": _constant, "li
 """Names of courses: the share of the highest learning rate when a share of the run after the warmup is over."""
 
 
-class CourseLR(LRScheduler):
+class WarmupDecayLR(LRScheduler):
     """The learning rate as a function of how much of the run is over: it rises linearly, then follows a course.
 
     That is told by steps where their number is known, and besides by whoever knows better: a run that is limited by
@@ -258,7 +258,8 @@ def make_scheduler(optimizer: Optimizer, arguments: TrainingArguments, steps: in
     Args:
         optimizer: what `make_optimizer` made.
         arguments: name the course, or a function `(optimizer, steps) -> LRScheduler` of the user's.
-        steps: how many steps the run will have; None where only the clock says so: set `done` of the `CourseLR` then.
+        steps: how many steps the run will have; None where only the clock says so: set `done` of the `WarmupDecayLR`
+            then.
 
     Raises:
         ConfigValueError: a function cannot be imported, or would need a number of steps that there is not.
@@ -266,7 +267,7 @@ def make_scheduler(optimizer: Optimizer, arguments: TrainingArguments, steps: in
     """
     found = arguments.scheduler
     if isinstance(found, str) and found in SCHEDULERS:
-        return CourseLR(optimizer, SCHEDULERS[found], warmup=arguments.warmup, steps=steps)
+        return WarmupDecayLR(optimizer, SCHEDULERS[found], warmup=arguments.warmup, steps=steps)
     found = resolve(found, argument="scheduler")
     if not callable(found):
         raise ConfigTypeError(f"scheduler: {arguments.scheduler} is {shown(found)}. Accepted: a callable.")

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp import waiting_for_ranks
-from flatfsdp.trainer.launch import World
+from flatfsdp.trainer.launch import RankContext
 
 
 @dataclass(frozen=True)
-class Beat:
+class StepMetrics:
     """One step, the same on all ranks.
 
     Attributes:
@@ -34,7 +34,7 @@ class Beat:
     grad_norm: float | None
 
 
-class Pulse:
+class MetricsReduction:
     """A beat on its way to every rank.
 
     Read one step later than sent, so that an accelerator never idles while the host waits for a number. All ranks read
@@ -59,7 +59,7 @@ class Pulse:
         seconds: float,
         peak_bytes: int,
         grad_norm: Tensor | None,
-        world: World,
+        world: RankContext,
     ) -> None:
         own = (float(stop), seconds if world.leads else 0.0, float(peak_bytes))
         self._weight = weight
@@ -78,7 +78,7 @@ class Pulse:
             self._copied = torch.get_device_module(loss.device).Event()
             self._copied.record()
 
-    def read(self) -> Beat:
+    def read(self) -> StepMetrics:
         """What arrived, after waiting for it."""
         with waiting_for_ranks():
             if self._copied is None:
@@ -87,7 +87,7 @@ class Pulse:
                 self._copied.synchronize()
         loss, stop, seconds, peak, *norm = self._found.tolist()
         grad_norm = norm[0] if norm else None
-        return Beat(loss / max(self._weight, 1), self._weight, int(stop), seconds, int(peak), grad_norm)
+        return StepMetrics(loss / max(self._weight, 1), self._weight, int(stop), seconds, int(peak), grad_norm)
 
     def _arrived(self) -> Tensor:
         for work in self._works:

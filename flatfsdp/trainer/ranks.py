@@ -1,7 +1,7 @@
 """The ranks of a run: what one of them finds or fails at, all of them know.
 
-Whatever may fail on some ranks alone (a disk, a user's function) goes through `Ranks.tell`, so that no rank waits for
-another that has raised. All of it is exchanged on the host.
+Whatever may fail on some ranks alone (a disk, a user's function) goes through `TrainerRanks.tell`, so that no rank
+waits for another that has raised. All of it is exchanged on the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flatfsdp import waiting_for_ranks
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError, FlatFSDPError, warn
 from flatfsdp.messages import gather
 
-__all__ = ["LocalFailure", "Ranks", "node", "warn_for_all"]
+__all__ = ["LocalFailure", "TrainerRanks", "node", "warn_for_all"]
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class LocalFailure:
         return f"{self.doing} with {type(self.error).__name__}: {self.error}"
 
 
-class Ranks:
+class TrainerRanks:
     """The ranks of a process group, or this process alone where there is none. Collective where it makes a group.
 
     Attributes:

@@ -15,7 +15,7 @@ from flatfsdp.trainer.stopping import ASKED
 
 
 @dataclass(frozen=True)
-class Footprint:
+class MemoryFootprint:
     """Bytes of one rank: what it holds between steps, and the most that was unsharded at one time."""
 
     parameters: int = 0
@@ -24,7 +24,7 @@ class Footprint:
     in_flight: int = 0
 
     @classmethod
-    def measure(cls, stats: Stats, optimizer: torch.optim.Optimizer) -> Footprint:
+    def measure(cls, stats: Stats, optimizer: torch.optim.Optimizer) -> MemoryFootprint:
         """Read `flatfsdp.stats` and the optimizer's tensors; call it while the gradients of a step are there."""
         tensors = (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
         return cls(
@@ -70,7 +70,7 @@ class StepReport:
     tokens_per_second: float
     peak_bytes: int
     done: float
-    footprint: Footprint
+    footprint: MemoryFootprint
     ids: tuple[int, ...]
 
     def row(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainingResult:
     """A run that ended.
 
     Attributes:
@@ -140,7 +140,7 @@ class Result:
     losses: tuple[float, ...]
     stopped_by: int
     checkpoint: Path | None
-    footprint: Footprint
+    footprint: MemoryFootprint
     ended_by: str = ""
     evaluation: Mapping[str, float] = field(default_factory=dict)
     communication: Mapping[str, tuple[int, int]] = field(default_factory=dict)

@@ -61,7 +61,7 @@ class StopRequest:
         before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
 
         came: dict[int, float] = {}
-        ear = Ear(before)
+        ear = SignalThread(before)
 
         def note(number: int, frame: FrameType | None) -> None:
             self.number = meant(number)
@@ -81,7 +81,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
-class Ear:
+class SignalThread:
     """Hears signals whatever the main thread does, in a `with` block of that. [Note: deaf calls]
 
     Args:
@@ -98,7 +98,7 @@ class Ear:
         """The main thread sees to a second signal itself."""
         self._relieved.set()
 
-    def __enter__(self) -> Ear:
+    def __enter__(self) -> SignalThread:
         self._hears, self._tells = os.pipe()
         os.set_blocking(self._tells, False)
         self._before = signal.set_wakeup_fd(self._tells, warn_on_full_buffer=False)

@@ -32,15 +32,15 @@ from flatfsdp.trainer.callbacks import Callback, ProgressBar
 from flatfsdp.trainer.data_loading import Loader, evaluation
 from flatfsdp.trainer.evaluation import evaluate
 from flatfsdp.trainer.gradients import add_gradients
-from flatfsdp.trainer.launch import World
+from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.loop import Loop
 from flatfsdp.trainer.measuring import activations_counted
 from flatfsdp.trainer.model.hugging_face import files_of
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.objectives.objectives import Objective, fused, objective_for
-from flatfsdp.trainer.optimisation import CourseLR, make_optimizer, make_scheduler, options_kept, rates_told
-from flatfsdp.trainer.ranks import LocalFailure, Ranks
-from flatfsdp.trainer.reports import Progress, Result
+from flatfsdp.trainer.optimisation import WarmupDecayLR, make_optimizer, make_scheduler, options_kept, rates_told
+from flatfsdp.trainer.ranks import LocalFailure, TrainerRanks
+from flatfsdp.trainer.reports import Progress, TrainingResult
 from flatfsdp.trainer.settings.factories import resolve
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.components import Component, rng_component, seed_all, stateful_component
@@ -94,12 +94,12 @@ class Trainer:
         self.fsdp = FSDPArguments() if fsdp is None else fsdp
         shows = training.progress and not any(isinstance(each, ProgressBar) for each in callbacks)
         self.callbacks = (ProgressBar(), *callbacks) if shows else tuple(callbacks)
-        self.world = World.join(training.device)
+        self.world = RankContext.join(training.device)
         self.output = Path(training.output)
         self.progress = Progress()
         self.stop = StopRequest()
         self._tell: Callable[[BaseException], None] = lambda error: None
-        self._ranks = Ranks()
+        self._ranks = TrainerRanks()
         with flatfsdp.failing_together("making the trainer"):
             check_run(training, task, self.fsdp)
             check_options(task)
@@ -151,7 +151,7 @@ class Trainer:
             self._saved_at = -1  # step
             seed_all(training.seed + 1 + self.world.rank)  # dropout differs between ranks
 
-    def train(self) -> Result:
+    def train(self) -> TrainingResult:
         """Train to the end that the settings give, from the checkpoint that they name, if they do.
 
         SIGTERM, SIGINT and SIGUSR1 end it within three steps, with a checkpoint ([Note: stopping]). An evaluation that
@@ -210,7 +210,7 @@ class Trainer:
         kept = options_kept(self.optimizer, self.training)
         with kept, rates_told(self.scheduler, leads=self.world.leads):
             self.manager.load(path, model=self.model, optimizer=self.optimizer, components=self._components())
-        if isinstance(self.scheduler, CourseLR):
+        if isinstance(self.scheduler, WarmupDecayLR):
             # The loader's global batch is the checkpoint's now, and this run may be longer than the one that saved it.
             self.scheduler.follow(steps=self.planned_steps(), done=self.time_over)
         self.checkpoint, self._saved_at = path, self.progress.step
@@ -376,7 +376,7 @@ class Trainer:
                 f"drop_last: the data do not fill one step of {self.loader.global_batch} samples, so that there is "
                 "nothing to train on"
             )
-        if planned is None and training.minutes is None and isinstance(self.scheduler, CourseLR):
+        if planned is None and training.minutes is None and isinstance(self.scheduler, WarmupDecayLR):
             if training.warmup:
                 training.refuse("warmup", f"{_NO_END}; else the learning rate would stay at its first value")
             if training.scheduler != "constant":

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from flatfsdp.engine.comm import transport as comm
-from flatfsdp.engine.device.streams import DONE, Pending
-from flatfsdp.engine.flat.reduction import Part
-from flatfsdp.engine.runtime.gradient_counter import CountedLeaves
+from flatfsdp.engine.device.streams import DONE, PendingWork
+from flatfsdp.engine.flat.reduction import ReductionInput
+from flatfsdp.engine.runtime.gradient_counter import GradientCounter
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
 from tests.harness.calls import calls_of
@@ -267,13 +267,13 @@ def story(model: FullyShardedDataParallel, run: Callable[[], Any], *kinds: str) 
     trace = inspect.events(model)
     inner: Any = model.module
     inner.between = lambda: trace.record("compute", "between")
-    release = Part.release_buffer
+    release = ReductionInput.release_buffer
 
-    def let_go(part: Part) -> None:
+    def let_go(part: ReductionInput) -> None:
         trace.record("let go", part.handle.name)
         release(part)
 
-    with trace.listening() as events, patch.object(Part, "release_buffer", let_go):
+    with trace.listening() as events, patch.object(ReductionInput, "release_buffer", let_go):
         run()
     return " ".join(f"{event.kind}:{event.unit or 'root'}" for event in events if event.kind in kinds)
 
@@ -368,15 +368,15 @@ def test_a_list_of_what_is_gathered_ahead_is_in_the_place_of_backward_mid() -> N
 
 
 def test_only_units_that_gather_half_way_count_what_comes() -> None:
-    counted = CountedLeaves.leaf_ready
+    counted = GradientCounter.leaf_ready
     for prefetch in ("BACKWARD_PRE", "BACKWARD_POST", None, "BACKWARD_MID"):
         told: list[int] = []
 
-        def count(leaves: CountedLeaves, kind: int, index: int, told: list[int] = told) -> None:
+        def count(leaves: GradientCounter, kind: int, index: int, told: list[int] = told) -> None:
             told.append(index)
             counted(leaves, kind, index)
 
-        with patch.object(CountedLeaves, "leaf_ready", count), tower(backward_prefetch=prefetch) as model:
+        with patch.object(GradientCounter, "leaf_ready", count), tower(backward_prefetch=prefetch) as model:
             told.clear()
             forward(model).backward()
         assert len(told) == (4 * UNITS if prefetch == "BACKWARD_MID" else 0)
@@ -506,13 +506,13 @@ def test_a_units_unsharded_storage_is_one_for_ever() -> None:
 # -- values, with a group that answers as if all ranks were alike ------------------------------------------------------
 
 
-class Alike(comm.Base):
+class Alike(comm.ProcessGroupTransport):
     """Every rank has the same gradients: sums in the dtype they come in, one rank after the other."""
 
     def __init__(self, inner: comm.Transport) -> None:
         super().__init__(**inspect.arguments_of(inner))
 
-    def reduce_scatter_base(self, output: Tensor, full: Tensor, lane: Any) -> Pending:
+    def reduce_scatter_base(self, output: Tensor, full: Tensor, lane: Any) -> PendingWork:
         piece = full[: output.numel()]
         output.copy_(piece)
         for _ in range(self.group.size - 1):

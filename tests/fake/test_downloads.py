@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
 from flatfsdp.engine.device import streams as device
-from flatfsdp.engine.device.streams import Device, Lane, Pending
+from flatfsdp.engine.device.streams import Device, PendingWork, Stream
 from tests.fake.test_communication import UNITS, WIDTH, forward, settled, wrapped
 from tests.harness import inspect
 from tests.harness.fake import fake_world
@@ -37,9 +37,9 @@ def offloaded(strategy: str = "FULL_SHARD", **options: Any) -> Iterator[tuple[Fu
 def story(model: FullyShardedDataParallel) -> str:
     """Reductions, downloads and the end of a step, as they are issued."""
     trace = inspect.events(model)
-    download, wait = Lane.download, Device.block_host
+    download, wait = Stream.download, Device.block_host
 
-    def downloading(lane: Lane, tensor: Tensor) -> Any:
+    def downloading(lane: Stream, tensor: Tensor) -> Any:
         trace.record("download", lane.name)
         return download(lane, tensor)
 
@@ -48,7 +48,7 @@ def story(model: FullyShardedDataParallel) -> str:
             trace.record("wait", event.stream.name)
         wait(fake, event)
 
-    with patch.object(Lane, "download", downloading), patch.object(Device, "block_host", waiting):
+    with patch.object(Stream, "download", downloading), patch.object(Device, "block_host", waiting):
         loss = forward(model)
         with trace.listening() as events:
             loss.backward()
@@ -123,14 +123,14 @@ def test_a_failed_backward_gives_no_memory_back_before_its_download(patient: boo
         with pytest.raises(Fails):
             forward(model).backward()
         model.set_all_reduce_hook(None)
-        with nullcontext() if patient else patch.object(Pending, "wait", _impatient):
+        with nullcontext() if patient else patch.object(PendingWork, "wait", _impatient):
             forward(model)
     early = [race for race in fake.races if "goes back to" in race and "copy_ on reduce is over" in race]
     assert bool(early) is not patient, fake.races
 
 
-def _impatient(pending: Pending, *, wait: Any = Pending.wait) -> None:
-    """`Pending.wait` that lets a download's tensors go at once."""
+def _impatient(pending: PendingWork, *, wait: Any = PendingWork.wait) -> None:
+    """`PendingWork.wait` that lets a download's tensors go at once."""
     if len(pending._keep) == 2 and pending._keep[0].shape == pending._keep[1].shape:
         pending._event = None
     wait(pending)
@@ -145,7 +145,7 @@ def test_page_locked_memory_is_taken_for_every_gradient() -> None:
 
 
 def test_on_a_cpu_nothing_is_downloaded() -> None:
-    with patch.object(Lane, "download", side_effect=AssertionError("the host is the lane")), fake_world(4):
+    with patch.object(Stream, "download", side_effect=AssertionError("the host is the lane")), fake_world(4):
         settled(wrapped("FULL_SHARD", cpu_offload=PINNED))
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.engine.comm import transport as comm
-from flatfsdp.engine.comm.transport import Group, Traffic, served_as
-from flatfsdp.engine.device.memory import Ledger
+from flatfsdp.engine.comm.transport import Axis, CommStats, served_as
+from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
 from flatfsdp.engine.flat.gradients import Gradients
 from tests.fake.test_communication import Collectives
@@ -264,9 +264,9 @@ def test_gradients_have_version_counters_of_their_own() -> None:
 
 def test_a_backend_that_groups_by_itself_needs_no_staging() -> None:
     with fake_world(4) as group, served_as("nccl"):
-        cpu, traffic, ledger = Device(torch.device("cpu")), Traffic(), Ledger()
+        cpu, traffic, ledger = Device(torch.device("cpu")), CommStats(), MemoryTracker()
         lane = cpu.lane("any")
-        transport = comm.transport(Group.of(group, cpu.device), cpu, traffic=traffic, ledger=ledger)
+        transport = comm.transport(Axis.of(group, cpu.device), cpu, traffic=traffic, ledger=ledger)
         shards = [torch.full((2,), 3.0), torch.full((3,), 5.0)]
         outputs = [torch.zeros(8), torch.zeros(12)]
         nothing = torch.zeros(0)  # of parameters without elements, which do not hold up the others

@@ -17,7 +17,7 @@ from torch import nn
 
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, wrap
 from flatfsdp.engine.comm import transport as comm
-from flatfsdp.engine.device.streams import Device, Lane, Pending
+from flatfsdp.engine.device.streams import Device, PendingWork, Stream
 from flatfsdp.engine.flat.reduction import Reduction
 from tests.fake.test_communication import NUMELS, WIDTH, Block, forward, padded, settled, wrapped
 from tests.harness import inspect
@@ -114,7 +114,7 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 WAITS: list[tuple[str, Callable[[], AbstractContextManager[Any]], str]] = [
     (
         "lanes after compute",
-        lambda: patch.object(Lane, "follow_compute", nothing),
+        lambda: patch.object(Stream, "follow_compute", nothing),
         "_allgather_base_ on unshard may read before",
     ),
     (
@@ -124,7 +124,7 @@ WAITS: list[tuple[str, Callable[[], AbstractContextManager[Any]], str]] = [
     ),
     (
         "memory after compute",
-        lambda: patch.object(Lane, "await_mark", nothing),
+        lambda: patch.object(Stream, "await_mark", nothing),
         "unsharded buffer goes back to unshard before",
     ),
     (
@@ -200,9 +200,11 @@ def test_a_backward_in_order_of_issue() -> None:
 
 def test_a_sum_over_replicas_runs_beside_the_next_reduce_scatter() -> None:
     unknown: list[int] = []
-    scatter = comm.Base.reduce_scatter_base
+    scatter = comm.ProcessGroupTransport.reduce_scatter_base
 
-    def watched(self: comm.Base, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending:
+    def watched(
+        self: comm.ProcessGroupTransport, output: torch.Tensor, full: torch.Tensor, lane: Stream
+    ) -> PendingWork:
         across = inspect.replicate_stream(model)
         unknown.append(across.clock[across] - lane._stream.clock.get(across, 0))
         return scatter(self, output, full, lane)
@@ -210,7 +212,7 @@ def test_a_sum_over_replicas_runs_beside_the_next_reduce_scatter() -> None:
     with device_of() as device:
         model = wrapped("HYBRID_SHARD", mesh=(2, 2))
         train(model, device, steps=1)
-        with patch.object(comm.Base, "reduce_scatter_base", watched):
+        with patch.object(comm.ProcessGroupTransport, "reduce_scatter_base", watched):
             forward(model).backward()
     assert unknown == [0, 1, 1, 1]  # but for the first, each is issued with the sum of the one before under way
     assert device.races == []

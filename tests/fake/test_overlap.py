@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm import transport as comm
-from flatfsdp.engine.device.streams import Pending
+from flatfsdp.engine.device.streams import PendingWork
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
 from tests.harness.fake import fake_world
@@ -107,23 +107,23 @@ class Issued:
         self.wait = wait
 
 
-class Slow(comm.Base):
+class Slow(comm.ProcessGroupTransport):
     """Every operation takes a beat of its communicator."""
 
     def __init__(self, inner: comm.Transport, clock: Clock) -> None:
         super().__init__(**inspect.arguments_of(inner))
         self._begin = clock.backend()
 
-    def all_gather_base(self, output: Tensor, shard: Tensor, lane: Any) -> Pending:
+    def all_gather_base(self, output: Tensor, shard: Tensor, lane: Any) -> PendingWork:
         output.zero_()
-        return Pending(work=Issued(self._begin()), keep=(output, shard))
+        return PendingWork(work=Issued(self._begin()), keep=(output, shard))
 
-    def reduce_scatter_base(self, output: Tensor, full: Tensor, lane: Any) -> Pending:
+    def reduce_scatter_base(self, output: Tensor, full: Tensor, lane: Any) -> PendingWork:
         output.zero_()
-        return Pending(work=Issued(self._begin()), keep=(output, full))
+        return PendingWork(work=Issued(self._begin()), keep=(output, full))
 
-    def all_reduce(self, tensor: Tensor, lane: Any) -> Pending:
-        return Pending(work=Issued(self._begin()), keep=(tensor,))
+    def all_reduce(self, tensor: Tensor, lane: Any) -> PendingWork:
+        return PendingWork(work=Issued(self._begin()), keep=(tensor,))
 
 
 class Beat(torch.autograd.Function):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
-from flatfsdp.engine.device.streams import Lane
+from flatfsdp.engine.device.streams import Stream
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.fake.test_communication import NUMELS, UNITS, WIDTH, forward, padded, settled, story, tower, wrapped
@@ -362,6 +362,6 @@ def test_nothing_happens_too_early(strategy: str, options: dict[str, Any]) -> No
 
 
 def test_a_portion_is_gathered_after_it_was_written() -> None:
-    with fake_world(8), FakeDevice() as device, patch.object(Lane, "await_mark", nothing):
+    with fake_world(8), FakeDevice() as device, patch.object(Stream, "await_mark", nothing):
         train(wrapped("FULL_SHARD", reshard_after_forward=2, limit_all_gathers=False), device)
     assert any("_allgather_base_ on unshard may read before copy_ on compute" in race for race in device.races)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatfsdp.engine.watchdog.status_report import Process
+from flatfsdp.engine.watchdog.status_report import ProcessIdentity
 from flatfsdp.errors import UsageError
 from tests.harness import fresh, inspect
 from tests.pool.test_agree import PARTING, REMEDY, Net, step, wrap
@@ -233,7 +233,7 @@ def stay(rank: int, world: int) -> None:
         step(model, order=(0, 2) if rank == 1 else (0, 1, 2))
     finally:
         if rank == 1:  # its connections stay open: nothing wakes rank 0
-            first = Process(*json.loads(inspect.note(model, "here/0")))
+            first = ProcessIdentity(*json.loads(inspect.note(model, "here/0")))
             deadline = time.monotonic() + LIMIT
             while not first.is_gone() and time.monotonic() < deadline:
                 time.sleep(0.1)

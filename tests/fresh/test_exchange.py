@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm import transport as comm
-from flatfsdp.engine.comm.transport import Group, Traffic, Transport
-from flatfsdp.engine.device.memory import Ledger
+from flatfsdp.engine.comm.transport import Axis, CommStats, Transport
+from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
 from flatfsdp.engine.watchdog.watchdog import is_lost_connection
 from flatfsdp.wrap import ModuleWrapPolicy
@@ -117,7 +117,7 @@ CPU = torch.device("cpu")
 
 def over_all() -> Transport:
     dist.init_process_group("gloo")
-    return comm.transport(Group.of(dist.group.WORLD, CPU), Device(CPU), traffic=Traffic(), ledger=Ledger())
+    return comm.transport(Axis.of(dist.group.WORLD, CPU), Device(CPU), traffic=CommStats(), ledger=MemoryTracker())
 
 
 def die(rank: int, world: int, kind: str) -> str:

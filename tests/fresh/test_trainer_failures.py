@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp.engine.watchdog.status_report import Process
+from flatfsdp.engine.watchdog.status_report import ProcessIdentity
 from flatfsdp.engine.watchdog.watchdog import current_watch
 from flatfsdp.trainer import CausalLM, Task, Trainer, TrainingArguments
 from tests.harness import fresh
@@ -41,7 +41,7 @@ def train(rank: int, world: int) -> str:
     try:
         trainer.train()
     except Exception as error:
-        other = Process(*json.loads(current_watch().board.read("here/0") or "[]"))
+        other = ProcessIdentity(*json.loads(current_watch().board.read("here/0") or "[]"))
         deadline = time.monotonic() + LIMIT / 2
         while rank == FAILING and not other.is_gone() and time.monotonic() < deadline:
             time.sleep(0.1)

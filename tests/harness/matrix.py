@@ -136,7 +136,7 @@ def hostile_world() -> Iterator[None]:
     from flatfsdp.engine.comm import transport as comm
     from flatfsdp.engine.device import memory as storage
 
-    with comm.doubled(comm.Late), storage.poison():
+    with comm.doubled(comm.DelayedTransport), storage.poison():
         yield
 
 

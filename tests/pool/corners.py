@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.comm.transport import Late, doubled
+from flatfsdp.engine.comm.transport import DelayedTransport, doubled
 from flatfsdp.engine.device.memory import poison
 from flatfsdp.engine.flat import gradients as grads
 from flatfsdp.wrap import ModuleWrapPolicy
@@ -87,7 +87,7 @@ class Setting:
         if self.large:
             stack.enter_context(patch.object(grads, "SMALL_BYTES", 0))
         if self.doubled:
-            stack.enter_context(doubled(Late))
+            stack.enter_context(doubled(DelayedTransport))
             stack.enter_context(poison())
         return stack
 

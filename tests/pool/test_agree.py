@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from flatfsdp.engine.schedule.order import GatherPlan
+from flatfsdp.engine.schedule.order import GatherOrder
 from flatfsdp.errors import AgreementError, FlatFSDPWarning
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
@@ -303,8 +303,8 @@ def mix(rank: int, world: int, after: int) -> tuple[str, bool]:
         first, second, *rest = anchored
         planned(plan, (second, first, *rest), *args, **kwargs)
 
-    planned = GatherPlan.__init__
-    with patch.object(GatherPlan, "__init__", swapped if rank == 1 else planned):
+    planned = GatherOrder.__init__
+    with patch.object(GatherOrder, "__init__", swapped if rank == 1 else planned):
         if after and rank == 0:  # who does as ever waits for nobody, and hears of it later
             step(model)
             while inspect.verdict_of(model)() is None:

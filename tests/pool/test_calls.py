@@ -22,7 +22,7 @@ from flatfsdp.engine.watchdog import store as board
 from flatfsdp.engine.watchdog import watchdog as watch
 from flatfsdp.engine.watchdog.watchdog import current_watch
 from flatfsdp.errors import AgreementError
-from flatfsdp.trainer.ranks import Ranks
+from flatfsdp.trainer.ranks import TrainerRanks
 from tests.conftest import Run
 from tests.harness.thorough import is_thorough, seeds
 from tests.pool.test_agree import Net, step, wrap
@@ -78,7 +78,7 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
     "checkpoint.load_safetensors": lambda s: checkpoint.load_safetensors(s.model, s.folder / "b"),
     "checkpoint.save": lambda s: checkpoint.save(s.folder / "c", model=s.model, overwrite=True),
     "full_tensor": gather_a_value,
-    "trainer": lambda s: Ranks().values(1),
+    "trainer": lambda s: TrainerRanks().values(1),
 }
 # Collective by what they are given, or in what they return, and then by one of the above; or they wait in the backend,
 # from which nothing calls a rank back (`tests/fresh/test_calls.py`).

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.comm.transport import Base, doubled
+from flatfsdp.engine.comm.transport import ProcessGroupTransport, doubled
 from flatfsdp.engine.flat.flat_param import FlatParamHandle
 from flatfsdp.errors import AgreementError, ConfigValueError
 from flatfsdp.wrap import CustomPolicy
@@ -346,12 +346,12 @@ def failing_initialisation(net: nn.Module, orig: bool) -> None:
     net[2].load_state_dict(seeded(stack)[2].state_dict())
 
 
-class Failing(Base):
+class Failing(ProcessGroupTransport):
     """A double whose broadcasts fail from the third on."""
 
     left = 2
 
-    def __init__(self, inner: Base) -> None:
+    def __init__(self, inner: ProcessGroupTransport) -> None:
         super().__init__(**inspect.arguments_of(inner))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:

@@ -224,7 +224,7 @@ def loaded_late(rank: int, world: int) -> list[str]:
     if rank == 2:
         return []
     pickled = pickle.dumps(FullyShardedDataParallel(seeded(Net), process_group=group))
-    notes, said = board.Board(), []
+    notes, said = board.StoreClient(), []
 
     def speak(sentence: str) -> None:
         said.append(sentence)

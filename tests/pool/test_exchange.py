@@ -18,9 +18,9 @@ from torch import Tensor
 
 from flatfsdp.engine.comm import gloo
 from flatfsdp.engine.comm import transport as comm
-from flatfsdp.engine.comm.transport import Group, Traffic, Transport
-from flatfsdp.engine.device.memory import Ledger
-from flatfsdp.engine.device.streams import Device, Pending
+from flatfsdp.engine.comm.transport import Axis, CommStats, Transport
+from flatfsdp.engine.device.memory import MemoryTracker
+from flatfsdp.engine.device.streams import Device, PendingWork
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.memory import peak_bytes
@@ -32,7 +32,9 @@ ONLY_GATHERED = [torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch
 
 
 def over(group: dist.ProcessGroup | None = None) -> Transport:
-    return comm.transport(Group.of(group or dist.group.WORLD, CPU), Device(CPU), traffic=Traffic(), ledger=Ledger())
+    return comm.transport(
+        Axis.of(group or dist.group.WORLD, CPU), Device(CPU), traffic=CommStats(), ledger=MemoryTracker()
+    )
 
 
 WAYS = ["pairs", "too small", "two hosts"]  # how exchanges go, or why not by pairs
@@ -107,7 +109,7 @@ def many_in_flight(rank: int, world: int) -> list[str]:
     wrong = []
     with patch.object(gloo, "SMALLEST", 4000):
         for turn in range(3):
-            waits: list[tuple[str, Pending, Tensor, Tensor]] = []
+            waits: list[tuple[str, PendingWork, Tensor, Tensor]] = []
             for k in range(12):
                 if rank == world - 1 and k % 5 == turn:
                     time.sleep(0.03)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.comm.transport import Base
+from flatfsdp.engine.comm.transport import ProcessGroupTransport
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness import inspect
@@ -345,8 +345,8 @@ class Wide(nn.Module):
         return x @ self.weight
 
 
-def patient(self: Base, tensor: Tensor, *, source: int = 0) -> None:
-    """`Base.broadcast` that returns when gloo's thread has let go of `tensor` too.
+def patient(self: ProcessGroupTransport, tensor: Tensor, *, source: int = 0) -> None:
+    """`ProcessGroupTransport.broadcast` that returns when gloo's thread has let go of `tensor` too.
 
     Else that thread is now and then the last to hold it, and the recording does not see what is released there.
     """
@@ -354,14 +354,14 @@ def patient(self: Base, tensor: Tensor, *, source: int = 0) -> None:
     time.sleep(0.1)
 
 
-broadcast = Base.broadcast
+broadcast = ProcessGroupTransport.broadcast
 
 
 def peak(rank: int, world: int, sync: bool) -> tuple[int, int]:
     """(peak, end) in units of one unsharded unit, while a model is made from the meta device."""
     gc.collect()  # what an earlier job left would be released meanwhile
     net = on_meta(lambda: nn.Sequential(*(Wide() for _ in range(DEPTH))))
-    with Recording() as recording, patch.object(Base, "broadcast", patient):
+    with Recording() as recording, patch.object(ProcessGroupTransport, "broadcast", patient):
         recording.mark("begin")
         model = FullyShardedDataParallel(net, auto_wrap_policy={Wide}, sync_module_states=sync, check_values="off")
         recording.mark("end")

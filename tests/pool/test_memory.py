@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, wrap
 from flatfsdp.engine.flat import gradients as grads
 from flatfsdp.engine.flat.gradients import Gradients
-from flatfsdp.engine.flat.reduction import Part
+from flatfsdp.engine.flat.reduction import ReductionInput
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.fake import fake_world
@@ -219,9 +219,9 @@ def test_a_gradient_is_held_twice_only_between_its_reduction_and_the_end_of_its_
 @pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}, {"cpu_offload": True}], ids=named)
 def test_gradients_are_freed_without_the_collector(options: dict[str, Any]) -> None:
     waited: list[weakref.ref[torch.UntypedStorage]] = []
-    wait = Part.wait
+    wait = ReductionInput.wait
 
-    def watched(part: Part) -> Tensor:
+    def watched(part: ReductionInput) -> Tensor:
         result = wait(part)
         waited.append(weakref.ref(result.untyped_storage()))
         return result
@@ -229,7 +229,7 @@ def test_gradients_are_freed_without_the_collector(options: dict[str, Any]) -> N
     gc.collect()
     gc.disable()
     try:
-        with fake_world(2), patch.object(Part, "wait", watched):
+        with fake_world(2), patch.object(ReductionInput, "wait", watched):
             model = FullyShardedDataParallel(Tower(), auto_wrap_policy=wrap.ModuleWrapPolicy({Block}), **options)
             model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
             model.zero_grad()

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.comm.transport import Base, Transport, doubled
-from flatfsdp.engine.device.streams import DONE, Lane, Pending
+from flatfsdp.engine.comm.transport import ProcessGroupTransport, Transport, doubled
+from flatfsdp.engine.device.streams import DONE, PendingWork, Stream
 from flatfsdp.errors import FlatFSDPWarning, UsageError
 from tests.conftest import Run
 from tests.harness import inspect
@@ -391,17 +391,17 @@ def test_16_whole_units_flip_between_steps(frozen: bool, pool2: Run) -> None:
 # --- 17: fp16 reductions at a large world -----------------------------------------------------------------------------
 
 
-class Alike(Base):
+class Alike(ProcessGroupTransport):
     """A double for the fake group: every rank has the same gradients as this one, added up in their own dtype."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(**inspect.arguments_of(inner))
 
-    def all_gather_base(self, output: Tensor, shard: Tensor, lane: Lane) -> Pending:
+    def all_gather_base(self, output: Tensor, shard: Tensor, lane: Stream) -> PendingWork:
         output.view(self.group.size, -1).copy_(shard.clone())
         return DONE
 
-    def reduce_scatter_base(self, output: Tensor, full: Tensor, lane: Lane) -> Pending:
+    def reduce_scatter_base(self, output: Tensor, full: Tensor, lane: Stream) -> PendingWork:
         own = full.view(self.group.size, -1)[self.group.rank]
         output.zero_()
         for _ in range(self.group.size):

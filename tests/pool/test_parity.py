@@ -120,13 +120,13 @@ def one_late_rank() -> Iterator[None]:
 @contextmanager
 def one_late_rank_pairwise() -> Iterator[None]:
     """Rank 1 is the last to send its gradients, and everything is exchanged by messages."""
-    scatter = gloo.Pairs._scatter
+    scatter = gloo.PairwiseExchange._scatter
 
-    def late(self: gloo.Pairs, *args: Any) -> Any:
+    def late(self: gloo.PairwiseExchange, *args: Any) -> Any:
         time.sleep(0.02 if dist.get_rank() == 1 else 0)
         return scatter(self, *args)
 
-    with pairwise(), patch.object(gloo.Pairs, "_scatter", late):
+    with pairwise(), patch.object(gloo.PairwiseExchange, "_scatter", late):
         yield
 
 

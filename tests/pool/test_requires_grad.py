@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.watchdog.store import Board
+from flatfsdp.engine.watchdog.store import StoreClient
 from tests.conftest import Run
 
 STEPS = 15
@@ -52,13 +52,13 @@ def in_turns(rank: int, world: int, strategy: str, use_orig_params: bool, length
     """Requests to the store of the main thread in each step, and whether parameters are those of one process."""
     model, alone = wrapped(strategy, use_orig_params), Game()
     ours, plain = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, alone))
-    requests, reachable, main = [0] * STEPS, Board._reachable, threading.main_thread()
+    requests, reachable, main = [0] * STEPS, StoreClient._reachable, threading.main_thread()
 
-    def counted(board: Board) -> Any:
+    def counted(board: StoreClient) -> Any:
         requests[step] += threading.current_thread() is main
         return reachable(board)
 
-    with patch.object(Board, "_reachable", counted):
+    with patch.object(StoreClient, "_reachable", counted):
         for step in range(STEPS):
             freeze_in_turn(model.module, step, length)
             freeze_in_turn(alone, step, length)

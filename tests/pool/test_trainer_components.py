@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from flatfsdp import checkpoint
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigTypeError, ConfigValueError, FlatFSDPWarning
-from flatfsdp.trainer.ranks import Ranks
+from flatfsdp.trainer.ranks import TrainerRanks
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.component_states import take, verify
 from flatfsdp.trainer.state.components import Component, Sharing, rng_component, stateful_component
@@ -65,7 +65,7 @@ def save_and_load(rank: int, world: int, path: str) -> tuple[list[int], list[int
         found = manager.find("latest")
         assert found is not None
         manager.load(found, model=model, components=components)
-        table = dict(take(components, Ranks()).table)
+        table = dict(take(components, TrainerRanks()).table)
         return [each.value for each in held], [each.saves for each in held], table
     finally:
         del os.environ["GROUP_RANK"]
@@ -185,7 +185,7 @@ def test_what_no_trainer_saved_has_no_components(tmp_path: Any) -> None:
 
 
 def differing(rank: int, world: int) -> list[str]:
-    ranks = Ranks()
+    ranks = TrainerRanks()
     other = rank == 1
 
     def refuse() -> dict[str, Any]:
@@ -231,7 +231,7 @@ def odd_groups(rank: int, world: int) -> str:
     pair, alone = dist.new_group([0, 1]), dist.new_group([1])
     held = Held("a", Sharing.PER_GROUP, 1, group=pair if rank == 0 else alone)
     with pytest.raises(AgreementError) as caught:
-        take([held.component], Ranks())
+        take([held.component], TrainerRanks())
     return str(caught.value)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.agreement import unused_params as unused
-from flatfsdp.engine.watchdog.store import Board
+from flatfsdp.engine.watchdog.store import StoreClient
 from tests.conftest import Run
 
 WIDTH = 4
@@ -247,19 +247,19 @@ def nones_of_flats(rank: int, world: int) -> list[bool]:
 def posts_of(rank: int, world: int, plan: Plan) -> list[int]:
     """How often this rank writes to the store in each backward, about gradients that are lacking."""
     model = FullyShardedDataParallel(Net(), auto_wrap_policy={Part}, use_orig_params=True)
-    posts, append = [0], Board.append
+    posts, append = [0], StoreClient.append
 
-    def counted(board: Board, key: str, text: str) -> None:
+    def counted(board: StoreClient, key: str, text: str) -> None:
         posts[-1] += 1
         append(board, key, text)
 
-    Board.append = counted  # type: ignore[method-assign]
+    StoreClient.append = counted  # type: ignore[method-assign]
     try:
         for step, (takes,) in enumerate(plan):
             backward(model, data(rank, step, 0), takes[rank])
             posts.append(0)
     finally:
-        Board.append = append  # type: ignore[method-assign]
+        StoreClient.append = append  # type: ignore[method-assign]
     return posts[:-1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatfsdp.engine.agreement.model_check import _compared, _first_difference
-from flatfsdp.engine.agreement.sequence_predictor import PAST, SYMBOLS, Habit
+from flatfsdp.engine.agreement.sequence_predictor import PAST, SYMBOLS, SequencePredictor
 from flatfsdp.engine.base.hashing import number
 from flatfsdp.errors import few, ranks_in_words
 
@@ -13,7 +13,7 @@ ROOT, A, B, C, END, BACKWARD = range(6)
 TRAIN = 10
 
 
-def forward(habit: Habit, *units: int, end: int = END, opening: int = TRAIN) -> list[int | None]:
+def forward(habit: SequencePredictor, *units: int, end: int = END, opening: int = TRAIN) -> list[int | None]:
     """Run a forward through `habit`; what it expected at each symbol."""
     expected = []
     expected.append(habit.expected())
@@ -26,14 +26,14 @@ def forward(habit: Habit, *units: int, end: int = END, opening: int = TRAIN) -> 
     return expected
 
 
-def backward(habit: Habit, symbol: int = BACKWARD) -> int | None:
+def backward(habit: SequencePredictor, symbol: int = BACKWARD) -> int | None:
     expected = habit.expected()
     habit.learn(symbol, completes=True)
     return expected
 
 
 def test_nothing_is_expected_at_first_and_everything_after_one_iteration() -> None:
-    habit = Habit()
+    habit = SequencePredictor()
     assert forward(habit, A, B) == [None] * 4
     assert backward(habit) is None
     for _ in range(3):
@@ -42,14 +42,14 @@ def test_nothing_is_expected_at_first_and_everything_after_one_iteration() -> No
 
 
 def test_a_unit_may_be_followed_by_another_at_each_visit() -> None:
-    habit = Habit()
+    habit = SequencePredictor()
     forward(habit, A, B, A, C)
     backward(habit)
     assert forward(habit, A, B, A, C) == [TRAIN, A, B, A, C, END]
 
 
 def test_a_changed_order_surprises_once_per_change() -> None:
-    habit = Habit()
+    habit = SequencePredictor()
     for _ in range(2):
         forward(habit, A, B, C)
         backward(habit)
@@ -59,14 +59,14 @@ def test_a_changed_order_surprises_once_per_change() -> None:
 
 
 def test_evaluation_expects_the_units_of_training() -> None:
-    habit = Habit()
+    habit = SequencePredictor()
     forward(habit, A, B)
     backward(habit)
     assert forward(habit, A, B, end=6, opening=11) == [TRAIN, A, B, END]
 
 
 def test_a_window_of_accumulation_becomes_expected() -> None:
-    habit = Habit()
+    habit = SequencePredictor()
     surprises = []
     for _ in range(8):
         count = 0
@@ -79,7 +79,7 @@ def test_a_window_of_accumulation_becomes_expected() -> None:
 
 
 def test_after_a_cut_nothing_is_expected() -> None:
-    habit = Habit()
+    habit = SequencePredictor()
     forward(habit, A)
     backward(habit)
     habit.learn(TRAIN, unit=ROOT)
@@ -89,7 +89,7 @@ def test_after_a_cut_nothing_is_expected() -> None:
     assert forward(habit, A) == [None, A, END]
 
 
-def iteration(habit: Habit, symbol: int = BACKWARD, *, opening: int = TRAIN, sharded: bool = True) -> int:
+def iteration(habit: SequencePredictor, symbol: int = BACKWARD, *, opening: int = TRAIN, sharded: bool = True) -> int:
     """A forward and a backward, or an evaluation, and how often something else was expected."""
     expected: list[int | None] = []
     came: list[int | None] = []
@@ -104,7 +104,7 @@ def iteration(habit: Habit, symbol: int = BACKWARD, *, opening: int = TRAIN, sha
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("length", [1, 2, 3, 8, 16, 100])
 def test_players_in_turns_are_expected_from_the_second_period_on(length: int, sharded: bool) -> None:
-    habit = Habit()
+    habit = SequencePredictor()
     surprises = [
         sum(iteration(habit, 20 + (place == length), sharded=sharded) for place in range(length + 1)) for _ in range(4)
     ]
@@ -113,7 +113,7 @@ def test_players_in_turns_are_expected_from_the_second_period_on(length: int, sh
 
 @pytest.mark.parametrize("length", [1, 7, 100])
 def test_evaluations_at_a_rhythm_become_expected(length: int) -> None:
-    habit = Habit()
+    habit = SequencePredictor()
     surprises = [
         sum(iteration(habit) for _ in range(length)) + sum(iteration(habit, opening=11) for _ in range(3))
         for _ in range(5)
@@ -123,7 +123,7 @@ def test_evaluations_at_a_rhythm_become_expected(length: int) -> None:
 
 def test_an_evaluation_out_of_turn_leaves_steps_expected() -> None:
     """What came after it once, early in a run of steps, is not expected again at each of the steps that follow."""
-    habit = Habit()
+    habit = SequencePredictor()
     for _ in range(200):
         iteration(habit)
     iteration(habit, opening=11)
@@ -131,7 +131,7 @@ def test_an_evaluation_out_of_turn_leaves_steps_expected() -> None:
 
 
 def test_a_long_past_is_bounded() -> None:
-    habit = Habit()
+    habit = SequencePredictor()
     for _ in range(2 * PAST):
         iteration(habit)
         assert len(habit._past) < PAST
@@ -140,7 +140,7 @@ def test_a_long_past_is_bounded() -> None:
 
 
 def test_what_never_repeats_does_not_pile_up() -> None:
-    habit = Habit()
+    habit = SequencePredictor()
     for plan in range(100, 100 + 2 * SYMBOLS):
         backward(habit, plan)
     assert len(habit._symbols) == len(habit._letters) <= SYMBOLS

@@ -60,12 +60,12 @@ def test_it_happens_once_when_the_interpreter_ends() -> None:
 import torch, torch.distributed as dist
 from flatfsdp.engine.comm import gloo_shutdown as at_exit, transport as comm
 from flatfsdp.engine.device.streams import Device
-from flatfsdp.engine.device.memory import Ledger
+from flatfsdp.engine.device.memory import MemoryTracker
 at_exit.wait_for_workers = lambda: print("waited")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-group = comm.Group.of(dist.group.WORLD, torch.device("cpu"))
+group = comm.Axis.of(dist.group.WORLD, torch.device("cpu"))
 for _ in range(2):
-    comm.transport(group, Device(torch.device("cpu")), traffic=comm.Traffic(), ledger=Ledger())
+    comm.transport(group, Device(torch.device("cpu")), traffic=comm.CommStats(), ledger=MemoryTracker())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "waited\n", done.stderr

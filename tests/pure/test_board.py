@@ -10,12 +10,12 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from flatfsdp.engine.watchdog.store import Board
+from flatfsdp.engine.watchdog.store import StoreClient
 
 
-def notes_in(store: dist.Store) -> Board:
+def notes_in(store: dist.Store) -> StoreClient:
     store.set_timeout(timedelta(seconds=1))
-    return Board(store)
+    return StoreClient(store)
 
 
 def tcp() -> dist.Store:

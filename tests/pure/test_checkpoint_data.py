@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from flatfsdp.checkpoint.manifest import Manifest, Saved, SavedFile
+from flatfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor
 from flatfsdp.checkpoint.nested import decode, encode, flatten, unflatten
-from flatfsdp.checkpoint.plan import Held, assign
+from flatfsdp.checkpoint.plan import PlannedInterval, assign
 from flatfsdp.checkpoint.raw import Archive, bytes_of, cut
 from flatfsdp.engine.layout.layout import ParamSpec, Span
 from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError
@@ -69,8 +69,8 @@ def test_keys_that_cannot_be_told_apart_are_refused() -> None:
         flatten({"a": {(1, 2): torch.ones(1)}})
 
 
-def held(start: int, stop: int, *, dtype: str = "float32") -> Held:
-    return Held("w", ("w",), dtype, (10,), None, start, stop, 4 * (stop - start))
+def held(start: int, stop: int, *, dtype: str = "float32") -> PlannedInterval:
+    return PlannedInterval("w", ("w",), dtype, (10,), None, start, stop, 4 * (stop - start))
 
 
 def test_each_interval_is_written_once_and_replicas_share_the_work() -> None:
@@ -92,7 +92,7 @@ def test_each_interval_is_written_once_and_replicas_share_the_work() -> None:
         ),
     ],
 )
-def test_plans_that_do_not_make_a_whole_are_refused(plans: list[list[Held]], message: str) -> None:
+def test_plans_that_do_not_make_a_whole_are_refused(plans: list[list[PlannedInterval]], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         assign(plans, [0] * len(plans))
 
@@ -120,7 +120,7 @@ def test_elements_lie_in_an_archive_where_it_says(dtype: torch.dtype, shape: tup
 
 
 def test_a_manifest_finds_its_own_damage() -> None:
-    saved = Saved(("m", "w"), "float32", (4, 2), (1, 4), [[0, 0, 3, 64, 1, 128], [1, 4, 4, 0]])
+    saved = SavedTensor(("m", "w"), "float32", (4, 2), (1, 4), [[0, 0, 3, 64, 1, 128], [1, 4, 4, 0]])
     manifest = Manifest(2, [SavedFile("a", 7, 5)], {"m.w": saved}, {"x": (("x", (0,)), {"tuple": [1]})}, {"loss": 0.5})
     data = manifest.to_bytes()
     assert Manifest.from_bytes(data, "it") == manifest

@@ -19,7 +19,7 @@ import torch
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint import lock
 from flatfsdp.checkpoint.disk import Disk, through
-from flatfsdp.checkpoint.holder import Holder, Machine
+from flatfsdp.checkpoint.holder import LockHolder, Machine
 from flatfsdp.checkpoint.lock import PATIENCE, Lock, locked
 from flatfsdp.errors import CheckpointError
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
@@ -48,7 +48,7 @@ class Other(Machine):
 def left_by(path: Path, machine: Machine, token: str = "f00d") -> Path:
     """The lock of a process that did not give it back."""
     mine = machine.holder()
-    holder = Holder(mine.host, mine.boot, mine.pid, mine.start, "train.py", token)
+    holder = LockHolder(mine.host, mine.boot, mine.pid, mine.start, "train.py", token)
     file = path.with_name(f".{path.name}.lock")
     file.write_bytes(holder.to_bytes())
     return file

@@ -8,7 +8,7 @@ from dataclasses import replace
 from expecttest import assert_expected_inline
 
 from flatfsdp import UnitSummary
-from flatfsdp.trainer.forecast import Forecast
+from flatfsdp.trainer.forecast import MemoryEstimate
 
 GIB = 2**30
 SHARDS = 448 * 2**20
@@ -19,7 +19,7 @@ def unit(name: str, module: str, parameters: int, *, padding: int = 0) -> UnitSu
     return UnitSummary(name, module, parameters, size, padding, "FULL_SHARD", "64 x 1", "float32 as bfloat16")
 
 
-FORECAST = Forecast(
+FORECAST = MemoryEstimate(
     ranks=64,
     microbatches=4,
     accelerator=True,

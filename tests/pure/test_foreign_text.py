@@ -14,9 +14,9 @@ import torch.distributed as dist
 from flatfsdp.engine.base.foreign_text import LONGEST, one_line, parse
 from flatfsdp.engine.watchdog import watchdog as watch
 from flatfsdp.engine.watchdog.clock import Timekeeper
-from flatfsdp.engine.watchdog.status_report import Answer, Obituary, Process, Result
-from flatfsdp.engine.watchdog.store import Board
-from flatfsdp.engine.watchdog.watchdog import Watch
+from flatfsdp.engine.watchdog.status_report import ExitRecord, ProcessIdentity, RankStatus, StatusReport
+from flatfsdp.engine.watchdog.store import StoreClient
+from flatfsdp.engine.watchdog.watchdog import Watchdog
 from flatfsdp.errors import AgreementError
 from tests.harness.thorough import seeds
 
@@ -34,16 +34,20 @@ def test_json_of_a_known_shape_or_nothing() -> None:
     assert parse('["a\\nb", 1, {"k": null}]') == ["a b", 1, {"k": None}]
     for garbage in ("", "no json", "NaN", "[1e999]", "[-Infinity]", "[" * 100_000, "[[[[[[[[[[1]]]]]]]]]]", None):
         assert parse(garbage) is None, garbage
-    assert Answer.of('["waits", "long", []]') is Answer.of('["waits", 1.0, ["1"]]') is Answer.of("7") is None
-    assert Answer.of('["waits", 1.0, [0, 1], [5.5]]') == Answer("waits", 1.0, (0, 1), (5.5,))
-    assert Process.of('["../..", "host", "", ""]') is None
-    assert Obituary.of([0, 1, None]) is None
-    assert Result.of('{"purpose": "joke"}') is Result.of("[]") is None
+    assert (
+        RankStatus.of('["waits", "long", []]') is RankStatus.of('["waits", 1.0, ["1"]]') is RankStatus.of("7") is None
+    )
+    assert RankStatus.of('["waits", 1.0, [0, 1], [5.5]]') == RankStatus("waits", 1.0, (0, 1), (5.5,))
+    assert ProcessIdentity.of('["../..", "host", "", ""]') is None
+    assert ExitRecord.of([0, 1, None]) is None
+    assert StatusReport.of('{"purpose": "joke"}') is StatusReport.of("[]") is None
 
 
 def test_what_is_told_comes_back() -> None:
-    told = Result("lost", 1, ["rank 0: computes"], [(1, "was killed", None)], {2: Process(7, "h", "n", "5")}, "", 3)
-    assert Result.of(told.to_text()) == told
+    told = StatusReport(
+        "lost", 1, ["rank 0: computes"], [(1, "was killed", None)], {2: ProcessIdentity(7, "h", "n", "5")}, "", 3
+    )
+    assert StatusReport.of(told.to_text()) == told
 
 
 @pytest.mark.parametrize("make", [dist.HashStore, lambda: dist.TCPStore("localhost", 0, is_master=True)])
@@ -59,9 +63,9 @@ def test_a_counter_that_others_wrote_over_counts_on(make: type[dist.Store]) -> N
         assert notes.count("alarms", 0) >= 1
 
 
-def notes_in(store: dist.Store) -> Board:
+def notes_in(store: dist.Store) -> StoreClient:
     store.set_timeout(timedelta(seconds=5))
-    return Board(store)
+    return StoreClient(store)
 
 
 class Model:
@@ -95,7 +99,7 @@ def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytes
     monkeypatch.setattr("flatfsdp.engine.watchdog.store.PERIOD", 0.001)
     monkeypatch.setattr(Timekeeper, "start", lambda self, wanted: None)
     drawn, notes, model = random.Random(seed), notes_in(dist.HashStore()), Model()
-    looking = Watch(notes, rank=0, world=2)
+    looking = Watchdog(notes, rank=0, world=2)
     for _ in range(30):
         notes.post(drawn.choice(KEYS), garbage(drawn))
         looking.look()
@@ -103,7 +107,7 @@ def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytes
     monkeypatch.setattr("flatfsdp.engine.watchdog.watchdog.end_process_unless", lambda come_back: None)
     looking._watched.add(model)
     before = looking._lost
-    Obituary(1, "ended with FileNotFoundError: no such file").leave(notes, alarm=True)
+    ExitRecord(1, "ended with FileNotFoundError: no such file").leave(notes, alarm=True)
     for _ in range(2000):
         looking.look()
         if looking._lost is not before:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatfsdp.engine.comm import gloo
-from flatfsdp.engine.comm.gloo import FIRST_TAG, TAGS, Line, Messages
+from flatfsdp.engine.comm.gloo import FIRST_TAG, TAGS, PeerConnection, PeerMessages
 
 
 class Group:
@@ -36,7 +36,7 @@ class Message:
 
 def test_messages_are_waited_for_once_each_and_the_last_one_first() -> None:
     log: list[str] = []
-    messages = Messages([Message(log, name) for name in ("sent", "received", "end")], Line(Group()))
+    messages = PeerMessages([Message(log, name) for name in ("sent", "received", "end")], PeerConnection(Group()))
     messages.wait()
     messages.wait()
     assert log == ["end", "received", "sent"]
@@ -44,8 +44,8 @@ def test_messages_are_waited_for_once_each_and_the_last_one_first() -> None:
 
 def test_what_failed_is_kept_and_can_be_waited_for_again() -> None:
     log: list[str] = []
-    line = Line(Group())
-    messages = Messages([Message(log, "sent"), Message(log, "received", failures=2)], line)
+    line = PeerConnection(Group())
+    messages = PeerMessages([Message(log, "sent"), Message(log, "received", failures=2)], line)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="connection closed"):
             messages.wait()
@@ -56,7 +56,7 @@ def test_what_failed_is_kept_and_can_be_waited_for_again() -> None:
 
 
 def test_tags_are_out_of_the_way_and_do_not_run_out() -> None:
-    line = Line(Group())
+    line = PeerConnection(Group())
     tags = [line.tag() for _ in range(TAGS + 3)]
     assert min(tags) == FIRST_TAG == 2**30
     assert max(tags) < 2**31  # gloo's largest

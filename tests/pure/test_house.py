@@ -20,7 +20,7 @@ FILES = {
     "checkpoint/hugging_face": 475,
     "engine/agreement/op_sequence": 775,
     "engine/base/_torch": 500,
-    "engine/comm/transport": 550,
+    "engine/comm/transport": 575,
     "engine/flat/flat_param": 675,
     "engine/flat/gradients": 575,
     "engine/flat/views": 525,
@@ -34,17 +34,17 @@ FILES = {
 }
 # Classes with more methods, or more fields that methods assign.
 CLASSES = {
-    "engine/agreement/op_sequence Stream": (44, 34),
-    "engine/agreement/unused_params Unused": (20, 24),
+    "engine/agreement/op_sequence OpSequence": (44, 34),
+    "engine/agreement/unused_params UnusedParams": (20, 24),
     "engine/facade/fsdp1_compat FSDP1Names": (38, 1),
-    "engine/features/flat_optimizer/stepper Plan": (6, 26),
+    "engine/features/flat_optimizer/stepper RunPlan": (6, 26),
     "engine/flat/flat_param FlatParamHandle": (47, 40),
     "engine/flat/gradients Gradients": (34, 30),
     "engine/runtime/backward Backward": (47, 39),
     "engine/runtime/model Root": (55, 40),
     "engine/runtime/unit Unit": (45, 19),
     "engine/runtime/unit_data UnitData": (57, 26),
-    "engine/watchdog/watchdog Watch": (28, 27),
+    "engine/watchdog/watchdog Watchdog": (28, 27),
     "trainer/trainer Trainer": (23, 26),
 }
 # Functions with more lines besides their docstring.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp.engine.comm.ordered_sum import Sum, Turns
+from flatfsdp.engine.comm.ordered_sum import OrderedSum, SumWorker
 
 WORLD = 7
 
@@ -60,7 +60,7 @@ def test_pieces_are_added_in_rank_order_and_received_as_there_is_room(rank: int,
         posted.append((peer, next(index for index, each in enumerate(room) if each is tensor)))
         return Message(tensor, pieces[peer], SENT)
 
-    total = Sum(rank, WORLD, own=pieces[rank].clone(), room=room, receive=receive)
+    total = OrderedSum(rank, WORLD, own=pieces[rank].clone(), room=room, receive=receive)
     assert [index for _, index in posted] == list(range(count))
     total.run()
     total.wait()
@@ -69,11 +69,13 @@ def test_pieces_are_added_in_rank_order_and_received_as_there_is_room(rank: int,
     assert all(index != 0 for _, index in posted[1:])  # the sum is not received into
 
 
-def sums(turns: Turns, count: int, receive: Callable[[int, int, Tensor], object]) -> list[tuple[Sum, Tensor]]:
+def sums(
+    turns: SumWorker, count: int, receive: Callable[[int, int, Tensor], object]
+) -> list[tuple[OrderedSum, Tensor]]:
     handed_over = []
     for number in range(count):
         room = room_for(3)
-        total = Sum(
+        total = OrderedSum(
             0,
             WORLD,
             own=pieces_of(number)[0],
@@ -92,7 +94,7 @@ def test_handing_over_waits_for_nobody_and_sums_run_in_that_order() -> None:
         order.append((number, peer))
         return Message(tensor, pieces_of(number)[peer], sent)
 
-    handed_over = sums(Turns(), 3, receive)
+    handed_over = sums(SumWorker(), 3, receive)
     assert order == [(number, peer) for number in range(3) for peer in (1, 2, 3)]  # what there was room for
     sent.set()
     for number, (total, output) in reversed(list(enumerate(handed_over))):
@@ -105,7 +107,7 @@ def test_a_lost_connection_is_raised_where_its_sum_is_waited_for_each_time() -> 
     def receive(number: int, peer: int, tensor: Tensor) -> Message | Lost:
         return Lost() if (number, peer) == (1, 5) else Message(tensor, pieces_of(number)[peer], SENT)
 
-    before, lost, after = sums(Turns(), 3, receive)
+    before, lost, after = sums(SumWorker(), 3, receive)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="connection closed"):
             lost[0].wait()
@@ -115,7 +117,7 @@ def test_a_lost_connection_is_raised_where_its_sum_is_waited_for_each_time() -> 
 
 
 def test_no_thread_is_left_where_nothing_is_under_way() -> None:
-    turns = Turns()
+    turns = SumWorker()
     for _ in range(2):  # and another begins with the next sum
         for total, _ in sums(turns, 2, lambda number, peer, tensor: Message(tensor, tensor, SENT)):
             total.wait()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from flatfsdp.engine.schedule.mid_backward import Midway
-from flatfsdp.engine.schedule.order import GatherPlan
+from flatfsdp.engine.schedule.mid_backward import HalfwayTrigger
+from flatfsdp.engine.schedule.order import GatherOrder
 
 
 @pytest.mark.parametrize(
@@ -15,21 +15,21 @@ from flatfsdp.engine.schedule.order import GatherPlan
     [([1, 1, 1, 1], 1), ([1, 1, 1], 1), ([10, 1, 1], 0), ([1, 1, 10], 2), ([6, 36, 6, 36], 1), ([7], 0)],
 )
 def test_half_is_counted_in_elements_and_comes_once(gradients: Sequence[int], half_at: int) -> None:
-    midway: Midway[str] = Midway()
+    midway: HalfwayTrigger[str] = HalfwayTrigger()
     midway.begin("a", sum(gradients), ["next"])
     assert [midway.came("a", elements) for elements in gradients].index(["next"]) == half_at
     assert not midway.came("a", 1) and not midway.end("a")
 
 
 def test_a_unit_without_gradients_is_half_way_when_it_begins() -> None:
-    midway: Midway[str] = Midway()
+    midway: HalfwayTrigger[str] = HalfwayTrigger()
     midway.begin("a", 0, ["next"])
     assert midway.came("a", 0) == ["next"]
     assert not midway.came("elsewhere", 1)
 
 
 def test_what_ends_before_is_half_way_no_more() -> None:
-    midway: Midway[str] = Midway()
+    midway: HalfwayTrigger[str] = HalfwayTrigger()
     for unit, following in ("a", "wx"), ("b", "y"), ("c", ""), ("d", "z"):
         midway.begin(unit, 2, following)
     assert midway.end("b") == "y" and not midway.end("b") and not midway.came("b", 2)
@@ -39,7 +39,7 @@ def test_what_ends_before_is_half_way_no_more() -> None:
 
 
 def test_a_plan_says_what_it_would_hand_out() -> None:
-    plan = GatherPlan(("a", "b", "c"), join=lambda units: (("c",), ("b", "a")))
+    plan = GatherOrder(("a", "b", "c"), join=lambda units: (("c",), ("b", "a")))
     assert [plan.has_turn(unit) for unit in ("c", "b", "elsewhere")] == [True, True, False]
     plan.until("c")
     assert [*plan.following("c")] == ["b", "a"] == [*plan.following("c")]

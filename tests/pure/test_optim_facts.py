@@ -7,23 +7,31 @@ from typing import Any
 import pytest
 import torch
 
-from flatfsdp.engine.state.optim.descriptions import Kept, Odd, Report, Shaped, agree, alike, value_of
+from flatfsdp.engine.state.optim.descriptions import (
+    OtherState,
+    ParamReport,
+    ParamShaped,
+    UnsupportedState,
+    agree,
+    alike,
+    value_of,
+)
 from flatfsdp.errors import AgreementError, UsageError
 
 STEP = torch.tensor(3.0)
-FLOATS = Shaped(torch.float32)
+FLOATS = ParamShaped(torch.float32)
 
 
-def told(*facts: Any) -> dict[int, list[Report]]:
+def told(*facts: Any) -> dict[int, list[ParamReport]]:
     """One report of the parameter "w" per rank; ... for a rank that owns no element of it."""
-    return {rank: [] if each is ... else [Report("w", each)] for rank, each in enumerate(facts)}
+    return {rank: [] if each is ... else [ParamReport("w", each)] for rank, each in enumerate(facts)}
 
 
 def test_what_owners_tell_holds_for_all() -> None:
     facts = {"exp_avg": FLOATS, "step": STEP}
     assert agree(told(..., facts, dict(facts), ...)) == {"w": facts}
     assert agree(told({}, {}, None)) == {}
-    assert agree(told(..., {"row": Kept(torch.ones(2))})).keys() == {"w"}
+    assert agree(told(..., {"row": OtherState(torch.ones(2))})).keys() == {"w"}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +42,9 @@ def test_what_owners_tell_holds_for_all() -> None:
         ),
         pytest.param((None, {"step": STEP}), "rank 1 has step, but the optimizers of rank 0, .*hold it", id="not held"),
         pytest.param(({"a": 1, "b": 2}, {"a": 1}), "rank 0 has a, b, rank 1 has a", id="names"),
-        pytest.param(({"m": FLOATS}, {"m": Shaped(torch.float64)}), "float32, rank 1 has .*torch.float64", id="dtypes"),
+        pytest.param(
+            ({"m": FLOATS}, {"m": ParamShaped(torch.float64)}), "float32, rank 1 has .*torch.float64", id="dtypes"
+        ),
         pytest.param(({"step": STEP}, {"step": STEP + 1}), "3.0, torch.float32, rank 1 has a tensor, 4.0", id="values"),
         pytest.param(({"on": True}, {"on": 1}), "'on' of 'w': rank 0 has True, rank 1 has 1", id="types"),
     ],
@@ -45,7 +55,10 @@ def test_differences(facts: tuple[Any, ...], words: str) -> None:
 
 
 def test_what_cannot_be_put_together() -> None:
-    for facts in (({"row": Odd("a tensor of shape (3,)")},), ({"row": FLOATS}, {"row": Odd("a tensor of shape (3,)")})):
+    for facts in (
+        ({"row": UnsupportedState("a tensor of shape (3,)")},),
+        ({"row": FLOATS}, {"row": UnsupportedState("a tensor of shape (3,)")}),
+    ):
         with pytest.raises(UsageError, match=r"'row' of 'w' is a tensor of shape \(3,\), and the parameter is split"):
             agree(told(*facts))
 

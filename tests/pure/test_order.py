@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from flatfsdp.engine.schedule.coalescing import join
-from flatfsdp.engine.schedule.order import ForwardOrder, ForwardRecord, GatherPlan, ReducePlan
+from flatfsdp.engine.schedule.order import ForwardOrder, ForwardRecord, GatherOrder, ReduceOrder
 
 
 def test_gathers_go_backwards_whatever_is_asked_for_first() -> None:
-    plan = GatherPlan(("a", "b", "c"))
+    plan = GatherOrder(("a", "b", "c"))
     assert plan.until("b") == (("c",), ("b",))
     assert plan.until("c") == (("c",),)  # again, after it was resharded
     assert plan.until("elsewhere") == (("elsewhere",),)
@@ -21,7 +21,7 @@ def test_gathers_go_backwards_whatever_is_asked_for_first() -> None:
 @pytest.mark.parametrize("first", ["d", "c", "b", "a"])
 def test_listed_units_have_one_place_in_the_order(first: str) -> None:
     """Wherever a rank's backward begins, it gathers a beginning of the same sequence."""
-    plan = GatherPlan(("a", "b", "c", "d"), {"d": ["b", "unused"], "c": ["b", "a"]})
+    plan = GatherOrder(("a", "b", "c", "d"), {"d": ["b", "unused"], "c": ["b", "a"]})
     sequence = (("d",), ("b",), ("c",), ("a",))
     found = plan.until(first)
     assert found == sequence[: sequence.index((first,)) + 1]
@@ -150,7 +150,7 @@ def test_what_a_user_runs_without_a_graph_brings_nothing_later() -> None:
 
 
 def test_joined_gathers_are_handed_out_as_one() -> None:
-    plan = GatherPlan(("a", "b", "c", "d", "e"), join=pairs)
+    plan = GatherOrder(("a", "b", "c", "d", "e"), join=pairs)
     assert plan.until("e") == (("e", "d"),)
     assert plan.until("d") == (("d",),)  # again
     assert plan.ahead("d") == (("c", "b"),)
@@ -166,7 +166,7 @@ def record_of(units: str) -> ForwardRecord[str]:
 
 
 def test_joined_reductions_wait_for_all_of_them() -> None:
-    plan = ReducePlan(record_of("abcde"))
+    plan = ReduceOrder(record_of("abcde"))
     for unit in "bcde":
         plan.expect(unit)
     plan.join(pairs)
@@ -226,14 +226,14 @@ def test_units_that_are_gathered_together_are_so_when_one_of_them_is_needed() ->
     """Also one that was handed out ahead, alone: whoever waits for it has issued the others' gathers."""
     branch = ("b", "c", "d")
     together = dict.fromkeys(branch, branch)
-    plan = GatherPlan(("a", *branch, "e"), together=together)
+    plan = GatherOrder(("a", *branch, "e"), together=together)
     assert plan.until("e") == (("e",),)
     assert plan.ahead("e") == (("d",),)
     assert not plan.is_past("d")
     assert plan.until("d") == (("c",), ("b",), ("d",))
     assert plan.is_past("d") and plan.is_past("b") and not plan.is_past("a")
     assert plan.until("c") == (("c",),)
-    plan = GatherPlan(("a", *branch, "e"), together=together)
+    plan = GatherOrder(("a", *branch, "e"), together=together)
     assert plan.until("c") == (("e",), ("d",), ("c",), ("b",))
 
 

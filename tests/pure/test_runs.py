@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from flatfsdp.engine.layout.contiguous_runs import Place, find_runs
+from flatfsdp.engine.layout.contiguous_runs import ParamInShard, find_runs
 from flatfsdp.engine.layout.layout import Span
 
 
 def test_a_run_ends_where_the_kind_changes_and_where_more_than_padding_lies_between() -> None:
     places = [
-        Place(Span(0, 6), "a"),
-        Place(Span(6, 6), None),  # nothing of it is here
-        Place(Span(8, 11), "a"),
-        Place(Span(12, 14), "b"),
-        Place(Span(16, 17), "b"),
-        Place(Span(21, 22), "b"),
+        ParamInShard(Span(0, 6), "a"),
+        ParamInShard(Span(6, 6), None),  # nothing of it is here
+        ParamInShard(Span(8, 11), "a"),
+        ParamInShard(Span(12, 14), "b"),
+        ParamInShard(Span(16, 17), "b"),
+        ParamInShard(Span(21, 22), "b"),
     ]
     assert find_runs(places, padding=3) == [[0, 2], [3, 4], [5]]
     assert find_runs(places, padding=0) == [[0], [2], [3], [4], [5]]
@@ -24,7 +24,12 @@ def test_a_run_ends_where_the_kind_changes_and_where_more_than_padding_lies_betw
 
 
 def test_what_has_no_kind_is_by_itself_and_divides_its_neighbours() -> None:
-    places = [Place(Span(0, 1), "a"), Place(Span(1, 2), None), Place(Span(2, 3), None), Place(Span(3, 4), "a")]
+    places = [
+        ParamInShard(Span(0, 1), "a"),
+        ParamInShard(Span(1, 2), None),
+        ParamInShard(Span(2, 3), None),
+        ParamInShard(Span(3, 4), "a"),
+    ]
     assert find_runs(places, padding=3) == [[0], [1], [2], [3]]
 
 
@@ -35,7 +40,7 @@ def test_runs_are_the_longest_sequences_of_which_each_two_neighbours_belong_toge
         for _ in range(numbers.randrange(12)):
             start = end + numbers.choice((0, 0, 1, 3))
             end = start + numbers.choice((0, 1, 2, 5))
-            places.append(Place(Span(start, end), numbers.choice((None, "a", "a", "a", "b"))))
+            places.append(ParamInShard(Span(start, end), numbers.choice((None, "a", "a", "a", "b"))))
         padding = numbers.randrange(4)
         found = find_runs(places, padding=padding)
         held = [index for index, place in enumerate(places) if not place.span.is_empty]

@@ -11,15 +11,15 @@ import torch
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
 from flatfsdp.trainer.data_loading import JsonLines, PadCollate, TokenWindows
-from flatfsdp.trainer.data_loading.order import Order, Steps, seed_of
+from flatfsdp.trainer.data_loading.order import SampleOrder, StepLayout, seed_of
 from flatfsdp.trainer.data_loading.packing import pack, unpack
 
 
-def steps_of(**settings: object) -> Steps:
-    return Steps(**{"global_batch": 4, "batch": 2, "ranks": 2, "total": None, "drop_last": False, **settings})
+def steps_of(**settings: object) -> StepLayout:
+    return StepLayout(**{"global_batch": 4, "batch": 2, "ranks": 2, "total": None, "drop_last": False, **settings})
 
 
-def walk(steps: Steps, position: int = 0) -> list[range]:
+def walk(steps: StepLayout, position: int = 0) -> list[range]:
     """Every step from `position` to the end."""
     found = []
     while step := steps.at(position):
@@ -60,12 +60,12 @@ def test_any_interruption_on_any_number_of_ranks_sees_what_an_uninterrupted_run_
         length, epochs, seed = draw.randint(1, 23), draw.randint(1, 4), draw.randint(0, 3)
         global_batch, shuffle = draw.randint(1, 12), draw.random() < 0.7
         total = length * epochs
-        whole = Order(length, shuffle=shuffle, seed=seed)
+        whole = SampleOrder(length, shuffle=shuffle, seed=seed)
         straight = [whole.ids(step) for step in walk(steps_of(global_batch=global_batch, total=total))]
         seen, position = [], 0
         while position < total:
             steps = steps_of(batch=draw.randint(1, 4), ranks=draw.randint(1, 5), global_batch=global_batch, total=total)
-            order = Order(length, shuffle=shuffle, seed=seed)  # as a new process begins
+            order = SampleOrder(length, shuffle=shuffle, seed=seed)  # as a new process begins
             for step in walk(steps, position)[: draw.randint(1, 3)]:
                 cells = itertools.chain.from_iterable(steps.shares(step, range(steps.ranks)))
                 seen.append(tuple(number for cell in cells for number in order.ids(cell)))
@@ -78,7 +78,7 @@ def test_any_interruption_on_any_number_of_ranks_sees_what_an_uninterrupted_run_
 
 def test_epochs_are_different_permutations_that_follow_from_the_seed() -> None:
     def epoch(number: int, **settings: object) -> tuple[int, ...]:
-        return Order(50, **{"shuffle": True, "seed": 3, **settings}).ids(range(50 * number, 50 * number + 50))
+        return SampleOrder(50, **{"shuffle": True, "seed": 3, **settings}).ids(range(50 * number, 50 * number + 50))
 
     assert epoch(0) == epoch(0)
     assert len({epoch(0), epoch(1), epoch(0, seed=4), epoch(1, seed=4)}) == 4
@@ -86,14 +86,14 @@ def test_epochs_are_different_permutations_that_follow_from_the_seed() -> None:
 
 
 def test_a_position_is_an_epoch_and_an_offset() -> None:
-    place = Order(10, shuffle=True, seed=0).place(27)
+    place = SampleOrder(10, shuffle=True, seed=0).place(27)
     assert (place.position, place.epoch, place.offset) == (27, 2, 7)
 
 
 def test_seeds_are_stable() -> None:
     # What a checkpoint's position stands for must not change with the version of anything.
     assert seed_of(0, 0) == 3679321338066202065
-    assert Order(8, shuffle=True, seed=0).ids(range(8)) == (5, 3, 2, 1, 7, 4, 6, 0)
+    assert SampleOrder(8, shuffle=True, seed=0).ids(range(8)) == (5, 3, 2, 1, 7, 4, 6, 0)
 
 
 def test_a_packed_value_comes_back() -> None:

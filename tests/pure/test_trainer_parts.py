@@ -23,7 +23,7 @@ from flatfsdp.trainer.callbacks.loss_plot import plot_loss, smoothed
 from flatfsdp.trainer.callbacks.progress import BAR, PLAIN_LINES, fitting
 from flatfsdp.trainer.launch import Placement
 from flatfsdp.trainer.measuring import activations_counted
-from flatfsdp.trainer.reports import Footprint, Progress, StepReport
+from flatfsdp.trainer.reports import MemoryFootprint, Progress, StepReport
 from flatfsdp.trainer.sizes import size_in_words, sizes_in_words
 from flatfsdp.trainer.stopping import ASKED, StopRequest
 
@@ -49,7 +49,7 @@ def a_report(step: int, *, done: float = 0.0) -> StepReport:
     return StepReport(
         step=step, loss=2.0, tokens=10, total_tokens=10 * step, lr=0.1, grad_norm=None, seconds=0.5 * step,
         tokens_per_second=12345.6, peak_bytes=1000, done=done,
-        footprint=Footprint(parameters=1024, gradients=2048, optimizer=4096, in_flight=512), ids=(1, 2),
+        footprint=MemoryFootprint(parameters=1024, gradients=2048, optimizer=4096, in_flight=512), ids=(1, 2),
     )  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def test_progress_without_a_terminal_is_some_lines(tmp_path: Path, capsys: pytes
 )
 def test_beside_the_bar_stands_what_a_terminal_has_room_for(width: int | None, end: str) -> None:
     text = "step 1400: loss 1.909, 5,312 tokens/s"
-    footprint = Footprint(
+    footprint = MemoryFootprint(
         parameters=11 * MIB // 10, gradients=11 * MIB // 10, optimizer=21 * MIB // 10, in_flight=MIB // 2
     )
     shown = fitting(text, footprint, width)
@@ -333,9 +333,9 @@ def test_bytes_for_people() -> None:
 
 def test_a_signal_is_the_exit_code() -> None:
     def code(stopped_by: int) -> int:
-        return reports.Result(
+        return reports.TrainingResult(
             steps=1, tokens=1, seconds=1.0, taken=1, tokens_per_second=1.0, losses=(1.0,), stopped_by=stopped_by,
-            checkpoint=None, footprint=Footprint(),
+            checkpoint=None, footprint=MemoryFootprint(),
         ).exit_code  # fmt: skip
 
     assert [code(0), code(ASKED), code(signal.SIGTERM)] == [0, 0, 143]

@@ -17,13 +17,13 @@ from flatfsdp.engine.base import wait_limits as waits
 from flatfsdp.engine.watchdog import store as board
 from flatfsdp.engine.watchdog import watchdog as watch
 from flatfsdp.engine.watchdog.clock import Timekeeper
-from flatfsdp.engine.watchdog.status_report import ANSWER, Answer, Obituary, Process, lines_of, parted
+from flatfsdp.engine.watchdog.status_report import ANSWER, ExitRecord, ProcessIdentity, RankStatus, lines_of, parted
 from flatfsdp.engine.watchdog.store import StoreGone
-from flatfsdp.engine.watchdog.watchdog import Watch
+from flatfsdp.engine.watchdog.watchdog import Watchdog
 from flatfsdp.errors import AgreementError, ConfigTypeError, ConfigValueError, LostRankError, WaitError, ranks_in_words
 
 
-class Notes(board.Board):
+class Notes(board.StoreClient):
     """A board of one process that counts the requests of one rank."""
 
     def __init__(self, shared: dict[str, str]) -> None:
@@ -85,7 +85,7 @@ class World:
         self.shared: dict[str, str] = {}
         self.notes = [Notes(self.shared) for _ in range(size)]
         self.models = [Model(range(size)) for _ in range(size)]
-        self.watches = [Watch(notes, rank=rank, world=size) for rank, notes in enumerate(self.notes)]
+        self.watches = [Watchdog(notes, rank=rank, world=size) for rank, notes in enumerate(self.notes)]
         for each, model in zip(self.watches, self.models, strict=True):
             each.add(model)
         self.forget()
@@ -114,7 +114,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(watch, "speak", found.append)
     monkeypatch.setattr(watch, "end_process_unless", lambda come_back: None)
     monkeypatch.setattr(board, "PERIOD", 0.01)
-    monkeypatch.setattr(Watch, "_start", lambda self: None)
+    monkeypatch.setattr(Watchdog, "_start", lambda self: None)
     monkeypatch.setattr(Timekeeper, "start", lambda self, wanted: None)
     flatfsdp.set_wait(report_after=0.01)
     yield found
@@ -178,7 +178,7 @@ def test_a_rank_that_does_not_answer_is_in_the_report(said: list[str]) -> None:
         time.sleep(0.012)
         world.look_until(lambda: len(said) == 2, without=[2])
     assert said[0].splitlines()[-1] == (
-        f"    rank 2: no answer, {Process.this()} has no model any more, is stopped, or gone"
+        f"    rank 2: no answer, {ProcessIdentity.this()} has no model any more, is stopped, or gone"
     )
     assert not any(model.error for model in world.models), "it may be stopped"
 
@@ -186,7 +186,7 @@ def test_a_rank_that_does_not_answer_is_in_the_report(said: list[str]) -> None:
 def test_a_rank_that_ends_with_an_exception_is_told_to_those_who_need_it(said: list[str]) -> None:
     world = World(4)
     world.models[3].ranks = [0, 3]
-    Obituary(1, "ended with ValueError: out of luck").leave(world.notes[1], alarm=True)
+    ExitRecord(1, "ended with ValueError: out of luck").leave(world.notes[1], alarm=True)
     world.look()
     told = "rank 1 ended with ValueError: out of luck. The others cannot go on without it"
     assert [str(model.error) for model in world.models] == [told, "None", told, "None"]
@@ -197,14 +197,14 @@ def test_a_rank_that_ends_with_an_exception_is_told_to_those_who_need_it(said: l
 def test_a_wait_for_ranks_that_live_goes_on(said: list[str]) -> None:
     world = World(3)
     with world.watches[0].waiting([0, 2], "compares"), world.watches[2].waiting(range(3), "compares"):
-        Obituary(1, "was killed").leave(world.notes[1], alarm=True)
+        ExitRecord(1, "was killed").leave(world.notes[1], alarm=True)
         world.look()
     assert [each.split("]")[0] for each in said] == ["[flatfsdp, rank 2"]
 
 
 def test_an_end_by_what_all_ranks_were_told_is_no_news(said: list[str]) -> None:
     world = World(2)
-    Obituary(1, "ended with AgreementError: ranks part", "ranks part").leave(world.notes[1], alarm=True)
+    ExitRecord(1, "ended with AgreementError: ranks part", "ranks part").leave(world.notes[1], alarm=True)
     world.look()
     assert str(world.models[0].error) == "ranks part"
 
@@ -335,7 +335,9 @@ def test_who_wins_to_ask_may_die_before_it_asks(said: list[str]) -> None:
 
 
 def test_ranks_that_do_the_same_share_a_line() -> None:
-    answers = {rank: Answer("waits", 1.0 + rank) for rank in range(12) if rank != 3} | {3: Answer("sleeps", 9.0)}
+    answers = {rank: RankStatus("waits", 1.0 + rank) for rank in range(12) if rank != 3} | {
+        3: RankStatus("sleeps", 9.0)
+    }
     assert lines_of(answers) == ["ranks 0-2, 4-11: waits, for 1 to 12 s", "rank 3: sleeps, for 9 s"]
 
 
@@ -348,16 +350,16 @@ def test_many_ranks_in_words(ranks: list[int], words: str) -> None:
 
 
 def test_only_ranks_that_wait_for_each_other_have_parted() -> None:
-    first, second, third = Answer("a", 5.0, (0, 1)), Answer("b", 5.0, (1, 2)), Answer("c", 5.0, (0, 1, 2))
+    first, second, third = RankStatus("a", 5.0, (0, 1)), RankStatus("b", 5.0, (1, 2)), RankStatus("c", 5.0, (0, 1, 2))
     assert parted({0: first, 1: first, 2: third}, patience=2.0) == "", "2 waits for them, they do not for it"
     assert parted({0: first, 1: second}, patience=2.0) == "", "1 does not wait for 0"
     assert parted({0: first, 1: third}, patience=2.0) == "rank 0 a; rank 1 c"
-    assert parted({0: first, 1: Answer("c", 1.0, (0, 1, 2))}, patience=2.0) == "", "it has just come"
+    assert parted({0: first, 1: RankStatus("c", 1.0, (0, 1, 2))}, patience=2.0) == "", "it has just come"
 
 
 def test_a_process_is_found_gone_only_where_it_can_be() -> None:
-    this = Process.this()
-    assert Process(*json.loads(this.to_text())) == this
+    this = ProcessIdentity.this()
+    assert ProcessIdentity(*json.loads(this.to_text())) == this
     assert not this.is_gone()
     if this.started:
         assert this.is_gone() is False
@@ -367,7 +369,7 @@ def test_a_process_is_found_gone_only_where_it_can_be() -> None:
 
 def test_a_large_world_looks_less_often(said: list[str]) -> None:
     assert World(2).watches[0]._calls.period == 0.01
-    calls = watch.RollCalls(Notes({}), rank=0, world=4 * board.READS)
+    calls = watch.StatusPoll(Notes({}), rank=0, world=4 * board.READS)
     assert calls.period == 0.04
 
 

@@ -1,7 +1,7 @@
 """What only a GPU shows: kernels, copies among them, the allocator's peaks, and which kernels ran side by side.
 
 One GPU is enough. Real collectives have as many ranks as there are GPUs. What a larger world costs one rank is read in
-a fake group, whose collectives move nothing (`StandIns`); where overlap is asked for, each of them is a kernel that
+a fake group, whose collectives move nothing (`Placeholders`); where overlap is asked for, each of them is a kernel that
 spins for a while on the stream that the engine chose.
 """
 

@@ -43,7 +43,7 @@ class Watch:
         self._own += seconds
 
     def end(self) -> dict[str, Any]:
-        """The round is over: its `Load` as a dictionary, with ``quiet``."""
+        """The round is over: its `UnitLoad` as a dictionary, with ``quiet``."""
         busy, total = (after - before for after, before in zip(_busy_and_all(), self._start, strict=True))
         self.load.others = max(0.0, busy - self._own) / max(total, 1e-9)
         self.load.after = os.getloadavg()[0]

@@ -24,7 +24,7 @@ def checksum(tensor: torch.Tensor) -> int:
     return int(flat.view(words).sum(dtype=torch.int64)) if flat.numel() else 0
 
 
-class Beginnings:
+class InitialChecksums:
     """What one unit's parameters were before they were sharded.
 
     A parameter counts as written to when this rank's piece of it has changed; that is read from the piece itself,

@@ -23,7 +23,7 @@ from ...errors import AgreementError, ranks_in_words
 from ..base.foreign_text import one_line
 from ..base.hashing import number
 from ..watchdog import store as board
-from ..watchdog.watchdog import PATIENCE, Watch, current_watch
+from ..watchdog.watchdog import PATIENCE, Watchdog, current_watch
 
 _SAME, _DIFFERENT = "same", "different"
 
@@ -69,7 +69,7 @@ def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
         notes.erase(f"{old}/first", f"{old}/here", f"{old}/verdict")
 
 
-def _differ(watch: Watch, place: str, ranks: Sequence[int], call: str) -> AgreementError:
+def _differ(watch: Watchdog, place: str, ranks: Sequence[int], call: str) -> AgreementError:
     """What each rank called."""
     notes = watch.board
     notes.post(f"{place}/says/{dist.get_rank()}", call)
@@ -91,5 +91,5 @@ def _differ(watch: Watch, place: str, ranks: Sequence[int], call: str) -> Agreem
     return AgreementError(f"{told}. These calls are collective: all ranks must make the same, in the same order")
 
 
-def _all_have_read(notes: board.Board, place: str, readers: int) -> bool:
+def _all_have_read(notes: board.StoreClient, place: str, readers: int) -> bool:
     return notes.count(f"{place}/read", 0) >= readers

@@ -16,7 +16,7 @@ import torch
 from ...errors import ranks_in_words
 
 
-class Conditions(NamedTuple):
+class StepConditions(NamedTuple):
     """What a step begins with.
 
     `stepped`, `loaded`: whether an optimizer stepped, or a state dict was loaded, since the last one began. `autocast`:
@@ -35,7 +35,7 @@ def autocast_on(device_type: str) -> str:
     return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
 
 
-def differences(found: Mapping[tuple[int, ...], Conditions]) -> str:
+def differences(found: Mapping[tuple[int, ...], StepConditions]) -> str:
     """What the ranks do not have in common, and what to do about it; "" for nothing."""
     out = []
     if len(ranks := _by(found, "stepped")) > 1:
@@ -54,7 +54,7 @@ def differences(found: Mapping[tuple[int, ...], Conditions]) -> str:
     return ". ".join(text[0].upper() + text[1:] for text in out)
 
 
-def _by(found: Mapping[tuple[int, ...], Conditions], what: str) -> dict[Any, str]:
+def _by(found: Mapping[tuple[int, ...], StepConditions], what: str) -> dict[Any, str]:
     """The ranks for each value of one of the conditions, in words."""
     by: dict[Any, list[int]] = {}
     for ranks, each in found.items():

@@ -17,14 +17,14 @@ from ..base.hashing import number
 from ..comm.transport import Transport
 from ..watchdog.watchdog import expecting
 from .collective_calls import meet
-from .op_sequence import Stream, Symbol
-from .rank_exchange import NO_ANSWER, Peers
+from .op_sequence import Op, OpSequence
+from .rank_exchange import NO_ANSWER, RankExchange
 
 if TYPE_CHECKING:
     from ..runtime.model import Root
 
 
-class Agreement(Stream):
+class Agreement(OpSequence):
     """One rank's side of the agreement of one model: what it is, what it begins with, and the order of what it does.
 
     Attributes:
@@ -75,7 +75,7 @@ class Agreement(Stream):
         values = self._values(root)
         answers = self._exchange(number("values"), number(str(values)))
         if answers is not None:
-            self._require_same({rank: answer[0] for rank, answer in answers.items()}, Symbol(0, "began to train"))
+            self._require_same({rank: answer[0] for rank, answer in answers.items()}, Op(0, "began to train"))
             self._judge_values(root, values, {rank: answer[1] for rank, answer in answers.items()})
 
     def numbers_of_ranks(self, code: int, extra: int) -> dict[int, tuple[int, int]]:
@@ -158,7 +158,7 @@ def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, r
     """
     if not axes:
         return
-    peers = Peers()
+    peers = RankExchange()
     peers._over(axes)
     (subject, value, named), *rest = facts
     members = sorted({rank for axis in axes for rank in axis.group.ranks})

@@ -25,18 +25,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import AgreementError, FlatFSDPError, LostRankError, few, logger, ranks_in_words
-from ..base.events import Trace
+from ..base.events import EventLog
 from ..base.foreign_text import one_line, parse
 from ..base.hashing import number
 from ..base.wait_limits import blocked_since
-from ..comm.transport import Traffic
+from ..comm.transport import CommStats
 from ..watchdog import store as board
-from ..watchdog.status_report import Obituary, in_one_sentence
+from ..watchdog.status_report import ExitRecord, in_one_sentence
 from ..watchdog.watchdog import PATIENCE, end_process_unless, is_lost_connection, speak
-from .conditions import Conditions, autocast_on, differences
-from .rank_exchange import Peers
-from .sequence_predictor import Habit
-from .unused_params import Unused
+from .conditions import StepConditions, autocast_on, differences
+from .rank_exchange import RankExchange
+from .sequence_predictor import SequencePredictor
+from .unused_params import UnusedParams
 
 if TYPE_CHECKING:
     from ..runtime.model import Root
@@ -50,7 +50,7 @@ REMEMBERED = 1024  # symbols that the watch can still quote
 PLANS = 64  # of backwards, whose symbols are known
 
 
-class Symbol(NamedTuple):
+class Op(NamedTuple):
     """One step of the stream: a number that is equal on all ranks, and its words.
 
     `ran`, `trained`: of a backward, which parameters of the model are of units that ran in its forwards, and which it
@@ -64,7 +64,7 @@ class Symbol(NamedTuple):
     words: str
     ran: str = ""
     trained: str = ""
-    conditions: Conditions = Conditions()
+    conditions: StepConditions = StepConditions()
     unreached: str = ""
 
     def to_text(self) -> str:
@@ -72,7 +72,7 @@ class Symbol(NamedTuple):
         return json.dumps(self[1:])
 
     @classmethod
-    def of(cls, text: str) -> Symbol:
+    def of(cls, text: str) -> Op:
         """What a rank wrote; words only where that is no symbol. [Note: trust]"""
         match parse(text):
             case [
@@ -82,20 +82,20 @@ class Symbol(NamedTuple):
                 [bool(stepped), bool(loaded), str(autocast)],
                 str(unreached),
             ] if set(ran + trained + unreached) <= set(string.hexdigits):
-                return cls(-1, words, ran, trained, Conditions(stepped, loaded, autocast), unreached)
+                return cls(-1, words, ran, trained, StepConditions(stepped, loaded, autocast), unreached)
         return cls(-1, one_line(text))
 
 
-class Said(NamedTuple):
+class LoggedOp(NamedTuple):
     """A symbol, its place in the stream, and how many iterations had begun before it."""
 
     at: int
-    symbol: Symbol
+    symbol: Op
     step: int
 
 
-_CAME = Symbol(number("came"), "computed gradients of parameters in its backward")
-_NONE_CAME = Symbol(number("none came"), "ended a backward that computed no gradient of a parameter")
+_CAME = Op(number("came"), "computed gradients of parameters in its backward")
+_NONE_CAME = Op(number("none came"), "ended a backward that computed no gradient of a parameter")
 # Where ranks differ in nothing but which units a forward runs.
 _IN_FORWARD = operator.methodcaller("startswith", ("entered unit ", "ended its forward"))
 _REMEDY = ", except in what is given to ensure_unit_participation()"
@@ -105,26 +105,26 @@ _MIXED = (
     "checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units by "
     "itself, not of several together or one inside another; otherwise please report this"
 )
-_ENDED = {kind: Symbol(number(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
+_ENDED = {kind: Op(number(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
 
 
-class Stream(Peers):
+class OpSequence(RankExchange):
     """One rank's side of the stream of one model. [Note: agreement]"""
 
     def __init__(self) -> None:
         super().__init__()
         self._sharded = False
-        self._traffic = Traffic()
-        self._entries: dict[int, Symbol] = {}  # by id of the unit
+        self._traffic = CommStats()
+        self._entries: dict[int, Op] = {}  # by id of the unit
         self._forwards: dict[int, str] = {}  # what runs, in words
         self._places: dict[int, int] = {}
         self._numbers: dict[int, range] = {}  # of a unit's parameters among those of the model
         self._names: Callable[[], Iterable[str]] = tuple  # of these parameters
-        self._backwards: dict[tuple[Any, ...], Symbol] = {}  # by plan
-        self._issues: dict[tuple[UnitData | None, ...], Symbol] = {}  # what they issued, by units
+        self._backwards: dict[tuple[Any, ...], Op] = {}  # by plan
+        self._issues: dict[tuple[UnitData | None, ...], Op] = {}  # what they issued, by units
         # What is expected, what came, and how far it has come.
-        self._habit = Habit()
-        self._said: deque[tuple[int, Symbol, int]] = deque(maxlen=REMEMBERED)  # made `Said` when somebody looks
+        self._habit = SequencePredictor()
+        self._said: deque[tuple[int, Op, int]] = deque(maxlen=REMEMBERED)  # made `LoggedOp` when somebody looks
         self._place = 0
         self._step = 0
         self._kind = ""  # of the running forward
@@ -135,7 +135,7 @@ class Stream(Peers):
         self._doing: str | None = None  # which part of the stream runs, None between iterations
         self._issued_before = 0
         # For the watch of this rank, and through it for the others.
-        self._trace = Trace()
+        self._trace = EventLog()
         self._left = ""  # which part of the stream ran last
         self._turned = time.monotonic()  # when this rank began what it does, or came back from it
         # Meetings: places at which this rank left a note itself, and the last one that all left behind.
@@ -143,9 +143,9 @@ class Stream(Peers):
         self._meeting: int | None = None  # the place where the main thread waits for the others
         self._noted = ""  # what it did there
         self._settled: int | None = None
-        self._abandoned: Said | None = None
+        self._abandoned: LoggedOp | None = None
         self._refused = ""  # why a part that autograd runs cannot go on, as that was said on this rank
-        self.unused = Unused()
+        self.unused = UnusedParams()
         self.silent = False  # forwards communicate nothing: ranks may differ in them
 
     def _flow(self, root: Root) -> None:
@@ -157,7 +157,7 @@ class Stream(Peers):
         for index, unit in enumerate(root.units):
             self._numbers[id(unit)] = range(start, start + sum(len(handle.leaves) for handle in unit.handles))
             start = self._numbers[id(unit)].stop
-            self._entries[id(unit)] = Symbol(number(f"unit {index}"), f"entered unit {unit.label}")
+            self._entries[id(unit)] = Op(number(f"unit {index}"), f"entered unit {unit.label}")
             self._forwards[id(unit)] = f"the forward of unit {unit.label}"
             self._places[id(unit)] = index
 
@@ -213,7 +213,7 @@ class Stream(Peers):
         """
         if not self._sharded or self.silent:
             return
-        symbol = Symbol(number(f"{method} {self._places[id(unit)]}"), f"called {method}() of unit {unit.label}")
+        symbol = Op(number(f"{method} {self._places[id(unit)]}"), f"called {method}() of unit {unit.label}")
         if self._doing is not None:
             self._next(symbol, unit=symbol.code)
         else:
@@ -237,12 +237,12 @@ class Stream(Peers):
             self._next(self._called(call, units))
             yield
 
-    def _called(self, call: str, units: Sequence[Unit]) -> Symbol:
+    def _called(self, call: str, units: Sequence[Unit]) -> Op:
         if not units or len(units) == len(self._places):
-            return Symbol(number(call), f"called {call}")
+            return Op(number(call), f"called {call}")
         others = f" and {len(units) - 1} inside" if len(units) > 1 else ""
         places = [self._places[id(unit)] for unit in units]
-        return Symbol(number(f"{call} {places}"), f"called {call} of unit {units[0].label}{others}")
+        return Op(number(f"{call} {places}"), f"called {call} of unit {units[0].label}{others}")
 
     def ask(self, what: str, mine: int) -> dict[int, int]:
         """Every rank's number, as all ranks ask for `what` between iterations. Collective over all axes: 24 bytes of
@@ -255,7 +255,7 @@ class Stream(Peers):
         if self._axes:
             with self.waiting(what):
                 self._meet_abandoned()
-                self._next(Symbol(number(what), f"asked for {what}"))
+                self._next(Op(number(what), f"asked for {what}"))
                 answers = self._exchange(mine)
         return {self._rank: mine} if answers is None else {rank: code for rank, (code, _) in answers.items()}
 
@@ -271,7 +271,7 @@ class Stream(Peers):
         with self.waiting(loop):
             if error is None:
                 self._meet_abandoned()
-                self._next(Symbol(number(f"left {loop}"), f"left {loop}"))
+                self._next(Op(number(f"left {loop}"), f"left {loop}"))
             elif self._abandoned is None:
                 self.say_abandoned(error)
 
@@ -341,7 +341,7 @@ class Stream(Peers):
             places = [unit and self._places[id(unit)] for unit in issued]
             told = [", ".join(unit.label for unit in units) or "none" for units in (gathered, reduced)]
             words = f"{_ISSUED} {told[0]}, and reduced {told[1]}"
-            symbol = _remember(self._issues, issued, Symbol(number(f"issued {places}"), words))
+            symbol = _remember(self._issues, issued, Op(number(f"issued {places}"), words))
         self._next(symbol, completes=True)
 
     def _symbol_of(
@@ -352,8 +352,8 @@ class Stream(Peers):
         reduced: tuple[Sequence[Unit], Sequence[Flags]],
         nearby: Sequence[int],
         schedule: str,
-        begun_with: tuple[Conditions, tuple[bool, ...]] | None,
-    ) -> Symbol:
+        begun_with: tuple[StepConditions, tuple[bool, ...]] | None,
+    ) -> Op:
         places = self._places
         began, ended = ([places[id(unit)] for unit in units] for units in (entered, anchored))
         found = dict(zip(*reduced, strict=True))
@@ -361,7 +361,7 @@ class Stream(Peers):
             (places[id(unit)], kind) for unit, flags in found.items() for kind, each in enumerate(flags) if any(each)
         ]
         trained = self._bits_of(found)
-        conditions = Conditions()
+        conditions = StepConditions()
         if begun_with is not None:
             conditions, flags = begun_with
             trained = f"{int(trained, 16) & _bits(flags):x}"  # what was frozen in the forward gets no gradient, either
@@ -374,17 +374,17 @@ class Stream(Peers):
             for units in (set(entered), set(entered).difference(anchored))
         )
         code = number(f"{sync} {began} {ended} {flats} {list(nearby)} {schedule} {trained} {conditions}")
-        return Symbol(code, words, ran, trained, conditions, unreached)
+        return Op(code, words, ran, trained, conditions, unreached)
 
-    def _as_note(self, symbol: Symbol) -> str:
+    def _as_note(self, symbol: Op) -> str:
         """What others read of a step of this rank's."""
         if symbol.unreached:
             symbol = symbol._replace(unreached=f"{int(symbol.unreached, 16) & _bits(self._flags):x}")
         return symbol.to_text()
 
-    def _conditions(self) -> Conditions:
+    def _conditions(self) -> StepConditions:
         """Those with which a step begins, and the next one has its own."""
-        found = Conditions(self.stepped, self.loaded, self._autocast)
+        found = StepConditions(self.stepped, self.loaded, self._autocast)
         self.stepped = self.loaded = False
         return found
 
@@ -428,10 +428,10 @@ class Stream(Peers):
         if symbol is None:
             units = ", ".join(unit.label for unit in gathered) or "no unit"
             code = number(f"gathered {[self._places[id(unit)] for unit in gathered]}")
-            symbol = _remember(self._issues, issued, Symbol(code, f"{_NONE_CAME.words}, and gathered {units}"))
+            symbol = _remember(self._issues, issued, Op(code, f"{_NONE_CAME.words}, and gathered {units}"))
         self._show(symbol, issued=self._issued())
 
-    def _show(self, symbol: Symbol, *, issued: int | None) -> None:
+    def _show(self, symbol: Op, *, issued: int | None) -> None:
         """A step of which others may not know: seen by all where it was not expected."""
         if self._habit.expected() != symbol.code:
             self._met.append(self._place)
@@ -463,8 +463,8 @@ class Stream(Peers):
             return
         issued = self._issued()
         because = f" after {type(error).__name__}: {error}" if error is not None else self._refused
-        symbol = Symbol(number(f"abandoned {issued}"), f"abandoned its iteration in {doing}{because}")
-        self._abandoned = Said(self._place, symbol, self._step)
+        symbol = Op(number(f"abandoned {issued}"), f"abandoned its iteration in {doing}{because}")
+        self._abandoned = LoggedOp(self._place, symbol, self._step)
         self._met.append(self._place)
         try:
             self._leave_note(self._place, symbol, issued=issued, alarm=True)
@@ -498,7 +498,7 @@ class Stream(Peers):
     def _issued(self) -> int:
         return self._traffic.issued - self._issued_before
 
-    def _next(self, symbol: Symbol, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
+    def _next(self, symbol: Op, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
         if self._verdict is not None:
             self._raise_verdict()
         expected = self._habit.expected()
@@ -511,27 +511,27 @@ class Stream(Peers):
                 self._meet(self._place)
         self._follow(symbol, unit=unit, opens=opens, completes=completes)
 
-    def _follow(self, symbol: Symbol, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
+    def _follow(self, symbol: Op, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
         self._habit.learn(symbol.code, unit=unit, completes=completes)
         self._said.append((self._place, symbol, self._step))
         self._step += opens
         self._place += 1
 
-    def _said_at(self, at: int) -> Said | None:
-        return next((said for said in itertools.starmap(Said, list(self._said)) if said.at == at), None)
+    def _said_at(self, at: int) -> LoggedOp | None:
+        return next((said for said in itertools.starmap(LoggedOp, list(self._said)) if said.at == at), None)
 
     # -- meetings ----------------------------------------------------------------------------------------------------
 
-    def _agree_by_exchange(self, symbol: Symbol) -> None:
+    def _agree_by_exchange(self, symbol: Op) -> None:
         answers = self._exchange(symbol.code)
         if answers is not None:
             self._require_same({rank: answer[0] for rank, answer in answers.items()}, symbol)
 
-    def _require_same(self, codes: dict[int, int], symbol: Symbol) -> None:
+    def _require_same(self, codes: dict[int, int], symbol: Op) -> None:
         if len(set(codes.values())) > 1:
             self._fail(AgreementError(self._parting(self._publish(self._as_note(symbol), codes), self._step)))
 
-    def _leave_note(self, at: int, symbol: Symbol, *, alarm: bool, issued: int | None = None) -> None:
+    def _leave_note(self, at: int, symbol: Op, *, alarm: bool, issued: int | None = None) -> None:
         """Say what this rank does at `at`, and the verdict if that decides it.
 
         `issued`: how many collectives it had issued when it abandoned its iteration, None if it did not. It will issue
@@ -586,17 +586,17 @@ class Stream(Peers):
             return len(said) == len(self.ranks)
 
         notes.wait(all_there, 2.5 * board.PERIOD)
-        ended = [each for each in Obituary.read_all(notes).values() if each.rank in self.ranks and each.cause is None]
+        ended = [each for each in ExitRecord.read_all(notes).values() if each.rank in self.ranks and each.cause is None]
         texts: dict[str, list[int]] = {}
         for rank in self.ranks:
-            texts.setdefault(said.get(rank, Symbol(-1, "has not come that far").to_text()), []).append(rank)
+            texts.setdefault(said.get(rank, Op(-1, "has not come that far").to_text()), []).append(rank)
         self._let_all_read(place)
         if ended:
             return LostRankError(in_one_sentence(ended))
         return AgreementError(self._parting({tuple(ranks): text for text, ranks in texts.items()}, step))
 
     def _parting(self, texts: dict[tuple[int, ...], str], step: int) -> str:
-        symbols = {ranks: Symbol.of(text) for ranks, text in sorted(texts.items())}
+        symbols = {ranks: Op.of(text) for ranks, text in sorted(texts.items())}
         told = "; ".join(f"{ranks_in_words(ranks)} {symbol.words}" for ranks, symbol in symbols.items())
         told = f"ranks part ways in step {max(1, step)}: {told}"
         if len({symbol.words for symbol in symbols.values()}) == 1:
@@ -617,7 +617,7 @@ class Stream(Peers):
             f"rank's own data must not decide{remedy}"
         )
 
-    def _trained_differently(self, symbols: Mapping[tuple[int, ...], Symbol]) -> str:
+    def _trained_differently(self, symbols: Mapping[tuple[int, ...], Op]) -> str:
         """Which parameters of units that ran on all ranks require gradients on some of them, "" for none."""
         backwards = {ranks: symbol for ranks, symbol in symbols.items() if symbol.ran and symbol.trained}
         sets = {ranks: int(symbol.trained, 16) for ranks, symbol in backwards.items()}
@@ -691,10 +691,10 @@ class Stream(Peers):
                 return True
         elif passed:
             quoted = self._said_at(at)
-            symbol = quoted.symbol if quoted is not None else Symbol(-1, "went on long ago")
+            symbol = quoted.symbol if quoted is not None else Op(-1, "went on long ago")
             self._leave_note(at, symbol, alarm=False)
         elif issued is not None and self._place == at and self._issued() > issued:
-            self._leave_note(at, Symbol(-1, f"went on in {self._doing}"), alarm=False)
+            self._leave_note(at, Op(-1, f"went on in {self._doing}"), alarm=False)
         if self._board.read(f"{scope}/{at}/verdict") != DIFFERENT:
             return False
         quoted = self._said_at(at)
@@ -719,22 +719,20 @@ def _names_in(root: weakref.ref[Root]) -> Callable[[], Iterable[str]]:
 
 @functools.lru_cache(maxsize=PLANS)
 def _opening(
-    kind: str, unit: int, label: str, schedule: str, conditions: Conditions, flags: tuple[bool, ...]
-) -> Symbol:
+    kind: str, unit: int, label: str, schedule: str, conditions: StepConditions, flags: tuple[bool, ...]
+) -> Op:
     """A forward of this kind begins; `flags`: which parameters require gradients in it."""
     trained = f"{_bits(flags):x}" if flags else ""
     code = number(f"{kind} {unit} {schedule} {conditions} {trained}")
     words = f"began {kind} forward at unit {label}{_with(schedule)}"
-    return Symbol(code, words, f"{(1 << len(flags)) - 1:x}" if flags else "", trained, conditions)
+    return Op(code, words, f"{(1 << len(flags)) - 1:x}" if flags else "", trained, conditions)
 
 
 def _bits(flags: Iterable[bool]) -> int:
     return sum(flag << place for place, flag in enumerate(flags))
 
 
-def _remember(
-    symbols: dict[tuple[UnitData | None, ...], Symbol], of: tuple[UnitData | None, ...], symbol: Symbol
-) -> Symbol:
+def _remember(symbols: dict[tuple[UnitData | None, ...], Op], of: tuple[UnitData | None, ...], symbol: Op) -> Op:
     if len(symbols) == PLANS:
         symbols.clear()
     symbols[of] = symbol

@@ -20,8 +20,8 @@ from ..base import _torch
 from ..base.hashing import number
 from ..comm.transport import Transport
 from ..watchdog import store as board
-from ..watchdog.store import Board
-from ..watchdog.watchdog import Watch, current_watch
+from ..watchdog.store import StoreClient
+from ..watchdog.watchdog import Watchdog, current_watch
 
 NO_ANSWER = "does not answer"
 
@@ -29,7 +29,7 @@ NO_ANSWER = "does not answer"
 _models: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
-class Peers:
+class RankExchange:
     """The ranks over which a model is spread.
 
     Attributes:
@@ -42,7 +42,7 @@ class Peers:
         self.busy = False
         self._rank = 0
         self._axes: list[Transport] = []
-        self._watch: Watch | None = None  # where there is another rank to hear from
+        self._watch: Watchdog | None = None  # where there is another rank to hear from
         self._scope = ""  # names this model in the store
         self._exchanges = 0
         self._verdict: AgreementError | None = None  # the ranks have parted: nothing goes on
@@ -69,7 +69,7 @@ class Peers:
         """Seconds that the process groups give an operation."""
         return max((_torch.time_limit(axis.group.process_group) for axis in self._axes), default=0.0)
 
-    def _know(self, ranks: Sequence[int]) -> Watch:
+    def _know(self, ranks: Sequence[int]) -> Watchdog:
         """These ranks have answered: notes may be left for them, in the watch that this returns."""
         self.ranks = tuple(sorted(ranks))
         self._scope = f"{number(str(self.ranks)):x}.{next(_models[self.ranks])}"
@@ -107,7 +107,7 @@ class Peers:
         fail(error)
 
     @property
-    def _board(self) -> Board:
+    def _board(self) -> StoreClient:
         assert self._watch is not None
         return self._watch.board
 

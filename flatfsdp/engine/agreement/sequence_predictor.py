@@ -1,8 +1,8 @@
 """What usually comes next, learned from a stream of symbols; pure.
 
-[Note: habit] All ranks feed the same agreed stream to their own `Habit`, so all hold the same expectations without a
-word. Where two ranks part ways, at least one of them does what its habit did not expect, and notices at no cost.
-Nothing else is needed of the predictor; a better one only makes surprises rarer.
+[Note: habit] All ranks feed the same agreed stream to their own `SequencePredictor`, so all hold the same expectations
+without a word. Where two ranks part ways, at least one of them does what its habit did not expect, and notices at no
+cost. Nothing else is needed of the predictor; a better one only makes surprises rarer.
 
 Inside a forward what follows is expected from the unit that runs and how often it has run in this forward. Between
 forwards and backwards it is what followed the longest run of them that came before and ended like the present one: a
@@ -17,7 +17,7 @@ SYMBOLS = 4096  # beyond it everything is forgotten, on every rank at the same s
 PAST = 4096  # what is looked back upon: half as many symbols at the least
 
 
-class Habit:
+class SequencePredictor:
     """Expects the next symbol (an integer) of a stream; `learn` each symbol that came."""
 
     def __init__(self) -> None:

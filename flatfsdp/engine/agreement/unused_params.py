@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING
 
 from ...errors import AgreementError
 from ..base.hashing import number
-from ..watchdog.store import Board, StoreGone
-from ..watchdog.watchdog import PATIENCE, Watch
-from .sequence_predictor import Habit
+from ..watchdog.store import StoreClient, StoreGone
+from ..watchdog.watchdog import PATIENCE, Watchdog
+from .sequence_predictor import SequencePredictor
 
 if TYPE_CHECKING:
     from ..runtime.unit_data import UnitData
@@ -49,7 +49,7 @@ MOST = 1024  # backwards in a row with rounds, after surprises
 _ENTRY = re.compile(r"(\d{1,18}):([0-9a-f]+):([01])")
 
 
-class Own:
+class MissingGradients:
     """What this rank lacked in one backward.
 
     Attributes:
@@ -64,7 +64,7 @@ class Own:
         self.said = said
 
 
-class Unused:
+class UnusedParams:
     """One rank's side of the agreement on parameters that no rank brought gradients to, for one model.
 
     Attributes:
@@ -81,9 +81,9 @@ class Unused:
         self._ranks: tuple[int, ...] = ()
         self._rank = 0
         self._scope = ""
-        self._watch: Watch | None = None
+        self._watch: Watchdog | None = None
         self._check: Callable[[], Callable[[], None] | None] = lambda: None
-        self._habit = Habit()
+        self._habit = SequencePredictor()
         self._outcomes: dict[int, dict[int, int]] = {}  # what ranks lacked, by its number
         self._expected: dict[int, int] | None = None
         self._at = -1
@@ -94,7 +94,7 @@ class Unused:
         self._old: list[str] = []  # keys in the store that nobody will read any more
         # What the watch shares with the main thread.
         self._lock = threading.Lock()
-        self._own: dict[int, Own] = {}  # by place in the stream
+        self._own: dict[int, MissingGradients] = {}  # by place in the stream
         self._asked: set[int] = set()  # such places, to which this rank has yet to come
         self._heard: set[int] = set()  # of calls
         self._due: set[int] = set()  # kinds of backwards of which all take part in the next
@@ -104,7 +104,7 @@ class Unused:
         rank: int,
         ranks: Sequence[int],
         scope: str,
-        watch: Watch,
+        watch: Watchdog,
         *,
         numbers: Mapping[int, range],
         check: Callable[[], None],
@@ -116,7 +116,7 @@ class Unused:
 
     def forget(self) -> None:
         """All ranks have abandoned an iteration: what comes next is as new."""
-        self._habit = Habit()
+        self._habit = SequencePredictor()
         self._rounds_left, self._rounds = 0, 1
         with self._lock:
             self._due.clear()
@@ -189,7 +189,7 @@ class Unused:
         with self._lock:
             takes_part = self._all_take_part or self._called or at in self._asked or lacking != (self.foreseen or 0)
             takes_part = takes_part or (not relied and kind in self._due)
-            self._own[at] = Own(kind, lacking, said=takes_part)
+            self._own[at] = MissingGradients(kind, lacking, said=takes_part)
             self._due.discard(kind)
             if self._asked:
                 self._asked = {place for place in self._asked if place > at}
@@ -293,7 +293,7 @@ class Unused:
         return f"{self._scope}/unused/{self._at}"
 
     @property
-    def _board(self) -> Board:
+    def _board(self) -> StoreClient:
         assert self._watch is not None
         return self._watch.board
 

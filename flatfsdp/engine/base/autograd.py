@@ -45,7 +45,7 @@ class LeafHook:
             owner.leaf_ready(self._kind, self._index)
 
 
-class Deferred:
+class PostponedHook:
     """A user's hook, kept from running on the unsharded gradient and run on the sharded one instead."""
 
     __slots__ = ("hook",)
@@ -80,14 +80,14 @@ def defer_user_hooks(leaves: Iterable[nn.Parameter]) -> None:
 def defer(registry: dict[int, Any]) -> None:
     """Keep the hooks in `registry` for `run_deferred`, but for our own."""
     for key, hook in registry.items():
-        if not isinstance(hook, (LeafHook, Deferred)):
-            registry[key] = Deferred(hook)
+        if not isinstance(hook, (LeafHook, PostponedHook)):
+            registry[key] = PostponedHook(hook)
 
 
 def run_deferred(registry: dict[int, Any], *args: Any) -> None:
     """Run what `defer` kept, on `args`."""
     for hook in tuple(registry.values()):
-        if isinstance(hook, Deferred):
+        if isinstance(hook, PostponedHook):
             hook.hook(*args)
 
 
@@ -209,7 +209,7 @@ def _nothing(*args: Any) -> None:
     return
 
 
-class Arrivals:
+class MultiGradHook:
     """Told once per backward when the gradients of all its tensors that this backward computes are there.
 
     [Note: arrivals] torch's own `register_multi_grad_hook` lets each tensor's hook hold the nodes of all: a cycle
@@ -245,7 +245,7 @@ def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], No
     if len(inner) == 1:
         return [before_backward_of(inner[0], lambda grad: callback())], None
     if inner:
-        arrivals = Arrivals(inner, callback)
+        arrivals = MultiGradHook(inner, callback)
         this = weakref.ref(arrivals)
 
         def one_arrived(grad: torch.Tensor) -> None:
@@ -265,7 +265,7 @@ def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], No
     return [tensor.register_hook(told) for tensor in tensors], None
 
 
-class EndOfBackward:
+class BackwardCompletion:
     """Told once how the running graph task ended.
 
     [Note: failure] Autograd runs no callback after an exception, but it lets its callbacks go: an object that is
@@ -293,4 +293,4 @@ class EndOfBackward:
 
 def at_end_of_backward(ended: Callable[[], None], failed: Callable[[], None]) -> None:
     """Call `ended` when the running graph task has ended, or `failed` when an exception ended it."""
-    _torch.at_end_of_backward(EndOfBackward(ended, failed))
+    _torch.at_end_of_backward(BackwardCompletion(ended, failed))

@@ -27,7 +27,7 @@ class Event(NamedTuple):
         return f"{self.kind} {self.unit or '<root>'} ({self.phase})"
 
 
-class Trace:
+class EventLog:
     """The last events of one model; listeners see every event as it happens."""
 
     def __init__(self) -> None:

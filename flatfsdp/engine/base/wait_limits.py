@@ -79,7 +79,7 @@ def set_wait(*, report_after: float = 30.0, raise_after: float | None = None) ->
 blocking: dict[object, float] = {}  # by what blocks a thread: since when it does, by `time.monotonic()`
 
 
-class _Theirs:
+class _ForeignWait:
     """Stands in `blocking` for an operation of the program's own, over a process group that only it knows, and in any
     thread."""
 
@@ -93,7 +93,7 @@ def blocked(*, theirs: bool = False) -> Iterator[None]:
 
     `theirs`: in an operation of the program's own, whose process group may have any time limit.
     """
-    this = _Theirs() if theirs else object()
+    this = _ForeignWait() if theirs else object()
     blocking[this] = time.monotonic()
     try:
         yield
@@ -106,7 +106,7 @@ def blocked_since(*, by_ours: bool = False) -> float:
 
     `by_ours`: not by the program's own operations.
     """
-    since = [began for what, began in list(blocking.items()) if not (by_ours and isinstance(what, _Theirs))]
+    since = [began for what, began in list(blocking.items()) if not (by_ours and isinstance(what, _ForeignWait))]
     return min(since, default=math.inf)
 
 
@@ -114,4 +114,4 @@ def standing() -> tuple[float, ...]:
     """What keeps the main thread from going on, by since when each does; empty where nothing need."""
     main = threading.main_thread().ident
     found = list(blocking.items())
-    return tuple(sorted(began for what, began in found if not isinstance(what, _Theirs) or what.thread == main))
+    return tuple(sorted(began for what, began in found if not isinstance(what, _ForeignWait) or what.thread == main))

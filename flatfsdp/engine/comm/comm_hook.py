@@ -23,14 +23,14 @@ import torch
 from ...errors import UsageError, fail, shown
 from ..config.precision import gradient_scaling
 from ..config.unit_options import CommHook
-from ..device.streams import Device, Lane, Pending
-from .transport import GroupPlan, Reducer, Transport
+from ..device.streams import Device, PendingWork, Stream
+from .transport import ProcessGroups, Reducer, Transport
 
 if TYPE_CHECKING:
     from ..runtime.unit import Unit
 
 
-class Hooked:
+class HookReducer:
     """A hook in the place of a transport's reductions. [Note: communication hooks]"""
 
     def __init__(self, hook: CommHook, inner: Transport, *, replicas: int) -> None:
@@ -40,15 +40,15 @@ class Hooked:
         self._traffic = inner.traffic
         self._replicas = replicas
 
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending:
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Stream) -> PendingWork:
         """Let the hook fill `output`, this rank's piece, from `full`. Collective over what the hook uses."""
         return self._run(lane, full, output)
 
-    def all_reduce(self, tensor: torch.Tensor, lane: Lane) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, lane: Stream) -> PendingWork:
         """Let the hook change `tensor`, the whole. Collective over what the hook uses."""
         return self._run(lane, tensor)
 
-    def _run(self, lane: Lane, *tensors: torch.Tensor) -> Pending:
+    def _run(self, lane: Stream, *tensors: torch.Tensor) -> PendingWork:
         handed = [tensor.data for tensor in tensors]
 
         def take_over() -> None:
@@ -75,11 +75,11 @@ class Hooked:
                 self._traffic.take_back()
                 raise
             if work is not None and lane.is_callers:
-                return Pending(work=work, keep=(*tensors, *handed), finish=take_over)
+                return PendingWork(work=work, keep=(*tensors, *handed), finish=take_over)
             if work is not None:
                 work.wait()  # orders the lane
             take_over()
-            return Pending(device=self._device, event=lane.mark(), keep=(*tensors, *handed))
+            return PendingWork(device=self._device, event=lane.mark(), keep=(*tensors, *handed))
 
 
 def to_wait_for(returned: Any, what: str, *, result: torch.Tensor) -> Any:
@@ -100,16 +100,16 @@ def to_wait_for(returned: Any, what: str, *, result: torch.Tensor) -> Any:
     )
 
 
-def left_to_average(groups: GroupPlan) -> int:
+def left_to_average(groups: ProcessGroups) -> int:
     """How many replicas the engine averages after a hook has reduced."""
     return groups.replicate.size if groups.shard.size > 1 and groups.replicate is not None else 1
 
 
 def reducers(
-    hook: CommHook, groups: GroupPlan, scatter: Transport, replicate: Transport | None
+    hook: CommHook, groups: ProcessGroups, scatter: Transport, replicate: Transport | None
 ) -> tuple[Reducer, Reducer | None]:
     """What reduces along the shard axis and along the replicate axis, with `hook` in the place of one of them."""
-    hooked = Hooked(hook, scatter, replicas=left_to_average(groups))
+    hooked = HookReducer(hook, scatter, replicas=left_to_average(groups))
     return (scatter, hooked) if groups.shard.size == 1 else (hooked, replicate)
 
 

@@ -1,8 +1,8 @@
 """Exchanges on gloo: what every rank sends to every other, and sums in rank order.
 
 gloo's own gather and reductions take a second buffer of full size, and its reductions sum in an order of their own.
-`Pairs` exchanges by messages between two ranks each, in place, where much is to be exchanged among a few ranks on one
-host; `AllToAll` is a collective of gloo's, for all others.
+`PairwiseExchange` exchanges by messages between two ranks each, in place, where much is to be exchanged among a few
+ranks on one host; `AllToAll` is a collective of gloo's, for all others.
 
 [Note: messages] What gloo asks of messages, and what it costs not to heed it:
 
@@ -38,9 +38,9 @@ import torch.distributed as dist
 
 from ..base.wait_limits import blocked
 from ..device.fake_tensors import is_memoryless
-from ..device.memory import Ledger
-from ..device.streams import Pending, Work
-from .ordered_sum import Sum, Turns
+from ..device.memory import MemoryTracker
+from ..device.streams import PendingWork, Work
+from .ordered_sum import OrderedSum, SumWorker
 
 FIRST_TAG, TAGS = 2**30, 2**20  # more than can be in flight
 PARCEL_TAG = FIRST_TAG + TAGS  # of messages that are waited for at once, and so need no other
@@ -49,10 +49,10 @@ MOST_ROOM = 2  # pieces that a sum holds beside its output; more cost time, too,
 SMALLEST = 2 * 1024 * 1024  # bytes of the whole; measured on two busy cores (on idle ones messages always cost less)
 
 
-class Messages:
+class PeerMessages:
     """Messages that are waited for together, under way. [Note: messages]"""
 
-    def __init__(self, works: list[Work], line: Line) -> None:
+    def __init__(self, works: list[Work], line: PeerConnection) -> None:
         self._works = works  # the last one is waited for first
         self._line = line
         line.under_way.add(self)
@@ -69,7 +69,7 @@ class Messages:
         self._line.under_way.discard(self)
 
 
-class Line:
+class PeerConnection:
     """What the exchanges over one process group share.
 
     Attributes:
@@ -83,8 +83,8 @@ class Line:
         rank, world = process_group.rank(), process_group.size()
         self.peers = [*range(rank + 1, world), *range(rank)]
         self._tags = itertools.cycle(range(FIRST_TAG, FIRST_TAG + TAGS))
-        self.under_way: set[Messages] = set()
-        self.turns = Turns()
+        self.under_way: set[PeerMessages] = set()
+        self.turns = SumWorker()
 
     def tag(self) -> int:
         """The tag of the next exchange. Every rank takes it at the same point of the group's order."""
@@ -101,7 +101,7 @@ class Line:
         return [group.recv([part], peer, tag) for part in _with_end(tensor)]
 
 
-_lines: weakref.WeakKeyDictionary[Any, Line] = weakref.WeakKeyDictionary()
+_lines: weakref.WeakKeyDictionary[Any, PeerConnection] = weakref.WeakKeyDictionary()
 _near: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
@@ -126,29 +126,29 @@ def _on_one_host(process_group: Any) -> bool:
     return bool(extremes.sum() == 0)
 
 
-class Pairs:
+class PairwiseExchange:
     """Exchanges by messages: 2(W-1) a rank, each followed by its end. [Note: messages]"""
 
     def __init__(
-        self, process_group: Any, *, ledger: Ledger, log: Callable[[int], None], issue: Callable[[], None]
+        self, process_group: Any, *, ledger: MemoryTracker, log: Callable[[int], None], issue: Callable[[], None]
     ) -> None:
         """`log` is told how many messages an exchange takes, their ends left out, and `issue` that a second half was
         issued."""
         self._rank, self._world = process_group.rank(), process_group.size()
-        self._line = _lines.setdefault(process_group, Line(process_group))
+        self._line = _lines.setdefault(process_group, PeerConnection(process_group))
         self._ledger = ledger
         self._log = log
         self._issue = issue
 
-    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
+    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
         """Every rank's `shard` into its slot of `output`, sent from and received into place."""
         return self._gather(self._line.tag(), output.chunk(self._world), shard)
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
         """The sum over ranks of this rank's piece of `full`, in rank order, into `output`."""
         return self._scatter(self._line.tag(), output, full.chunk(self._world))
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         """The sum over ranks, in rank order, in place: each rank sums a piece, and sends it on when waited for."""
         pieces = tensor.view(-1).tensor_split(self._world)
         # Both now: where ranks wait is not what the order of tags may depend on.
@@ -162,16 +162,16 @@ class Pairs:
             self._gather(second, pieces, total).wait()
             self._ledger.remove("exchange", total.numel() * total.element_size())
 
-        return Pending(work=scattered, finish=share)
+        return PendingWork(work=scattered, finish=share)
 
-    def _gather(self, tag: int, slots: Sequence[torch.Tensor], mine: torch.Tensor) -> Pending:
+    def _gather(self, tag: int, slots: Sequence[torch.Tensor], mine: torch.Tensor) -> PendingWork:
         work = self._exchange(tag, [mine] * self._world, slots)
         own = slots[self._rank]
         if own.data_ptr() != mine.data_ptr():
             own.copy_(mine)
-        return Pending(work=work, keep=(mine, *slots))
+        return PendingWork(work=work, keep=(mine, *slots))
 
-    def _scatter(self, tag: int, output: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Pending:
+    def _scatter(self, tag: int, output: torch.Tensor, pieces: Sequence[torch.Tensor]) -> PendingWork:
         """The first peer's piece arrives in `output`, others in scratch, in turns where it has no room for all."""
         rank, own, others = self._rank, pieces[self._rank], self._world - 2
         scratch = output.new_empty((min(others, MOST_ROOM), own.numel())).unbind()
@@ -179,7 +179,7 @@ class Pairs:
         arriving = [output, *scratch]
         if others > MOST_ROOM:
             work = self._add_in_turns(tag, pieces, arriving)
-            return Pending(work=work, keep=(*pieces, *arriving), finish=held.close)
+            return PendingWork(work=work, keep=(*pieces, *arriving), finish=held.close)
         in_order = [*arriving[:rank], own, *arriving[rank:]]
         work = self._exchange(tag, pieces, in_order)
 
@@ -189,24 +189,24 @@ class Pairs:
                 output.add_(piece)
             held.close()
 
-        return Pending(work=work, keep=(*pieces, *in_order), finish=add_up)
+        return PendingWork(work=work, keep=(*pieces, *in_order), finish=add_up)
 
-    def _add_in_turns(self, tag: int, pieces: Sequence[torch.Tensor], room: Sequence[torch.Tensor]) -> Messages:
+    def _add_in_turns(self, tag: int, pieces: Sequence[torch.Tensor], room: Sequence[torch.Tensor]) -> PeerMessages:
         line = self._line
 
-        def receive(peer: int, tensor: torch.Tensor) -> Messages:
-            return Messages(line.receive(peer, tag, tensor), line)
+        def receive(peer: int, tensor: torch.Tensor) -> PeerMessages:
+            return PeerMessages(line.receive(peer, tag, tensor), line)
 
         sends = self._send(tag, pieces)
-        total = Sum(self._rank, self._world, own=pieces[self._rank], room=room, receive=receive)
+        total = OrderedSum(self._rank, self._world, own=pieces[self._rank], room=room, receive=receive)
         line.turns.hand_over(total)
-        return Messages([*sends, total], line)
+        return PeerMessages([*sends, total], line)
 
-    def _exchange(self, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Messages:
+    def _exchange(self, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> PeerMessages:
         line = self._line
         sends = self._send(tag, outgoing)
         receives = [work for peer in line.peers for work in line.receive(peer, tag, incoming[peer])]
-        return Messages([*sends, *receives], line)
+        return PeerMessages([*sends, *receives], line)
 
     def _send(self, tag: int, outgoing: Sequence[torch.Tensor]) -> list[Work]:
         self._log(2 * len(self._line.peers))  # as many come back
@@ -220,18 +220,18 @@ class AllToAll:
     the first and the last rank.
     """
 
-    def __init__(self, process_group: Any, *, ledger: Ledger, issue: Callable[[], None]) -> None:
+    def __init__(self, process_group: Any, *, ledger: MemoryTracker, issue: Callable[[], None]) -> None:
         """`issue` is told that a second half was issued."""
         self._group = process_group
         self._rank, self._world = process_group.rank(), process_group.size()
         self._ledger = ledger
         self._issue = issue
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
         """The sum over ranks of this rank's piece of `full`, in rank order, into `output`."""
         return self._scatter(output, full.chunk(self._world), full)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         """The sum over ranks, in rank order, in place: each rank sums a piece, and sends it on when waited for."""
         rank, flat = self._rank, tensor.view(-1)
         pieces = flat.tensor_split(self._world)
@@ -253,9 +253,9 @@ class AllToAll:
                     piece.copy_(arrived)
             self._give_back(others, outgoing)
 
-        return Pending(work=scattered, finish=share)
+        return PendingWork(work=scattered, finish=share)
 
-    def _scatter(self, output: torch.Tensor, pieces: Sequence[torch.Tensor], full: torch.Tensor) -> Pending:
+    def _scatter(self, output: torch.Tensor, pieces: Sequence[torch.Tensor], full: torch.Tensor) -> PendingWork:
         rank, own = self._rank, pieces[self._rank]
         send = [piece.numel() for piece in pieces]
         before, after = sum(send[:rank]), sum(send[rank + 1 :])
@@ -283,7 +283,7 @@ class AllToAll:
                 output.copy_(total)
             self._give_back(scratch, *([outgoing] if copied else []))
 
-        return Pending(work=work, keep=(output, outgoing, scratch, full), finish=add_up)
+        return PendingWork(work=work, keep=(output, outgoing, scratch, full), finish=add_up)
 
     def _scratch(self, like: torch.Tensor, numel: int) -> torch.Tensor:
         self._ledger.add("exchange", numel * like.element_size())
@@ -296,19 +296,19 @@ class AllToAll:
             tensor.untyped_storage().resize_(0)
 
 
-class Rehearsed:
+class SimulatedExchange:
     """What `AllToAll` holds, without its exchanges and sums. [Note: rehearsal]"""
 
-    def __init__(self, rank: int, world: int, *, ledger: Ledger, issue: Callable[[], None]) -> None:
+    def __init__(self, rank: int, world: int, *, ledger: MemoryTracker, issue: Callable[[], None]) -> None:
         self._rank, self._world = rank, world
         self._ledger = ledger
         self._issue = issue
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
         """Holds what that of `AllToAll` does until it is waited for."""
         return self._scatter(output.numel(), full)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         """Holds what that of `AllToAll` does until it is waited for."""
         numel, world = tensor.numel(), self._world
         mine = numel // world + (self._rank < numel % world)
@@ -317,11 +317,11 @@ class Rehearsed:
             self._issue()
             self._hold(tensor, numel - mine + mine * (world - 1))()
 
-        return Pending(work=self._scatter(mine, tensor), finish=share)
+        return PendingWork(work=self._scatter(mine, tensor), finish=share)
 
-    def _scatter(self, mine: int, full: torch.Tensor) -> Pending:
+    def _scatter(self, mine: int, full: torch.Tensor) -> PendingWork:
         copied = full.numel() - mine if 0 < self._rank < self._world - 1 else 0
-        return Pending(finish=self._hold(full, mine * (self._world - 1) + copied))
+        return PendingWork(finish=self._hold(full, mine * (self._world - 1) + copied))
 
     def _hold(self, like: torch.Tensor, numel: int) -> Callable[[], None]:
         return self._ledger.hold("exchange", numel * like.element_size()).close

@@ -19,7 +19,7 @@ import torch
 from ..device.streams import Work
 
 
-class Sum:
+class OrderedSum:
     """The sum, in rank order, of `own` and of what every other rank sends.
 
     It is made in the first tensor of `room`, of which there are two or more. There the first piece of another rank
@@ -84,15 +84,15 @@ class Sum:
             self._arriving.append((tensor, self._receive(self._expected.popleft(), tensor)))
 
 
-class Turns:
+class SumWorker:
     """The thread of one process group, which runs sums in the order in which they are handed over."""
 
     def __init__(self) -> None:
-        self._sums: deque[Sum] = deque()
+        self._sums: deque[OrderedSum] = deque()
         self._lock = threading.Lock()
         self._is_running = False
 
-    def hand_over(self, sum_: Sum) -> None:
+    def hand_over(self, sum_: OrderedSum) -> None:
         """Run it when those before it are over. Every rank hands over at the same point of the group's order."""
         with self._lock:
             self._sums.append(sum_)
@@ -106,7 +106,7 @@ class Turns:
             sum_.run()
             del sum_  # or its tensors stay until the next one
 
-    def _next(self) -> Sum | None:
+    def _next(self) -> OrderedSum | None:
         with self._lock:
             self._is_running = bool(self._sums)
             return self._sums.popleft() if self._sums else None

@@ -22,7 +22,7 @@ from ..base import _torch
 from ..base.hashing import number
 from ..device.streams import accelerator_count
 from ..watchdog.watchdog import expecting
-from .transport import Group, GroupPlan
+from .transport import Axis, ProcessGroups
 
 # Communicators for reductions, one per process group and living as long as it does.
 _reduction_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -31,7 +31,7 @@ _node_groups: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyD
 # Groups over some ranks of a default process group, made for pickles.
 _groups_by_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 # The plans in use: units over the same groups share one, and a group of many ranks is asked for them once.
-_plans: weakref.WeakValueDictionary[tuple[object, ...], GroupPlan] = weakref.WeakValueDictionary()
+_plans: weakref.WeakValueDictionary[tuple[object, ...], ProcessGroups] = weakref.WeakValueDictionary()
 # Groups of some of a process group's ranks in a row, by how many.
 _neighbours: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 # How many groups were made over the same ranks of a default process group; part of their names.
@@ -94,12 +94,12 @@ def serves(process_group: Any, device: torch.device) -> bool:
     return device.type in str(dist.get_backend_config(group))
 
 
-def plan_groups(config: Config, device: torch.device) -> GroupPlan:
+def plan_groups(config: Config, device: torch.device) -> ProcessGroups:
     """The axes for `config` (its groups resolved). Makes, once per group, the communicator for reductions."""
     return _plan(config.sharding_strategy, config.process_group, device)
 
 
-def _plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> GroupPlan:
+def _plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> ProcessGroups:
     # A plan holds its groups, so their ids are theirs for as long as it is known.
     key = strategy, device, *map(id, given if isinstance(given, tuple) else [given])
     plan = _plans.get(key)
@@ -108,13 +108,13 @@ def _plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> Group
     return plan
 
 
-def _is_usable(plan: GroupPlan) -> bool:
+def _is_usable(plan: ProcessGroups) -> bool:
     axes = (plan.shard, plan.scatter, plan.replicate)
     return all(_exists(axis.process_group) for axis in axes if axis is not None and axis.process_group is not None)
 
 
-def _new_plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> GroupPlan:
-    alone = Group.alone()
+def _new_plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> ProcessGroups:
+    alone = Axis.alone()
     if strategy in HYBRIDS:
         shard_group, replicate_group = given
         across = _axis(replicate_group, device)
@@ -124,7 +124,7 @@ def _new_plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> G
     else:
         axes = _axis(given, device), _axis(_for_reductions(given), device), alone
     shard, scatter, replicate = axes
-    plan = GroupPlan(shard, scatter, replicate if replicate.size > 1 else None, strategy, given, device)
+    plan = ProcessGroups(shard, scatter, replicate if replicate.size > 1 else None, strategy, given, device)
     if strategy in HYBRIDS and shard.size == 1 and plan.replicate is not None:
         count = replicate.size
         warn_once(
@@ -137,8 +137,8 @@ def _new_plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> G
     return plan
 
 
-def _axis(process_group: Any, device: torch.device) -> Group:
-    return Group.alone() if dist.get_world_size(process_group) == 1 else Group.of(process_group, device)
+def _axis(process_group: Any, device: torch.device) -> Axis:
+    return Axis.alone() if dist.get_world_size(process_group) == 1 else Axis.of(process_group, device)
 
 
 def _for_reductions(process_group: Any) -> Any:
@@ -151,7 +151,7 @@ def _for_reductions(process_group: Any) -> Any:
     return made
 
 
-def neighbours(axis: Group, count: int, device: torch.device) -> Group:
+def neighbours(axis: Axis, count: int, device: torch.device) -> Axis:
     """The axis of the `count` ranks in a row that this one is among, where `axis` is cut into such rows.
 
     Collective over these ranks where a group is made, once per process group and `count`, which divides its size.
@@ -162,7 +162,7 @@ def neighbours(axis: Group, count: int, device: torch.device) -> Group:
         known[count] = new_group(
             axis.ranks[first : first + count], "keeps parameters after forward", like=axis.process_group
         )
-    return Group.of(known[count], device)
+    return Axis.of(known[count], device)
 
 
 def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: str | None = None) -> Any:
@@ -218,7 +218,7 @@ def _groups_of_nodes() -> tuple[Any, Any]:
     return found
 
 
-def plan_over(strategy: ShardingStrategy, ranks: tuple[Any, ...], device: torch.device) -> GroupPlan:
+def plan_over(strategy: ShardingStrategy, ranks: tuple[Any, ...], device: torch.device) -> ProcessGroups:
     """The axes of `strategy` over these global ranks, in groups found or made for them.
 
     Collective over the members where a group is made.
@@ -242,12 +242,12 @@ def _group_over(ranks: tuple[int, ...]) -> Any:
     return known[ranks]
 
 
-def extent_of(plan: GroupPlan) -> str:
+def extent_of(plan: ProcessGroups) -> str:
     """Shards x replicas, e.g. "2 x 4"."""
     return f"{plan.shard.size} x {plan.replicate.size if plan.replicate is not None else 1}"
 
 
-def groups_in_words(plan: GroupPlan) -> str:
+def groups_in_words(plan: ProcessGroups) -> str:
     """E.g. "2 shards on ranks 0-1, 2 replicas on ranks 0, 2", with the axes that there are."""
     axes = []
     if plan.shard.size > 1 or plan.replicate is None:
@@ -257,11 +257,11 @@ def groups_in_words(plan: GroupPlan) -> str:
     return ", ".join(axes)
 
 
-def _counted(group: Group, noun: str) -> str:
+def _counted(group: Axis, noun: str) -> str:
     return f"{group.size} {noun}{'' if group.size == 1 else 's'}"
 
 
-def _ranks(group: Group) -> str:
+def _ranks(group: Axis) -> str:
     """Global ranks, briefly: "ranks 0-7", "ranks 0, 8, .. 56", "rank 3"."""
     ranks = group.ranks
     if len(ranks) == 1:

@@ -1,15 +1,15 @@
 """All collectives on tensors: one gather, one reduce-scatter, one all-reduce, one broadcast, each handed back as
-`Pending`.
+`PendingWork`.
 
-[Note: transports] How a collective is carried out depends on the backend and stands here only. `Base` takes torch's
-flat collectives. `RankOrder` serves gloo, whose reductions sum in an order of their own: every rank sends each peer its
-piece and sums what it receives in rank order, so that worlds of any size are reproducible, bit for bit, however late a
-rank is. Where much is gathered among a few ranks on one host, that goes by such messages, too (`gloo.py`). `Alone`
-serves an axis of one rank.
+[Note: transports] How a collective is carried out depends on the backend and stands here only. `ProcessGroupTransport`
+takes torch's flat collectives. `DeterministicGloo` serves gloo, whose reductions sum in an order of their own: every
+rank sends each peer its piece and sums what it receives in rank order, so that worlds of any size are reproducible, bit
+for bit, however late a rank is. Where much is gathered among a few ranks on one host, that goes by such messages, too
+(`gloo.py`). `SingleRank` serves an axis of one rank.
 
 [Note: staging] Several small tensors travel as one through a *staging buffer*: a row for each rank, in it a piece of
-each tensor. What is copied in and out of it is counted apart (`Traffic.staged`). Where the backend makes one of several
-operations by itself (`Grouping`), nothing is staged.
+each tensor. What is copied in and out of it is counted apart (`CommStats.staged`). Where the backend makes one of
+several operations by itself (`CoalescingNccl`), nothing is staged.
 
 [Note: reduction] Reductions are SUM; scaling is the caller's (`config.precision.gradient_scaling`). Inputs are complete
 when an operation is issued. On an accelerator the caller has made the lane follow what produced them.
@@ -33,14 +33,14 @@ from ...errors import InternalError
 from ..base import _torch
 from ..base.wait_limits import blocked
 from ..device.fake_tensors import is_memoryless
-from ..device.memory import FlatBuffer, Ledger
-from ..device.streams import DONE, Device, Lane, Pending, accelerator
+from ..device.memory import FlatBuffer, MemoryTracker
+from ..device.streams import DONE, Device, PendingWork, Stream, accelerator
 from . import gloo
 from . import gloo_shutdown as at_exit
 
 
 @dataclass
-class Traffic:
+class CommStats:
     """Collectives by kind: how many were issued and the bytes of their unsharded side (input of a reduction, output of
     a gather); the messages, sent and received, of those that are carried out pairwise; and the bytes that went through
     staging buffers."""
@@ -78,7 +78,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Group:
+class Axis:
     """One axis of ranks: a process group, or this rank alone.
 
     Attributes:
@@ -94,19 +94,19 @@ class Group:
     backend: str
 
     @staticmethod
-    def alone() -> Group:
+    def alone() -> Axis:
         """The axis of size 1."""
-        return Group(None, (dist.get_rank() if dist.is_initialized() else 0,), 0, "alone")
+        return Axis(None, (dist.get_rank() if dist.is_initialized() else 0,), 0, "alone")
 
     @staticmethod
-    def of(process_group: Any, device: torch.device) -> Group:
+    def of(process_group: Any, device: torch.device) -> Axis:
         """The axis over `process_group`, for tensors on `device`."""
         backends = dist.get_backend_config(process_group)
         # "cpu:gloo,cuda:nccl" or "gloo"
         by_type = dict(part.split(":") for part in str(backends).split(",") if ":" in part)
         backend = by_type.get(device.type, str(backends))
         ranks = tuple(dist.get_process_group_ranks(process_group))
-        return Group(process_group, ranks, dist.get_rank(process_group), backend)
+        return Axis(process_group, ranks, dist.get_rank(process_group), backend)
 
     @cached_property
     def size(self) -> int:
@@ -114,7 +114,7 @@ class Group:
         return len(self.ranks)
 
 
-class Staging:
+class StagingBuffer:
     """A staging buffer for certain tensors, and its views, which take longer to make than to fill. [Note: staging]
 
     Attributes:
@@ -123,7 +123,7 @@ class Staging:
         pieces, wholes: for each tensor, shape (world, numel / world): what the rows have of it; the tensor itself.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], group: Group, ledger: Ledger) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], group: Axis, ledger: MemoryTracker) -> None:
         first = tensors[0]
         self._tensors = list(tensors)
         numel = sum(tensor.numel() for tensor in tensors)
@@ -141,17 +141,17 @@ class Staging:
         return len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
 
 
-class Base:
+class ProcessGroupTransport:
     """torch's flat collectives over one group, on one device."""
 
-    def __init__(self, group: Group, device: Device, *, traffic: Traffic, ledger: Ledger) -> None:
+    def __init__(self, group: Axis, device: Device, *, traffic: CommStats, ledger: MemoryTracker) -> None:
         self.group = group
         self.device = device
         self.traffic = traffic
         self.ledger = ledger
-        self._stagings: dict[int, Staging] = {}  # by id of the first of their tensors
+        self._stagings: dict[int, StagingBuffer] = {}  # by id of the first of their tensors
 
-    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Lane) -> Pending:
+    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Stream) -> PendingWork:
         """Fill `output` (world * n elements) with every rank's `shard` (n elements) in rank order.
 
         Both 1-D and of one dtype; bytes travel unseen, so any dtype will do. `shard` may be this rank's slot of
@@ -160,17 +160,19 @@ class Base:
         self.traffic.log("all_gather", output.numel() * output.element_size())
         return self._issue(lane, self._gather, _as_bytes(output), _as_bytes(shard))
 
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending:
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Stream) -> PendingWork:
         """Sum `full` (world * n elements) over ranks and leave this rank's n elements in `output`. Collective."""
         self.traffic.log("reduce_scatter", full.numel() * full.element_size())
         return self._issue(lane, self._reduce_scatter, output, full)
 
-    def all_reduce(self, tensor: torch.Tensor, lane: Lane) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, lane: Stream) -> PendingWork:
         """Sum `tensor` over ranks in place. Collective."""
         self.traffic.log("all_reduce", tensor.numel() * tensor.element_size())
         return self._issue(lane, self._all_reduce, tensor)
 
-    def all_gather_joined(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], lane: Lane) -> Pending:
+    def all_gather_joined(
+        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], lane: Stream
+    ) -> PendingWork:
         """`all_gather_base` of several outputs (of one dtype) as one operation. Collective over the group.
 
         Shards may be of other dtypes and elsewhere: they are cast on their way. [Note: staging]
@@ -185,13 +187,13 @@ class Base:
             staging.memory.free()
 
         if not self.device.has_streams:
-            return Pending(work=arriving, keep=tuple(outputs), finish=spread)
+            return PendingWork(work=arriving, keep=tuple(outputs), finish=spread)
         with lane.running():
             arriving.wait()
             spread()
-            return Pending(device=self.device, event=lane.mark(), keep=tuple(outputs))
+            return PendingWork(device=self.device, event=lane.mark(), keep=tuple(outputs))
 
-    def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Lane) -> Pending:
+    def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Stream) -> PendingWork:
         """`reduce_scatter_base` of several tensors (of one dtype) as one operation. Collective over the group.
 
         `output` has room for the results, one behind the other. The lane has followed what produced `fulls`.
@@ -201,13 +203,13 @@ class Base:
             staging = self._stage(fulls)
             _torch.foreach_copy_(staging.pieces, staging.wholes)
         arriving = self.reduce_scatter_base(output, staging.memory.tensor, lane)
-        return Pending(work=arriving, keep=(output,), finish=staging.memory.free)
+        return PendingWork(work=arriving, keep=(output,), finish=staging.memory.free)
 
-    def _stage(self, tensors: Sequence[torch.Tensor]) -> Staging:
+    def _stage(self, tensors: Sequence[torch.Tensor]) -> StagingBuffer:
         """A staging buffer for whole `tensors`, which has its memory until that is freed."""
         staging = self._stagings.get(id(tensors[0]))
         if staging is None or staging.memory.allocated or not staging.serves(tensors):
-            staging = self._stagings[id(tensors[0])] = Staging(tensors, self.group, self.ledger)
+            staging = self._stagings[id(tensors[0])] = StagingBuffer(tensors, self.group, self.ledger)
         staging.memory.allocate()
         self.traffic.staged += staging.memory.tensor.nbytes
         return staging
@@ -253,25 +255,25 @@ class Base:
         """Every rank's `tensor` stacked along a new first dimension, blocking; for small things. Collective."""
         output = tensor.new_empty((self.group.size, *tensor.shape))
         self.traffic.log("scalar", output.numel() * output.element_size())
-        Base._gather(self, output.view(-1), tensor.reshape(-1).contiguous(), beside=False).wait()
+        ProcessGroupTransport._gather(self, output.view(-1), tensor.reshape(-1).contiguous(), beside=False).wait()
         return output
 
-    def _gather(self, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> Pending:
+    def _gather(self, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> PendingWork:
         work = _torch.gather_base(self.group.process_group, output, shard, beside=beside)
         return self._pending(work, output, shard)
 
-    def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, *, beside: bool) -> Pending:
+    def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, *, beside: bool) -> PendingWork:
         work = _torch.reduce_scatter_base(self.group.process_group, output, full, beside=beside)
         return self._pending(work, output, full)
 
-    def _all_reduce(self, tensor: torch.Tensor, *, beside: bool) -> Pending:
+    def _all_reduce(self, tensor: torch.Tensor, *, beside: bool) -> PendingWork:
         return self._pending(_torch.all_reduce(self.group.process_group, tensor, beside=beside), tensor)
 
     @staticmethod
-    def _pending(work: Any, *keep: torch.Tensor) -> Pending:
-        return Pending(work=work, keep=keep)
+    def _pending(work: Any, *keep: torch.Tensor) -> PendingWork:
+        return PendingWork(work=work, keep=keep)
 
-    def _issue(self, lane: Lane, start: Callable[..., Pending], *tensors: torch.Tensor) -> Pending:
+    def _issue(self, lane: Stream, start: Callable[..., PendingWork], *tensors: torch.Tensor) -> PendingWork:
         if tensors[0].numel() == 0:
             return DONE  # equal on every rank: sizes of a collective are agreed
         if lane.is_callers:
@@ -279,31 +281,33 @@ class Base:
         with lane.running():
             # Runs on the lane's own stream: the event behind it is the end of the work.
             start(*tensors, beside=False).wait()
-            return Pending(device=self.device, event=lane.mark(), keep=tensors)
+            return PendingWork(device=self.device, event=lane.mark(), keep=tensors)
 
 
-class RankOrder(Base):
+class DeterministicGloo(ProcessGroupTransport):
     """gloo: reductions sum in rank order, and a few ranks on one host exchange what is large pairwise. [Note:
     transports]"""
 
-    def __init__(self, group: Group, device: Device, *, traffic: Traffic, ledger: Ledger) -> None:
+    def __init__(self, group: Axis, device: Device, *, traffic: CommStats, ledger: MemoryTracker) -> None:
         super().__init__(group, device, traffic=traffic, ledger=ledger)
-        self._pairs = gloo.Pairs(group.process_group, ledger=ledger, log=traffic.log_messages, issue=traffic.issue)
-        self._all_to_all: gloo.AllToAll | gloo.Rehearsed
+        self._pairs = gloo.PairwiseExchange(
+            group.process_group, ledger=ledger, log=traffic.log_messages, issue=traffic.issue
+        )
+        self._all_to_all: gloo.AllToAll | gloo.SimulatedExchange
         if is_memoryless():
-            self._all_to_all = gloo.Rehearsed(group.rank, group.size, ledger=ledger, issue=traffic.issue)
+            self._all_to_all = gloo.SimulatedExchange(group.rank, group.size, ledger=ledger, issue=traffic.issue)
         else:
             self._all_to_all = gloo.AllToAll(group.process_group, ledger=ledger, issue=traffic.issue)
 
-    def _gather(self, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> Pending:
+    def _gather(self, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> PendingWork:
         if self._is_for_pairs(output):
             return self._pairs.gather(output, shard)
         return super()._gather(output, shard, beside=beside)
 
-    def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, *, beside: bool) -> Pending:
+    def _reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, *, beside: bool) -> PendingWork:
         return (self._pairs if self._is_for_pairs(full) else self._all_to_all).reduce_scatter(output, full)
 
-    def _all_reduce(self, tensor: torch.Tensor, *, beside: bool) -> Pending:
+    def _all_reduce(self, tensor: torch.Tensor, *, beside: bool) -> PendingWork:
         return (self._pairs if self._is_for_pairs(tensor) else self._all_to_all).all_reduce(tensor)
 
     def _is_for_pairs(self, whole: torch.Tensor) -> bool:
@@ -312,11 +316,13 @@ class RankOrder(Base):
         return is_large and whole.device.type == "cpu" and gloo.is_near(self.group.process_group)
 
 
-class Grouping(Base):
+class CoalescingNccl(ProcessGroupTransport):
     """NCCL, which makes one operation of several by itself: nothing is staged. (Rehearsals do not issue it: torch knows
     no such operation on tensors without memory.)"""
 
-    def all_gather_joined(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], lane: Lane) -> Pending:
+    def all_gather_joined(
+        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], lane: Stream
+    ) -> PendingWork:
         pairs = [(output, shard) for output, shard in zip(outputs, shards, strict=True) if output.numel()]
         outputs, shards = [output for output, _ in pairs], [shard for _, shard in pairs]
         with lane.running():
@@ -324,19 +330,19 @@ class Grouping(Base):
             _torch.foreach_copy_(slots, shards, non_blocking=True)
         self.traffic.log("all_gather", sum(output.numel() * output.element_size() for output in outputs))
 
-        def start(*outputs: torch.Tensor, beside: bool) -> Pending:
+        def start(*outputs: torch.Tensor, beside: bool) -> PendingWork:
             group, whole, own = self.group.process_group, list(map(_as_bytes, outputs)), list(map(_as_bytes, slots))
             work = None if is_memoryless() else _torch.gather_grouped(group, whole, own, beside=beside)
             return self._pending(work, *outputs)
 
         return self._issue(lane, start, *outputs)
 
-    def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Lane) -> Pending:
+    def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Stream) -> PendingWork:
         fulls = [full for full in fulls if full.numel()]
         sizes = [full.numel() // self.group.size for full in fulls]
         self.traffic.log("reduce_scatter", sum(full.numel() * full.element_size() for full in fulls))
 
-        def start(output: torch.Tensor, *fulls: torch.Tensor, beside: bool) -> Pending:
+        def start(output: torch.Tensor, *fulls: torch.Tensor, beside: bool) -> PendingWork:
             group, pieces = self.group.process_group, list(output.split(sizes))
             work = None if is_memoryless() else _torch.reduce_scatter_grouped(group, pieces, list(fulls), beside=beside)
             return self._pending(work, output, *fulls)
@@ -344,24 +350,24 @@ class Grouping(Base):
         return self._issue(lane, start, output, *fulls)
 
 
-class Alone(Base):
+class SingleRank(ProcessGroupTransport):
     """An axis of one rank: nothing travels, and nothing is counted."""
 
-    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Lane) -> Pending:
+    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Stream) -> PendingWork:
         if output.data_ptr() != shard.data_ptr():
             with lane.running():
                 output.copy_(shard)
-        return Pending(device=self.device, event=lane.mark(), keep=(output, shard))
+        return PendingWork(device=self.device, event=lane.mark(), keep=(output, shard))
 
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending:
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Stream) -> PendingWork:
         return self.all_gather_base(output, full, lane)
 
-    def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Lane) -> Pending:
+    def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Stream) -> PendingWork:
         with lane.running():
             torch.cat(list(fulls), out=output)
-        return Pending(device=self.device, event=lane.mark(), keep=(output, *fulls))
+        return PendingWork(device=self.device, event=lane.mark(), keep=(output, *fulls))
 
-    def all_reduce(self, tensor: torch.Tensor, lane: Lane) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, lane: Stream) -> PendingWork:
         return DONE
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
@@ -380,9 +386,9 @@ class Alone(Base):
         return tensor.unsqueeze(0)
 
 
-_BY_BACKEND: dict[str, type[Base]] = {"gloo": RankOrder, "nccl": Grouping}
+_BY_BACKEND: dict[str, type[ProcessGroupTransport]] = {"gloo": DeterministicGloo, "nccl": CoalescingNccl}
 
-Transport = Base
+Transport = ProcessGroupTransport
 
 _served_as: str | None = None
 
@@ -401,9 +407,9 @@ def served_as(backend: str) -> Iterator[None]:
 class Reducer(Protocol):
     """What gradients are reduced with: a transport, or a user's hook."""
 
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending: ...
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Stream) -> PendingWork: ...
 
-    def all_reduce(self, tensor: torch.Tensor, lane: Lane) -> Pending: ...
+    def all_reduce(self, tensor: torch.Tensor, lane: Stream) -> PendingWork: ...
 
 
 _double: Callable[[Transport], Transport] | None = None
@@ -420,16 +426,20 @@ def doubled(double: Callable[[Transport], Transport]) -> Iterator[None]:
         _double = before
 
 
-def transport(group: Group, device: Device, *, traffic: Traffic, ledger: Ledger) -> Transport:
+def transport(group: Axis, device: Device, *, traffic: CommStats, ledger: MemoryTracker) -> Transport:
     """The transport for `group`: by backend and world size."""
-    kind = Alone if group.process_group is None else _BY_BACKEND.get(_served_as or group.backend, Base)
-    if kind is RankOrder:
+    kind = (
+        SingleRank
+        if group.process_group is None
+        else _BY_BACKEND.get(_served_as or group.backend, ProcessGroupTransport)
+    )
+    if kind is DeterministicGloo:
         at_exit.install()
     made = kind(group, device, traffic=traffic, ledger=ledger)
     return _double(made) if _double is not None else made
 
 
-class Late(Base):
+class DelayedTransport(ProcessGroupTransport):
     """A double that delivers late: outputs are NaN (or zero bytes) until `wait()`, whatever the backend did
     meanwhile."""
 
@@ -437,15 +447,15 @@ class Late(Base):
         super().__init__(inner.group, inner.device, traffic=inner.traffic, ledger=inner.ledger)
         self._inner = inner
 
-    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Lane) -> Pending:
+    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Stream) -> PendingWork:
         hidden = torch.empty_like(output)
         return self._deliver(output, hidden, self._inner.all_gather_base(hidden, shard.clone(), lane))
 
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Lane) -> Pending:
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Stream) -> PendingWork:
         hidden = torch.empty_like(output)
         return self._deliver(output, hidden, self._inner.reduce_scatter_base(hidden, full.clone(), lane), full)
 
-    def all_reduce(self, tensor: torch.Tensor, lane: Lane) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, lane: Stream) -> PendingWork:
         hidden = tensor.clone()
         return self._deliver(tensor, hidden, self._inner.all_reduce(hidden, lane))
 
@@ -459,13 +469,13 @@ class Late(Base):
         return self._inner.gather_now(tensor)
 
     @staticmethod
-    def _deliver(output: torch.Tensor, hidden: torch.Tensor, inner: Pending, *keep: torch.Tensor) -> Pending:
+    def _deliver(output: torch.Tensor, hidden: torch.Tensor, inner: PendingWork, *keep: torch.Tensor) -> PendingWork:
         def arrive() -> None:
             output.copy_(hidden)
 
         if output.is_floating_point():
             output.fill_(float("nan"))
-        return Pending(work=inner, keep=(output, hidden, *keep), finish=arrive)
+        return PendingWork(work=inner, keep=(output, hidden, *keep), finish=arrive)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -476,7 +486,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class GroupPlan:
+class ProcessGroups:
     """The axes of one unit.
 
     Attributes:
@@ -488,14 +498,14 @@ class GroupPlan:
         device: where the tensors that travel are.
     """
 
-    shard: Group
-    scatter: Group
-    replicate: Group | None
+    shard: Axis
+    scatter: Axis
+    replicate: Axis | None
     strategy: ShardingStrategy
     given: Any
     device: torch.device
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GroupPlan:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGroups:
         return self  # copies of a model communicate over the same groups
 
     @property

@@ -51,7 +51,7 @@ class CommHook:
         return f"a communication hook, {getattr(self.function, '__qualname__', type(self.function).__name__)}"
 
 
-class Targets(tuple["weakref.ref[Unit]", ...]):
+class PrefetchTargets(tuple["weakref.ref[Unit]", ...]):
     """Units that a user lets another one gather ahead, in order. They are held weakly: any two may name each other.
 
     Whether there are any is asked at every step: a tuple answers without a call.
@@ -59,7 +59,7 @@ class Targets(tuple["weakref.ref[Unit]", ...]):
 
     __slots__ = ()
 
-    def __new__(cls, units: Iterable[Unit] = ()) -> Targets:
+    def __new__(cls, units: Iterable[Unit] = ()) -> PrefetchTargets:
         return super().__new__(cls, map(weakref.ref, units))
 
     def units(self) -> Iterator[Unit]:
@@ -67,11 +67,11 @@ class Targets(tuple["weakref.ref[Unit]", ...]):
         return (unit for ref in self if (unit := ref()) is not None)
 
 
-NO_TARGETS = Targets()
+NO_TARGETS = PrefetchTargets()
 
 
 @dataclass(frozen=True)
-class Choices:
+class UnitOptions:
     """The choices for one unit.
 
     Attributes:
@@ -87,9 +87,9 @@ class Choices:
     schedule: Schedule = AS_BUILT
     comm_hook: CommHook | None = None
     all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
-    forward_targets: Targets = NO_TARGETS
-    backward_targets: Targets = NO_TARGETS
-    branch_before: Targets = NO_TARGETS
+    forward_targets: PrefetchTargets = NO_TARGETS
+    backward_targets: PrefetchTargets = NO_TARGETS
+    branch_before: PrefetchTargets = NO_TARGETS
     state_dict: StateDictSettings = field(default_factory=StateDictSettings)
 
     def told(self) -> Iterator[str]:

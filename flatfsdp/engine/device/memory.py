@@ -26,7 +26,7 @@ from ...errors import InternalError
 from ..base import _torch
 
 
-class Ledger:
+class MemoryTracker:
     """Exact live bytes by kind, and their peaks.
 
     Kinds: `shard`, `unsharded`, `portion` (of unsharded parameters, between forward and backward), `slots` (unsharded
@@ -57,10 +57,10 @@ class Ledger:
         self.live[kind] -= count
         self.total -= count
 
-    def hold(self, kind: str, count: int) -> Claim:
+    def hold(self, kind: str, count: int) -> Allocation:
         """`count` bytes of `kind` came to life; what is returned says when they are freed."""
         self.add(kind, count)
-        return Claim(self, kind, count)
+        return Allocation(self, kind, count)
 
     def peak(self, kind: str) -> int:
         """The most bytes of `kind` alive at once since the last `reset_peaks`."""
@@ -74,10 +74,10 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class Allocation:
     """Bytes in a ledger that one owner frees."""
 
-    ledger: Ledger
+    ledger: MemoryTracker
     kind: str
     count: int
 
@@ -107,7 +107,9 @@ class FlatBuffer:
         tensor: shape (numel,); its contents are undefined after `allocate` and unreadable after `free`.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, ledger: Ledger, kind: str) -> None:
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, ledger: MemoryTracker, kind: str
+    ) -> None:
         with torch.inference_mode(False):  # it serves training, whatever pass needs it first
             self.tensor = torch.empty(0, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .memory import FlatBuffer
-from .streams import Device, Lane
+from .streams import Device, Stream
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class DeferredFree:
     """A resharded buffer of `unit` that has its memory until the device is past `mark`."""
 
     unit: str
@@ -32,11 +32,11 @@ class Limiter:
         held: what was resharded and has its memory still, oldest first.
     """
 
-    def __init__(self, device: Device, lane: Lane, *, limit: bool) -> None:
+    def __init__(self, device: Device, lane: Stream, *, limit: bool) -> None:
         self._device = device
         self._lane = lane
         self.limit = limit
-        self.held: list[Held] = []
+        self.held: list[DeferredFree] = []
         self._uploaded: object = None  # an event behind the last upload of an offloaded shard
 
     def give_back(self, unit: str, buffer: FlatBuffer) -> None:
@@ -44,7 +44,7 @@ class Limiter:
         if self._lane.is_callers:
             buffer.free()
         else:
-            self.held.append(Held(unit, self._device.mark(), buffer))
+            self.held.append(DeferredFree(unit, self._device.mark(), buffer))
 
     def make_room(self, needed: FlatBuffer | None, *, ahead: bool) -> None:
         """Memory is about to be taken on the lane, for `needed` if that exists; `ahead` of its use."""
@@ -70,7 +70,7 @@ class Limiter:
         self._device.block_host(self._uploaded)  # an upload under way would read what the host writes next
         self._uploaded = None
 
-    def _free(self, due: list[Held]) -> None:
+    def _free(self, due: list[DeferredFree]) -> None:
         self.held = [held for held in self.held if held not in due]
         for held in due:
             self._lane.await_mark(held.mark)

@@ -3,7 +3,8 @@
 [Note: lanes] A *lane* is an order of execution beside compute. On an accelerator it is a stream; on CPU there is none
 and the host itself is the order, while collectives run in the backend's threads. Both share one order of *issue*. What
 differs is when memory may be reused: a CPU wait blocks the host, an accelerator's wait only orders streams. Hence two
-rules that hold for both: whoever starts work keeps its tensors alive until it was waited for (`Pending`), and a buffer
+rules that hold for both: whoever starts work keeps its tensors alive until it was waited for (`PendingWork`), and a
+    buffer
 is freed on the lane that allocated it, after an event of the lane that used it last. `record_stream` is never called.
 
 A lane may be the caller's own order on an accelerator, too: its collectives still run beside compute, on streams of the
@@ -61,15 +62,15 @@ class Device:
         """Whether work is ordered by streams (an accelerator) and not by the host."""
         return self._module is not None
 
-    def lane(self, name: str, *, high_priority: bool = False) -> Lane:
+    def lane(self, name: str, *, high_priority: bool = False) -> Stream:
         """A new lane beside compute."""
         if self._module is None:
-            return Lane(name, self, None)
-        return Lane(name, self, self._module.Stream(self.device, priority=-1 if high_priority else 0))
+            return Stream(name, self, None)
+        return Stream(name, self, self._module.Stream(self.device, priority=-1 if high_priority else 0))
 
-    def callers_lane(self, name: str) -> Lane:
+    def callers_lane(self, name: str) -> Stream:
         """The caller's own order as a lane."""
-        return Lane(name, self, None)
+        return Stream(name, self, None)
 
     def current_stream(self) -> Any:
         """The stream on which the caller computes (None on CPU)."""
@@ -113,7 +114,7 @@ class Device:
 _HERE: AbstractContextManager[None] = nullcontext()
 
 
-class Lane:
+class Stream:
     """An order of execution: a stream on an accelerator; without one the caller's own, which on CPU is the host's.
 
     Attributes:
@@ -149,7 +150,7 @@ class Lane:
         elif event is not None:
             self._stream.wait_event(event)
 
-    def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+    def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, PendingWork]:
         """Start to copy `tensor` into page-locked host memory on this lane, a stream.
 
         Returns the copy, which the host may read after `await_downloads`, and what keeps `tensor` until then.
@@ -158,13 +159,13 @@ class Lane:
         with self.running():
             copy.copy_(tensor, non_blocking=True)
         self._downloaded = self.mark()
-        return copy, Pending(device=self._device, event=self._downloaded, keep=(tensor, copy))
+        return copy, PendingWork(device=self._device, event=self._downloaded, keep=(tensor, copy))
 
-    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Pending:
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> PendingWork:
         """Start to fill `target` with `source`, host memory, on this lane."""
         with self.running():
             target.copy_(source, non_blocking=True)
-        return Pending(device=self._device, event=self.mark(), keep=(target, source))
+        return PendingWork(device=self._device, event=self.mark(), keep=(target, source))
 
     def await_downloads(self) -> None:
         """Keep the host until all that was downloaded is there."""
@@ -172,7 +173,7 @@ class Lane:
         self._device.block_host(event)
 
 
-class Pending:
+class PendingWork:
     """In-flight work: owns every tensor that it reads or writes until it was waited for.
 
     `wait()` orders the caller after the work (blocking on CPU), runs `finish` once, and lets the tensors go. It may be
@@ -216,7 +217,7 @@ class Pending:
         self._keep = ()
 
 
-DONE = Pending()
+DONE = PendingWork()
 DONE.wait()
 
 

@@ -13,9 +13,9 @@ from ...api import BackwardPrefetch
 from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value
 from ..base import _torch
 from ..config.schedule_options import reshard_choice
-from ..config.unit_options import Targets
+from ..config.unit_options import PrefetchTargets
 from ..device.streams import Device
-from ..flat.host_cache import Residence
+from ..flat.host_cache import ParamPersistence
 from ..flat.states import SUMMONED
 from ..runtime.module_tree import units_at, units_in
 from ..runtime.persistent_params import can_stay, keep_frozen
@@ -297,7 +297,7 @@ class ScheduleControls:
             refuse_type(f"{method}: max_bytes", max_bytes, "a number of bytes, or None")
         if max_bytes is not None and max_bytes < 0:
             refuse_value(f"{method}: max_bytes", max_bytes, "0 or more bytes, or None for all")
-        places = [residence.value for residence in Residence]
+        places = [residence.value for residence in ParamPersistence]
         if on not in places:
             refuse_value(f"{method}: on", on, " or ".join(map(repr, places)))
         units = self._meant(method, True)
@@ -407,7 +407,7 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any, device: Device
     return run
 
 
-def _targets(unit: Unit, method: str, modules: object) -> Targets:
+def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets:
     check_outside(unit, method)
     accepted = "a list of FullyShardedDataParallel modules inside the same outermost one"
     if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
@@ -424,7 +424,7 @@ def _targets(unit: Unit, method: str, modules: object) -> Targets:
                 "before you say what is gathered ahead"
             )
         targets.append(target)
-    return Targets(targets)
+    return PrefetchTargets(targets)
 
 
 def check_prefetches_on_request(unit: Unit, method: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import ConfigValueError, FlatFSDPError, UsageError, current_rank, refuse_type
 from ..flat.states import IDLE
-from ..flat.views import Home
+from ..flat.views import ParamRef
 from ..runtime import param_registry as registry
 from ..runtime.module_tree import units_in
 from ..runtime.unit import Unit
@@ -148,12 +148,12 @@ def explain(error: BaseException) -> str:
     return ""
 
 
-def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Unit, Home] | None:
+def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Unit, ParamRef] | None:
     """The parameter, at rest, of the innermost module on the way to an exception that holds one.
 
     None also for what the user's own code raised, which knows of what it complains.
     """
-    holders: dict[int, tuple[Unit, Home]] = {}
+    holders: dict[int, tuple[Unit, ParamRef]] = {}
     for unit in units:
         if unit.phase is IDLE and unit.is_between():
             for home in (*unit.homes, *unit.aliases):

@@ -15,7 +15,7 @@ from ..flat.host_cache import DEVICE
 from ..flat.states import SUMMONED
 from ..runtime.model import Root
 from ..runtime.module_tree import units_in
-from ..runtime.persistent_params import Place, residence_of
+from ..runtime.persistent_params import HandleRef, residence_of
 from ..runtime.unit import Unit
 from ..state.consolidate import together
 
@@ -96,7 +96,7 @@ def _begin(roots: list[Root], units: list[Unit], max_bytes: int | None) -> None:
             root.lanes.unshard.follow_compute()
             root.residents.lend(root, [place for place in places if place.unit.root is root])
             root.agreement.silent = all(
-                Place(unit, kind) in places
+                HandleRef(unit, kind) in places
                 for unit in root.units
                 if unit.groups.shard.size > 1
                 for kind in range(len(unit.handles))
@@ -114,7 +114,7 @@ def _end(root: Root) -> None:
     root.limiter.settle()
 
 
-def _chosen(units: list[Unit], max_bytes: int | None) -> list[Place]:
+def _chosen(units: list[Unit], max_bytes: int | None) -> list[HandleRef]:
     """What is kept, within the budget."""
     left = math.inf if max_bytes is None else max_bytes
     chosen = []
@@ -126,5 +126,5 @@ def _chosen(units: list[Unit], max_bytes: int | None) -> list[Place]:
             size = 0 if is_kept else handle.unsharded_bytes
             if size <= left:
                 left -= size
-                chosen.append(Place(unit, kind))
+                chosen.append(HandleRef(unit, kind))
     return chosen

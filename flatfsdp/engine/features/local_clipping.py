@@ -29,12 +29,12 @@ from ..watchdog.watchdog import current_watch
 from .gradient_scales import Scaling, are_apart, one_factor, tolerance
 
 if TYPE_CHECKING:
-    from ..comm.transport import Group
+    from ..comm.transport import Axis
     from ..device.streams import Device
     from ..flat.flat_param import FlatParamHandle
     from ..runtime.backward import Backward
     from ..runtime.model import Root
-    from ..watchdog.store import Board
+    from ..watchdog.store import StoreClient
 
 FIRST, RHYTHM = 4, 64
 MOST = 16  # flat parameters that are looked at, at three parameters each
@@ -73,7 +73,7 @@ def _say() -> None:
         warn(_found.pop())
 
 
-class Piece(NamedTuple):
+class GradientPiece(NamedTuple):
     """What this rank holds of one parameter: the elements from `start` in the gradient of `parameter`.
 
     Attributes:
@@ -96,11 +96,11 @@ class Piece(NamedTuple):
         return piece[:: max(1, self.numel // ELEMENTS)][:ELEMENTS]
 
 
-class Sample(NamedTuple):
+class GradientSample(NamedTuple):
     """Elements of gradients as a backward left them, one piece's behind the other's."""
 
     step: int
-    pieces: list[Piece]
+    pieces: list[GradientPiece]
     sizes: list[int]
     values: torch.Tensor
 
@@ -112,9 +112,9 @@ class LocalClipping:
         self._root = weakref.ref(root)
         self._steps = 0  # backwards that reduced
         self._due = False
-        self._pieces: list[Piece] | None = None
-        self._group: Group | None = None  # that shares the parameters
-        self._sample: Sample | None = None
+        self._pieces: list[GradientPiece] | None = None
+        self._group: Axis | None = None  # that shares the parameters
+        self._sample: GradientSample | None = None
 
     def after_backward(self, backward: Backward) -> None:
         """Gradients of a backward are there."""
@@ -140,7 +140,7 @@ class LocalClipping:
         if found:
             sizes = [values.numel() for _, values in found]
             values = torch.cat([values for _, values in found])
-            self._sample = Sample(self._steps, [piece for piece, _ in found], sizes, values)
+            self._sample = GradientSample(self._steps, [piece for piece, _ in found], sizes, values)
             _sampled.add(self)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -155,7 +155,7 @@ class LocalClipping:
             _sampled.discard(self)
             self._compare(root, sample, held)
 
-    def _compare(self, root: Root, sample: Sample, held: dict[int, torch.Tensor]) -> None:
+    def _compare(self, root: Root, sample: GradientSample, held: dict[int, torch.Tensor]) -> None:
         before = zip(sample.pieces, sample.values.split(sample.sizes), strict=True)
         pairs = [
             (piece, old, new)
@@ -171,7 +171,7 @@ class LocalClipping:
         with torch.no_grad():
             norm = torch.nn.utils.get_total_norm(grads)
             values = torch.cat([*olds, *news, norm.reshape(1)])
-        finding = Finding(
+        finding = SampleOnHost(
             sample.step,
             frozenset(piece.number for piece in pieces),
             *root.device.to_host(values),
@@ -180,10 +180,10 @@ class LocalClipping:
             max(info.tiny for info in infos),
         )
         watch = current_watch()
-        watch.run(Comparison(watch.board, root.agreement.scope, self._group, finding))
+        watch.run(ScaleComparison(watch.board, root.agreement.scope, self._group, finding))
 
 
-class Finding(NamedTuple):
+class SampleOnHost(NamedTuple):
     """What became of a sample, on its way to the host.
 
     Attributes:
@@ -215,10 +215,10 @@ class Finding(NamedTuple):
         return None if factor is None else Scaling(factor, norm, self.numbers)
 
 
-class Comparison:
+class ScaleComparison:
     """What this rank found, and the rank before it: called by the watch until it returns True."""
 
-    def __init__(self, board: Board, scope: str, group: Group, finding: Finding) -> None:
+    def __init__(self, board: StoreClient, scope: str, group: Axis, finding: SampleOnHost) -> None:
         self._board = board
         self._key = f"{scope}/scaled"
         self._rank = group.ranks[group.rank]
@@ -269,10 +269,10 @@ def _text_of(step: int, scaling: Scaling | None) -> str:
     return json.dumps([step, scaling.factor, scaling.norm, sorted(scaling.numbers)])
 
 
-def _pieces_of(root: Root) -> tuple[Group | None, list[Piece]]:
+def _pieces_of(root: Root) -> tuple[Axis | None, list[GradientPiece]]:
     """Pieces that this rank holds of some parameters, and who holds the others. All ranks choose the same units."""
     numbered: list[tuple[int, FlatParamHandle]] = []
-    group: Group | None = None
+    group: Axis | None = None
     count = 0
     for unit in root.units:
         for handle in unit.handles:
@@ -289,10 +289,10 @@ def _pieces_of(root: Root) -> tuple[Group | None, list[Piece]]:
             each = owned[place]
             numel = each.in_shard.numel
             if handle.use_orig_params:
-                pieces.append(Piece(first + each.index, handle.leaves[each.index], 0, numel, numel))
+                pieces.append(GradientPiece(first + each.index, handle.leaves[each.index], 0, numel, numel))
             else:
                 of = handle.layout.shard_numel
-                pieces.append(Piece(first + each.index, handle.flat_param, each.in_shard.start, numel, of))
+                pieces.append(GradientPiece(first + each.index, handle.flat_param, each.in_shard.start, numel, of))
     return group, pieces
 
 

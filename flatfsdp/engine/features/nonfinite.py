@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..runtime.unit import Unit
 
 
-class Stage(enum.IntEnum):
+class ValueKind(enum.IntEnum):
     """What a value is, in the order of a step; with the words for a unit or a parameter, `{}`."""
 
     PARAMETER = 0
@@ -62,7 +62,7 @@ class Finding:
     """
 
     order: int
-    stage: Stage
+    stage: ValueKind
     unit: int
     kind: int
     index: int
@@ -77,19 +77,21 @@ class Finding:
     def of(cls, order: int, number: int) -> Finding:
         """The finding of these numbers."""
         place = number >> 4
-        return cls(order, Stage(number >> 1 & 7), place >> 32, place >> 24 & 0xFF, place & 0xFFFFFF, bool(number & 1))
+        return cls(
+            order, ValueKind(number >> 1 & 7), place >> 32, place >> 24 & 0xFF, place & 0xFFFFFF, bool(number & 1)
+        )
 
     def told(self, units: Sequence[Unit]) -> str:
         """What and where, in words."""
         unit = units[self.unit]
         name = unit.label
-        if self.stage not in (Stage.INPUT, Stage.OUTPUT):
+        if self.stage not in (ValueKind.INPUT, ValueKind.OUTPUT):
             path = unit.handles[self.kind].layout.params[self.index].name
             name = repr(f"{unit.name}.{path}" if unit.name else path)
         return f"{'nan' if self.is_nan else 'inf'} in {self.stage.words.format(name)}"
 
 
-class Detector:
+class NonFiniteDetector:
     """Looks for the first value that is not finite, for as long as somebody asks for it."""
 
     def __init__(self, root: Root, *, infinities: bool) -> None:
@@ -106,28 +108,28 @@ class Detector:
         for each in self._units:
             for kind, handle in enumerate(each.handles):
                 for index, view in enumerate(handle.sharded_views):
-                    self._look(Stage.PARAMETER, each, view, kind, index)
+                    self._look(ValueKind.PARAMETER, each, view, kind, index)
 
     def inputs(self, unit: Unit, inputs: Any) -> None:
         """The forward of `unit` is given these."""
         for tensor in tensors_in(inputs):
-            self._look(Stage.INPUT, unit, tensor)
+            self._look(ValueKind.INPUT, unit, tensor)
 
     def outputs(self, unit: Unit, outputs: Any) -> None:
         """The forward of `unit` has made these."""
         for tensor in tensors_in(outputs):
-            self._look(Stage.OUTPUT, unit, tensor)
+            self._look(ValueKind.OUTPUT, unit, tensor)
 
     def gradient(self, unit: Unit, kind: int, index: int, grad: torch.Tensor) -> None:
         """This rank's gradient of a whole parameter has come."""
-        self._look(Stage.GRADIENT, unit, grad, kind, index)
+        self._look(ValueKind.GRADIENT, unit, grad, kind, index)
 
     def reduced(self, unit: Unit) -> None:
         """The gradients of `unit` were reduced, and are not settled yet."""
         for kind, (handle, grads) in enumerate(zip(unit.handles, unit.grads, strict=True)):
             for flat in grads.reduced:
                 for index, view in enumerate(handle.views_of_shard(flat)):
-                    self._look(Stage.REDUCED, unit, view, kind, index)
+                    self._look(ValueKind.REDUCED, unit, view, kind, index)
 
     def end_forward(self) -> None:
         """The outermost forward ends. Collective over all axes, where forwards are at all.
@@ -150,7 +152,7 @@ class Detector:
             self.reduced(unit)
         self._tell("a step")
 
-    def _look(self, stage: Stage, unit: Unit, tensor: torch.Tensor, kind: int = 0, index: int = 0) -> None:
+    def _look(self, stage: ValueKind, unit: Unit, tensor: torch.Tensor, kind: int = 0, index: int = 0) -> None:
         self._looked += 1
         if self._found is None and (is_nan := worst(tensor)) is not None and (is_nan or self._infinities):
             self._found = Finding(self._looked, stage, self._places[id(unit)], kind, index, is_nan)
@@ -195,7 +197,7 @@ def first_gradient(units: Sequence[Unit]) -> Finding | None:
         for kind, handle in enumerate(unit.handles):
             for index, grad in enumerate(_gradients(handle)):
                 if grad is not None and (is_nan := worst(grad)) is not None:
-                    return Finding(0, Stage.REDUCED, place, kind, index, is_nan)
+                    return Finding(0, ValueKind.REDUCED, place, kind, index, is_nan)
     return None
 
 
@@ -243,7 +245,7 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
     check_outside(unit, f"{name}()")
     if root.detector is not None:
         raise UsageError(f"{name}() was entered inside itself; one context is enough")
-    root.detector = Detector(root, infinities=infinities)
+    root.detector = NonFiniteDetector(root, infinities=infinities)
     root.choices_changed()
     try:
         yield

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import UsageError, refuse_type
-from ..runtime.backward_steps import Stepper
+from ..runtime.backward_steps import BackwardOptimizer
 from ..runtime.model import Root
 from ..runtime.module_tree import outermost_unit
 from ..runtime.optimizer_hooks import check_parameters
@@ -32,7 +32,7 @@ class OptimizerInBackward:
         optimizer: the one that was given.
     """
 
-    def __init__(self, root: Root, stepper: Stepper) -> None:
+    def __init__(self, root: Root, stepper: BackwardOptimizer) -> None:
         self.optimizer = stepper.optimizer
         self._root = weakref.ref(root)
         self._stepper = stepper
@@ -135,7 +135,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
             )
     check_parameters(optimizer)
     _check_divisible(optimizer)
-    stepper = Stepper(optimizer)
+    stepper = BackwardOptimizer(optimizer)
     root.steppers.every.append(stepper)
     root.choices_changed()
     return OptimizerInBackward(root, stepper)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ...errors import ConfigValueError, refuse_type
-from ..config.unit_options import NO_TARGETS, Targets
+from ..config.unit_options import NO_TARGETS, PrefetchTargets
 from ..runtime.module_tree import nesting, units_in
 from ..runtime.rest import check_outside
 from ..runtime.unit import Unit
@@ -65,7 +65,7 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
     units = _wrapped_in(module, "module")
     check_outside(units[0], _FUNCTION)
     _check_whole(module, units)
-    targets = NO_TARGETS if before is None else Targets([_next_of(units, before)])
+    targets = NO_TARGETS if before is None else PrefetchTargets([_next_of(units, before)])
     branch = Branch(any_order)
     for unit in units:
         unit.choose(branch_before=targets)

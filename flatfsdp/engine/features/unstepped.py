@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SAMPLED = 64  # elements of a shard that show a write which leaves no trace in versions
 
-_unstepped: weakref.WeakSet[Unstepped] = weakref.WeakSet()  # of models that have gradients
+_unstepped: weakref.WeakSet[UnsteppedCheck] = weakref.WeakSet()  # of models that have gradients
 _installed = False
 
 
@@ -37,7 +37,7 @@ def tell_if_unstepped(root: Root) -> None:
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
-    root.observers.append(Unstepped(root))
+    root.observers.append(UnsteppedCheck(root))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -45,7 +45,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         each.before_step(optimizer)
 
 
-class _Before:
+class _ParamSnapshot:
     """The parameters of one handle that has gradients, as a backward left them."""
 
     def __init__(self, handle: FlatParamHandle) -> None:
@@ -62,12 +62,12 @@ class _Before:
         return shard.detach()[:: max(1, shard.numel() // SAMPLED)].clone()
 
 
-class Unstepped:
+class UnsteppedCheck:
     """Looks after one model from its first gradients to the backward after an optimizer's first step."""
 
     def __init__(self, root: Root) -> None:
         self._root = weakref.ref(root)
-        self._before: list[_Before] = []  # empty before the first gradients
+        self._before: list[_ParamSnapshot] = []  # empty before the first gradients
         self._stepped = False  # any optimizer, since then
         self._in_vain = ""  # one that found no gradient, in words
 
@@ -82,7 +82,7 @@ class Unstepped:
             self._end(root)
         elif not self._before and not backward.lingering:  # whoever reads a gradient that lingers waits for it
             handles = [handle for unit in root.units for handle in unit.handles]
-            self._before = [_Before(each) for each in handles if any(p.grad is not None for p in each.steppable)]
+            self._before = [_ParamSnapshot(each) for each in handles if any(p.grad is not None for p in each.steppable)]
             if self._before:
                 _unstepped.add(self)
 

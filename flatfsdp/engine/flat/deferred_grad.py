@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .flat_param import FlatParameter, NoticesWrites
+from .flat_param import FlatParameter, TracksWrites
 
 _GRAD: Any = torch.Tensor.grad
 
 
-class _Awaiting:
+class _DeferredGrad:
     """What a parameter does differently while its gradient is awaited."""
 
     @property
@@ -50,21 +50,21 @@ class _Awaiting:
         return self.__reduce_ex__(protocol)
 
 
-class AwaitedParameter(_Awaiting, NoticesWrites, nn.Parameter):
+class DeferredGradParameter(_DeferredGrad, TracksWrites, nn.Parameter):
     """What `nn.Parameter` objects are while their gradients are awaited; never constructed."""
 
 
-class AwaitedFlatParameter(_Awaiting, FlatParameter):
+class DeferredGradFlatParameter(_DeferredGrad, FlatParameter):
     """What `FlatParameter` objects are while their gradients are awaited; never constructed."""
 
 
-_WHILE_AWAITED: dict[type, type] = {nn.Parameter: AwaitedParameter, FlatParameter: AwaitedFlatParameter}
+_WHILE_AWAITED: dict[type, type] = {nn.Parameter: DeferredGradParameter, FlatParameter: DeferredGradFlatParameter}
 _AFTERWARDS = {awaited: kind for kind, awaited in _WHILE_AWAITED.items()}
 
-ARRIVALS: dict[int, weakref.ref[Arrival]] = {}  # by id of the parameter; empty: nothing is awaited
+ARRIVALS: dict[int, weakref.ref[PendingGradients]] = {}  # by id of the parameter; empty: nothing is awaited
 
 
-class Arrival:
+class PendingGradients:
     """Gradients that are awaited together."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigTypeError, UsageError
-from .views import Home
+from .views import ParamRef
 
 
 class FlatParamExtensions(Protocol):
@@ -61,7 +61,7 @@ def set_extensions(extensions: FlatParamExtensions | None) -> None:
     _extensions = extensions
 
 
-class Extended:
+class TransformedParam:
     """One transformed parameter of a unit and where its modules hold it."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Extended:
         leaf: nn.Parameter,
         state: Any,
         extensions: FlatParamExtensions,
-        homes: Sequence[Home],
+        homes: Sequence[ParamRef],
         original: nn.Parameter | None = None,
     ) -> None:
         self.leaf = leaf
@@ -96,7 +96,7 @@ class Extended:
         """Let the modules hold a parameter like the one they had before. Precondition: the leaf shows the whole."""
         restored = nn.Parameter(self._value().detach().clone(), requires_grad=self.leaf.requires_grad)
         for home in self.homes:
-            Home(home.module, home.attribute, home.path, restored).register()
+            ParamRef(home.module, home.attribute, home.path, restored).register()
 
     def uninstall(self, *, hidden: bool) -> None:
         """Let the modules hold the leaf again; `hidden`: as a plain attribute."""
@@ -109,14 +109,14 @@ def can_transform() -> bool:
     return _extensions is not None
 
 
-def transform(homes: Iterable[Home]) -> tuple[list[Home], list[Extended]]:
+def transform(homes: Iterable[ParamRef]) -> tuple[list[ParamRef], list[TransformedParam]]:
     """`homes` with the leaves that are to be flattened, registered, and those of them that were transformed."""
     homes = list(homes)
     if _extensions is None:
         return homes, []
     made: dict[int, tuple[nn.Parameter, Any]] = {}
     originals: dict[int, nn.Parameter] = {}
-    out: list[Home] = []
+    out: list[ParamRef] = []
     for home in homes:
         if id(home.leaf) not in made:
             stored, state = _extensions.pre_flatten_transform(home.leaf)
@@ -132,11 +132,11 @@ def transform(homes: Iterable[Home]) -> tuple[list[Home], list[Extended]]:
                 made[id(home.leaf)] = leaf, state
                 originals[id(leaf)] = home.leaf
         leaf, state = made[id(home.leaf)]
-        out.append(home if leaf is home.leaf else Home(home.module, home.attribute, home.path, leaf))
+        out.append(home if leaf is home.leaf else ParamRef(home.module, home.attribute, home.path, leaf))
     for home in out:
         home.register()
     extended = [
-        Extended(leaf, state, _extensions, [home for home in out if home.leaf is leaf], originals[id(leaf)])
+        TransformedParam(leaf, state, _extensions, [home for home in out if home.leaf is leaf], originals[id(leaf)])
         for leaf, state in made.values()
         if state is not None
     ]

@@ -25,15 +25,15 @@ from ...api import MixedPrecision
 from ...errors import InternalError, UsageError
 from ..comm.transport import Transport
 from ..config.precision import resolve
-from ..device.memory import VERSION, FlatBuffer, Ledger, Versions, versions_of
-from ..device.streams import Lane, Pending, pin
+from ..device.memory import VERSION, FlatBuffer, MemoryTracker, Versions, versions_of
+from ..device.streams import PendingWork, Stream, pin
 from ..layout.layout import FlatLayout, ParamSpec, Span
-from .host_cache import HostCopy, Residence
-from .post_forward_shard import Portion
+from .host_cache import HostCache, ParamPersistence
+from .post_forward_shard import PostForwardShard
 from .states import GATHERING, SHARD_STEPS, SHARDED, UNSHARDED, refuse_step
 
 
-class NoticesWrites:
+class TracksWrites:
     """A parameter of which what is written to `.data` in place is noticed, by version."""
 
     @property
@@ -46,7 +46,7 @@ class NoticesWrites:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
-class FlatParameter(NoticesWrites, nn.Parameter):
+class FlatParameter(TracksWrites, nn.Parameter):
     """The shard of one handle as a parameter, 1-D, in the master dtype.
 
     The underscored attributes are FSDP1's names for facts of the layout; other programs read them.
@@ -88,7 +88,7 @@ class FlatParameter(NoticesWrites, nn.Parameter):
 
 
 @dataclass
-class Unsharded:
+class UnshardedParam:
     """The whole flat parameter in one dtype: its buffer (None where the shard itself is the whole), the views of it,
     and each leaf with its view."""
 
@@ -153,7 +153,7 @@ class FlatParamHandle:
         use_orig_params: bool,
         trainable: bool,
         packed: bool,
-        ledger: Ledger,
+        ledger: MemoryTracker,
     ) -> None:
         """Take `shard` as this rank's piece of `leaves` laid out by `layout`; use `flatten` to make one from whole
         parameters."""
@@ -178,12 +178,12 @@ class FlatParamHandle:
         self._present = [i for i, spec in enumerate(layout.params) if spans[i].numel or 0 in spec.shape]
         self._cuts, self._kept = _cuts([spans[i] for i in self._present], layout.shard_numel)
         ledger.add("shard", shard.numel() * shard.element_size())
-        self._unsharded: dict[torch.dtype, Unsharded] = {}
-        self._active: Unsharded | None = None
-        self._pending: Pending | None = None
-        self.portion: Portion | None = None
-        self.residence: Residence | None = None
-        self.host_copy: HostCopy | None = None
+        self._unsharded: dict[torch.dtype, UnshardedParam] = {}
+        self._active: UnshardedParam | None = None
+        self._pending: PendingWork | None = None
+        self.portion: PostForwardShard | None = None
+        self.residence: ParamPersistence | None = None
+        self.host_copy: HostCache | None = None
         self.was_asked = False
         self._flags: list[bool] = []  # whether leaves require a gradient, when that was asked last
         self._trainable: frozenset[int] = frozenset()
@@ -207,7 +207,7 @@ class FlatParamHandle:
         pin_memory: bool,
         use_orig_params: bool,
         packed: bool,
-        ledger: Ledger,
+        ledger: MemoryTracker,
     ) -> FlatParamHandle:
         """Lay whole `leaves` (one dtype) out and copy this rank's shard from them. No communication.
 
@@ -334,7 +334,7 @@ class FlatParamHandle:
         """The parameters that an optimizer sees."""
         return self.leaves if self.use_orig_params else [self.flat_param]
 
-    def move_to_ledger(self, ledger: Ledger) -> None:
+    def move_to_ledger(self, ledger: MemoryTracker) -> None:
         """Count this handle's bytes in `ledger` from now on (the unit joined another root)."""
         count = self.shard.numel() * self.shard.element_size()
         self.ledger.remove("shard", count)
@@ -344,16 +344,16 @@ class FlatParamHandle:
 
     # -- unshard and reshard -----------------------------------------------------------------------------------------
 
-    def _new_target(self, dtype: torch.dtype) -> Unsharded:
+    def _new_target(self, dtype: torch.dtype) -> UnshardedParam:
         buffer = (
             None
             if self.is_shard_in(dtype)
             else FlatBuffer(self.layout.padded_numel, dtype, self.device, ledger=self.ledger, kind="unsharded")
         )
-        made = self._unsharded[dtype] = Unsharded(buffer)
+        made = self._unsharded[dtype] = UnshardedParam(buffer)
         return made
 
-    def launch_unshard(self, transport: Transport, lane: Lane, *, dtype: torch.dtype) -> None:
+    def launch_unshard(self, transport: Transport, lane: Stream, *, dtype: torch.dtype) -> None:
         """Issue the all-gather in `dtype`. Collective over the shard axis.
 
         Precondition: sharded. Postcondition: gathering; `wait_unshard` ends it. A portion is dropped.
@@ -368,7 +368,7 @@ class FlatParamHandle:
                 source = own.copy_(source, non_blocking=True)
         self._pending = transport.all_gather_base(flat, source, lane)
 
-    def launch_unshard_nearby(self, lane: Lane) -> None:
+    def launch_unshard_nearby(self, lane: Stream) -> None:
         """Issue the all-gather of portions, in their dtype. Collective over the neighbours. [Note: portions]
 
         Precondition: sharded, with a portion. Postcondition: gathering; `wait_unshard` ends it and drops the portion.
@@ -389,7 +389,7 @@ class FlatParamHandle:
 
         Precondition: unsharded.
         """
-        self.portion = Portion(self.unsharded, self.layout, neighbours, ledger=self.ledger)
+        self.portion = PostForwardShard(self.unsharded, self.layout, neighbours, ledger=self.ledger)
 
     def drop_portion(self) -> None:
         """Free the portion, if there is one; it must not be on its way."""
@@ -400,7 +400,7 @@ class FlatParamHandle:
     def keep_host_copy(self) -> None:
         """Copy the unsharded parameter to the host. [Note: residents] Precondition: unsharded, in memory of its own."""
         self.drop_host_copy()
-        self.host_copy = HostCopy(self.unsharded, ledger=self.ledger)
+        self.host_copy = HostCache(self.unsharded, ledger=self.ledger)
 
     def drop_host_copy(self) -> None:
         """Free the copy on the host, if there is one."""
@@ -408,7 +408,7 @@ class FlatParamHandle:
             self.host_copy.free()
             self.host_copy = None
 
-    def launch_upload(self, lane: Lane) -> None:
+    def launch_upload(self, lane: Stream) -> None:
         """Fill the unsharded buffer from the host. No communication.
 
         Precondition: sharded, with a copy on the host. Postcondition: gathering; `wait_unshard` ends it.
@@ -418,7 +418,7 @@ class FlatParamHandle:
         assert flat is not None
         self._pending = self.host_copy.upload(flat, lane)
 
-    def open_unshard(self, lane: Lane, *, dtype: torch.dtype) -> torch.Tensor | None:
+    def open_unshard(self, lane: Stream, *, dtype: torch.dtype) -> torch.Tensor | None:
         """Take the memory that an all-gather in `dtype` fills: padded and 1-D; None where the shard is the whole.
 
         Precondition: sharded. Postcondition: gathering; the caller issues the gather. A portion is dropped.
@@ -437,7 +437,7 @@ class FlatParamHandle:
             target.buffer.allocate()
         return target.buffer.tensor
 
-    def await_unshard(self, pending: Pending) -> None:
+    def await_unshard(self, pending: PendingWork) -> None:
         """The gather that was opened is `pending`, maybe together with others."""
         self._pending = pending
 

@@ -35,8 +35,8 @@ from ..base import _torch
 from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
 from .flat_param import FlatParamHandle, full_views
-from .reduction import Part
-from .views import Shown, assign_grad, check_gradients, take_grads
+from .reduction import ReductionInput
+from .views import ParamViews, assign_grad, check_gradients, take_grads
 
 # A gradient of at most SMALL_BYTES is collected; at COLLECT_BYTES the collected ones are moved.
 SMALL_BYTES = 64 * 1024
@@ -44,7 +44,7 @@ COLLECT_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, eq=False)
-class Mark:
+class WindowGrad:
     """The `.grad` of a parameter as a window left it, and which slots it stands for. [Note: marks]"""
 
     parameter: torch.Tensor
@@ -73,7 +73,7 @@ class Gradients:
         absent: leaves of which none did, on any rank: `.grad` stays as it is. [Note: unused]
     """
 
-    def __init__(self, handle: FlatParamHandle, shown: Shown) -> None:
+    def __init__(self, handle: FlatParamHandle, shown: ParamViews) -> None:
         self.handle = handle
         self._shown = shown
         self._numels = [spec.numel for spec in handle.layout.params]
@@ -91,7 +91,7 @@ class Gradients:
         self._collected_bytes = 0
         self._before = self._after = 1.0
         self._hooked = False  # [Note: communication hooks]
-        self.reducing: list[Part] = []
+        self.reducing: list[ReductionInput] = []
         self._taken: dict[int, torch.Tensor] | None = None
         self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
         self._accumulating = False
@@ -105,7 +105,7 @@ class Gradients:
         self._partial: torch.Tensor | None = None  # [Note: partial sums]: shape (shard_numel,), reduce dtype
         self._partly: set[int] = set()  # leaves of which a gradient came to it on this rank
         self._completes = True  # whether the reductions in flight are more than partial sums
-        self._marks: list[Mark] = []
+        self._marks: list[WindowGrad] = []
 
     # -- a backward begins -------------------------------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class Gradients:
         self._move_collected()
         self.window_open = self.window_open or bool(self.expected)
 
-    def hand_over(self, *, completes: bool, hook: Callable[[torch.Tensor], Any] | None) -> Part:
+    def hand_over(self, *, completes: bool, hook: Callable[[torch.Tensor], Any] | None) -> ReductionInput:
         """What arrived, zeros for what did not, on its way into a reduction.
 
         `completes`: not only a partial sum. `hook` runs on the sum. Precondition: a place that gradients occupy was
@@ -341,7 +341,7 @@ class Gradients:
         give_back = FlatBuffer.disown if self._hooked else return_place or FlatBuffer.free
         self._forget_buffer()
         self._completes = completes
-        part = Part(
+        part = ReductionInput(
             self.handle,
             buffer,
             give_back,
@@ -532,9 +532,9 @@ class Gradients:
                 # `.data` has a version counter of its own: an edit of one mark is not one of its neighbours.
                 mark = share.data.to(device=parameter.device, dtype=handle.precision.grad)
                 assign_grad(parameter, mark)
-                self._marks.append(Mark(parameter, mark, mark._version, indices, ours=True))
+                self._marks.append(WindowGrad(parameter, mark, mark._version, indices, ours=True))
             else:
-                self._marks.append(Mark(parameter, parameter.grad, parameter.grad._version, indices, ours=False))
+                self._marks.append(WindowGrad(parameter, parameter.grad, parameter.grad._version, indices, ours=False))
 
     def _check_marks(self) -> None:
         """Drop from the window what the user dropped; take back the marks that we made."""

@@ -13,28 +13,28 @@ import enum
 
 import torch
 
-from ..device.memory import Ledger
-from ..device.streams import Lane, Pending, pinned_like
+from ..device.memory import MemoryTracker
+from ..device.streams import PendingWork, Stream, pinned_like
 
 
-class Residence(enum.Enum):
+class ParamPersistence(enum.Enum):
     """Where a resident stays."""
 
     DEVICE = "device"
     HOST = "host"
 
 
-DEVICE, HOST = Residence
+DEVICE, HOST = ParamPersistence
 
 
-class HostCopy:
+class HostCache:
     """The unsharded flat parameter in host memory, page-locked where there is an accelerator.
 
     Attributes:
         versions: of the handle, between uses, when it was made; others are those of other values.
     """
 
-    def __init__(self, whole: torch.Tensor, *, ledger: Ledger) -> None:
+    def __init__(self, whole: torch.Tensor, *, ledger: MemoryTracker) -> None:
         """`whole`: 1-D and padded; the host waits until it is copied."""
         self._tensor = pinned_like(whole.detach())
         self._tensor.copy_(whole.detach())
@@ -46,7 +46,7 @@ class HostCopy:
         """The dtype of computation when it was made."""
         return self._tensor.dtype
 
-    def upload(self, whole: torch.Tensor, lane: Lane) -> Pending:
+    def upload(self, whole: torch.Tensor, lane: Stream) -> PendingWork:
         """Fill `whole`, like the one it was made of, on `lane`."""
         return lane.upload(whole, self._tensor)
 

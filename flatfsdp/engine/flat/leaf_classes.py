@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .deferred_grad import AwaitedParameter
-from .flat_param import NoticesWrites
+from .deferred_grad import DeferredGradParameter
+from .flat_param import TracksWrites
 
 ORIGINAL: dict[type, type] = {}  # by class for a time, that of before
 
 
-class Variants(dict[type, type]):
+class ClassVariants(dict[type, type]):
     """By class of a parameter, the class that it is of for a time."""
 
     def __init__(self, variant: type[nn.Parameter]) -> None:
@@ -46,7 +46,7 @@ class Variants(dict[type, type]):
         return made
 
 
-class NoticedParameter(NoticesWrites, nn.Parameter):
+class WriteTrackedParameter(TracksWrites, nn.Parameter):
     """What `nn.Parameter` objects are while they show a whole that is about to be freed, to who asked for it or holds
     it in the place of a flat parameter; never constructed."""
 
@@ -59,5 +59,5 @@ class NoticedParameter(NoticesWrites, nn.Parameter):
             self.__class__ = kind
 
 
-NOTICED = Variants(NoticedParameter)
-NOTICED[AwaitedParameter] = AwaitedParameter  # which notices writes
+NOTICED = ClassVariants(WriteTrackedParameter)
+NOTICED[DeferredGradParameter] = DeferredGradParameter  # which notices writes

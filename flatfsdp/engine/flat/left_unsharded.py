@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from ..base import _torch
-from .deferred_grad import AwaitedParameter
-from .flat_param import NoticesWrites
-from .leaf_classes import ORIGINAL, Variants
+from .deferred_grad import DeferredGradParameter
+from .flat_param import TracksWrites
+from .leaf_classes import ORIGINAL, ClassVariants
 from .param_guard import DescribedAsShard, data_of_shard, has_place, leads_to_accumulator, place_of, shard_of
 from .placeholder import asks, property_of
 
 
-class _Left(DescribedAsShard):
+class _LeftUnsharded(DescribedAsShard):
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -39,7 +39,7 @@ class _Left(DescribedAsShard):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
 
-class WholeParameter(NoticesWrites, _Left):
+class UnshardedParameter(TracksWrites, _LeftUnsharded):
     """What `nn.Parameter` objects are while they show the whole that a forward has left; never constructed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -51,7 +51,7 @@ class WholeParameter(NoticesWrites, _Left):
             self.__class__ = kind
 
 
-class CastParameter(_Left):
+class CastParameter(_LeftUnsharded):
     """What `nn.Parameter` objects are while they show a copy of the shard, which is the whole; never constructed."""
 
     @classmethod
@@ -82,8 +82,8 @@ def _is_refused_by_autograd(func: Callable[..., Any]) -> bool:
 
 _OF_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)
 
-LEFT_WHOLE, LEFT_CAST = Variants(WholeParameter), Variants(CastParameter)
-LEFT_WHOLE[AwaitedParameter], LEFT_CAST[AwaitedParameter] = WholeParameter, CastParameter
+LEFT_WHOLE, LEFT_CAST = ClassVariants(UnshardedParameter), ClassVariants(CastParameter)
+LEFT_WHOLE[DeferredGradParameter], LEFT_CAST[DeferredGradParameter] = UnshardedParameter, CastParameter
 
 
 def _replaced(value: Any, shards: dict[int, torch.Tensor]) -> Any:

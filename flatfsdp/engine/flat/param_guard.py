@@ -24,9 +24,9 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base import _torch
-from .deferred_grad import AwaitedParameter, arrive
+from .deferred_grad import DeferredGradParameter, arrive
 from .flat_param import FlatParamHandle
-from .leaf_classes import ORIGINAL, Variants
+from .leaf_classes import ORIGINAL, ClassVariants
 from .placeholder import asks, name_of, property_of
 
 # By their names without what marks variants: in place, reflected, of lists of tensors.
@@ -61,7 +61,7 @@ class DescribedAsShard(nn.Parameter):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class HiddenParameter(DescribedAsShard):
+class UnusableParameter(DescribedAsShard):
     """What `nn.Parameter` objects are while they do not show their value; never constructed."""
 
     @classmethod
@@ -95,7 +95,7 @@ class HiddenParameter(DescribedAsShard):
         return copied
 
 
-class Expanded(torch.Tensor):
+class ExpandedParameter(torch.Tensor):
     """A hidden parameter as one operation of autograd away from it: answers what leads to the parameter's node."""
 
     leaf: nn.Parameter
@@ -107,7 +107,7 @@ class Expanded(torch.Tensor):
         if asks(func):
             return super().__torch_function__(func, types, args, kwargs or {})
         used = (*args, *(kwargs or {}).values())
-        names = _names(each.leaf for each in used if isinstance(each, Expanded))
+        names = _names(each.leaf for each in used if isinstance(each, ExpandedParameter))
         raise UsageError(
             f"{name_of(func)} computes with what expand_as() or view_as() made of parameter {names} where it is "
             "sharded: that only leads to its AccumulateGrad node"
@@ -132,14 +132,14 @@ def _expanded(leaf: nn.Parameter) -> torch.Tensor:
                 made = leaf.expand_as(leaf)
         finally:
             leaf.data = shown
-    made.__class__ = Expanded  # `as_subclass` would be an operation more
-    assert isinstance(made, Expanded)
+    made.__class__ = ExpandedParameter  # `as_subclass` would be an operation more
+    assert isinstance(made, ExpandedParameter)
     made.leaf = leaf
     return made
 
 
-HIDDEN = Variants(HiddenParameter)
-HIDDEN[AwaitedParameter] = HiddenParameter
+HIDDEN = ClassVariants(UnusableParameter)
+HIDDEN[DeferredGradParameter] = UnusableParameter
 
 
 def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
@@ -262,7 +262,7 @@ def _check_alike(func: Callable[..., Any], used: Sequence[Any], given: Sequence[
 
 def _hidden_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
-        if isinstance(value, HiddenParameter):
+        if isinstance(value, UnusableParameter):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _hidden_in(value)

@@ -4,7 +4,7 @@
 their own. So that they can, without a unit being gathered, they hold *placeholders* meanwhile: parameters with the
 shape, dtype and device of the whole ones, and without memory. In a state dict that a module has made a placeholder says
 which parameter belongs there. Where a state dict is loaded, `copy_` into one is kept, to be carried out on the shard.
-A module that does anything else reads values, which a placeholder does not have: `ReadsValues` is then raised.
+A module that does anything else reads values, which a placeholder does not have: `PlaceholderReadError` is then raised.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def property_of(func: Callable[..., Any]) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", "") if is_access else ""
 
 
-class ReadsValues(UsageError):
+class PlaceholderReadError(UsageError):
     """Something was done with a placeholder that takes the parameter's values."""
 
 
@@ -85,7 +85,7 @@ class Placeholder(nn.Parameter):
             if type(args[1]) is not Placeholder:  # which says that its value comes from elsewhere
                 target.received = args[1]
             return target
-        raise ReadsValues(
+        raise PlaceholderReadError(
             f"{name_of(func)} of a parameter whose state dict is being made or loaded: it shows no values now. Call "
             "state_dict() or load_state_dict() of the wrapper that it is in, which shows modules values where they ask"
         )

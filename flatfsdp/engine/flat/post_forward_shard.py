@@ -12,19 +12,21 @@ from __future__ import annotations
 import torch
 
 from ..comm.transport import Transport
-from ..device.memory import FlatBuffer, Ledger
-from ..device.streams import Lane, Pending
+from ..device.memory import FlatBuffer, MemoryTracker
+from ..device.streams import PendingWork, Stream
 from ..layout.layout import FlatLayout
 
 
-class Portion:
+class PostForwardShard:
     """One rank's portion of one flat parameter.
 
     Attributes:
         dtype: the compute dtype of the forward that it was kept of.
     """
 
-    def __init__(self, whole: torch.Tensor, layout: FlatLayout, neighbours: Transport, *, ledger: Ledger) -> None:
+    def __init__(
+        self, whole: torch.Tensor, layout: FlatLayout, neighbours: Transport, *, ledger: MemoryTracker
+    ) -> None:
         """Copy this rank's portion of `whole`, 1-D and padded, laid out by `layout`."""
         group = neighbours.group
         span = layout.over(group.size).shard(group.rank)
@@ -34,7 +36,7 @@ class Portion:
         self._memory.allocate()
         self._memory.tensor.copy_(whole[span.slice])
 
-    def gather(self, whole: torch.Tensor, lane: Lane) -> Pending:
+    def gather(self, whole: torch.Tensor, lane: Stream) -> PendingWork:
         """Fill `whole`, which the portion was copied of, with the neighbours' portions. Collective over the neighbours.
 
         Precondition: `lane` comes after the last use of `whole`, hence after that copy. [Note: limiter]

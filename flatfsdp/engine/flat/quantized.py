@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from .views import Home
+from .views import ParamRef
 
 
-def is_packed(home: Home) -> bool:
+def is_packed(home: ParamRef) -> bool:
     """Whether the parameter there must be left as it is, bit by bit."""
     if home.leaf.requires_grad:
         return False

@@ -19,11 +19,11 @@ import torch
 from ..comm.comm_hook import to_wait_for
 from ..comm.transport import Reducer, Transport
 from ..device.memory import FlatBuffer
-from ..device.streams import DONE, Lane, Pending
+from ..device.streams import DONE, PendingWork, Stream
 from .flat_param import FlatParamHandle
 
 
-class Part:
+class ReductionInput:
     """One handle's gradients in a reduction.
 
     Attributes:
@@ -93,7 +93,7 @@ class Part:
         if self.reduction is not None:
             self.reduction.release_input()
 
-    def finish(self, lane: Lane) -> None:
+    def finish(self, lane: Stream) -> None:
         """Run the hook on the sum, and send the result on its way to the host. [Note: downloads]"""
         if self.hook is not None:
             hook, self.hook = self.hook, None
@@ -140,7 +140,7 @@ class Reduction:
     """One exchange of gradients: those of one handle."""
 
     def __init__(
-        self, parts: Sequence[Part], scatter: Reducer, replicate: Reducer | None, lane: Lane, across: Lane
+        self, parts: Sequence[ReductionInput], scatter: Reducer, replicate: Reducer | None, lane: Stream, across: Stream
     ) -> None:
         """Issue the first stage. Collective over its axis; `across` is the replicate axis's lane."""
         self._parts = parts
@@ -166,7 +166,7 @@ class Reduction:
         part.result = full if part.in_place else full.new_empty(part.handle.layout.shard_numel)
         return part.result
 
-    def _start(self, scatter: Reducer) -> Pending:
+    def _start(self, scatter: Reducer) -> PendingWork:
         (part,) = self._parts
         assert part.buffer is not None
         if part.in_place:
@@ -194,7 +194,7 @@ class Reduction:
         for part in self._parts:
             part.release_buffer()
 
-    def _all_reduce(self) -> Pending:
+    def _all_reduce(self) -> PendingWork:
         """Sum the result and what came earlier over replicas, once."""
         for part in self._parts:
             if part.earlier is not None:
@@ -229,11 +229,16 @@ class Reduction:
         self._parts = ()  # which know their reduction: in a circle, gradients would live until the collector comes
 
 
-class JoinedReduction(Reduction):
+class CoalescedReduction(Reduction):
     """One exchange of the gradients of several small handles. [Note: joining]"""
 
     def __init__(
-        self, parts: Sequence[Part], transport: Transport, replicate: Reducer | None, lane: Lane, across: Lane
+        self,
+        parts: Sequence[ReductionInput],
+        transport: Transport,
+        replicate: Reducer | None,
+        lane: Stream,
+        across: Stream,
     ) -> None:
         """Issue the first stage, over the axis of `transport`. Collective."""
         self._transport = transport
@@ -246,7 +251,7 @@ class JoinedReduction(Reduction):
             part.result = piece.data  # a version counter of its own: writing to one gradient is not writing to all
         return result
 
-    def _start(self, scatter: Reducer) -> Pending:
+    def _start(self, scatter: Reducer) -> PendingWork:
         arriving = self._transport.reduce_scatter_joined(self._result, self._fulls(), self._lane)
         if not self._parts[0].handle.whole:
             return arriving

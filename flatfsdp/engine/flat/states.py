@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
 from ...errors import InternalError
-from ..base.events import Trace
+from ..base.events import EventLog
 
 
 class ShardState(enum.Enum):
@@ -63,7 +63,7 @@ PHASE_STEPS: Mapping[Phase, frozenset[Phase]] = {
 S = TypeVar("S", ShardState, Phase)
 
 
-def refuse_step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str, trace: Trace | None) -> NoReturn:
+def refuse_step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str, trace: EventLog | None) -> NoReturn:
     """Raise an `InternalError` with the end of the trace: the table does not lead from `current` to `target`."""
     story = "; ".join(map(str, trace.tail())) if trace is not None else "no trace yet"
     raise InternalError(

@@ -35,13 +35,13 @@ from .param_guard import hide, may_hide, refuse_use
 from .states import UNSHARDED
 
 if TYPE_CHECKING:
-    from .extensions import Extended
+    from .extensions import TransformedParam
 
 
 _GRAD = attrgetter("grad")
 
 
-class Exposure(enum.Enum):
+class ViewMode(enum.Enum):
     """What the leaves of a handle show."""
 
     SHARD = "shard"
@@ -51,11 +51,11 @@ class Exposure(enum.Enum):
     SHAPE = "shape"
 
 
-SHARD, WHOLE, NOTHING, GUARDED, SHAPE = Exposure
+SHARD, WHOLE, NOTHING, GUARDED, SHAPE = ViewMode
 
 
 @dataclass(frozen=True)
-class Home:
+class ParamRef:
     """A place where a module holds a parameter: `module.attribute`, `path` from the unit's module."""
 
     module: nn.Module
@@ -70,7 +70,7 @@ class Home:
         return registered if registered is not None else self.module.__dict__.get(self.attribute)
 
     @staticmethod
-    def changed(homes: Iterable[Home]) -> list[Home]:
+    def changed(homes: Iterable[ParamRef]) -> list[ParamRef]:
         """Those of `homes` that do not hold their leaf."""
         suspects = []
         for home in homes:  # once for every parameter and step
@@ -94,7 +94,7 @@ class Home:
         self.module.__dict__[self.attribute] = value
 
 
-class Shown:
+class ParamViews:
     """What one handle's leaves show, and what the user did to them meanwhile.
 
     Attributes:
@@ -107,13 +107,13 @@ class Shown:
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
-        self.extended: list[Extended] = []
+        self.extended: list[TransformedParam] = []
         self.some_hidden = self.notices_writes = self.is_left = False
         self.exposure = WHOLE
         self.show(SHARD)
         may_hide(handle)
 
-    def show(self, exposure: Exposure) -> None:
+    def show(self, exposure: ViewMode) -> None:
         """Let every leaf show `exposure`."""
         before, handle = self.exposure, self.handle
         if exposure is SHARD and before is GUARDED:
@@ -270,7 +270,7 @@ class Shown:
             if grad is not None:
                 holder.grad = grad.to(device=shard.device, dtype=shard.dtype)
 
-    def write_back(self, changed: Iterable[Home]) -> bool:
+    def write_back(self, changed: Iterable[ParamRef]) -> bool:
         """Copy into the shard what the user put in a leaf's place at rest; True if there was anything.
 
         Noticed are a replaced `.data`, a parameter in one of the `changed` homes, and a flat parameter whose `.data`
@@ -347,7 +347,7 @@ class Shown:
                 )
 
 
-def check_homes(changed: Iterable[Home], aliases: Iterable[Home], names: Mapping[int, str], label: str) -> None:
+def check_homes(changed: Iterable[ParamRef], aliases: Iterable[ParamRef], names: Mapping[int, str], label: str) -> None:
     """Refuse what cannot be written back of the `changed` homes of a unit: anything but new values for a parameter.
 
     `aliases`: homes of parameters that other units own; `names`: of all parameters of the model, by id.
@@ -392,14 +392,14 @@ def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
     parameter.grad = grad
 
 
-def check_unwritten(shown: Shown, name: str) -> None:
+def check_unwritten(shown: ParamViews, name: str) -> None:
     """Refuse a change of parameters inside a forward: it would be lost with their unsharded memory."""
     handle = shown.handle
     if handle.state is UNSHARDED and handle.owns_unsharded and (handle.was_edited or shown.was_replaced):
         _refuse_writes(shown, name, "inside a forward")
 
 
-def keep_packed(handle: FlatParamHandle, homes: Iterable[Home], name: str) -> None:
+def keep_packed(handle: FlatParamHandle, homes: Iterable[ParamRef], name: str) -> None:
     """After a forward: what modules did to quantised weights, which show the whole, stays right. [Note: packed bytes]
 
     One that was made anew around the same bytes, to carry the state that undoes their quantisation, is our leaf with
@@ -416,7 +416,7 @@ def keep_packed(handle: FlatParamHandle, homes: Iterable[Home], name: str) -> No
                 )
             )
     leaves = set(map(id, handle.leaves))
-    for home in Home.changed([home for home in homes if id(home.leaf) in leaves]):
+    for home in ParamRef.changed([home for home in homes if id(home.leaf) in leaves]):
         held = home.held
         if isinstance(held, nn.Parameter) and held.data_ptr() == home.leaf.data_ptr():
             home.leaf.__class__ = type(held)
@@ -424,7 +424,7 @@ def keep_packed(handle: FlatParamHandle, homes: Iterable[Home], name: str) -> No
             home.register() if handle.use_orig_params else home.unregister()
 
 
-def check_exposed(shown: Shown, name: str) -> None:
+def check_exposed(shown: ParamViews, name: str) -> None:
     """Refuse a change of parameters between forward and backward while they are kept unsharded."""
     handle = shown.handle
     if handle.state is UNSHARDED:
@@ -433,14 +433,14 @@ def check_exposed(shown: Shown, name: str) -> None:
                 _refuse_writes(shown, name, "between forward and backward")
 
 
-def check_left(shown: Shown, name: str) -> None:
+def check_left(shown: ParamViews, name: str) -> None:
     """Refuse what was put in the place of leaves that a forward has left, and no backward has reached."""
     with as_plain_tensors():
         if shown.notices_writes or shown.was_replaced:
             check_exposed(shown, name)
 
 
-def check_requested(shown: Shown, name: str) -> None:
+def check_requested(shown: ParamViews, name: str) -> None:
     """Refuse a change of parameters that a user had unsharded, or whole gradients: they would be lost with that memory.
 
     Precondition: the leaves show the whole.
@@ -489,7 +489,7 @@ def _refuse_gradient(handle: FlatParamHandle, index: int, grad: torch.Tensor) ->
     )
 
 
-def refuse_functional_call(changed: Iterable[Home], label: str) -> NoReturn:
+def refuse_functional_call(changed: Iterable[ParamRef], label: str) -> NoReturn:
     """Refuse to compute with what functional_call put in the place of the `changed` homes."""
     names = ", ".join(repr(home.path) for home in itertools.islice(changed, 3))
     raise UsageError(
@@ -499,7 +499,7 @@ def refuse_functional_call(changed: Iterable[Home], label: str) -> NoReturn:
     )
 
 
-def _refuse_writes(shown: Shown, name: str, when: str) -> NoReturn:
+def _refuse_writes(shown: ParamViews, name: str, when: str) -> NoReturn:
     handle = shown.handle
     changed = handle.edited or shown.replaced or handle.unlike_shard or ["the flat parameter"]
     raise UsageError(

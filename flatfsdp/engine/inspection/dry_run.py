@@ -58,12 +58,12 @@ def rehearsal(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterat
         stack.enter_context(_torch.fake_world(ranks, rank=rank))
         stack.enter_context(comm.served_as("nccl" if accelerator else "gloo"))
         if accelerator:
-            stack.enter_context(standing_in(Streams()))
+            stack.enter_context(standing_in(SimulatedStreams()))
         stack.enter_context(without_memory())
         yield
 
 
-class Event:
+class SimulatedEvent:
     """A point in a stream, which the device is never found to have passed."""
 
     def query(self) -> bool:
@@ -74,36 +74,36 @@ class Event:
         """Wait for it, which takes no time."""
 
 
-class Order:
+class SimulatedStream:
     """A stream."""
 
-    def record_event(self) -> Event:
+    def record_event(self) -> SimulatedEvent:
         """An event at its end."""
-        return Event()
+        return SimulatedEvent()
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: SimulatedEvent) -> None:
         """What comes next comes after `event`."""
 
-    def wait_stream(self, stream: Order) -> None:
+    def wait_stream(self, stream: SimulatedStream) -> None:
         """What comes next comes after what `stream` has."""
 
 
-class Streams:
+class SimulatedStreams:
     """The streams of an accelerator, of which there need be none: nothing is ever found to be over."""
 
     def __init__(self) -> None:
-        self._current = [Order()]
+        self._current = [SimulatedStream()]
 
-    def Stream(self, device: Any = None, *, priority: int = 0) -> Order:
+    def Stream(self, device: Any = None, *, priority: int = 0) -> SimulatedStream:
         """A new stream."""
-        return Order()
+        return SimulatedStream()
 
-    def current_stream(self, device: Any = None) -> Order:
+    def current_stream(self, device: Any = None) -> SimulatedStream:
         """The one that work is given to."""
         return self._current[-1]
 
     @contextmanager
-    def stream(self, stream: Order) -> Iterator[None]:
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
         """Give work to `stream`."""
         self._current.append(stream)
         try:

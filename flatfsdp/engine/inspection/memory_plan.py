@@ -177,11 +177,11 @@ def _stand_in_forward(used: list[nn.Module | nn.Parameter]) -> Callable[[Tensor]
 
 
 def _use(parameters: list[Any], x: Tensor) -> Tensor:
-    used: Tensor = _Use.apply(x, *parameters)
+    used: Tensor = _UseParams.apply(x, *parameters)
     return used
 
 
-class _Use(torch.autograd.Function):
+class _UseParams(torch.autograd.Function):
     """An operation that takes parameters: the backward brings gradients to those that are trainable."""
 
     @staticmethod

@@ -9,7 +9,7 @@ from .layout import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParamInShard:
     """Where a parameter lies in a shard.
 
     Attributes:
@@ -21,7 +21,7 @@ class Place:
     kind: Hashable
 
 
-def find_runs(places: Sequence[Place], *, padding: int) -> list[list[int]]:
+def find_runs(places: Sequence[ParamInShard], *, padding: int) -> list[list[int]]:
     """The places by run: maximal sequences of one kind that only padding divides. Empty places are in none.
 
     Args:
@@ -29,12 +29,12 @@ def find_runs(places: Sequence[Place], *, padding: int) -> list[list[int]]:
         padding: how many elements at most may lie between two of a run.
 
     Example:
-        >>> places = [Place(Span(0, 6), "a"), Place(Span(8, 11), "a"), Place(Span(12, 14), "b")]
+        >>> places = [ParamInShard(Span(0, 6), "a"), ParamInShard(Span(8, 11), "a"), ParamInShard(Span(12, 14), "b")]
         >>> find_runs(places, padding=3)
         [[0, 1], [2]]
     """
     found: list[list[int]] = []
-    last: Place | None = None
+    last: ParamInShard | None = None
     for index, place in enumerate(places):
         if place.span.is_empty:
             continue

@@ -37,14 +37,14 @@ from ..base import _torch
 from ..base import autograd as hooks
 from ..flat.reduction import Reduction
 from ..flat.views import NOTHING
-from ..schedule.mid_backward import Midway
-from ..schedule.order import ForwardRecord, GatherPlan, ReducePlan, Segment
+from ..schedule.mid_backward import HalfwayTrigger
+from ..schedule.order import CheckpointRegion, ForwardRecord, GatherOrder, ReduceOrder
 from . import coalesced_collectives as joining
-from .backward_steps import Stepper, Stepping
-from .coalesced_collectives import Joining
-from .conditional_units import Branches
+from .backward_steps import BackwardOptimizer, BackwardSteps
+from .coalesced_collectives import Coalescer
+from .conditional_units import ConditionalUnits
 from .module_tree import units_in
-from .repeats import Repeats
+from .repeats import RecomputedUnits
 from .unit import Unit
 from .unit_data import UnitData
 
@@ -69,7 +69,7 @@ def explained(method: Callable[Concatenate[Backward, P], None]) -> Callable[Conc
 
 
 @dataclass
-class Flight:
+class InFlightReductions:
     """The reductions of a group of units that go together."""
 
     units: Sequence[Unit] = ()
@@ -123,9 +123,9 @@ class Backward:
         kept: frozenset[Unit],
         sync: bool,
         agreement: Agreement,
-        joins: Joining,
-        steppers: Sequence[Stepper],
-        branches: Branches,
+        joins: Coalescer,
+        steppers: Sequence[BackwardOptimizer],
+        branches: ConditionalUnits,
         last: bool,
     ) -> None:
         """Plan it. `unreduced`: units that add their gradients up unsharded; `kept`: those that stay whole after it;
@@ -136,12 +136,12 @@ class Backward:
         self.agreement = agreement
         self._branches = branches
         together = branches.together(record.anchored)
-        self._gathers: GatherPlan[Unit] = GatherPlan(record.anchored, targets, join=joins.gathers, together=together)
-        self._reductions = ReducePlan(record)
+        self._gathers: GatherOrder[Unit] = GatherOrder(record.anchored, targets, join=joins.gathers, together=together)
+        self._reductions = ReduceOrder(record)
         self._span = record.span
         self.recomputes = record.may_recompute or bool(self._span.unseen)
         self._due = self._span.due  # when gathers of the plan are
-        self._midway: Midway[Unit] = Midway()
+        self._midway: HalfwayTrigger[Unit] = HalfwayTrigger()
         self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
         self._ends_with_all = last or bool(steppers)
         self._reduced_last: Sequence[Unit] = ()  # that may linger
@@ -157,7 +157,7 @@ class Backward:
             self.began = dict(sorted(began.items(), key=lambda item: item[1]))
         # Those that are not known to be over, the next last.
         self._begun = [unit for unit in self.began if unit in self._places or unit in self._again]
-        self._repeats = Repeats(self._span, self.began)
+        self._repeats = RecomputedUnits(self._span, self.began)
         self._called_again = self._span.again | self._again
         self._ended = 0  # how many of the sequence were due to be gathered later than what was reduced last began
         self._recomputed: dict[Unit, None] = {}  # outside of the plan, having had no graph; with what is trained
@@ -174,8 +174,8 @@ class Backward:
         self.reduced: list[UnitData] = []
         self.collecting: int | None = None
         # Of the units before the last and of the last: their all-reduces and their inputs are in flight.
-        self._in_flight = Flight(), Flight()
-        self.stepping = Stepping(steppers, record.anchored)
+        self._in_flight = InFlightReductions(), InFlightReductions()
+        self.stepping = BackwardSteps(steppers, record.anchored)
 
     def reduces(self, unit: Unit) -> bool:
         """Whether `unit` reduces its gradients."""
@@ -398,7 +398,7 @@ class Backward:
             newer.release_input()
             if self.agreement.unused.foreseen is not None:
                 self.agreement.unused.before_reduction(group)
-            self._in_flight = newer, Flight(group, joining.reduce(group))
+            self._in_flight = newer, InFlightReductions(group, joining.reduce(group))
             self.reduced += group
             self._step(older)  # beside what was issued just now
         older, newer = self._in_flight
@@ -433,7 +433,7 @@ class Backward:
             return False
         return any(unit.reshards_after_forward for unit in self._reductions.outstanding())
 
-    def _step(self, flight: Flight) -> None:
+    def _step(self, flight: InFlightReductions) -> None:
         """Let optimizers step on units whose gradients have been reduced, and with which this backward is through."""
         if self.stepping:
             for unit in flight.units:
@@ -605,7 +605,7 @@ class Backward:
         segment = self._segment_of(unit)
         return self.record.left(unit, later=self._runs.get(unit, 0)) if segment is None else segment.ended
 
-    def _segment_of(self, unit: Unit) -> Segment | None:
+    def _segment_of(self, unit: Unit) -> CheckpointRegion | None:
         """The segment that is recomputed, in which `unit` runs without a graph as it did in the forward."""
         if torch.is_grad_enabled():
             return None

@@ -46,7 +46,7 @@ def _working(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         _at_work = None
 
 
-class Stepper:
+class BackwardOptimizer:
     """An optimizer that steps on some of its parameters at a time.
 
     Attributes:
@@ -95,7 +95,7 @@ class Stepper:
                 parameter.grad = None
 
 
-class Steppers:
+class BackwardOptimizers:
     """The optimizers of one model that step in its backwards.
 
     Attributes:
@@ -103,10 +103,10 @@ class Steppers:
     """
 
     def __init__(self) -> None:
-        self.every: list[Stepper] = []
+        self.every: list[BackwardOptimizer] = []
 
     @property
-    def active(self) -> tuple[Stepper, ...]:
+    def active(self) -> tuple[BackwardOptimizer, ...]:
         """Those that step now."""
         return tuple([each for each in self.every if not each.paused])
 
@@ -138,14 +138,14 @@ class Steppers:
         )
 
 
-class Stepping:
+class BackwardSteps:
     """The steps of one backward.
 
     Attributes:
         stepped: the units that were stepped; nothing may touch them again in this backward.
     """
 
-    def __init__(self, steppers: Sequence[Stepper], units: Iterable[Unit]) -> None:
+    def __init__(self, steppers: Sequence[BackwardOptimizer], units: Iterable[Unit]) -> None:
         """`units` take part in the backward. Falsy without `steppers`."""
         self._steppers = steppers
         # Whatever this backward still shows: late gradients come late. Units of branches come in any order.
@@ -221,4 +221,4 @@ class Stepping:
             )
 
 
-NO_STEPPING = Stepping((), ())
+NO_STEPPING = BackwardSteps((), ())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from ..flat.flat_param import FlatParamHandle
-from ..flat.reduction import JoinedReduction, Part, Reduction
+from ..flat.reduction import CoalescedReduction, Reduction, ReductionInput
 from ..schedule.coalescing import join
 from .profiler_ranges import around, follow
 from .unit import Unit
@@ -31,7 +31,7 @@ def apart() -> Iterator[None]:
         _apart = before
 
 
-class Joining:
+class Coalescer:
     """Which units of a model share their collectives."""
 
     def __init__(self, *, most: int) -> None:
@@ -139,13 +139,13 @@ def reduce(units: Sequence[Unit]) -> list[Reduction]:
 
 def _reduce_joined(units: Sequence[Unit]) -> list[Reduction]:
     first = units[0]
-    by_dtype: dict[torch.dtype, list[Part]] = defaultdict(list)
+    by_dtype: dict[torch.dtype, list[ReductionInput]] = defaultdict(list)
     for unit in units:
         for part in unit.hand_over():
             by_dtype[part.dtype].append(part)
     lanes = first.root.lanes
     return [
-        JoinedReduction(parts, first.scatter, first.completed_by, lanes.reduce, lanes.replicate)
+        CoalescedReduction(parts, first.scatter, first.completed_by, lanes.reduce, lanes.replicate)
         for parts in by_dtype.values()
     ]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from ...errors import UsageError
-from ..schedule.conditional import Branch, Course, Place, Turn, Walk
+from ..schedule.conditional import Branch, ParticipationCursor, ParticipationPlan, ParticipationSlot, Place
 from .module_tree import nesting
 from .unit import Unit
 
 
-class Branches:
+class ConditionalUnits:
     """The branches of one model, and how far its running forward has come past them.
 
     Attributes:
@@ -22,9 +22,9 @@ class Branches:
 
     def __init__(self) -> None:
         self.exist = False
-        self.walks: list[Walk[Unit]] = []
+        self.walks: list[ParticipationCursor[Unit]] = []
         self.training = False
-        self._course: Course[Unit] | None = None
+        self._course: ParticipationPlan[Unit] | None = None
         self._ran: set[Unit] = set()  # of a branch that is there
         # Of the forwards that the next backward may cover: what this rank ran, with a graph and without.
         self._with_graph: set[Unit] = set()
@@ -41,7 +41,7 @@ class Branches:
         self.walks.clear()
         if self._course is None:
             units = outermost.root.units
-            self._course = Course(
+            self._course = ParticipationPlan(
                 nesting(outermost.root.unit),
                 {unit: branch for unit in units if (branch := _branch_of(unit)) is not None},
                 {unit: later for unit in units for later in unit.choices.branch_before.units()},
@@ -85,7 +85,7 @@ class Branches:
         self._take(walk, turn)
         return turn.any_order
 
-    def _complete(self, walk: Walk[Unit], place: Place | None) -> None:
+    def _complete(self, walk: ParticipationCursor[Unit], place: Place | None) -> None:
         """Take the turns that come before `place` and that this rank's data left out."""
         self._close(walk, place)
         while (turn := walk.next_before(place)) is not None:
@@ -95,14 +95,14 @@ class Branches:
             else:
                 turn.units[0].take_part()
 
-    def _take(self, walk: Walk[Unit], turn: Turn[Unit]) -> None:
+    def _take(self, walk: ParticipationCursor[Unit], turn: ParticipationSlot[Unit]) -> None:
         walk.take(turn)
         if turn.any_order:
             self._ran.difference_update(turn.units)
             for unit in turn.units:
                 unit.root.gather_in_turn(unit)
 
-    def _close(self, walk: Walk[Unit], place: Place | None) -> None:
+    def _close(self, walk: ParticipationCursor[Unit], place: Place | None) -> None:
         """The branch that is there is over, if `place` lies behind it."""
         turn = walk.open
         if turn is not None and (place is None or turn.place < place):
@@ -131,7 +131,7 @@ class Branches:
         turn = self._course.turn.get(unit) if self._course is not None else None
         return turn is not None and self._holds(turn)
 
-    def _holds(self, turn: Turn[Unit]) -> bool:
+    def _holds(self, turn: ParticipationSlot[Unit]) -> bool:
         return any(walk.open is turn for walk in self.walks)
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _branch_of(unit: Unit) -> Branch | None:
     return branch
 
 
-def _refuse_place(unit: Unit, turn: Turn[Unit]) -> NoReturn:
+def _refuse_place(unit: Unit, turn: ParticipationSlot[Unit]) -> NoReturn:
     words = f"unit {unit.label} is of a part that was given to ensure_unit_participation(), and its turn was over"
     raise UsageError(
         f"{words}, or had not come: in each forward of {turn.around.label} its units run once, in the order in which "

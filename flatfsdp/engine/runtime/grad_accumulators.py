@@ -19,14 +19,14 @@ from ...errors import UsageError, fail
 from ..base import _torch
 from ..base import autograd as hooks
 from ..flat.flat_param import FlatParamHandle
-from ..flat.views import SHARD, Shown
+from ..flat.views import SHARD, ParamViews
 from .unit import Unit
 
 # What torch's `_apply_optimizer_in_backward` leaves on a parameter; FSDP1 steps these, too.
 _OPTIMIZERS = "_in_backward_optimizers"
 
 
-class Held:
+class HeldAccumulator:
     """The accumulator of one leaf that a user holds, for as long as that is so."""
 
     def __init__(self, leaf: nn.Parameter, node: Any, name: str) -> None:
@@ -48,7 +48,7 @@ class Held:
             hooks.run_deferred(after, (), (grad,))
 
 
-class Accumulators:
+class GradAccumulators:
     """The accumulators of one model's parameters that users hold.
 
     Attributes:
@@ -57,10 +57,10 @@ class Accumulators:
 
     def __init__(self) -> None:
         self.awaited: set[FlatParamHandle] = set()
-        self._held: dict[FlatParamHandle, list[Held]] = {}
+        self._held: dict[FlatParamHandle, list[HeldAccumulator]] = {}
         self._stepped: dict[FlatParamHandle, list[nn.Parameter]] = {}  # by optimizers of their own
 
-    def adopt(self, other: Accumulators) -> None:
+    def adopt(self, other: GradAccumulators) -> None:
         """Take what was found in a part of the model."""
         self.awaited |= other.awaited
         self._held |= other._held
@@ -120,7 +120,7 @@ class Accumulators:
             return _why_not(self._held)
         return None
 
-    def _add(self, handle: FlatParamHandle, shown: Shown, found: dict[int, Any]) -> None:
+    def _add(self, handle: FlatParamHandle, shown: ParamViews, found: dict[int, Any]) -> None:
         """Take those of the nodes `found`, by id of their leaf, that are of leaves of `handle`."""
         handle.was_asked = False
         known = self._held.setdefault(handle, [])
@@ -130,7 +130,7 @@ class Accumulators:
         for leaf, name, shape in [*flat, *((leaf, repr(spec.name), spec.shape) for leaf, spec in specs)]:
             if (node := found.get(id(leaf))) is None:
                 continue
-            held = Held(leaf, node, name)
+            held = HeldAccumulator(leaf, node, name)
             if id(held.after()) not in seen:
                 known.append(held)
             if hooks.shape_admitted(node) != shape and shown.exposure is SHARD:
@@ -159,7 +159,7 @@ class Accumulators:
         self.awaited = {*self._held, *self._stepped}
 
 
-def _why_not(held: dict[FlatParamHandle, list[Held]]) -> str | None:
+def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:
     """What is wrong with the hooks on nodes that are held, if anything."""
     for handle, known in held.items():
         where = f"of unit {handle.name or '<root>'!r}"

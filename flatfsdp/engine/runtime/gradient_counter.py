@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
-class CountedLeaves:
+class GradientCounter:
     """Told in a unit's place when a leaf's gradient is there: tells the unit, and then the running backward how much
     came. Other units pay nothing for it."""
 

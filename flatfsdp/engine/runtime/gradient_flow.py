@@ -14,10 +14,10 @@ import torch
 
 from ...errors import UsageError, fail
 from ..flat.states import FORWARD
-from .unit import Call, Unit
+from .unit import ForwardCall, Unit
 
 
-class Anchor:
+class OutputHook:
     """What is told when a gradient reaches one tensor.
 
     Attributes:
@@ -28,8 +28,8 @@ class Anchor:
     __slots__ = ("readers", "returners")
 
     def __init__(self) -> None:
-        self.readers: list[tuple[weakref.ref[Unit], Call]] = []
-        self.returners: list[tuple[weakref.ref[Unit], Call | None]] = []
+        self.readers: list[tuple[weakref.ref[Unit], ForwardCall]] = []
+        self.returners: list[tuple[weakref.ref[Unit], ForwardCall | None]] = []
 
     def reached(self) -> None:
         """The gradient is there.
@@ -52,11 +52,11 @@ class Anchor:
             unit.before_backward(returned)
 
 
-class Links:
+class GradientFlow:
     """The links of the forwards that one backward may cover, and the hooks that hang on users' leaves."""
 
     def __init__(self) -> None:
-        self._anchors: dict[int, tuple[weakref.ref[torch.Tensor], Anchor]] = {}  # by id of the tensor
+        self._anchors: dict[int, tuple[weakref.ref[torch.Tensor], OutputHook]] = {}  # by id of the tensor
         self._readers: dict[int, tuple[weakref.ref[torch.Tensor], Unit]] = {}  # by id of the tensor
         self._leaf_hooks: list[Any] = []
 
@@ -75,14 +75,14 @@ class Links:
         """Remove these hooks on the user's leaves at the next `unhook`."""
         self._leaf_hooks += registered
 
-    def anchor(self, output: torch.Tensor) -> Anchor:
+    def anchor(self, output: torch.Tensor) -> OutputHook:
         """What is told when a gradient reaches this output of a unit; one for all units that return it."""
         known = self._anchors.get(id(output))
         if known is None or known[0]() is not output:
-            known = self._anchors[id(output)] = weakref.ref(output), Anchor()
+            known = self._anchors[id(output)] = weakref.ref(output), OutputHook()
         return known[1]
 
-    def follow_anchor(self, tensor: torch.Tensor, unit: weakref.ref[Unit], call: Call) -> bool:
+    def follow_anchor(self, tensor: torch.Tensor, unit: weakref.ref[Unit], call: ForwardCall) -> bool:
         """If `tensor` is an output of another unit: its gradient ends the backward of `unit`'s `call`, too."""
         known = self._anchors.get(id(tensor))
         if known is None or known[0]() is not tensor:

@@ -24,47 +24,47 @@ from ..agreement.once_per_job import warn_once_per_job
 from ..agreement.replicas import verify
 from ..base import _torch
 from ..base import autograd as hooks
-from ..base.events import Trace
+from ..base.events import EventLog
 from ..comm.comm_hook import check_all_or_none, reducers
 from ..comm.process_groups import extent_of, groups_in_words, neighbours
-from ..comm.transport import Group, Traffic, Transport, transport
+from ..comm.transport import Axis, CommStats, Transport, transport
 from ..config.arguments import has_forward
-from ..device.memory import Ledger
+from ..device.memory import MemoryTracker
 from ..device.rate_limiter import Limiter
-from ..device.streams import Device, Lane
-from ..flat.deferred_grad import Arrival, can_await
+from ..device.streams import Device, Stream
+from ..flat.deferred_grad import PendingGradients, can_await
 from ..flat.flat_param import FlatParamHandle
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import NOTHING, SHARD, check_left
 from ..schedule.order import ForwardOrder, ForwardRecord
 from . import coalesced_collectives as joining
 from .backward import Backward
-from .backward_steps import NO_STEPPING, Steppers
-from .coalesced_collectives import Joining
-from .conditional_units import Branches
+from .backward_steps import NO_STEPPING, BackwardOptimizers
+from .coalesced_collectives import Coalescer
+from .conditional_units import ConditionalUnits
 from .device_checks import check_placed, check_registered
-from .grad_accumulators import Accumulators
-from .gradient_flow import Links
+from .grad_accumulators import GradAccumulators
+from .gradient_flow import GradientFlow
 from .module_tree import entries
-from .persistent_params import Residents
+from .persistent_params import PersistentParams
 from .profiler_ranges import follow_profiler
 from .unit import Unit
 from .unit_data import UnitData
 
 if TYPE_CHECKING:
-    from ..features.nonfinite import Detector
+    from ..features.nonfinite import NonFiniteDetector
 
 
 _requires_grad = operator.attrgetter("requires_grad")
 
 
 @dataclass
-class Lanes:
+class Streams:
     """The orders of execution beside compute."""
 
-    unshard: Lane
-    reduce: Lane
-    replicate: Lane  # an all-reduce runs beside the next reduce-scatter
+    unshard: Stream
+    reduce: Stream
+    replicate: Stream  # an all-reduce runs beside the next reduce-scatter
 
     def await_downloads(self) -> None:
         """Keep the host until all gradients that are to be there have come."""
@@ -89,7 +89,7 @@ class Observer(Protocol):
         """A backward has ended, and its gradients are there, but those of units that linger."""
 
 
-def _unshard_lane(device: Device, *, on_callers: bool) -> Lane:
+def _unshard_lane(device: Device, *, on_callers: bool) -> Stream:
     return device.callers_lane("unshard") if on_callers else device.lane("unshard", high_priority=True)
 
 
@@ -110,15 +110,15 @@ class Root:
         observers: told of each backward that has ended, once its gradients are there; some end before the model does.
     """
 
-    def __init__(self, unit: Unit, device: Device, *, ledger: Ledger, settings: RootSettings) -> None:
+    def __init__(self, unit: Unit, device: Device, *, ledger: MemoryTracker, settings: RootSettings) -> None:
         self.unit = unit
         self.units: list[Unit] = [unit]
         self.entries: frozenset[Unit] = frozenset()
         self.device = device
         self.settings = settings
         self.ledger = ledger
-        self.traffic = Traffic()
-        self.trace = Trace()
+        self.traffic = CommStats()
+        self.trace = EventLog()
         self.sync = True
         self.is_last_backward = True
         self.weight = 1.0
@@ -127,15 +127,15 @@ class Root:
         self.record: ForwardRecord[Unit] = ForwardRecord()
         self.backward: Backward | None = None
         self._gathers_on_callers = False  # set_unshard_async_op()
-        self.lanes = Lanes(_unshard_lane(device, on_callers=False), device.lane("reduce"), device.lane("replicate"))
+        self.lanes = Streams(_unshard_lane(device, on_callers=False), device.lane("reduce"), device.lane("replicate"))
         self.limiter = Limiter(device, self.lanes.unshard, limit=settings.limit_all_gathers)
-        self.links = Links()
-        self.residents = Residents()
-        self._joins = Joining(most=settings.join_units_below)
-        self.steppers = Steppers()
-        self.branches = Branches()
-        self.accumulators = Accumulators()
-        self.detector: Detector | None = None
+        self.links = GradientFlow()
+        self.residents = PersistentParams()
+        self._joins = Coalescer(most=settings.join_units_below)
+        self.steppers = BackwardOptimizers()
+        self.branches = ConditionalUnits()
+        self.accumulators = GradAccumulators()
+        self.detector: NonFiniteDetector | None = None
         self.observers: list[Observer] = []
         self.depth = 0
         self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
@@ -145,7 +145,7 @@ class Root:
         self._failed = False
         self._at_rest = True  # between iterations, where shards may be written to
         self._whole_for_double = False
-        self._awaited: Arrival | None = None  # gradients of the last backward that are reduced still
+        self._awaited: PendingGradients | None = None  # gradients of the last backward that are reduced still
         self.agreement = Agreement(check_values=settings.check_values)
         self._told: str | None = None  # what was set, None when it has to be put together anew
         self._excepted: dict[bool, tuple[frozenset[Unit], frozenset[Unit]]] = {}  # found before, by `sync`
@@ -166,7 +166,7 @@ class Root:
             self.is_last_backward = self.is_last_backward and unit.root.is_last_backward
             unit.join(self)
 
-    def transport(self, group: Group, role: str) -> Transport:
+    def transport(self, group: Axis, role: str) -> Transport:
         """The transport over `group`; one per group and role."""
         key = (id(group.process_group), role)
         if key not in self._transports:
@@ -701,7 +701,7 @@ class Root:
                 for each in finishes:
                     each()
 
-        self._awaited = Arrival([parameter for unit in units for parameter in unit.parameters], finish)
+        self._awaited = PendingGradients([parameter for unit in units for parameter in unit.parameters], finish)
 
     def await_gradients(self) -> None:
         """Wait for what the last backward left to be reduced, if it did."""

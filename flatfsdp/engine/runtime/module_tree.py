@@ -10,7 +10,7 @@ from torch import nn
 from ...api import Config
 from ...errors import ConfigValueError, UsageError, refuse_type
 from ..config.arguments import has_forward
-from ..flat.views import Home
+from ..flat.views import ParamRef
 from .unit import Unit
 
 # What wrapping ignored: the attributes of a module that held ignored parameters; None for an ignored module, whatever
@@ -127,7 +127,7 @@ def homes_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[nn.Mo
                 yield holder, attribute, f"{prefix}.{attribute}" if prefix else attribute
 
 
-def leaves_of(homes: Iterable[Home]) -> list[tuple[nn.Parameter, str]]:
+def leaves_of(homes: Iterable[ParamRef]) -> list[tuple[nn.Parameter, str]]:
     """Each leaf once, with its first path."""
     first: dict[int, tuple[nn.Parameter, str]] = {}
     for home in homes:

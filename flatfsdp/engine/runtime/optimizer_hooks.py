@@ -22,7 +22,7 @@ from .backward_steps import is_at_work
 from .model import Root
 
 
-class _Checked(NamedTuple):
+class _CheckedOptimizer(NamedTuple):
     """An optimizer, as it was when it was last looked at: the registry's generation, how many param groups it had, and
     the models that it steps."""
 
@@ -31,7 +31,7 @@ class _Checked(NamedTuple):
     models: tuple[weakref.ref[Root], ...]
 
 
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Checked] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _CheckedOptimizer] = weakref.WeakKeyDictionary()
 _installed = False
 
 
@@ -51,7 +51,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     _look_at(optimizer)
 
 
-def _look_at(optimizer: torch.optim.Optimizer) -> _Checked:
+def _look_at(optimizer: torch.optim.Optimizer) -> _CheckedOptimizer:
     """What is known of an optimizer, as it is now.
 
     Raises:
@@ -61,7 +61,7 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _Checked:
     if known is None or known[:2] != (registry.generation, groups):
         check_parameters(optimizer)
         models = tuple(map(weakref.ref, models_of(optimizer)))
-        known = _checked[optimizer] = _Checked(registry.generation, groups, models)
+        known = _checked[optimizer] = _CheckedOptimizer(registry.generation, groups, models)
     return known
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import UsageError
 from ..flat.flat_param import FlatParamHandle
-from ..flat.host_cache import DEVICE, HOST, Residence
+from ..flat.host_cache import DEVICE, HOST, ParamPersistence
 from ..flat.states import UNSHARDED
 from ..flat.views import SHARD
 from .unit import Unit
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .model import Root
 
 
-class Place(NamedTuple):
+class HandleRef(NamedTuple):
     """One handle of a unit."""
 
     unit: Unit
@@ -41,7 +41,7 @@ class Place(NamedTuple):
         return handle.state is UNSHARDED
 
 
-class Residents:
+class PersistentParams:
     """The residents of one model.
 
     Attributes:
@@ -49,10 +49,10 @@ class Residents:
     """
 
     def __init__(self) -> None:
-        self._meant: list[Place] | None = None  # of units that keep what is frozen; None to be found anew
-        self._due: list[Place] = []
-        self._doubtful: list[Place] = []
-        self.lent: list[Place] | None = None
+        self._meant: list[HandleRef] | None = None  # of units that keep what is frozen; None to be found anew
+        self._due: list[HandleRef] = []
+        self._doubtful: list[HandleRef] = []
+        self.lent: list[HandleRef] | None = None
 
     def choices_changed(self) -> None:
         """What users chose for a unit was changed."""
@@ -67,7 +67,7 @@ class Residents:
         """
         if self._meant is None:
             self._meant = [
-                Place(unit, kind)
+                HandleRef(unit, kind)
                 for unit in units
                 if unit.choices.schedule.keep_frozen is not None
                 for kind in range(len(unit.handles))
@@ -110,7 +110,7 @@ class Residents:
         for place in due:
             place.unit.fetch(place.kind)
 
-    def lend(self, root: Root, places: Iterable[Place]) -> None:
+    def lend(self, root: Root, places: Iterable[HandleRef]) -> None:
         """Let `places` be residents of the device, for a while. Collective over the shard axes.
 
         Precondition: at rest.
@@ -134,7 +134,7 @@ class Residents:
             if handle.residence is not DEVICE and handle.state is UNSHARDED:
                 root.free(handle)
 
-    def _check_lent(self, lent: Iterable[Place]) -> None:
+    def _check_lent(self, lent: Iterable[HandleRef]) -> None:
         for place in lent:
             if not place.is_fetched:
                 raise UsageError(
@@ -149,10 +149,10 @@ def can_stay(handle: FlatParamHandle) -> bool:
     return handle.is_frozen and not handle.is_shard_in(handle.precision.compute)
 
 
-def residence_of(unit: Unit, handle: FlatParamHandle) -> Residence | None:
+def residence_of(unit: Unit, handle: FlatParamHandle) -> ParamPersistence | None:
     """Where `handle` stays by what was chosen for its `unit`."""
     where = unit.choices.schedule.keep_frozen
-    return Residence(where) if where is not None and can_stay(handle) else None
+    return ParamPersistence(where) if where is not None and can_stay(handle) else None
 
 
 def keep_frozen(unit: Unit, where: str | None) -> None:

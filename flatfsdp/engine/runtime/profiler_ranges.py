@@ -20,13 +20,13 @@ from ..base import _torch
 from ..flat.flat_param import FlatParamHandle
 from ..flat.reduction import Reduction
 from ..flat.states import GATHERING
-from ..flat.views import Exposure
-from .unit import Call, Unit
+from ..flat.views import ViewMode
+from .unit import ForwardCall, Unit
 
 
 def follow_profiler(units: Sequence[Unit]) -> bool:
     """Label what `units` do if somebody looks, else no more; True if that is a change."""
-    kind = LabelledUnit if _torch.profiler_runs() or logger.isEnabledFor(logging.DEBUG) else Unit
+    kind = ProfiledUnit if _torch.profiler_runs() or logger.isEnabledFor(logging.DEBUG) else Unit
     if {*map(type, units)} == {kind}:  # asked at every step: nothing here is a call for each unit
         return False
     for unit in units:
@@ -41,16 +41,16 @@ def _range(stage: str, unit: str, *, happens: bool = True) -> AbstractContextMan
 
 def around(stage: str, units: Sequence[Unit]) -> AbstractContextManager[Any]:
     """A range around what `units` do together, if they are labelled."""
-    if not isinstance(units[0], LabelledUnit):
+    if not isinstance(units[0], ProfiledUnit):
         return nullcontext()
     return _range(stage, _together(unit.name for unit in units))
 
 
 def follow(units: Sequence[Unit], reductions: list[Reduction]) -> list[Reduction]:
     """`reductions` of `units`, labelled if they are."""
-    if isinstance(units[0], LabelledUnit):
+    if isinstance(units[0], ProfiledUnit):
         for reduction in reductions:
-            reduction.__class__ = LabelledReduction
+            reduction.__class__ = ProfiledReduction
     return reductions
 
 
@@ -58,7 +58,7 @@ def _together(names: Iterable[str]) -> str:
     return "+".join(dict.fromkeys(name or "<root>" for name in names))
 
 
-class LabelledUnit(Unit):
+class ProfiledUnit(Unit):
     """A unit with a range around each of its stages."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: str | None = None) -> Any:
@@ -74,11 +74,11 @@ class LabelledUnit(Unit):
         with _range("wait for gather", self.name, happens=under_way):
             super().wait_unshard()
 
-    def reshard(self, exposure: Exposure) -> None:
+    def reshard(self, exposure: ViewMode) -> None:
         with _range("reshard", self.name, happens=not self.is_sharded):
             super().reshard(exposure)
 
-    def before_backward(self, call: Call | None = None) -> None:
+    def before_backward(self, call: ForwardCall | None = None) -> None:
         with _range("before backward", self.name):
             super().before_backward(call)
 
@@ -95,7 +95,7 @@ class LabelledUnit(Unit):
             return super().settle()
 
 
-class LabelledReduction(Reduction):
+class ProfiledReduction(Reduction):
     """A reduction with a range around each of its waits."""
 
     @property

@@ -7,11 +7,11 @@ from collections.abc import Container, Mapping, Sequence
 
 from ..base import _torch
 from ..flat.views import NOTHING
-from ..schedule.order import Segment, Span
+from ..schedule.order import CheckpointRegion, ExecutionInterval
 from .unit import Unit, is_in_call
 
 
-class Repeats:
+class RecomputedUnits:
     """Which units stay whole since a checkpoint may run them again: a rank that freed one would gather it alone.
 
     Attributes:
@@ -20,7 +20,7 @@ class Repeats:
         used_more: units outside of the plan that a reentrant checkpoint ran or lent more than once, and its node.
     """
 
-    def __init__(self, span: Span[Unit], began: Mapping[Unit, int]) -> None:
+    def __init__(self, span: ExecutionInterval[Unit], began: Mapping[Unit, int]) -> None:
         self.segments = tuple(span.segments)
         self.held: dict[Unit, int] = {}
         self.used_more: dict[Unit, int] = {}
@@ -47,7 +47,7 @@ class Repeats:
     def _of_all_calls(self, unit: Unit) -> int:
         count = 0
         for innermost in self._span.inside.get(unit, ()):
-            around: Segment | None = innermost
+            around: CheckpointRegion | None = innermost
             while around is not None:
                 count, around = count + 1, around.around
         return count

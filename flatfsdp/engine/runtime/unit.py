@@ -24,9 +24,9 @@ from ..comm.comm_hook import left_to_average
 from ..flat.buffer_casting import cast_buffers
 from ..flat.flat_param import FlatParamHandle
 from ..flat.states import FORWARD, IDLE, POST_BACKWARD, PRE_BACKWARD, SUMMONED, UNSHARDED
-from ..flat.views import GUARDED, WHOLE, Home, check_exposed, check_unwritten, keep_packed
-from ..schedule.order import Pass
-from .gradient_counter import CountedLeaves
+from ..flat.views import GUARDED, WHOLE, ParamRef, check_exposed, check_unwritten, keep_packed
+from ..schedule.order import ForwardPass
+from .gradient_counter import GradientCounter
 from .unit_data import UnitData, check_hooks
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-class Call:
+class ForwardCall:
     """One forward of a unit: a name for what its backward still has to do.
 
     The anchors of its outputs hold it, and with it `kept`, what watches its inputs; the inputs' hooks hold it weakly
@@ -76,7 +76,7 @@ class Unit(UnitData):
         self,
         module: nn.Module,
         handles: Sequence[FlatParamHandle],
-        homes: Sequence[Home],
+        homes: Sequence[ParamRef],
         *,
         backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
@@ -87,7 +87,7 @@ class Unit(UnitData):
         """`data`: the other arguments of `UnitData`."""
         super().__init__(module, handles, homes, **data)
         self.backward_prefetch = backward_prefetch
-        self._counted = CountedLeaves(self) if backward_prefetch is BackwardPrefetch.BACKWARD_MID else None
+        self._counted = GradientCounter(self) if backward_prefetch is BackwardPrefetch.BACKWARD_MID else None
         self.forward_prefetch = forward_prefetch
         self._prefetch_was_set = False  # since it was built
         self.modules = list(modules)
@@ -98,7 +98,7 @@ class Unit(UnitData):
         self._foretelling: set[int] = set()  # ids of leaves that tell before
         # Calls whose backward has begun and has not reached their inputs: something in it may still read the
         # parameters.
-        self._open_calls: set[Call] = set()
+        self._open_calls: set[ForwardCall] = set()
         self.completed = False
         self.is_through = False
         self._late = 0  # gradients that come again, from a segment recomputed in a task of its own or after one
@@ -208,7 +208,7 @@ class Unit(UnitData):
 
     def _before_forward(
         self, root: Root, outermost: bool, recomputing: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Call | None, tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[ForwardCall | None, tuple[Any, ...], dict[str, Any]]:
         if recomputing and any(grads.arrived for grads in self.grads):
             self.reads_once = False  # parameters are read after their gradients have come
         if recomputing and root.backward is not None:
@@ -274,7 +274,7 @@ class Unit(UnitData):
                 if leaf.requires_grad and index not in watched:
                     watched[index] = hooks.watch_leaf(leaf, self._counted or self, kind, index)
 
-    def _watch_inputs(self, root: Root, inputs: Any) -> Call | None:
+    def _watch_inputs(self, root: Root, inputs: Any) -> ForwardCall | None:
         """Let the inputs' gradients tell when this call's backward is over.
 
         The parameters' own gradients do not: frozen ones have none, and a detached use, or a segment recomputed inside
@@ -291,7 +291,7 @@ class Unit(UnitData):
         if not awaited:
             return None
         timed = self.choices.schedule.branch is None and not _torch.in_backward()
-        call = Call(root.record.entered_at if timed else None)
+        call = ForwardCall(root.record.entered_at if timed else None)
         me, this = weakref.ref(self), weakref.ref(call)
         if len(awaited) == 1 and root.links.follow_anchor(awaited[0], me, call):
             return call
@@ -307,7 +307,9 @@ class Unit(UnitData):
             root.links.unhook_later(registered)
         return call
 
-    def _after_forward(self, root: Root, recomputing: bool, call: Call | None, output: Any, *, stays: bool) -> Any:
+    def _after_forward(
+        self, root: Root, recomputing: bool, call: ForwardCall | None, output: Any, *, stays: bool
+    ) -> Any:
         """`stays`: whether the unit stays whole where it is trained and no output shows it."""
         for unit in (self, *self.owners):
             for handle, shown, _ in unit.kinds:
@@ -380,7 +382,7 @@ class Unit(UnitData):
         chosen = self.choices.schedule.reshard_after_backward
         return chosen if chosen is not None else reduced or self.traits.reshard_without_sync
 
-    def _anchor(self, root: Root, output: torch.Tensor, call: Call | None) -> None:
+    def _anchor(self, root: Root, output: torch.Tensor, call: ForwardCall | None) -> None:
         """Begin this unit's backward when the gradient of `output` is there; that of its readers is over then."""
         anchor = root.links.anchor(output)
         anchor.returners.insert(0, (weakref.ref(self), call))
@@ -389,7 +391,7 @@ class Unit(UnitData):
 
         # The graph holds the pass that it was made in. Not the root: an error of a backward that the root keeps holds
         # the graph, and no collector sees that circle.
-        def reached(grad: torch.Tensor, made_in: Pass | None = root.record.running) -> None:
+        def reached(grad: torch.Tensor, made_in: ForwardPass | None = root.record.running) -> None:
             anchor.reached()
 
         registered = hooks.before_backward_of(output, reached)
@@ -466,7 +468,7 @@ class Unit(UnitData):
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def before_backward(self, call: Call | None = None) -> None:
+    def before_backward(self, call: ForwardCall | None = None) -> None:
         """A gradient is about to flow into this unit: unshard it and await its gradients. Collective over the shard
         axis."""
         root = self.root
@@ -637,7 +639,7 @@ class Unit(UnitData):
         self._came_inside.clear()
         return any(grads.missing for grads in self.grads)
 
-    def inputs_ready(self, call: Call) -> None:
+    def inputs_ready(self, call: ForwardCall) -> None:
         """The gradients of the inputs of one call are there."""
         self._open_calls.discard(call)
         call.over_in = _torch.graph_task()

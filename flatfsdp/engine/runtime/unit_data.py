@@ -19,26 +19,26 @@ from torch import nn
 
 from ...api import CPUOffload, MixedPrecision
 from ...errors import UsageError, fail
-from ..agreement.checksums import Beginnings
+from ..agreement.checksums import InitialChecksums
 from ..base import _torch
 from ..base import autograd as hooks
-from ..comm.transport import GroupPlan, Reducer, Transport
+from ..comm.transport import ProcessGroups, Reducer, Transport
 from ..config.schedule_options import AS_BUILT, Schedule
 from ..config.strategy import Traits
-from ..config.unit_options import Choices
+from ..config.unit_options import UnitOptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradients import Gradients
 from ..flat.host_cache import DEVICE, HOST
-from ..flat.reduction import Part, Reduction
+from ..flat.reduction import Reduction, ReductionInput
 from ..flat.states import GATHERING, IDLE, PHASE_STEPS, SHARDED, SUMMONED, UNSHARDED, Phase, refuse_step
 from ..flat.views import (
     NOTHING,
     SHAPE,
     SHARD,
     WHOLE,
-    Exposure,
-    Home,
-    Shown,
+    ParamRef,
+    ParamViews,
+    ViewMode,
     check_exposed,
     check_homes,
     check_requested,
@@ -46,7 +46,7 @@ from ..flat.views import (
 )
 
 if TYPE_CHECKING:
-    from ..flat.extensions import Extended
+    from ..flat.extensions import TransformedParam
     from .model import Root
     from .unit import Unit
 
@@ -85,15 +85,15 @@ class UnitData:
         self,
         module: nn.Module,
         handles: Sequence[FlatParamHandle],
-        homes: Sequence[Home],
+        homes: Sequence[ParamRef],
         *,
         traits: Traits,
-        groups: GroupPlan,
+        groups: ProcessGroups,
         device_mesh: Any = None,
         mixed_precision: MixedPrecision,
         cpu_offload: CPUOffload,
         owners: Sequence[UnitData] = (),
-        aliases: Sequence[Home] = (),
+        aliases: Sequence[ParamRef] = (),
         schedule: Schedule = AS_BUILT,
     ) -> None:
         self.name = ""
@@ -105,14 +105,14 @@ class UnitData:
         self.device_mesh = device_mesh
         self.mixed_precision = mixed_precision
         self.cpu_offload = cpu_offload
-        self.choices = Choices(schedule)
+        self.choices = UnitOptions(schedule)
         self.owners: list[Any] = []
         self._borrowers: list[weakref.ref[Any]] = []
         self.tied_modules: list[nn.Module] = []  # those of the owners, in a copy: all are there once its root is
         self.borrow_from(owners)
         self.aliases = list(aliases)
         self.phase = IDLE
-        self.shown = [Shown(handle) for handle in self.handles]
+        self.shown = [ParamViews(handle) for handle in self.handles]
         self.grads = [Gradients(handle, shown) for handle, shown in zip(self.handles, self.shown, strict=True)]
         self.kinds = list(zip(self.handles, self.shown, self.grads, strict=True))
         self.neighbours: Transport | None = None
@@ -121,9 +121,9 @@ class UnitData:
         self.kept = False
         self.doubtful = False
         self._versions_asked: list[tuple[int, ...]] = []  # of the handles, when a user asked for them unsharded
-        self.beginnings: Beginnings | None = None
+        self.beginnings: InitialChecksums | None = None
 
-    def extend(self, extended: Sequence[Extended]) -> None:
+    def extend(self, extended: Sequence[TransformedParam]) -> None:
         """Let modules see what extensions make of some leaves."""
         for handle, shown, _ in self.kinds:
             leaves = set(map(id, handle.leaves))
@@ -183,7 +183,7 @@ class UnitData:
         self.choose(schedule=replace(self.choices.schedule, **changes))
 
     @property
-    def hidden(self) -> list[Home]:
+    def hidden(self) -> list[ParamRef]:
         """The homes and aliases that give up the registration, a flat parameter having it."""
         flattened = {
             id(leaf)
@@ -378,7 +378,7 @@ class UnitData:
         for shown in self.shown:
             shown.show(SHAPE)
 
-    def reshard(self, exposure: Exposure) -> None:
+    def reshard(self, exposure: ViewMode) -> None:
         """Free the unsharded parameters; the leaves show `exposure` (the whole again where the shard is the whole, and
         residents of the device between forward and backward)."""
         freed = False
@@ -448,7 +448,7 @@ class UnitData:
             Reduction([part], scatter, self.completed_by, lanes.reduce, lanes.replicate) for part in self.hand_over()
         ]
 
-    def hand_over(self) -> list[Part]:
+    def hand_over(self) -> list[ReductionInput]:
         """The gradients of all kinds that take part in a reduction, for it."""
         if self.places_are_taken:
             self.reshard(NOTHING)
@@ -530,9 +530,9 @@ class UnitData:
 
         Raises UsageError for changes that cannot be taken over.
         """
-        changed = Home.changed(self.homes)
+        changed = ParamRef.changed(self.homes)
         if self.aliases:
-            changed += Home.changed(self.aliases)
+            changed += ParamRef.changed(self.aliases)
         if changed and _torch.in_functional_call():
             refuse_functional_call(changed, self.label)
         if changed and self.is_between():

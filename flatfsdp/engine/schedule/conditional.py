@@ -33,7 +33,7 @@ class Branch:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn(Generic[U]):
+class ParticipationSlot(Generic[U]):
     """What all ranks do together at one place of a forward.
 
     Attributes:
@@ -47,7 +47,7 @@ class Turn(Generic[U]):
     any_order: bool
 
 
-class Course(Generic[U]):
+class ParticipationPlan(Generic[U]):
     """Where the units of a model have their places, and which turns there are.
 
     Attributes:
@@ -69,13 +69,13 @@ class Course(Generic[U]):
         for unit in self._around:
             if (branch := branches.get(unit)) is not None:
                 members.setdefault(branch if branch.any_order else unit, []).append(unit)
-        self.turn: dict[U, Turn[U]] = {}
-        self._turns: dict[U, list[Turn[U]]] = {}
+        self.turn: dict[U, ParticipationSlot[U]] = {}
+        self._turns: dict[U, list[ParticipationSlot[U]]] = {}
         for units in members.values():
             around = self._around[units[0]]
             if around is None:
                 continue
-            turn = Turn(self.place[units[0]], around, tuple(units), branches[units[0]].any_order)
+            turn = ParticipationSlot(self.place[units[0]], around, tuple(units), branches[units[0]].any_order)
             self.turn.update(dict.fromkeys(units, turn))
             self._turns.setdefault(around, []).append(turn)
         for turns in self._turns.values():
@@ -88,36 +88,36 @@ class Course(Generic[U]):
             found = self._around.get(found)
         return found is around
 
-    def walk(self, unit: U) -> Walk[U]:
+    def walk(self, unit: U) -> ParticipationCursor[U]:
         """A forward of `unit` begins."""
-        return Walk(unit, tuple(self._turns.get(unit, ())))
+        return ParticipationCursor(unit, tuple(self._turns.get(unit, ())))
 
 
-class Walk(Generic[U]):
+class ParticipationCursor(Generic[U]):
     """How far one running forward of a unit has come past the turns in it.
 
     Attributes:
         open: the turn with a branch in any order that has begun and is not over.
     """
 
-    def __init__(self, unit: U, turns: tuple[Turn[U], ...]) -> None:
+    def __init__(self, unit: U, turns: tuple[ParticipationSlot[U], ...]) -> None:
         self.unit = unit
-        self.open: Turn[U] | None = None
+        self.open: ParticipationSlot[U] | None = None
         self._turns = turns
         self._taken = 0
 
-    def has_passed(self, turn: Turn[U]) -> bool:
+    def has_passed(self, turn: ParticipationSlot[U]) -> bool:
         """Whether it cannot be this turn any more, or is none of this forward."""
         return turn not in self._turns[self._taken :]
 
-    def next_before(self, place: Place | None) -> Turn[U] | None:
+    def next_before(self, place: Place | None) -> ParticipationSlot[U] | None:
         """The next turn, if it comes before `place` (None: the end of the forward)."""
         if self._taken == len(self._turns):
             return None
         turn = self._turns[self._taken]
         return turn if place is None or turn.place < place else None
 
-    def take(self, turn: Turn[U]) -> None:
+    def take(self, turn: ParticipationSlot[U]) -> None:
         """It is this turn, the next one."""
         assert self._turns[self._taken] is turn
         self._taken += 1

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 U = TypeVar("U", bound=Hashable)
 
 
-class Midway(Generic[U]):
+class HalfwayTrigger(Generic[U]):
     """Units whose backward has begun and is not half over. Half of a gradient's elements take half of its time."""
 
     def __init__(self) -> None:

@@ -34,14 +34,14 @@ from typing import Generic, TypeVar
 U = TypeVar("U", bound=Hashable)
 
 
-class Pass:
+class ForwardPass:
     """One forward of a model; it lives as long as the graph that was made in it."""
 
     __slots__ = ("__weakref__",)
 
 
 @dataclass
-class Segment:
+class CheckpointRegion:
     """What one checkpoint without reentrance recomputes: from the begin of its first unit to the end of its last.
 
     Attributes:
@@ -50,10 +50,10 @@ class Segment:
 
     began: int
     ended: int = 0
-    around: Segment | None = None
+    around: CheckpointRegion | None = None
 
 
-class Span(Generic[U]):
+class ExecutionInterval(Generic[U]):
     """When units ran with a graph in one pass, or in several, in ticks of one clock.
 
     Attributes:
@@ -73,15 +73,15 @@ class Span(Generic[U]):
         self.ended: dict[U, int] = {}
         self.again: set[U] = set()
         self.unseen: dict[U, int] = {}
-        self.segments: list[Segment] = []
-        self.inside: dict[U, list[Segment]] = {}
-        self.known: weakref.WeakKeyDictionary[object, Segment] = weakref.WeakKeyDictionary()
+        self.segments: list[CheckpointRegion] = []
+        self.inside: dict[U, list[CheckpointRegion]] = {}
+        self.known: weakref.WeakKeyDictionary[object, CheckpointRegion] = weakref.WeakKeyDictionary()
 
     @classmethod
-    def around(cls, spans: Iterable[Span[U]]) -> Span[U]:
+    def around(cls, spans: Iterable[ExecutionInterval[U]]) -> ExecutionInterval[U]:
         """From the first begin to the last end in any of `spans`, with a graph or without: a unit that has both was
         called more than once, and a recomputation brings it gradients beside those that its graph brings."""
-        whole: Span[U] = cls()
+        whole: ExecutionInterval[U] = cls()
         unseen: dict[U, int] = {}
         for span in sorted(spans, key=lambda span: min(span.began.values(), default=0)):
             whole.again |= span.again | (span.began.keys() & whole.began.keys())
@@ -129,23 +129,23 @@ class ForwardRecord(Generic[U]):
         self.begun_again: set[U] = set()
         # What is recomputed with those that had no graph, and the segments in which they run again without one, the
         # innermost first.
-        self._left: dict[U, list[tuple[Segment, Sequence[Segment]]]] = {}
-        self._without_graph: dict[U, Segment] = {}  # the first of these, of those that run
+        self._left: dict[U, list[tuple[CheckpointRegion, Sequence[CheckpointRegion]]]] = {}
+        self._without_graph: dict[U, CheckpointRegion] = {}  # the first of these, of those that run
         self._checkpoint: int | None = None  # the reentrant one in which a unit ran last
-        self._repeated = Segment(0)  # what ran in it
+        self._repeated = CheckpointRegion(0)  # what ran in it
         self.entered_at = 0
-        self.running: Pass | None = None
-        self._spans: weakref.WeakKeyDictionary[Pass, Span[U]] = weakref.WeakKeyDictionary()
-        self._now: Span[U] = Span()  # of the pass that ran last
-        self._inside: dict[U, Segment] = {}  # units that were entered last in one
+        self.running: ForwardPass | None = None
+        self._spans: weakref.WeakKeyDictionary[ForwardPass, ExecutionInterval[U]] = weakref.WeakKeyDictionary()
+        self._now: ExecutionInterval[U] = ExecutionInterval()  # of the pass that ran last
+        self._inside: dict[U, CheckpointRegion] = {}  # units that were entered last in one
         self._clock = 0
         self._anchored: dict[U, None] = {}  # last anchoring; dict order = order of last anchoring
         self.consumed = False
 
     def begin(self) -> None:
         """A pass begins."""
-        self.running = Pass()
-        self._now = self._spans[self.running] = Span()
+        self.running = ForwardPass()
+        self._now = self._spans[self.running] = ExecutionInterval()
 
     def end(self) -> None:
         """The pass has ended."""
@@ -171,7 +171,7 @@ class ForwardRecord(Generic[U]):
             for each in () if inside is not None else reversed(segments()):
                 found = now.known.get(each)
                 if found is None:
-                    found = now.known[each] = Segment(self._clock, around=inside)
+                    found = now.known[each] = CheckpointRegion(self._clock, around=inside)
                     now.segments.append(found)
                 inside = found
             if inside is not None:
@@ -196,7 +196,7 @@ class ForwardRecord(Generic[U]):
         self._tick(unit)
         self._enter_segment(unit, segment, segments)
         if checkpoint is None or checkpoint != self._checkpoint:
-            self._repeated = Segment(self._clock)
+            self._repeated = CheckpointRegion(self._clock)
         self._checkpoint = checkpoint
         self._without_graph[unit] = self._repeated
         if checkpoint is not None:
@@ -205,7 +205,7 @@ class ForwardRecord(Generic[U]):
     def leave_without_graph(self, unit: U) -> None:
         """`unit` finished its forward, and no gradient can come to it unless it is recomputed."""
         self._clock += 1
-        together = self._without_graph.pop(unit, None) or Segment(self._clock)
+        together = self._without_graph.pop(unit, None) or CheckpointRegion(self._clock)
         together.ended = self._clock
         self._left.setdefault(unit, []).append((together, self._leave_segments(unit)))
 
@@ -251,7 +251,7 @@ class ForwardRecord(Generic[U]):
         if self._inside:
             self._leave_segments(unit)
 
-    def _leave_segments(self, unit: U) -> Sequence[Segment]:
+    def _leave_segments(self, unit: U) -> Sequence[CheckpointRegion]:
         found, inside = [], self._inside.get(unit)
         while inside is not None:
             inside.ended = self._clock
@@ -274,16 +274,16 @@ class ForwardRecord(Generic[U]):
         left = self._left.get(unit, ())
         return left[max(0, len(left) - 1 - later)][0].ended if left else 0
 
-    def left_in(self, unit: U, *, later: int = 0) -> Sequence[Segment]:
+    def left_in(self, unit: U, *, later: int = 0) -> Sequence[CheckpointRegion]:
         """The segments in which that run of it is repeated without a graph before it gets one, the innermost first."""
         left = self._left.get(unit, ())
         return left[max(0, len(left) - 1 - later)][1] if left else ()
 
     @property
-    def span(self) -> Span[U]:
+    def span(self) -> ExecutionInterval[U]:
         """When units ran in the passes that a backward may reach, since their graphs live."""
         spans = list(self._spans.values())
-        return spans[0] if len(spans) == 1 and not spans[0].unseen else Span.around(spans)
+        return spans[0] if len(spans) == 1 and not spans[0].unseen else ExecutionInterval.around(spans)
 
     def awaits(self, unit: U) -> bool:
         """Whether a gradient can reach `unit` in a backward that has not begun."""
@@ -317,7 +317,7 @@ def _apart(units: Iterable[U]) -> Iterable[tuple[U, ...]]:
     return ((unit,) for unit in units)
 
 
-class GatherPlan(Generic[U]):
+class GatherOrder(Generic[U]):
     """The gathers of one backward: hands out, for the unit that is needed now, all groups of units whose turn comes
     first."""
 
@@ -391,7 +391,7 @@ class GatherPlan(Generic[U]):
         return itertools.chain.from_iterable(due)
 
 
-class ReducePlan(Generic[U]):
+class ReduceOrder(Generic[U]):
     """The reductions of one backward: a unit goes when it is ready and none that was entered later is outstanding.
 
     Units that are joined go together, when all of them are ready.

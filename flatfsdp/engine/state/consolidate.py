@@ -14,14 +14,14 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from ..comm.transport import Transport
-from ..device.streams import Lane
+from ..device.streams import Stream
 from ..flat.flat_param import FlatParamHandle, full_views
 from ..layout.layout import FlatLayout
 from ..runtime.unit import Unit
-from .owned_interval import Others, OwnedInterval
+from .owned_interval import OwnedInterval, RemoteElements
 
 
-def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transport, lane: Lane) -> torch.Tensor:
+def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transport, lane: Stream) -> torch.Tensor:
     """The whole of `shard` (1-D, one per rank of the shard axis) on the compute device, in new memory of
     (padded_numel,) elements of its dtype. Collective over the shard axis."""
     own = shard.to(handle.device)
@@ -70,12 +70,12 @@ def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> It
         claim.close()
 
 
-def others_of(unit: Unit, kind: int, index: int) -> Others | None:
+def others_of(unit: Unit, kind: int, index: int) -> RemoteElements | None:
     """Where the elements of one parameter are that this rank does not own; None where it owns all."""
     layout = unit.handles[kind].layout
     if layout.world == 1:
         return None
-    return Others(
+    return RemoteElements(
         unit.groups.shard.process_group,
         unit.groups.device,
         lambda: [layout.span_in_param(index, rank).numel for rank in range(layout.world)],

@@ -42,7 +42,7 @@ def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor
     return flat, present
 
 
-class _Summoned:
+class _SummonedHandle:
     """One handle's whole parameters while the user has them."""
 
     def __init__(self, unit: Unit, kind: int, *, keep: bool, offload_to_cpu: bool, with_grads: bool) -> None:
@@ -207,7 +207,7 @@ def summon(
                 unit.write_back()
                 for kind in range(len(unit.handles)):
                     summoned.append(
-                        _Summoned(
+                        _SummonedHandle(
                             unit,
                             kind,
                             keep=is_first(unit) or not rank0_only,

@@ -33,7 +33,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
-class Others:
+class RemoteElements:
     """Where the elements are that a rank does not own. It stays here when its interval is pickled.
 
     Attributes:
@@ -61,7 +61,7 @@ class Others:
         rows = every.view(len(sizes), most)
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).to(local.device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Others:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteElements:
         return self
 
 
@@ -86,7 +86,7 @@ class OwnedInterval(torch.Tensor):
     spec: ParamSpec
     span: Span
     names_empty: bool
-    others: Others | None
+    others: RemoteElements | None
 
     @staticmethod
     def __new__(
@@ -96,7 +96,7 @@ class OwnedInterval(torch.Tensor):
         span: Span,
         *,
         names_empty: bool = False,
-        others: Others | None = None,
+        others: RemoteElements | None = None,
     ) -> OwnedInterval:
         if local.shape != (span.numel,) or span.stop > spec.numel:
             raise UsageError(

@@ -11,14 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from .store import Board
+from .store import StoreClient
 
 
 class Timekeeper:
     """The thread beside one watch. [Note: silent store]"""
 
     def __init__(
-        self, board: Board, *, period: Callable[[], float], patience: float, judge: Callable[[float], None]
+        self, board: StoreClient, *, period: Callable[[], float], patience: float, judge: Callable[[float], None]
     ) -> None:
         """Call `judge`, once per period, with the seconds for which the store has been silent, while these are more
         than `patience` periods."""

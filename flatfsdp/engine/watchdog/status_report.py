@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple, cast, get_args
 from ...errors import ranks_in_words
 from ..base.foreign_text import parse
 from . import store as board
-from .store import Board
+from .store import StoreClient
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
 REFUSALS = 5  # looks after which one that asked first, and is not heard of, counts for nothing
@@ -43,7 +43,7 @@ PURPOSES: tuple[str, ...] = get_args(Purpose)
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankStatus:
     """What a rank does.
 
     Attributes:
@@ -64,7 +64,7 @@ class Answer:
         return json.dumps([self.doing, self.seconds, self.waits_for, self.stands])
 
     @classmethod
-    def of(cls, text: str | None) -> Answer | None:
+    def of(cls, text: str | None) -> RankStatus | None:
         """The answer of that `text`, None if it is none."""
         match parse(text):
             case [str(doing), int(seconds) | float(seconds), [*waits_for], [*stands]] if _are_ranks(waits_for):
@@ -72,7 +72,7 @@ class Answer:
         return None
 
 
-class Process(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """A process as others on its machine can find it."""
 
     pid: int
@@ -84,7 +84,7 @@ class Process(NamedTuple):
         return f"process {self.pid} on {self.host}"
 
     @classmethod
-    def this(cls) -> Process:
+    def this(cls) -> ProcessIdentity:
         """This one."""
         return cls(os.getpid(), socket.gethostname(), _namespace(), _state(os.getpid())[1])
 
@@ -93,12 +93,12 @@ class Process(NamedTuple):
         return json.dumps(self)
 
     @classmethod
-    def of(cls, text: str | None) -> Process | None:
+    def of(cls, text: str | None) -> ProcessIdentity | None:
         """The process of that `text`, None if it is none."""
         return cls._of(parse(text))
 
     @classmethod
-    def _of(cls, found: object) -> Process | None:
+    def _of(cls, found: object) -> ProcessIdentity | None:
         match found:
             case [int(pid), str(host), str(namespace), str(started)]:
                 return cls(pid, host, namespace, started)
@@ -130,7 +130,7 @@ def _state(pid: int) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Result:
+class StatusReport:
     """What a roll call brought to light.
 
     Attributes:
@@ -147,12 +147,12 @@ class Result:
     by: int
     lines: list[str] = field(default_factory=list)
     lost: list[tuple[int, str, str | None]] = field(default_factory=list)
-    silent: dict[int, Process] = field(default_factory=dict)
+    silent: dict[int, ProcessIdentity] = field(default_factory=dict)
     parted: str = ""
     answered: int = 0
     standing: str = ""
 
-    def silent_processes(self) -> list[tuple[int, Process]]:
+    def silent_processes(self) -> list[tuple[int, ProcessIdentity]]:
         """`silent` as (rank, process)."""
         return list(self.silent.items())
 
@@ -161,7 +161,7 @@ class Result:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of(cls, text: str) -> Result | None:
+    def of(cls, text: str) -> StatusReport | None:
         """The result of that `text`, None if it is none."""
         match parse(text):
             case {
@@ -178,11 +178,11 @@ class Result:
                     cast(Purpose, purpose),
                     by,
                     lines,
-                    [astuple(each) for each in map(Obituary.of, lost) if each is not None],
+                    [astuple(each) for each in map(ExitRecord.of, lost) if each is not None],
                     {
                         int(rank): process
                         for rank, each in silent.items()
-                        if rank.isdecimal() and (process := Process._of(each)) is not None
+                        if rank.isdecimal() and (process := ProcessIdentity._of(each)) is not None
                     },
                     parted,
                     answered,
@@ -192,7 +192,7 @@ class Result:
 
 
 @dataclass
-class _Open:
+class _OpenPoll:
     """A roll call without a result."""
 
     number: int
@@ -201,14 +201,14 @@ class _Open:
     began: float
 
 
-class RollCalls:
+class StatusPoll:
     """One rank's side of the roll calls of a world. [Note: roll call]"""
 
-    def __init__(self, notes: Board, *, rank: int, world: int) -> None:
+    def __init__(self, notes: StoreClient, *, rank: int, world: int) -> None:
         self._board = notes
         self._rank = rank
         self._world = world
-        self._open: list[_Open] = []
+        self._open: list[_OpenPoll] = []
         self._refused_at, self._refusals = 0, 0
 
     @property
@@ -236,13 +236,13 @@ class RollCalls:
         else:
             self._refusals += 1
 
-    def hear(self, number: int, by: int, purpose: Purpose, answer: Answer) -> None:
+    def hear(self, number: int, by: int, purpose: Purpose, answer: RankStatus) -> None:
         """Roll call `number` was heard of: answer it."""
         self._board.post(f"roll/{number}/{self._rank}", answer.to_text())
         self._board.count(f"roll/{number}/here")
-        self._open.append(_Open(number, by, purpose, time.monotonic()))
+        self._open.append(_OpenPoll(number, by, purpose, time.monotonic()))
 
-    def results(self) -> Iterator[tuple[int, Result]]:
+    def results(self) -> Iterator[tuple[int, StatusReport]]:
         """The roll calls, by number, that have a result now."""
         for roll in list(self._open):
             waited = time.monotonic() - roll.began
@@ -250,7 +250,7 @@ class RollCalls:
                 self._collect(roll, late=waited > ANSWER * self.period)
             if (text := self._board.read(f"roll/{roll.number}/result")) is not None:
                 self._open.remove(roll)
-                if (result := Result.of(text)) is not None:
+                if (result := StatusReport.of(text)) is not None:
                     yield roll.number, result
             elif waited > 2 * ANSWER * self.period:  # who asked has ended
                 self._open.remove(roll)
@@ -262,27 +262,27 @@ class RollCalls:
         self._board.count(f"{place}/read")
         self._board.wait(lambda: self._board.count(f"{place}/read", 0) >= readers, self.period * ANSWER / 2)
 
-    def _collect(self, roll: _Open, *, late: bool) -> None:
+    def _collect(self, roll: _OpenPoll, *, late: bool) -> None:
         place = f"roll/{roll.number}"
         answered = self._board.count(f"{place}/here", 0)
-        ended = Obituary.read_all(self._board)
+        ended = ExitRecord.read_all(self._board)
         if answered + len(ended) < self._world and not late:
             return
-        answers: dict[int, Answer] = {}
-        silent: dict[int, Process] = {}
+        answers: dict[int, RankStatus] = {}
+        silent: dict[int, ProcessIdentity] = {}
         absent: list[int] = []
         for rank in range(self._world):
             if rank in ended:
                 continue
-            if (answer := Answer.of(self._board.read(f"{place}/{rank}"))) is not None:
+            if (answer := RankStatus.of(self._board.read(f"{place}/{rank}"))) is not None:
                 answers[rank] = answer
-            elif (process := Process.of(self._board.read(f"here/{rank}"))) is not None:
+            elif (process := ProcessIdentity.of(self._board.read(f"here/{rank}"))) is not None:
                 silent[rank] = process
             else:
                 absent.append(rank)
         if (silent or absent) and not late:  # some answered and ended
             return
-        result = Result(
+        result = StatusReport(
             roll.purpose,
             roll.by,
             lines=[
@@ -306,7 +306,7 @@ class RollCalls:
 
 
 @dataclass(frozen=True)
-class Obituary:
+class ExitRecord:
     """The last word of a rank whose process ends.
 
     Attributes:
@@ -318,7 +318,7 @@ class Obituary:
     words: str
     cause: str | None = None
 
-    def leave(self, notes: Board, *, alarm: bool) -> None:
+    def leave(self, notes: StoreClient, *, alarm: bool) -> None:
         """Write it down, for the watches of the others with `alarm`."""
         number = notes.count("ended")
         notes.post(f"ended/{number}", json.dumps(astuple(self)))
@@ -326,12 +326,12 @@ class Obituary:
             notes.sound(json.dumps(["ended", number]))
 
     @classmethod
-    def read(cls, notes: Board, number: int) -> Obituary | None:
+    def read(cls, notes: StoreClient, number: int) -> ExitRecord | None:
         """The one of that `number`, from 1 on in the order of ends."""
         return cls.of(parse(notes.read(f"ended/{number}")))
 
     @classmethod
-    def of(cls, found: object) -> Obituary | None:
+    def of(cls, found: object) -> ExitRecord | None:
         """The one that these values are, None if they are none."""
         match found:
             case [int(rank), str(words), str() | None as cause]:
@@ -339,7 +339,7 @@ class Obituary:
         return None
 
     @classmethod
-    def read_all(cls, notes: Board) -> dict[int, Obituary]:
+    def read_all(cls, notes: StoreClient) -> dict[int, ExitRecord]:
         """All, by rank."""
         count = min(notes.count("ended", 0), OBITUARIES)
         found = [each for number in range(1, count + 1) if (each := cls.read(notes, number)) is not None]
@@ -350,7 +350,7 @@ def _are_ranks(values: Sequence[object]) -> bool:
     return all(type(each) is int for each in values)
 
 
-def in_one_sentence(obituaries: Sequence[Obituary]) -> str:
+def in_one_sentence(obituaries: Sequence[ExitRecord]) -> str:
     """Whose end the others cannot go on after."""
     for each in obituaries:
         if each.cause is not None:
@@ -360,7 +360,7 @@ def in_one_sentence(obituaries: Sequence[Obituary]) -> str:
     return f"{told}. The others cannot go on without it{UNEVEN if uneven else ''}"
 
 
-def lines_of(answers: dict[int, Answer]) -> list[str]:
+def lines_of(answers: dict[int, RankStatus]) -> list[str]:
     """One line for all ranks that do the same."""
     alike: dict[str, list[int]] = {}
     for rank, answer in answers.items():
@@ -373,7 +373,7 @@ def lines_of(answers: dict[int, Answer]) -> list[str]:
     return lines
 
 
-def parted(answers: dict[int, Answer], *, patience: float) -> str:
+def parted(answers: dict[int, RankStatus], *, patience: float) -> str:
     """What ranks do that have waited for each other, in different places, for more than `patience` seconds; or ""."""
     waiting = {rank: answer for rank, answer in answers.items() if answer.waits_for and answer.seconds > patience}
     places: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -391,7 +391,7 @@ def parted(answers: dict[int, Answer], *, patience: float) -> str:
     return "; ".join(f"{ranks_in_words(ranks)} {waiting[ranks[0]].doing}" for ranks in stuck)
 
 
-def standing(answers: dict[int, Answer]) -> str:
+def standing(answers: dict[int, RankStatus]) -> str:
     """What stands for where ranks are that all wait, in different places; or "". [Note: deadlock]"""
     alike = len({answer.doing for answer in answers.values()}) == 1
     if alike or not all(answer.stands for answer in answers.values()):

@@ -24,7 +24,7 @@ class StoreGone(RuntimeError):
     """Nobody serves the store any more."""
 
 
-class Board:
+class StoreClient:
     """Notes in the store of the default process group, over a connection of our own; each call is one round trip.
 
     No call waits inside the store's client: its lock would keep the other thread out. One whose server is stopped or

@@ -59,15 +59,15 @@ from .status_report import (
     PURPOSES,
     QUIETLY,
     UNEVEN,
-    Answer,
-    Obituary,
-    Process,
+    ExitRecord,
+    ProcessIdentity,
     Purpose,
-    Result,
-    RollCalls,
+    RankStatus,
+    StatusPoll,
+    StatusReport,
     in_one_sentence,
 )
-from .store import KEPT, Board, StoreGone, launcher_serves_it, where_it_was, who_serves_it
+from .store import KEPT, StoreClient, StoreGone, launcher_serves_it, where_it_was, who_serves_it
 
 GRACE = 4.0  # seconds that a blocked main thread gets to come back before its process is ended
 JOIN = 10.0  # seconds that the thread gets to finish what it says, when the interpreter ends
@@ -103,7 +103,7 @@ class Watched(Protocol):
 
 
 @dataclass(frozen=True)
-class Failure:
+class BlockFailure:
     """A rank that failed, by an exception, in a block of code that all ranks run."""
 
     block: str
@@ -112,7 +112,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Wait:
+class AnnouncedWait:
     """Where this rank waits for `ranks` before a model's first iteration, or in a call between iterations."""
 
     ranks: tuple[int, ...]
@@ -121,15 +121,15 @@ class Wait:
     settled_by_notes: bool
 
 
-class Watch:
+class Watchdog:
     """The thread of one default process group, and who is watched."""
 
-    def __init__(self, board: Board, *, rank: int, world: int, time_limit: float = math.inf) -> None:
+    def __init__(self, board: StoreClient, *, rank: int, world: int, time_limit: float = math.inf) -> None:
         """`time_limit`: the seconds that the process group gives an operation."""
         self.board = board
         self._rank = rank
         self._time_limit = time_limit
-        self._calls = RollCalls(board, rank=rank, world=world)
+        self._calls = StatusPoll(board, rank=rank, world=world)
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last_words: list[tuple[weakref.ref[Any], Callable[[], None]]] = []  # of which models
         self._gap_since = math.inf  # when an alarm was found counted, but not written
@@ -139,10 +139,10 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._store_is_gone = False
-        self._waits: dict[int, Wait] = {}  # by thread
+        self._waits: dict[int, AnnouncedWait] = {}  # by thread
         self._blocks: Counter[str] = Counter()  # how many of a name were entered: ranks count alike
         self._inside: list[str] = []  # of blocks, those that the main thread is in
-        self._failures: list[Failure] = []  # of other ranks, in blocks that this one may be in
+        self._failures: list[BlockFailure] = []  # of other ranks, in blocks that this one may be in
         self._errands: list[Callable[[], bool]] = []  # of others, done when the thread looks
         self._next_roll = 0.0  # seconds into a wait of the kind above, at which to ask again
         self._reported: float | None = None  # since when the wait lasts that was reported
@@ -156,7 +156,7 @@ class Watch:
         atexit.register(_close, weakref.ref(self))
         self._timekeeper.start(self._runs)
         self._heard = board.count("alarms", 0)
-        board.post(f"here/{rank}", Process.this().to_text())
+        board.post(f"here/{rank}", ProcessIdentity.this().to_text())
 
     def add(self, watched: Watched, leave_word: Callable[[], None] = lambda: None) -> None:
         """Look after `watched` until it is gone; starts the thread if none runs. When it is gone, or the watch ends,
@@ -187,7 +187,7 @@ class Watch:
         before = self._waits.get(thread)
         with self._lock:
             if threading.current_thread() is threading.main_thread():  # others wait beside what the rank does
-                self._waits[thread] = Wait(tuple(ranks), what, time.monotonic(), settled_by_notes)
+                self._waits[thread] = AnnouncedWait(tuple(ranks), what, time.monotonic(), settled_by_notes)
             self._start()
         try:
             yield
@@ -363,13 +363,13 @@ class Watch:
                 case ["ended", int(number)]:
                     ended.append(number)
                 case ["failed", str(block), int(rank), str(words)]:
-                    self._failures.append(Failure(block, rank, words))
+                    self._failures.append(BlockFailure(block, rank, words))
                 case [str(), int(), int() | None] | ["unused", str(), int(), bool()]:
                     self._open.append(alarm or "")
         watched = list(self._watched)
         self._open = [alarm for alarm in self._open if not all([each.consider(alarm) for each in watched])]
         for number in ended:  # after the alarms that led to it
-            obituary = Obituary.read(self.board, number)
+            obituary = ExitRecord.read(self.board, number)
             if obituary is not None and obituary.rank != self._rank:
                 self._lose([obituary], leave=functools.partial(self._calls.let_all_read, f"ended/{number}"))
 
@@ -382,7 +382,7 @@ class Watch:
             self._failures = []
             self._fail(AgreementError(f"{told}. The others cannot go on without it"), ranks)
 
-    def _waited(self) -> tuple[float, Wait | None]:
+    def _waited(self) -> tuple[float, AnnouncedWait | None]:
         """Since when this process waits (infinity if it does not), and the wait that was announced, if one was."""
         announced = min(list(self._waits.values()), key=lambda wait: wait.since, default=None)
         since = min(waits.blocked_since(), self.board.asked_since(threading.main_thread()))
@@ -401,18 +401,18 @@ class Watch:
             return "timeout", limit
         return None
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> RankStatus:
         now = time.monotonic()
         since, announced = self._waited()
         stands = waits.standing()
         if announced is not None:
             ranks = () if announced.settled_by_notes else announced.ranks
-            return Answer(announced.what, now - announced.since, ranks, (announced.since, *stands))
+            return RankStatus(announced.what, now - announced.since, ranks, (announced.since, *stands))
         watched = [each.doing for each in sorted(self._watched, key=lambda each: not each.busy)]
         if not watched:
-            return Answer("in the program's own code, without a model", now - min(since, now), stands=stands)
+            return RankStatus("in the program's own code, without a model", now - min(since, now), stands=stands)
         doing, began = watched[0]
-        return Answer(doing, now - (began if math.isinf(since) else since), stands=stands)
+        return RankStatus(doing, now - (began if math.isinf(since) else since), stands=stands)
 
     def _suspicion(self) -> Purpose | None:
         """Why to ask what the others do, if there is a reason."""
@@ -439,7 +439,7 @@ class Watch:
 
     # -- what a roll call leads to -----------------------------------------------------------------------------------
 
-    def _follow(self, number: int, result: Result) -> None:
+    def _follow(self, number: int, result: StatusReport) -> None:
         since, announced = self._waited()
         waited = time.monotonic() - since
         if result.purpose == "report":
@@ -449,7 +449,7 @@ class Watch:
             self._reported = since if math.isfinite(since) else None
         for rank, process in result.silent_processes():
             if process.is_gone() and self.board.first(f"gone/{rank}", "told") == "told":
-                Obituary(rank, f"was killed, or crashed: {process} is gone").leave(self.board, alarm=True)
+                ExitRecord(rank, f"was killed, or crashed: {process} is gone").leave(self.board, alarm=True)
         error: AgreementError | None = None
         if result.parted and announced is not None:
             error = AgreementError(
@@ -472,10 +472,10 @@ class Watch:
         if error is not None:
             self._fail(error, None, leave=leave)
             return
-        lost = [Obituary(*each) for each in result.lost]
+        lost = [ExitRecord(*each) for each in result.lost]
         if result.purpose == "lost":
             lost += [
-                Obituary(rank, f"was killed, or crashed: {process} does not answer")
+                ExitRecord(rank, f"was killed, or crashed: {process} does not answer")
                 for rank, process in result.silent_processes()
                 if process.is_gone() is not False  # a machine may be too busy for an answer
             ]
@@ -487,7 +487,7 @@ class Watch:
                 "have destroyed its process group, or its network failed"
             )
 
-    def _lose(self, lost: Sequence[Obituary], *, leave: Callable[[], None]) -> None:
+    def _lose(self, lost: Sequence[ExitRecord], *, leave: Callable[[], None]) -> None:
         self._fail(LostRankError(in_one_sentence(lost)), [each.rank for each in lost], leave=leave)
 
     def _fail(
@@ -584,23 +584,23 @@ def end_process_unless(come_back: Callable[[], bool]) -> None:
     os._exit(1)
 
 
-_watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[Any, Watchdog] = weakref.WeakKeyDictionary()
 
 
-def current_watch() -> Watch:
+def current_watch() -> Watchdog:
     """The watch of the default process group."""
     world = dist.group.WORLD
     found = _watches.get(world)
     if found is None:
-        board, rank = Board(), dist.get_rank()
+        board, rank = StoreClient(), dist.get_rank()
         limit = _torch.time_limit(world)
-        found = _watches[world] = Watch(board, rank=rank, world=dist.get_world_size(), time_limit=limit)
+        found = _watches[world] = Watchdog(board, rank=rank, world=dist.get_world_size(), time_limit=limit)
         at_end(functools.partial(_leave_word, weakref.ref(found), board, rank))
         _torch.when_destroyed(world, functools.partial(_close, weakref.ref(found)))
     return found
 
 
-def _leave_word(watch: weakref.ref[Watch], board: Board, rank: int, error: BaseException | None) -> None:
+def _leave_word(watch: weakref.ref[Watchdog], board: StoreClient, rank: int, error: BaseException | None) -> None:
     """The process ends: tell the others, also those who look for this rank after it destroyed its process group."""
     found = watch()
     last = found.last_step() if found is not None else ""
@@ -609,10 +609,10 @@ def _leave_word(watch: weakref.ref[Watch], board: Board, rank: int, error: BaseE
     if board.silent_for() > 1.0:  # this process would not come to its end
         return
     with contextlib.suppress(RuntimeError):
-        Obituary(rank, words, cause).leave(board, alarm=error is not None)
+        ExitRecord(rank, words, cause).leave(board, alarm=error is not None)
 
 
-def _close(watch: weakref.ref[Watch]) -> None:
+def _close(watch: weakref.ref[Watchdog]) -> None:
     found = watch()
     if found is not None:
         found.close()

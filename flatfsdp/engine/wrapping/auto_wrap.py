@@ -39,7 +39,7 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
         kwargs["process_group"] = None  # of the mesh, which units inherit
     plan = plan_wrapping(module, policy, kwargs=kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params)
     islands = {id(planned.module) for planned in plan if planned.in_full_precision}
-    made = _Made()
+    made = _CreatedWrappers()
 
     def wrap(child: nn.Module, **overrides: Any) -> nn.Module:
         changed = {name for name, value in overrides.items() if value is not kwargs.get(name)}
@@ -57,7 +57,7 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
     return apply_plan(plan, wrap, unmake=made.undo)
 
 
-class _Made:
+class _CreatedWrappers:
     """The wrappers that one constructor has made."""
 
     def __init__(self) -> None:

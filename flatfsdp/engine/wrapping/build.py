@@ -15,19 +15,19 @@ from torch import nn
 from ...api import Config
 from ...errors import UsageError, warn
 from ...wrap import check_called
-from ..agreement.checksums import Beginnings
+from ..agreement.checksums import InitialChecksums
 from ..comm.process_groups import plan_groups
-from ..comm.transport import GroupPlan
+from ..comm.transport import ProcessGroups
 from ..config.schedule_options import AS_BUILT, Schedule, reshard_choice
 from ..config.strategy import traits
-from ..device.memory import Ledger
+from ..device.memory import MemoryTracker
 from ..device.streams import Device
 from ..features.local_clipping import tell_of_local_clipping
 from ..features.unstepped import tell_if_unstepped
 from ..flat.extensions import can_transform, transform
 from ..flat.flat_param import FlatParamHandle
 from ..flat.quantized import is_packed
-from ..flat.views import Home
+from ..flat.views import ParamRef
 from ..runtime.device_checks import compute_device, move_buffers
 from ..runtime.model import Root, RootSettings
 from ..runtime.module_tree import homes_of, ignored_of, leave_alone, leaves_of, modules_of, units_in
@@ -63,14 +63,14 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
             _check_plain(homes)
         move_buffers(modules, device)
     synchronise(module, modules, leaves_of(homes), axes)
-    ledger = Ledger()
+    ledger = MemoryTracker()
     with ExitStack() as undo:
         for home in homes:
             undo.callback(home.register)
         homes, transformed = transform(homes)
         _check_plain(homes)
         leaves = leaves_of(homes)
-        beginnings = Beginnings(leaves) if config.check_values != "off" else None
+        beginnings = InitialChecksums(leaves) if config.check_values != "off" else None
         packed = {id(home.leaf) for home in homes if is_packed(home)}
         handles = _flatten(leaves, packed, config, groups, device, ledger)
         undo.pop_all()
@@ -110,10 +110,10 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
 
 def _homes(
     module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
-) -> tuple[list[Home], list[Home], dict[nn.Module, set[str]]]:
+) -> tuple[list[ParamRef], list[ParamRef], dict[nn.Module, set[str]]]:
     """(homes of what the unit will own, homes of what other units own, attributes that hold ignored parameters)."""
-    homes: list[Home] = []
-    aliases: list[Home] = []
+    homes: list[ParamRef] = []
+    aliases: list[ParamRef] = []
     ignored: dict[nn.Module, set[str]] = {}
     for holder, attribute, path in homes_of(module, ignored_modules):
         leaf = holder._parameters[attribute]
@@ -122,14 +122,14 @@ def _homes(
             ignored.setdefault(holder, set()).add(attribute)
         elif (owner := owner_of(leaf)) is not None:
             _check_tie(owner, module, path, config)
-            aliases.append(Home(holder, attribute, path, leaf))
+            aliases.append(ParamRef(holder, attribute, path, leaf))
         elif getattr(leaf, "_fsdp_flattened", False):
             raise UsageError(
                 f"{path!r} is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the "
                 "original module, once"
             )
         else:
-            homes.append(Home(holder, attribute, path, leaf))
+            homes.append(ParamRef(holder, attribute, path, leaf))
     return homes, aliases, ignored
 
 
@@ -137,9 +137,9 @@ def _flatten(
     leaves: list[tuple[nn.Parameter, str]],
     packed: set[int],
     config: Config,
-    groups: GroupPlan,
+    groups: ProcessGroups,
     device: torch.device,
-    ledger: Ledger,
+    ledger: MemoryTracker,
 ) -> list[FlatParamHandle]:
     """A handle for each kind among `leaves`, given with their paths. They still show their own memory.
 
@@ -166,7 +166,9 @@ def _flatten(
     ]
 
 
-def new_root(unit: Unit, device: torch.device, ledger: Ledger, settings: RootSettings, nested: list[Unit]) -> Root:
+def new_root(
+    unit: Unit, device: torch.device, ledger: MemoryTracker, settings: RootSettings, nested: list[Unit]
+) -> Root:
     """A root over `unit`, whose handles count in `ledger`, and the units nested in it."""
     root = Root(unit, Device(device), ledger=ledger, settings=settings)
     unit.own_root = root
@@ -217,7 +219,7 @@ def _check_tie(owner: Unit, module: nn.Module, path: str, config: Config) -> Non
         )
 
 
-def _check_untransformed(homes: Iterable[Home]) -> None:
+def _check_untransformed(homes: Iterable[ParamRef]) -> None:
     for unit in extended:
         for each in (each for shown in unit.shown for each in shown.extended):
             for home in homes:
@@ -228,7 +230,7 @@ def _check_untransformed(homes: Iterable[Home]) -> None:
                     )
 
 
-def _check_plain(homes: Iterable[Home]) -> None:
+def _check_plain(homes: Iterable[ParamRef]) -> None:
     for home in homes:
         if hasattr(type(home.leaf), "__tensor_flatten__"):
             raise UsageError(

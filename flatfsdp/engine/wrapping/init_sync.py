@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from ..agreement.model_check import compare_facts
-from ..comm.transport import GroupPlan, Traffic, Transport, transport
-from ..device.memory import Ledger
+from ..comm.transport import CommStats, ProcessGroups, Transport, transport
+from ..device.memory import MemoryTracker
 from ..device.streams import Device
 
 
-def meeting_axes(groups: GroupPlan, device: Device) -> list[Transport]:
+def meeting_axes(groups: ProcessGroups, device: Device) -> list[Transport]:
     """The axes over which the constructors of a unit meet. [Note: constructors]"""
-    traffic, ledger = Traffic(), Ledger()
+    traffic, ledger = CommStats(), MemoryTracker()
     return [
         transport(axis, device, traffic=traffic, ledger=ledger)
         for axis in (groups.scatter, groups.replicate)

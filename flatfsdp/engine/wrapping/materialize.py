@@ -16,7 +16,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..device.fake_tensors import is_memoryless, stand_in
-from .meta_device_mode import AsOnMeta
+from .meta_device_mode import MetaDeviceMode
 
 if TYPE_CHECKING:
     from ..runtime.unit import Unit
@@ -134,7 +134,7 @@ def _initialise_by(initialise: Callable[[nn.Module], Any], module: nn.Module, pa
     """
     tensors = [getattr(module, name) for name in names]
     for device in (False, True):
-        with AsOnMeta(tensors, device=device) as told:
+        with MetaDeviceMode(tensors, device=device) as told:
             initialise(module)
         untouched = told.untouched()
         replaced = any(getattr(module, name) is not tensor for name, tensor in zip(names, tensors, strict=True))

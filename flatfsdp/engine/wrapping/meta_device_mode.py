@@ -19,7 +19,7 @@ _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _ONLY_LOOK = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point}
 
 
-class AsOnMeta(TorchFunctionMode):
+class MetaDeviceMode(TorchFunctionMode):
     """A context in which `tensors` say that they are on the meta device, each until something is done with it.
 
     What creates tensors beside them asks for their device, which is the true one unless `device` is set.

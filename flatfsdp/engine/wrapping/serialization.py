@@ -20,13 +20,13 @@ from torch import nn
 from ...errors import UsageError
 from ..agreement.once_per_job import warn_once_per_job
 from ..comm.process_groups import plan_over
-from ..comm.transport import GroupPlan
-from ..config.unit_options import Targets
-from ..device.memory import Ledger
-from ..flat.extensions import Extended
+from ..comm.transport import ProcessGroups
+from ..config.unit_options import PrefetchTargets
+from ..device.memory import MemoryTracker
+from ..flat.extensions import TransformedParam
 from ..flat.flat_param import FlatParamHandle
 from ..flat.states import IDLE
-from ..flat.views import NOTHING, SHARD, Home
+from ..flat.views import NOTHING, SHARD, ParamRef
 from ..runtime.module_tree import leave_alone, left_alone_in, units_in
 from ..runtime.unit import Unit
 from .build import new_root
@@ -91,7 +91,7 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     """Make `wrapper`, a blank instance, what `state` says."""
     wrapper.__dict__.update(state["attributes"])
     plan = state["unit"]
-    ledger = Ledger()
+    ledger = MemoryTracker()
     handles = []
     for entry in plan["handles"]:
         settings = {name: entry[name] for name in _HANDLE_SETTINGS if name != "layout"}
@@ -105,17 +105,17 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     unit = Unit(
         wrapper._modules["_fsdp_wrapped_module"],  # type: ignore[arg-type]
         handles,
-        [Home(module, attribute, path, leaf) for module, attribute, path, leaf in plan["homes"]],
+        [ParamRef(module, attribute, path, leaf) for module, attribute, path, leaf in plan["homes"]],
         groups=plan["groups"],
         schedule=plan["schedule"],
         modules=plan["modules"],
-        aliases=[Home(module, attribute, path, leaf) for module, attribute, path, leaf in plan["aliases"]],
+        aliases=[ParamRef(module, attribute, path, leaf) for module, attribute, path, leaf in plan["aliases"]],
         **{name: plan[name] for name in _SETTINGS},
     )
     unit.choices = replace(unit.choices, state_dict=plan["state_dict"])
     unit.extend(
         [
-            Extended(leaf, state, extensions, [home for home in unit.homes if home.leaf is leaf])
+            TransformedParam(leaf, state, extensions, [home for home in unit.homes if home.leaf is leaf])
             for leaf, state, extensions in plan["extended"]
         ]
     )
@@ -192,7 +192,7 @@ def _copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
 def _lists_of(units: list[Unit]) -> _Lists:
     places = {unit: place for place, unit in enumerate(units)}
 
-    def known(targets: Targets) -> list[int]:
+    def known(targets: PrefetchTargets) -> list[int]:
         return [places[unit] for unit in targets.units() if unit in places]
 
     return [[known(getattr(unit.choices, name)) for name in _NAMING] for unit in units]
@@ -201,7 +201,7 @@ def _lists_of(units: list[Unit]) -> _Lists:
 def _set_lists(units: list[Unit], lists: _Lists) -> None:
     for unit, named in zip(units, lists, strict=True):
         if any(named):
-            targets = (Targets(units[place] for place in each) for each in named)
+            targets = (PrefetchTargets(units[place] for place in each) for each in named)
             unit.choose(**dict(zip(_NAMING, targets, strict=True)))
 
 
@@ -243,8 +243,8 @@ def _load(data: bytes) -> nn.Module:
     return wrapper
 
 
-def _reduce_groups(groups: GroupPlan) -> tuple[Any, ...]:
+def _reduce_groups(groups: ProcessGroups) -> tuple[Any, ...]:
     return plan_over, (groups.strategy, groups.given_ranks, groups.device)
 
 
-copyreg.pickle(GroupPlan, _reduce_groups)
+copyreg.pickle(ProcessGroups, _reduce_groups)

@@ -12,7 +12,7 @@ from flatfsdp.trainer.state.checkpoints import ASIDE
 from flatfsdp.trainer.terminal import say
 
 if TYPE_CHECKING:
-    from flatfsdp.trainer.reports import Result, StepReport
+    from flatfsdp.trainer.reports import StepReport, TrainingResult
     from flatfsdp.trainer.trainer import Trainer
 
 
@@ -36,7 +36,7 @@ class Callback:
     def on_save(self, trainer: Trainer, path: Path, stall_seconds: float) -> None:
         """After a checkpoint was begun; training waited for it so long. An asynchronous one is complete later."""
 
-    def on_end(self, trainer: Trainer, result: Result) -> None:
+    def on_end(self, trainer: Trainer, result: TrainingResult) -> None:
         """After the last step, its evaluation and its checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from flatfsdp.trainer.callbacks.base import Callback, keep_earlier
 from flatfsdp.trainer.callbacks.metrics_log import NAME, read_metrics
 
 if TYPE_CHECKING:
-    from flatfsdp.trainer.reports import Result
+    from flatfsdp.trainer.reports import TrainingResult
     from flatfsdp.trainer.trainer import Trainer
 
 PICTURE = "loss.png"
@@ -29,7 +29,7 @@ class LossPlot(Callback):
         if trainer.world.leads:
             keep_earlier(trainer, PICTURE)
 
-    def on_end(self, trainer: Trainer, result: Result) -> None:
+    def on_end(self, trainer: Trainer, result: TrainingResult) -> None:
         if trainer.world.leads:
             try:
                 plot_loss(read_metrics(trainer.output / NAME), trainer.output / PICTURE)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from flatfsdp.trainer.callbacks.base import Callback, keep_earlier
 
 if TYPE_CHECKING:
-    from flatfsdp.trainer.reports import Progress, Result, StepReport
+    from flatfsdp.trainer.reports import Progress, StepReport, TrainingResult
     from flatfsdp.trainer.trainer import Trainer
 
 NAME = "metrics.jsonl"
@@ -68,7 +68,7 @@ class MetricsLog(Callback):
     def on_save(self, trainer: Trainer, path: Path, stall_seconds: float) -> None:
         self._write({"step": trainer.progress.step, "checkpoint": path.name, "stall_seconds": stall_seconds})
 
-    def on_end(self, trainer: Trainer, result: Result) -> None:
+    def on_end(self, trainer: Trainer, result: TrainingResult) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -12,7 +12,7 @@ from flatfsdp.trainer.sizes import sizes_in_words
 from flatfsdp.trainer.terminal import columns, say
 
 if TYPE_CHECKING:
-    from flatfsdp.trainer.reports import Footprint, Result, StepReport
+    from flatfsdp.trainer.reports import MemoryFootprint, StepReport, TrainingResult
     from flatfsdp.trainer.trainer import Trainer
 
 PLAIN_LINES = 20  # lines of a run whose output is not a terminal
@@ -51,13 +51,13 @@ class ProgressBar(Callback):
             values = ", ".join(f"{name} {shown(value)}" for name, value in metrics.items())
             say(f"step {trainer.progress.step}: {values}")
 
-    def on_end(self, trainer: Trainer, result: Result) -> None:
+    def on_end(self, trainer: Trainer, result: TrainingResult) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
 
-def fitting(text: str, footprint: Footprint, width: int | None) -> str:
+def fitting(text: str, footprint: MemoryFootprint, width: int | None) -> str:
     """`text`, and of a rank's bytes what a line of `width` has room for beside the bar: each kind, or their sum."""
     whole = footprint.parameters + footprint.gradients + footprint.optimizer + footprint.in_flight
     room = (width or 1000) - BAR - len(text)

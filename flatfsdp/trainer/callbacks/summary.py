@@ -10,7 +10,7 @@ import torch
 
 import flatfsdp
 from flatfsdp.trainer.callbacks.base import Callback
-from flatfsdp.trainer.reports import Result, shown
+from flatfsdp.trainer.reports import TrainingResult, shown
 from flatfsdp.trainer.settings.dtypes import dtype_name
 from flatfsdp.trainer.sizes import sizes_in_words
 from flatfsdp.trainer.terminal import columns, say
@@ -31,7 +31,7 @@ class Summary(Callback):
         if trainer.world.leads:
             say(f"{flatfsdp.summary(trainer.model, compact=True)}\n\n{self.plan(trainer)}", sys.stdout)
 
-    def on_end(self, trainer: Trainer, result: Result) -> None:
+    def on_end(self, trainer: Trainer, result: TrainingResult) -> None:
         facts = self.facts(trainer, result)
         if trainer.world.leads:
             width = columns(sys.stdout) or 10_000
@@ -47,7 +47,7 @@ class Summary(Callback):
         return f"until {' or '.join(limits) or 'the data end'}, into {trainer.output}"
 
     @staticmethod
-    def facts(trainer: Trainer, result: Result) -> dict[str, str]:
+    def facts(trainer: Trainer, result: TrainingResult) -> dict[str, str]:
         """The lines, by name."""
         world, dtype = trainer.world, trainer.fsdp.param_dtype
         sent = ", ".join(

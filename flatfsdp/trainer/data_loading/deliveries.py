@@ -20,20 +20,20 @@ from flatfsdp.trainer.ranks import LocalFailure
 
 from .packing import pack, unpack
 from .ranks import LoadingRanks
-from .reading import DataError, Failure, Part
+from .reading import DataError, ReadFailure, StepPart
 
 # The parts that a range of ranks has of step after step, read by this process.
-OpenParts = Callable[[range], Iterator[Part]]
+OpenParts = Callable[[range], Iterator[StepPart]]
 
 # In place of a number of samples or bytes:
 END = -1
 FAILED = -2
 
 
-class Delivery(Protocol):
+class BatchSource(Protocol):
     """Where a rank gets its part of step after step."""
 
-    def next(self, local: LocalFailure | None = None) -> Part | None:
+    def next(self, local: LocalFailure | None = None) -> StepPart | None:
         """This rank's part of the next step, with the weight of the whole; None on all ranks at the end. Collective.
 
         Args:
@@ -52,14 +52,14 @@ class Delivery(Protocol):
         ...
 
 
-class Sharded:
+class ShardedSource:
     """Each rank reads what is its own."""
 
     def __init__(self, open_parts: OpenParts, ranks: LoadingRanks) -> None:
         self._ranks = ranks
         self._parts = open_parts(range(ranks.rank, ranks.rank + 1))
 
-    def next(self, local: LocalFailure | None = None) -> Part | None:
+    def next(self, local: LocalFailure | None = None) -> StepPart | None:
         part, failure = (None, None) if local is not None else _attempt(self._parts)
         failed = failure is not None or local is not None
         own = FAILED if failed else END if part is None else part.after.position
@@ -76,7 +76,7 @@ class Sharded:
 
 
 @dataclass(frozen=True)
-class _Coming:
+class _PrefetchedStep:
     """A step that was read ahead of the one that is computed.
 
     Attributes:
@@ -89,22 +89,22 @@ class _Coming:
     """
 
     size: int
-    part: Part | None = None
-    failure: Failure | None = None
+    part: StepPart | None = None
+    failure: ReadFailure | None = None
     message: Tensor | None = None
     work: Any = None
     buffers: list[Tensor] = field(default_factory=list)
 
 
-class Dispatch:
+class DispatchedSource:
     """Rank 0 reads for all ranks, one step ahead; its messages travel while the step before is computed."""
 
     def __init__(self, open_parts: OpenParts, ranks: LoadingRanks) -> None:
         self._ranks = ranks
         self._parts = open_parts(range(ranks.world)) if ranks.rank == 0 else iter(())
-        self._coming: _Coming | None = None
+        self._coming: _PrefetchedStep | None = None
 
-    def next(self, local: LocalFailure | None = None) -> Part | None:
+    def next(self, local: LocalFailure | None = None) -> StepPart | None:
         coming = self._coming = self._coming or self._send_ahead(None)
         if coming.size == END:
             return None
@@ -123,7 +123,7 @@ class Dispatch:
                 self._coming.work.wait()
         self._coming, self._parts = None, iter(())
 
-    def _send_ahead(self, problem: Failure | None, local: LocalFailure | None = None) -> _Coming:
+    def _send_ahead(self, problem: ReadFailure | None, local: LocalFailure | None = None) -> _PrefetchedStep:
         """Read and send the next step, once no rank has a `problem` with the one before. Collective."""
         part, failure, messages = self._read_ahead() if self._ranks.rank == 0 else (None, None, [])
         size = FAILED if failure is not None else max((message.numel() for message in messages), default=END)
@@ -133,14 +133,14 @@ class Dispatch:
             _tell(self._ranks, problem)
         size = rows[0][1]
         if size < 0:
-            return _Coming(size, failure=failure)
+            return _PrefetchedStep(size, failure=failure)
         own = torch.empty(size, dtype=torch.uint8)
         sent = [torch.nn.functional.pad(message, (0, size - message.numel())) for message in messages]
         group = self._ranks.host
         work = dist.scatter(own, sent or None, src=dist.get_global_rank(group, 0), group=group, async_op=True)
-        return _Coming(size, part=part, message=own if part is None else None, work=work, buffers=[own, *sent])
+        return _PrefetchedStep(size, part=part, message=own if part is None else None, work=work, buffers=[own, *sent])
 
-    def _read_ahead(self) -> tuple[Part | None, Failure | None, list[Tensor]]:
+    def _read_ahead(self) -> tuple[StepPart | None, ReadFailure | None, list[Tensor]]:
         """This rank's part of the next step, and for each rank a message with its own: none at the end."""
         whole, failure = _attempt(self._parts)
         if whole is None:
@@ -149,20 +149,20 @@ class Dispatch:
         try:
             return parts[0], None, [torch.empty(1, dtype=torch.uint8), *map(pack, parts[1:])]
         except Exception as error:  # whatever pickle has to say of the user's values
-            return None, Failure.of(error, at="sending what collate made"), []
+            return None, ReadFailure.of(error, at="sending what collate made"), []
 
 
-def _attempt(parts: Iterator[Part]) -> tuple[Part | None, Failure | None]:
+def _attempt(parts: Iterator[StepPart]) -> tuple[StepPart | None, ReadFailure | None]:
     """The next of `parts`, None where there is none, or why it cannot be had."""
     try:
         return next(parts, None), None
     except DataError as error:
-        return None, Failure(str(error), str(error.__cause__))
+        return None, ReadFailure(str(error), str(error.__cause__))
     except Exception as error:  # a process that read has died, say
-        return None, Failure.of(error)
+        return None, ReadFailure.of(error)
 
 
-def _tell(ranks: LoadingRanks, failure: Failure | None) -> NoReturn:
+def _tell(ranks: LoadingRanks, failure: ReadFailure | None) -> NoReturn:
     """Raise on all ranks what failed on some. Collective."""
     words = ranks.values(None if failure is None else failure.words)
     ranks.tell_failures(words, None if failure is None else DataError(f"as it was raised\n{failure.trace}"))

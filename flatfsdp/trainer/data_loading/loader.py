@@ -22,11 +22,11 @@ from flatfsdp.errors import (
 )
 from flatfsdp.trainer.ranks import LocalFailure
 
-from .deliveries import Delivery, Dispatch, Sharded
+from .deliveries import BatchSource, DispatchedSource, ShardedSource
 from .maps import MapParts
-from .order import Order, Place, Steps
+from .order import DataPosition, SampleOrder, StepLayout
 from .ranks import LoadingRanks
-from .reading import Collate, Microbatch, Part, Weigh, weighed
+from .reading import Collate, Microbatch, StepPart, Weigh, weighed
 from .streams import StreamSource, stream_parts
 
 MODES = ("sharded", "dispatch")
@@ -101,8 +101,8 @@ class Loader:
         self._weigh = weigh
         self._plan = _agreed(
             self._ranks,
-            lambda: _Plan(
-                extent=_Extent.of(dataset) if mode != "dispatch" or self._ranks.rank == 0 else None,
+            lambda: _CommonArguments(
+                extent=_DatasetExtent.of(dataset) if mode != "dispatch" or self._ranks.rank == 0 else None,
                 batch=batch,
                 accumulate=accumulate,
                 global_batch=global_batch,
@@ -119,8 +119,8 @@ class Loader:
         self._extent = self._plan.extent
         self._shuffle, self._seed = shuffle, seed
         self.global_batch = global_batch or self._ranks.world * batch * accumulate
-        self._place = Place()
-        self._delivery: Delivery | None = None
+        self._place = DataPosition()
+        self._delivery: BatchSource | None = None
         self._is_over = False
         self._warn_of_what_has_no_effect()
 
@@ -171,7 +171,7 @@ class Loader:
             return None
         if self._delivery is None:
             dispatches = self._plan.mode == "dispatch" and self._ranks.world > 1
-            self._delivery = (Dispatch if dispatches else Sharded)(self._open, self._ranks)
+            self._delivery = (DispatchedSource if dispatches else ShardedSource)(self._open, self._ranks)
         try:
             part = self._delivery.next(local)
         except Exception:
@@ -239,7 +239,7 @@ class Loader:
                 f"data position: the run that is resumed took {state['global_batch']} samples a step; from here on it "
                 f"is global_batch={self._plan.global_batch}, as asked for"
             )
-        self._place = Place(**{name: state[name] for name in asdict(Place())})
+        self._place = DataPosition(**{name: state[name] for name in asdict(DataPosition())})
         self._is_over = False
 
     def close(self) -> None:
@@ -259,8 +259,8 @@ class Loader:
     ) -> None:
         self.close()
 
-    def _steps(self, total: int | None) -> Steps:
-        return Steps(
+    def _steps(self, total: int | None) -> StepLayout:
+        return StepLayout(
             global_batch=self.global_batch,
             batch=self._plan.batch,
             ranks=self._ranks.world,
@@ -268,12 +268,12 @@ class Loader:
             drop_last=self._plan.drop_last,
         )
 
-    def _open(self, ranks: range) -> Iterator[Part]:
+    def _open(self, ranks: range) -> Iterator[StepPart]:
         """The parts of `ranks` in step after step from the position on. Processes that read start with the first: where
         that fails, all ranks hear of it."""
         yield from weighed(self._parts(ranks), self._weigh)
 
-    def _parts(self, ranks: range) -> Iterator[Part]:
+    def _parts(self, ranks: range) -> Iterator[StepPart]:
         if self._extent.is_stream:
             source = StreamSource(
                 self._dataset,
@@ -288,7 +288,7 @@ class Loader:
         assert self._extent.length is not None
         return MapParts(
             self._dataset,
-            order=Order(self._extent.length, shuffle=self._shuffle, seed=self._seed),
+            order=SampleOrder(self._extent.length, shuffle=self._shuffle, seed=self._seed),
             steps=self._steps(self._plan.total(self._extent.length)),
             ranks=ranks,
             collate=self._collate,
@@ -316,14 +316,14 @@ class Loader:
 
 
 @dataclass(frozen=True)
-class _Extent:
+class _DatasetExtent:
     """What kind of dataset it is, and how many samples it says it has."""
 
     is_stream: bool
     length: int | None
 
     @classmethod
-    def of(cls, dataset: Any) -> _Extent:
+    def of(cls, dataset: Any) -> _DatasetExtent:
         kind = type(dataset)
         by_number = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
         if isinstance(dataset, IterableDataset) or not by_number:
@@ -341,10 +341,10 @@ class _Extent:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _CommonArguments:
     """The arguments that ranks must have in common; `extent` is None where the dataset of this rank does not count."""
 
-    extent: _Extent | None
+    extent: _DatasetExtent | None
     batch: int
     accumulate: int
     global_batch: int | None
@@ -382,13 +382,13 @@ class _Plan:
         return min([*ends, *([] if self.limit is None else [self.limit])], default=None)
 
 
-def _agreed(ranks: LoadingRanks, make: Any) -> _Plan:
+def _agreed(ranks: LoadingRanks, make: Any) -> _CommonArguments:
     """The plan that every rank made, with the extent of those that read. Collective.
 
     Raises:
         AgreementError: on all ranks: they differ.
     """
-    plans: list[_Plan] = ranks.together(make)
+    plans: list[_CommonArguments] = ranks.together(make)
     for name in vars(plans[0]):
         found: dict[Any, list[int]] = {}
         for rank, plan in enumerate(plans):
@@ -404,7 +404,7 @@ def _agreed(ranks: LoadingRanks, make: Any) -> _Plan:
     return plans[0]
 
 
-def _length(extent: _Extent) -> int | None:
+def _length(extent: _DatasetExtent) -> int | None:
     return None if extent.is_stream else extent.length
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from .order import Order, Steps
-from .reading import Cell, Collate, Failure, Microbatch, Part, Reader, raise_failure
+from .order import SampleOrder, StepLayout
+from .reading import Collate, Microbatch, MicrobatchSlice, ReadFailure, SampleReader, StepPart, raise_failure
 
 
 class MapParts:
@@ -26,8 +26,8 @@ class MapParts:
         self,
         dataset: Any,
         *,
-        order: Order,
-        steps: Steps,
+        order: SampleOrder,
+        steps: StepLayout,
         ranks: range,
         collate: Collate,
         seed: int,
@@ -39,15 +39,15 @@ class MapParts:
         self._ranks = ranks
         self._position = position
         cells = planned(order, steps, ranks=ranks, position=position)
-        reader = Reader(dataset, collate=collate, seed=seed)
-        self._microbatches: Iterator[Microbatch | Failure] = (
+        reader = SampleReader(dataset, collate=collate, seed=seed)
+        self._microbatches: Iterator[Microbatch | ReadFailure] = (
             in_processes(reader, workers, sampler=cells) if workers else map(reader.__getitem__, cells)
         )
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[StepPart]:
         return self
 
-    def __next__(self) -> Part:
+    def __next__(self) -> StepPart:
         """The parts of the next step.
 
         Raises:
@@ -59,26 +59,26 @@ class MapParts:
         each = self._steps.microbatches(len(step))
         shares = tuple(tuple(self._next_microbatch() for _ in range(each)) for _ in self._ranks)
         self._position = step.stop
-        return Part(shares, after=self._order.place(step.stop))
+        return StepPart(shares, after=self._order.place(step.stop))
 
     def _next_microbatch(self) -> Microbatch:
         found = next(self._microbatches)
         return found if isinstance(found, Microbatch) else raise_failure(found)
 
 
-def planned(order: Order, steps: Steps, *, ranks: range, position: int) -> Iterator[Cell]:
+def planned(order: SampleOrder, steps: StepLayout, *, ranks: range, position: int) -> Iterator[MicrobatchSlice]:
     """The cells of `ranks` in step after step from `position` on. [Note: position]"""
     while step := steps.at(position):
         for share in steps.shares(step, ranks):
             for positions in share:
                 if positions:
-                    yield Cell(order.ids(positions), positions)
+                    yield MicrobatchSlice(order.ids(positions), positions)
                 else:
-                    yield Cell(order.ids(step[:1]), step[:1], stand_in=True)
+                    yield MicrobatchSlice(order.ids(step[:1]), step[:1], stand_in=True)
         position = step.stop
 
 
-def in_processes(source: Any, workers: int, *, sampler: Iterator[Cell] | None = None) -> Iterator[Any]:
+def in_processes(source: Any, workers: int, *, sampler: Iterator[MicrobatchSlice] | None = None) -> Iterator[Any]:
     """What `source` gives, read by `workers` processes, which end when the iterator is given up.
 
     `source` is an iterable, which one worker goes through, or one that is asked for what `sampler` yields, in order.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPosition:
     """Between which two samples a loader stands. [Note: position]
 
     Attributes:
@@ -40,7 +40,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepLayout:
     """How an order of samples is cut into steps, and a step into cells. [Note: position]
 
     Attributes:
@@ -84,7 +84,7 @@ class Steps:
         return [whole[rank * each : (rank + 1) * each] for rank in ranks]
 
 
-class Order:
+class SampleOrder:
     """The order of samples of a dataset of known length. [Note: position]"""
 
     def __init__(self, length: int, *, shuffle: bool, seed: int) -> None:
@@ -97,9 +97,9 @@ class Order:
         """The numbers in the dataset of the samples at `positions`."""
         return tuple(number for part in self._parts(positions) for number in part)
 
-    def place(self, position: int) -> Place:
+    def place(self, position: int) -> DataPosition:
         """The place at `position`."""
-        return Place(position, *divmod(position, self.length))
+        return DataPosition(position, *divmod(position, self.length))
 
     def _parts(self, positions: range) -> Iterator[list[int] | range]:
         while positions:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from flatfsdp.errors import FlatFSDPError, ranks_in_words, warn
-from flatfsdp.trainer.ranks import Ranks
+from flatfsdp.trainer.ranks import TrainerRanks
 
-from .reading import DataError, Failure
+from .reading import DataError, ReadFailure
 
 T = TypeVar("T")
 
 
-class LoadingRanks(Ranks):
+class LoadingRanks(TrainerRanks):
     """Ranks whose failures are those of data."""
 
     def together(self, work: Callable[[], T]) -> list[T]:
@@ -29,7 +29,7 @@ class LoadingRanks(Ranks):
             value = work()
         except Exception as raised:
             error = raised
-        answers = self.values((value, None if error is None else Failure.of(error).words))
+        answers = self.values((value, None if error is None else ReadFailure.of(error).words))
         if isinstance(error, FlatFSDPError):
             raise error
         self.tell_failures([words for _, words in answers], error)

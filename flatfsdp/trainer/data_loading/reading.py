@@ -20,7 +20,7 @@ import torch
 
 from flatfsdp.errors import FlatFSDPError, few
 
-from .order import Place, seed_of
+from .order import DataPosition, seed_of
 
 Collate = Callable[[list[Any]], Any]
 Weigh = Callable[[Any], int]
@@ -45,7 +45,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """What was read of one step.
 
     Attributes:
@@ -55,19 +55,19 @@ class Part:
     """
 
     shares: tuple[tuple[Microbatch, ...], ...]
-    after: Place
+    after: DataPosition
     weight: int = 0
 
 
 @dataclass(frozen=True)
-class Failure:
+class ReadFailure:
     """Why something was not read: a line for all ranks, and the traceback for the rank where it happened."""
 
     words: str
     trace: str
 
     @classmethod
-    def of(cls, error: Exception, *, at: str = "") -> Failure:
+    def of(cls, error: Exception, *, at: str = "") -> ReadFailure:
         """`error`, which happened at what `at` names."""
         last = traceback.extract_tb(error.__traceback__)[-1:]
         line = "".join(f" ({frame.filename}:{frame.lineno}, in {frame.name})" for frame in last)
@@ -76,7 +76,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Cell:
+class MicrobatchSlice:
     """What one microbatch is to hold.
 
     Attributes:
@@ -90,7 +90,7 @@ class Cell:
     stand_in: bool = False
 
 
-class Reader:
+class SampleReader:
     """Makes microbatches of a dataset with a length; it goes to the processes that read.
 
     What dataset or collate raise is returned: a process that reads for another has to say which sample it was.
@@ -101,7 +101,7 @@ class Reader:
         self._collate = collate
         self._seed = seed
 
-    def __getitem__(self, cell: Cell) -> Microbatch | Failure:
+    def __getitem__(self, cell: MicrobatchSlice) -> Microbatch | ReadFailure:
         with untouched_randomness():
             samples = []
             for number, position in zip(cell.ids, cell.positions, strict=True):
@@ -109,11 +109,11 @@ class Reader:
                 try:
                     samples.append(self._dataset[number])
                 except Exception as error:
-                    return Failure.of(error, at=f"sample {number}")
+                    return ReadFailure.of(error, at=f"sample {number}")
             try:
                 inputs = self._collate(samples)
             except Exception as error:
-                return Failure.of(error, at=of_samples("collate", cell.ids))
+                return ReadFailure.of(error, at=of_samples("collate", cell.ids))
         return Microbatch(inputs, () if cell.stand_in else cell.ids)
 
 
@@ -122,7 +122,7 @@ def of_samples(call: str, ids: Sequence[int]) -> str:
     return f"{call} of sample{'s' if len(ids) > 1 else ''} {few([str(number) for number in ids])}"
 
 
-def weighed(parts: Iterator[Part], weigh: Weigh | None) -> Iterator[Part]:
+def weighed(parts: Iterator[StepPart], weigh: Weigh | None) -> Iterator[StepPart]:
     """`parts`, each with the weight of its microbatches, or the number of their samples; stand-ins have none.
 
     Raises:
@@ -134,11 +134,11 @@ def weighed(parts: Iterator[Part], weigh: Weigh | None) -> Iterator[Part]:
             try:
                 weight += len(microbatch.ids) if weigh is None else int(weigh(microbatch.inputs))
             except Exception as error:
-                raise_failure(Failure.of(error, at=of_samples("weight", microbatch.ids)))
+                raise_failure(ReadFailure.of(error, at=of_samples("weight", microbatch.ids)))
         yield replace(part, weight=weight)
 
 
-def raise_failure(failure: Failure) -> NoReturn:
+def raise_failure(failure: ReadFailure) -> NoReturn:
     """Raise what happened, perhaps in another process."""
     raise DataError(failure.words) from DataError(failure.trace)
 

@@ -14,13 +14,13 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from .maps import in_processes
-from .order import Place, Steps
+from .order import DataPosition, StepLayout
 from .reading import (
     Collate,
     DataError,
-    Failure,
     Microbatch,
-    Part,
+    ReadFailure,
+    StepPart,
     of_samples,
     raise_failure,
     seed_generators,
@@ -28,14 +28,14 @@ from .reading import (
 )
 
 
-def stream_parts(source: StreamSource, *, workers: int) -> Iterator[Part]:
+def stream_parts(source: StreamSource, *, workers: int) -> Iterator[StepPart]:
     """The parts of step after step that `source` gives, read ahead by another process if there are `workers`.
 
     Raises:
         DataError: while iterating: a sample could not be read, or samples not be put together.
     """
     for part in in_processes(source, 1) if workers else source:
-        yield part if isinstance(part, Part) else raise_failure(part)
+        yield part if isinstance(part, StepPart) else raise_failure(part)
 
 
 class StreamSource(IterableDataset[Any]):
@@ -47,12 +47,12 @@ class StreamSource(IterableDataset[Any]):
         self,
         dataset: Any,
         *,
-        steps: Steps,
+        steps: StepLayout,
         ranks: range,
         epochs: int | None,
         collate: Collate,
         seed: int,
-        place: Place,
+        place: DataPosition,
     ) -> None:
         self._dataset = dataset
         self._steps = steps
@@ -63,7 +63,7 @@ class StreamSource(IterableDataset[Any]):
         self._place = place
         self._has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
-    def __iter__(self) -> Iterator[Part | Failure]:
+    def __iter__(self) -> Iterator[StepPart | ReadFailure]:
         samples, place = self._samples(), self._place
         while True:
             try:
@@ -73,10 +73,10 @@ class StreamSource(IterableDataset[Any]):
                         return
                     epoch, number, _ = taken[-1]
                     state = self._dataset.state_dict() if self._has_state else None
-                    place = Place(place.position + len(taken), epoch, number + 1, state)
+                    place = DataPosition(place.position + len(taken), epoch, number + 1, state)
                     part = self._part([(number, sample) for _, number, sample in taken], place)
             except Exception as error:
-                yield Failure.of(error)
+                yield ReadFailure.of(error)
                 return
             yield part
 
@@ -101,7 +101,7 @@ class StreamSource(IterableDataset[Any]):
                 except StopIteration:
                     break
                 except Exception as error:
-                    raise DataError(Failure.of(error, at=f"sample {found} of epoch {epoch}").words) from error
+                    raise DataError(ReadFailure.of(error, at=f"sample {found} of epoch {epoch}").words) from error
                 found += 1
                 if found > passed:
                     yield epoch, found - 1, sample
@@ -117,7 +117,7 @@ class StreamSource(IterableDataset[Any]):
                 )
             begun += found
 
-    def _part(self, samples: list[tuple[int, Any]], after: Place) -> Part:
+    def _part(self, samples: list[tuple[int, Any]], after: DataPosition) -> StepPart:
         step = range(after.position - len(samples), after.position)
         shares = []
         for cells in self._steps.shares(step, self._ranks):
@@ -127,11 +127,11 @@ class StreamSource(IterableDataset[Any]):
                 ids = tuple(number for number, _ in own)
                 share.append(Microbatch(self._collated(own or samples[:1]), ids))
             shares.append(tuple(share))
-        return Part(tuple(shares), after)
+        return StepPart(tuple(shares), after)
 
     def _collated(self, samples: list[tuple[int, Any]]) -> Any:
         try:
             return self._collate([sample for _, sample in samples])
         except Exception as error:
             at = of_samples("collate", [number for number, _ in samples])
-            raise DataError(Failure.of(error, at=at).words) from error
+            raise DataError(ReadFailure.of(error, at=at).words) from error

@@ -42,15 +42,15 @@ def recompute(module: nn.Module) -> None:
     dropped. Copies and pickles of the module have it, too. Once, however often it is called.
     """
     if not is_recomputed(module):
-        module.forward = _Recomputing(module, module.__dict__.get("forward"))
+        module.forward = _RecomputedForward(module, module.__dict__.get("forward"))
 
 
 def is_recomputed(module: nn.Module) -> bool:
     """Whether `recompute` was called for `module`."""
-    return isinstance(module.__dict__.get("forward"), _Recomputing)
+    return isinstance(module.__dict__.get("forward"), _RecomputedForward)
 
 
-class _Recomputing:
+class _RecomputedForward:
     """The forward of a module, to which it does not hold on: a circle would keep the memory of a deleted model."""
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
@@ -68,11 +68,11 @@ class _Recomputing:
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Recomputing, (self._module(), self._own)
+        return _RecomputedForward, (self._module(), self._own)
 
 
 @dataclass(frozen=True)
-class _Buffer:
+class _CastBuffer:
     """A buffer, and the dtype in which the first run read it: the unit may have cast it for that run only."""
 
     module: nn.Module
@@ -80,17 +80,17 @@ class _Buffer:
     dtype: torch.dtype
 
 
-def _buffers_of(module: nn.Module) -> list[_Buffer]:
+def _buffers_of(module: nn.Module) -> list[_CastBuffer]:
     inside = ((each, *named) for each in module.modules() for named in each.named_buffers(recurse=False))
-    return [_Buffer(each, name, buffer.dtype) for each, name, buffer in inside]
+    return [_CastBuffer(each, name, buffer.dtype) for each, name, buffer in inside]
 
 
-def _first_and_again(buffers: list[_Buffer]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _first_and_again(buffers: list[_CastBuffer]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     return nullcontext(), _copies_of(buffers)
 
 
 @contextmanager
-def _copies_of(buffers: list[_Buffer]) -> Iterator[None]:
+def _copies_of(buffers: list[_CastBuffer]) -> Iterator[None]:
     """Copies in their places: a batch norm that runs again would follow the same batch twice."""
     originals = [getattr(each.module, each.name) for each in buffers]
     try:

@@ -20,7 +20,7 @@ from flatfsdp.trainer.model.recomputation import is_recomputed
 _NUMBER = 12345.678  # no cap and no scale leaves it alone, nor a dtype with less precision than a loss needs
 
 
-class NoHead(Exception):
+class NoHeadError(Exception):
     """There is no layer whose output could be replaced; its text says why."""
 
 
@@ -32,7 +32,7 @@ def find_head(model: nn.Module, logits: Callable[[], Tensor]) -> nn.Linear:
         logits: runs it on something small and returns its logits.
 
     Raises:
-        NoHead: there is none, or something comes after it.
+        NoHeadError: there is none, or something comes after it.
     """
     names = {module: name for name, module in model.named_modules()}
     with _evaluating(model), torch.no_grad():
@@ -49,17 +49,19 @@ def find_head(model: nn.Module, logits: Callable[[], Tensor]) -> nn.Linear:
                 hook.remove()
         fitting = [module for module, found in calls if found == shape]
         if not fitting:
-            raise NoHead(f"no nn.Linear of {type(model).__name__} returns anything of the shape of its logits")
+            raise NoHeadError(f"no nn.Linear of {type(model).__name__} returns anything of the shape of its logits")
         head = fitting[-1]
         if sum(module is head for module, _ in calls) > 1:
-            raise NoHead(f"{names[head]!r} is called more than once")
+            raise NoHeadError(f"{names[head]!r} is called more than once")
         with in_place_of_head(head, lambda hidden: torch.tensor(_NUMBER, device=hidden.device)):
             found = _tried(logits)
     if found.dim() or found.dtype != torch.float32 or found.item() != torch.tensor(_NUMBER).item():
-        raise NoHead(f"what {names[head]!r} returns is changed (scaled, capped, cast) before it is returned")
+        raise NoHeadError(f"what {names[head]!r} returns is changed (scaled, capped, cast) before it is returned")
     for module, name in names.items():
         if module is not head and is_recomputed(module) and head in set(module.modules()):
-            raise NoHead(f"{names[head]!r} is inside {name!r}, which is computed again in the backward, then as it is")
+            raise NoHeadError(
+                f"{names[head]!r} is inside {name!r}, which is computed again in the backward, then as it is"
+            )
     return head
 
 
@@ -82,7 +84,9 @@ def _tried(logits: Callable[[], Tensor]) -> Tensor:
     except FlatFSDPError:
         raise
     except Exception as error:
-        raise NoHead(f"a forward to try failed (another example= may help): {type(error).__name__}: {error}") from error
+        raise NoHeadError(
+            f"a forward to try failed (another example= may help): {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from flatfsdp.errors import UsageError
 from flatfsdp.trainer.model.hugging_face import is_causal, takes_input_ids, without_cache
 from flatfsdp.trainer.objectives.chunked_loss import linear_cross_entropy
-from flatfsdp.trainer.objectives.heads import NoHead, find_head, in_place_of_head
+from flatfsdp.trainer.objectives.heads import NoHeadError, find_head, in_place_of_head
 from flatfsdp.trainer.ranks import warn_for_all
 
 IGNORED = -100
@@ -169,10 +169,10 @@ def fused(objective: Objective, model: nn.Module, *, example: Any = None, rows: 
     """
     try:
         if not isinstance(objective, CausalLM):
-            raise NoHead(f"a {type(objective).__name__} is not known to be the cross entropy of a linear layer")
+            raise NoHeadError(f"a {type(objective).__name__} is not known to be the cross entropy of a linear layer")
         batch = _two_tokens(model) if example is None else example
         head = find_head(model, lambda: logits_of(call(model, batch)))
-    except NoHead as reason:
+    except NoHeadError as reason:
         warn_for_all(f"fused_loss: without effect, logits will be whole in memory: {reason}")
         return objective
     return _FusedCausalLM(objective, ref(head), rows)

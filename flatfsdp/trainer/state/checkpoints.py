@@ -30,11 +30,11 @@ from torch.optim import Optimizer
 from flatfsdp import FullStateDictConfig, FullyShardedDataParallel, checkpoint
 from flatfsdp.checkpoint import Keeping, Listed, Saving
 from flatfsdp.errors import CheckpointError, few, refuse_value, warn
-from flatfsdp.trainer.ranks import Ranks
-from flatfsdp.trainer.state.component_states import Taken, as_json, choose, give, take, verify
+from flatfsdp.trainer.ranks import TrainerRanks
+from flatfsdp.trainer.state.component_states import LocalComponentStates, as_json, choose, give, take, verify
 from flatfsdp.trainer.state.components import Component, void
 
-__all__ = ["CheckpointManager", "Loaded", "Saved"]
+__all__ = ["CheckpointManager", "LoadResult", "SaveResult"]
 
 NAMED = "step-*"
 ASIDE = "aside-{}"
@@ -45,7 +45,7 @@ logger = logging.getLogger("flatfsdp")
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """A save that began, or ended.
 
     Attributes:
@@ -59,7 +59,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """What came back.
 
     Attributes:
@@ -118,7 +118,7 @@ class CheckpointManager:
             self._keeping = Keeping(last=keep_last, best=keep_best, by=by, mode=best_mode, named=NAMED, unfinished=True)
         self._best_by, self._best_mode = best_by, best_mode
         self._asynchronous, self._format, self._per_node = asynchronous, format, per_node
-        self._ranks = Ranks(process_group)
+        self._ranks = TrainerRanks(process_group)
         self._saving: Saving | None = None
 
     # --- save ---------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class CheckpointManager:
         components: Sequence[Component] = (),
         metrics: Mapping[str, float] | None = None,
         files: Callable[[Path], None] | None = None,
-    ) -> Saved:
+    ) -> SaveResult:
         """Save ``step-<step>``; one of that name is replaced when the new one is complete.
 
         Args:
@@ -169,7 +169,7 @@ class CheckpointManager:
             keeping=self._keeping,
             process_group=self._ranks.group,
         )
-        return Saved(path, time.monotonic() - start)
+        return SaveResult(path, time.monotonic() - start)
 
     def finish(self) -> None:
         """Wait for a save in the background.
@@ -190,7 +190,7 @@ class CheckpointManager:
         verify(components, self._ranks)
 
     def _beside(
-        self, step: int, model: nn.Module, taken: Taken, files: Callable[[Path], None] | None
+        self, step: int, model: nn.Module, taken: LocalComponentStates, files: Callable[[Path], None] | None
     ) -> Callable[[Path], None]:
         whole = _whole(model, self._ranks) if self._format == "torch" else {}
         text = as_json(taken.table, step=step, world=self._ranks.world)
@@ -318,7 +318,7 @@ class CheckpointManager:
         model: nn.Module,
         optimizer: Optimizer | None = None,
         components: Sequence[Component] = (),
-    ) -> Loaded:
+    ) -> LoadResult:
         """Load what `find` has found. Of a folder with weights only the weights: everything else begins anew.
 
         Raises:
@@ -358,7 +358,7 @@ class CheckpointManager:
         said = self._ranks.tell(f"loading {where}", lambda: give(components, choice, states, step=step or 0))
         return self._loaded(where, step, world, [*choice.warnings, *said[self._ranks.rank]])
 
-    def _load_weights(self, path: Path, model: nn.Module) -> Loaded:
+    def _load_weights(self, path: Path, model: nn.Module) -> LoadResult:
         found = self._ranks.tell(f"loading {path}", lambda: _weights_in(path))
         if not all(found):
             self._at(path)  # says what is there
@@ -369,10 +369,10 @@ class CheckpointManager:
         note = f"{path} holds weights only: optimizer, schedule, data and random numbers begin anew"
         return self._loaded(path, None, None, [note])
 
-    def _loaded(self, path: Path, step: int | None, world: int | None, notes: list[str]) -> Loaded:
+    def _loaded(self, path: Path, step: int | None, world: int | None, notes: list[str]) -> LoadResult:
         for note in notes:
             logger.info(note)
-        return Loaded(path, step, world, tuple(notes))
+        return LoadResult(path, step, world, tuple(notes))
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -387,7 +387,7 @@ def _told(there: Sequence[Listed]) -> str:
 # --- whole weights ----------------------------------------------------------------------------------------------------
 
 
-def _whole(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
+def _whole(model: nn.Module, ranks: TrainerRanks) -> dict[str, torch.Tensor]:
     """The model's state dict in host memory of its own, on rank 0; on the others nothing. Collective."""
     with _on_rank_0(model):
         state = model.state_dict()
@@ -398,7 +398,7 @@ def _whole(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
     return {key.replace("_orig_mod.", ""): value for key, value in state.items()}
 
 
-def _load_whole(model: nn.Module, folder: Path, ranks: Ranks) -> None:
+def _load_whole(model: nn.Module, folder: Path, ranks: TrainerRanks) -> None:
     """Load ``pytorch_model.bin``, which rank 0 reads. Collective."""
 
     def read() -> dict[str, torch.Tensor]:

@@ -17,24 +17,24 @@ from typing import Any
 import torch
 
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError
-from flatfsdp.trainer.ranks import Ranks, node
+from flatfsdp.trainer.ranks import TrainerRanks, node
 from flatfsdp.trainer.state.components import Component, Sharing
 
-__all__ = ["Choice", "Taken", "as_json", "choose", "give", "take", "verify"]
+__all__ = ["ComponentSelection", "LocalComponentStates", "as_json", "choose", "give", "take", "verify"]
 
 ALL = "all"
 _WHOLE = (Sharing.GLOBAL, Sharing.REPLICATED)
 
 
 @dataclass(frozen=True)
-class Taken:
+class LocalComponentStates:
     """What this rank writes of components, by name and part, and the table of all, which all ranks have."""
 
     states: Mapping[str, Mapping[str, Any]]
     table: Mapping[str, Any]
 
 
-def take(components: Sequence[Component], ranks: Ranks) -> Taken:
+def take(components: Sequence[Component], ranks: TrainerRanks) -> LocalComponentStates:
     """The states of `components`, where each is to be written. Collective.
 
     Raises:
@@ -64,7 +64,7 @@ def take(components: Sequence[Component], ranks: Ranks) -> Taken:
         }
         for component in components
     }
-    return Taken(states, table)
+    return LocalComponentStates(states, table)
 
 
 def _saved(component: Component) -> Any:
@@ -74,7 +74,7 @@ def _saved(component: Component) -> Any:
         raise CheckpointError(f"component {component.name!r}: {type(error).__name__}: {error}") from error
 
 
-def _divided(components: Sequence[Component], ranks: Ranks, doing: str) -> dict[str, dict[str, tuple[int, ...]]]:
+def _divided(components: Sequence[Component], ranks: TrainerRanks, doing: str) -> dict[str, dict[str, tuple[int, ...]]]:
     """Of each component the ranks of each part. Collective."""
     names = [component.name for component in components]
 
@@ -124,7 +124,7 @@ def _few(own: Sequence[Any], other: Sequence[Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ComponentSelection:
     """What a rank loads of a checkpoint.
 
     Attributes:
@@ -138,7 +138,9 @@ class Choice:
     warnings: Sequence[str]
 
 
-def choose(table: Mapping[str, Any], world: int | None, components: Sequence[Component], ranks: Ranks) -> Choice:
+def choose(
+    table: Mapping[str, Any], world: int | None, components: Sequence[Component], ranks: TrainerRanks
+) -> ComponentSelection:
     """What this rank loads of a checkpoint with this `table`, saved by `world` ranks. Collective.
 
     Raises:
@@ -173,14 +175,16 @@ def choose(table: Mapping[str, Any], world: int | None, components: Sequence[Com
     unknown = [name for name in table if name not in parts]
     if unknown:
         warnings.append(f"the checkpoint has {', '.join(unknown)}, for which this run has no component; left out")
-    return Choice(parts, missing, warnings)
+    return ComponentSelection(parts, missing, warnings)
 
 
 def _begins(component: Component) -> str:
     return "stays as it was made" if component.restart is None else "starts anew"
 
 
-def give(components: Sequence[Component], choice: Choice, states: Mapping[str, Any], *, step: int) -> list[str]:
+def give(
+    components: Sequence[Component], choice: ComponentSelection, states: Mapping[str, Any], *, step: int
+) -> list[str]:
     """Let `components` load their `states`, by name and part, or start anew; what these say. Not collective."""
     said = []
     for component in components:
@@ -198,7 +202,7 @@ def give(components: Sequence[Component], choice: Choice, states: Mapping[str, A
 # --- replicas ---------------------------------------------------------------------------------------------------------
 
 
-def verify(components: Sequence[Component], ranks: Ranks) -> None:
+def verify(components: Sequence[Component], ranks: TrainerRanks) -> None:
     """Compare replicated components over ranks, by hashes. Collective; others are not looked at.
 
     Raises:

@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from flatfsdp.trainer.launch import Placement, World, run
+from flatfsdp.trainer.launch import Placement, RankContext, run
 
 
 def addresses(pid: int) -> set[str]:
@@ -29,7 +29,7 @@ def addresses(pid: int) -> set[str]:
     return found
 
 
-def job(world: World) -> int:
+def job(world: RankContext) -> int:
     group = dist.new_group(backend="gloo")
     dist.all_reduce(torch.ones(1), group=group)
     for who, pid in (("rank", os.getpid()), ("parent", os.getppid())):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flatfsdp.trainer import FSDPArguments, Task, Trainer, TrainingArguments
 from flatfsdp.trainer.callbacks import Callback, MetricsLog
-from flatfsdp.trainer.launch import Placement, World, run
+from flatfsdp.trainer.launch import Placement, RankContext, run
 from flatfsdp.trainer.reports import StepReport
 
 SAMPLES, EPOCHS, GLOBAL_BATCH, SAVE_EVERY = 25, 3, 6, 3
@@ -77,7 +77,7 @@ def samples() -> list[dict[str, Tensor]]:
     ]
 
 
-def job(world: World, output: str, dropout: float, signal_number: int, at: int) -> int:
+def job(world: RankContext, output: str, dropout: float, signal_number: int, at: int) -> int:
     own_at = at if world.rank == world.size - 1 else 0
     trainer = Trainer(
         Task(model=partial(Model, dropout), train_data=samples(), objective=Squares(signal_number, own_at)),

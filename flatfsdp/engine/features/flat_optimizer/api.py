@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from ....errors import UsageError, refuse_type
-from .stepper import FlatStepper
+from .stepper import FusedStepper
 
 ELEMENTWISE = frozenset(
     {
@@ -35,7 +35,7 @@ class FlatSteps:
     It is made there, for the `stepper` of one `optimizer`, which it does not keep alive.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, stepper: FlatStepper) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, stepper: FusedStepper) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._stepper = stepper
         self._hooks = (
@@ -130,4 +130,4 @@ def step_flat(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) ->
     if optimizer in _stepping_flat:
         raise UsageError(f"{name}(): this {kind.__name__} already steps flat; call remove() of what that returned")
     _stepping_flat.add(optimizer)
-    return FlatSteps(optimizer, FlatStepper(across_padding=kind in ELEMENTWISE))
+    return FlatSteps(optimizer, FusedStepper(across_padding=kind in ELEMENTWISE))

@@ -27,7 +27,7 @@ def is_number(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class PublishedState:
     """One parameter's state as it was published: `view` shows `flat` from element `start` on."""
 
     view: torch.Tensor
@@ -35,10 +35,10 @@ class Piece:
     start: int
 
 
-Pieces = dict[int, dict[str, Piece]]  # by id of the parameter and name of the state
+Pieces = dict[int, dict[str, PublishedState]]  # by id of the parameter and name of the state
 
 
-class Run:
+class FusedRun:
     """Some parameters as one.
 
     Attributes:
@@ -121,7 +121,8 @@ class Run:
                 )
 
     def publish(self, states: States, pieces: Pieces) -> None:
-        """Show in the members' `states` what the step has put into the run's; `Counts` show 0-dim tensors after it."""
+        """Show in the members' `states` what the step has put into the run's; `StepCounts` show 0-dim tensors after
+        it."""
         for name, value in self.state.items():
             if name in self._published and value is self._published[name]:
                 continue
@@ -139,17 +140,17 @@ class Run:
     def _show(self, name: str, flat: torch.Tensor, states: States, pieces: Pieces) -> None:
         for each, view, start in zip(self.members, self.views_of(flat), self.starts, strict=True):
             states[each][name] = view
-            pieces.setdefault(id(each), {})[name] = Piece(view, flat, start)
+            pieces.setdefault(id(each), {})[name] = PublishedState(view, flat, start)
 
 
-class Counts:
+class StepCounts:
     """What one 0-dim state of runs is for each member: elements of one tensor, since each may be changed by itself.
 
     Attributes:
         tensor: 1-D, an element for each member of each run.
     """
 
-    def __init__(self, name: str, runs: Sequence[Run], states: States) -> None:
+    def __init__(self, name: str, runs: Sequence[FusedRun], states: States) -> None:
         self._name = name
         self._runs = runs
         of_first: torch.Tensor = runs[0].state[name]

@@ -28,18 +28,18 @@ from torch import nn
 
 from ...device.fake_tensors import is_memoryless
 from ...flat.flat_param import FlatParamHandle
-from ...layout.contiguous_runs import Place, find_runs
+from ...layout.contiguous_runs import ParamInShard, find_runs
 from ...layout.layout import Span
 from ...runtime import param_registry as registry
 from ...runtime.backward_steps import is_at_work
-from .state import PLAIN, Counts, Pieces, Run, State, States, is_number
+from .state import PLAIN, FusedRun, Pieces, State, States, StepCounts, is_number
 
 _GRAD, _DTYPE, _PARAMS = attrgetter("grad"), attrgetter("dtype"), itemgetter("params")
 _POINTER, _OFFSET = torch.Tensor.data_ptr, torch.Tensor.storage_offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
+class FusableParam:
     """A parameter that may be part of a run: it lies in a shard, on `span`, and has a gradient."""
 
     parameter: nn.Parameter
@@ -51,7 +51,7 @@ class Candidate:
     state: State
 
 
-class Plan:
+class RunPlan:
     """The runs of an optimizer, and all that they were found by.
 
     Attributes:
@@ -68,18 +68,18 @@ class Plan:
         self._beside = [key for key in states if not isinstance(key, torch.Tensor)]
         self._pieces = pieces
         _forget_replaced(pieces, self._listed, states)
-        self.runs: list[Run] = []
+        self.runs: list[FusedRun] = []
         self._single: list[nn.Parameter] = []  # of our models, in no run
         for found in _runs_of(candidates, across_padding=self._across):
             if len(found) > 1:
                 members, spans = [each.parameter for each in found], [each.span for each in found]
-                self.runs.append(Run(found[0].handle.shard, members, spans, found[0].group))
+                self.runs.append(FusedRun(found[0].handle.shard, members, spans, found[0].group))
             else:
                 self.alone[found[0].group].append(found[0].parameter)
                 self._single.append(found[0].parameter)
         for run in self.runs:
             run.adopt(states, pieces)
-        self._counts: list[Counts] = []
+        self._counts: list[StepCounts] = []
 
         self._members = [each for run in self.runs for each in run.members]
         grads = list(map(_GRAD, self._members))
@@ -186,12 +186,12 @@ class Plan:
     def _remember(self, states: States, *, publish: bool) -> None:
         """Note what is published now; `publish`: 0-dim states anew, for others are there."""
         if publish:
-            named: dict[Any, list[Run]] = {}
+            named: dict[Any, list[FusedRun]] = {}
             for run in self.runs:
                 for name, value in run.state.items():
                     if is_number(value):
                         named.setdefault((name, value.dtype, value.device), []).append(run)
-            self._counts = [Counts(name, runs, states) for (name, _, _), runs in named.items()]
+            self._counts = [StepCounts(name, runs, states) for (name, _, _), runs in named.items()]
         for each in self._counts:
             each.publish()
         self._versions = [each.tensor._version for each in self._counts]
@@ -201,7 +201,7 @@ class Plan:
             self._run_values = _values([run.state for run in self.runs])
 
 
-class FlatStepper:
+class FusedStepper:
     """Lets one optimizer step on runs.
 
     Attributes:
@@ -212,10 +212,12 @@ class FlatStepper:
     def __init__(self, *, across_padding: bool) -> None:
         """`across_padding`: zeros, with gradients of zero, stay zeros when the optimizer steps on them."""
         self._across_padding = across_padding
-        self._plans: dict[int | None, Plan] = {}  # by id of the unit that steps in a backward; None: of all parameters
+        self._plans: dict[
+            int | None, RunPlan
+        ] = {}  # by id of the unit that steps in a backward; None: of all parameters
         self._pieces: Pieces = {}
         self._stand_in: torch.optim.Optimizer | None = None
-        self.plan: Plan | None = None
+        self.plan: RunPlan | None = None
         self.planned = 0
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -234,7 +236,7 @@ class FlatStepper:
             self._stand_in = plan.begin(optimizer)
         return (self._stand_in, *args[1:]), kwargs
 
-    def _plan_of(self, optimizer: torch.optim.Optimizer) -> Plan:
+    def _plan_of(self, optimizer: torch.optim.Optimizer) -> RunPlan:
         key = None
         if is_at_work(optimizer):
             key = id(registry.owner_of(optimizer.param_groups[0]["params"][0]))
@@ -244,7 +246,7 @@ class FlatStepper:
             plan = None  # what it holds goes before anything is copied
             if key is None:
                 self._forget_others(optimizer)
-            plan = Plan(optimizer, across_padding=self._across_padding, pieces=self._pieces)
+            plan = RunPlan(optimizer, across_padding=self._across_padding, pieces=self._pieces)
             self.planned += 1
         self._plans[key] = plan
         return plan
@@ -323,10 +325,10 @@ def _spans(handle: FlatParamHandle) -> list[Span]:
 
 def _sorted_out(
     optimizer: torch.optim.Optimizer,
-) -> tuple[list[Candidate], list[nn.Parameter], list[list[nn.Parameter]]]:
+) -> tuple[list[FusableParam], list[nn.Parameter], list[list[nn.Parameter]]]:
     """Candidates for runs; parameters of our models without a gradient; and the others, by param group."""
     places: dict[int, tuple[FlatParamHandle, int]] = {}
-    candidates: list[Candidate] = []
+    candidates: list[FusableParam] = []
     absent: list[nn.Parameter] = []
     alone: list[list[nn.Parameter]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -344,14 +346,14 @@ def _sorted_out(
             handle, index = places[id(parameter)]
             state = optimizer.state.get(parameter, {})
             span = _spans(handle)[index]
-            candidates.append(Candidate(parameter, number, handle, index, span, parameter.grad, state))
+            candidates.append(FusableParam(parameter, number, handle, index, span, parameter.grad, state))
     return candidates, absent, alone
 
 
-def _runs_of(candidates: Sequence[Candidate], *, across_padding: bool) -> Iterator[list[Candidate]]:
+def _runs_of(candidates: Sequence[FusableParam], *, across_padding: bool) -> Iterator[list[FusableParam]]:
     """`candidates` by run; those that are in no run by themselves."""
     numbers = _numbers(each.state for each in candidates)
-    by_handle: dict[FlatParamHandle, dict[int, Candidate]] = {}
+    by_handle: dict[FlatParamHandle, dict[int, FusableParam]] = {}
     for each in candidates:
         members = by_handle.setdefault(each.handle, {})
         if each.index in members:  # listed twice, and to be stepped on twice
@@ -361,7 +363,7 @@ def _runs_of(candidates: Sequence[Candidate], *, across_padding: bool) -> Iterat
     for handle, members in by_handle.items():
         spans = _spans(handle)
         kinds = [_kind(members[index], numbers) if index in members else None for index in range(len(spans))]
-        places = [Place(span, kind) for span, kind in zip(spans, kinds, strict=True)]
+        places = [ParamInShard(span, kind) for span, kind in zip(spans, kinds, strict=True)]
         for run in find_runs(places, padding=handle.layout.align - 1 if across_padding else 0):
             if run[0] in members:
                 yield [members[index] for index in run]
@@ -382,7 +384,7 @@ def _numbers(states: Iterable[State]) -> dict[int, float]:
     }
 
 
-def _kind(candidate: Candidate, numbers: Mapping[int, float]) -> Any:
+def _kind(candidate: FusableParam, numbers: Mapping[int, float]) -> Any:
     """What members of one run have in common; None for a parameter that is in none."""
     parameter, grad, handle = candidate.parameter, candidate.grad, candidate.handle
     place = handle.sharded_views[candidate.index]

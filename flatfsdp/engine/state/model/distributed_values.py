@@ -14,13 +14,13 @@ import torch.distributed as dist
 from ....errors import UsageError
 from ...base import _torch
 from ...base.wait_limits import blocked
-from ...comm.transport import Group
+from ...comm.transport import Axis
 from ...device.streams import accelerator
 from ...runtime.unit import Unit
-from .lazy_values import Deferred
+from .lazy_values import LazyValue
 
 
-class Distributed(Deferred):
+class DistributedValue(LazyValue):
     """A DTensor or a ShardedTensor as a value to be loaded. `held`: it."""
 
     def arrive(self, target: torch.Tensor) -> None:
@@ -42,13 +42,13 @@ def whole_of(value: Any) -> torch.Tensor:
 
 
 def defer_distributed(state_dict: dict[str, Any]) -> None:
-    """Replace torch's distributed tensors in `state_dict` by `Distributed`."""
+    """Replace torch's distributed tensors in `state_dict` by `DistributedValue`."""
     for key, value in state_dict.items():
         if is_distributed(value):
             # A ShardedTensor warns of whatever else it is asked.
             known = value.metadata() if type(value).__name__ == "ShardedTensor" else None
             shape, dtype = (value.shape, value.dtype) if known is None else (known.size, known.tensor_properties.dtype)
-            state_dict[key] = Distributed.of(value, shape, dtype)
+            state_dict[key] = DistributedValue.of(value, shape, dtype)
 
 
 def _whole_of_shards(value: Any) -> torch.Tensor:
@@ -68,7 +68,7 @@ def _whole_of_shards(value: Any) -> torch.Tensor:
     return whole
 
 
-def _require_ranks(axis: Group) -> None:
+def _require_ranks(axis: Axis) -> None:
     if axis.process_group is None:
         raise UsageError(
             "state dicts of DTensors or ShardedTensors need a shard axis of several ranks, but here every rank holds "
@@ -76,7 +76,7 @@ def _require_ranks(axis: Group) -> None:
         )
 
 
-def flat_of(local: torch.Tensor, start: int, numel: int, axis: Group) -> Any:
+def flat_of(local: torch.Tensor, start: int, numel: int, axis: Axis) -> Any:
     """A ShardedTensor of `numel` elements, of which this rank has `local` from `start` on. Collective over the axis."""
     _require_ranks(axis)
     return _torch.sharded_tensor_of_rows(local, start, (numel,), axis.process_group)

@@ -20,7 +20,7 @@ _TRANSPARENT = frozenset({WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"})
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedParam:
     """A parameter of a model.
 
     Attributes:
@@ -50,7 +50,7 @@ def clean_text(text: str) -> str:
     return text
 
 
-def named_state(module: nn.Module) -> list[Named]:
+def named_state(module: nn.Module) -> list[NamedParam]:
     """Every parameter inside `module` once, units' own and others, in the order of its state dict. No communication."""
     units = units_in(module)
     places: dict[int, tuple[Unit | None, int, int]] = {
@@ -77,7 +77,7 @@ def named_state(module: nn.Module) -> list[Named]:
     out = []
     for key, found in names.items():
         owner, kind, index = places.get(key, (None, 0, 0))
-        out.append(Named(found[0], tuple(found), owner, kind, index, leaves[key]))
+        out.append(NamedParam(found[0], tuple(found), owner, kind, index, leaves[key]))
     return out
 
 

@@ -17,10 +17,10 @@ from ...base.plain_data import decode, encode
 from ...comm.transport import Transport
 from ...runtime.unit import Unit
 from ..consolidate import is_first
-from .lazy_values import Deferred
+from .lazy_values import LazyValue
 
 
-class FromFirst(Deferred):
+class FromRank0(LazyValue):
     """A value of the first rank's state dict.
 
     Attributes:
@@ -48,7 +48,7 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
         UsageError: on every rank: a value cannot be sent.
     """
     keys = [key for key in state_dict if key.startswith(prefix)]
-    if any(isinstance(state_dict[key], FromFirst) for key in keys):
+    if any(isinstance(state_dict[key], FromRank0) for key in keys):
         return
     first = is_first(unit)
     told: list[tuple[str, Any, Any]] = []
@@ -65,7 +65,7 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
         if shape is None:
             state_dict[key] = what
         else:
-            state_dict[key] = FromFirst.of(held[key] if first else None, shape, what)
+            state_dict[key] = FromRank0.of(held[key] if first else None, shape, what)
             state_dict[key].unit = unit
 
 

@@ -12,7 +12,7 @@ from ...base import _torch
 from ...flat.placeholder import Placeholder, asks, name_of
 
 
-class Deferred(torch.Tensor):
+class LazyValue(torch.Tensor):
     """A value that takes communication to be had. `copy_` of it into a placeholder is kept there; into another tensor
     it is carried out at once, in the order in which modules load, which is the same on all ranks.
 
@@ -46,7 +46,7 @@ class Deferred(torch.Tensor):
         name = name_of(func)
         if name == ".data":  # as modules ask for it that load parameters
             return args[0]
-        if name == "copy_()" and isinstance(args[1], Deferred):
+        if name == "copy_()" and isinstance(args[1], LazyValue):
             target, source = args[0], args[1]
             if isinstance(target, Placeholder):
                 target.received = source

@@ -24,18 +24,18 @@ from ...agreement.once_per_job import warn_once_per_job
 from ...base import _torch
 from ...config.state_dict_configs import FullStateDictConfig, StateDictType
 from ...flat.flat_param import FlatParamHandle
-from ...flat.placeholder import ReadsValues
+from ...flat.placeholder import PlaceholderReadError
 from ...flat.states import SUMMONED
 from ...runtime.module_tree import units_in
 from ...runtime.unit import Unit
 from ..consolidate import is_first, scatter, store, together
 from ..full_params import summon
 from ..owned_interval import OwnedInterval
-from .distributed_values import Distributed, defer_distributed
+from .distributed_values import DistributedValue, defer_distributed
 from .fqns import WRAPPED, clean, clean_text
-from .from_rank0 import FromFirst, axes_of, spread
+from .from_rank0 import FromRank0, axes_of, spread
 from .misfits import in_brief
-from .placeholders import StandIns, stand_in
+from .placeholders import Placeholders, stand_in
 from .saving import FLAT, check_between, has_own_classes
 
 UNDER_WAY = "_load_under_way"
@@ -45,7 +45,7 @@ _read_values: weakref.WeakSet[Unit] = weakref.WeakSet()
 _asked: ContextVar[bool] = ContextVar("a wrapper loads a state dict", default=False)
 
 
-class Load:
+class UnitLoad:
     """The loading of one unit, from its wrapper's turn until all modules inside have had theirs.
 
     Attributes:
@@ -59,7 +59,7 @@ class Load:
         self.errors = errors
         self._told = len(errors)
         self._whole = ExitStack()
-        self._stand_ins: StandIns | None = None
+        self._stand_ins: Placeholders | None = None
         if has_own_classes(unit) or unit in _read_values or (within is None and not _asked.get() and _may_read(unit)):
             taken = self._take_intervals(state_dict, prefix, within)
             self._whole.enter_context(
@@ -67,7 +67,7 @@ class Load:
             )
             state_dict.update((key, leaf.detach().clone()) for key, leaf in taken.items())
         else:
-            self._stand_ins = StandIns(unit, receives=True, within=within)
+            self._stand_ins = Placeholders(unit, receives=True, within=within)
 
     def _take_intervals(
         self, state_dict: dict[str, Any], prefix: str, within: nn.Module | None
@@ -96,7 +96,7 @@ class Load:
             for owner in (self.unit, *self.unit.owners):
                 for kind, handle in enumerate(owner.handles):
                     values = {i: received[id(leaf)] for i, leaf in enumerate(handle.leaves) if id(leaf) in received}
-                    if any(isinstance(value, FromFirst) for value in values.values()):
+                    if any(isinstance(value, FromRank0) for value in values.values()):
                         self._store_from_first(owner, kind, handle, values)
                     else:
                         self._store_each(owner, handle, values)
@@ -106,7 +106,7 @@ class Load:
     ) -> None:
         whole: list[torch.Tensor | None] = [None] * len(handle.leaves)
         for index, value in values.items():
-            whole[index] = value.held if isinstance(value, FromFirst) else value
+            whole[index] = value.held if isinstance(value, FromRank0) else value
         shard = scatter(owner, kind, whole)
         for owned in handle.layout.owned(handle.rank):
             if owned.index in values:
@@ -116,7 +116,7 @@ class Load:
     def _store_each(self, owner: Unit, handle: FlatParamHandle, values: dict[int, torch.Tensor]) -> None:
         for index, value in values.items():
             try:
-                given = value.whole() if isinstance(value, Distributed) else value
+                given = value.whole() if isinstance(value, DistributedValue) else value
                 if not isinstance(given, torch.Tensor):  # like one, which reads a file when it is used (Lightning's)
                     given = torch.detach(given)
                 if given.is_meta or given.layout is not torch.strided:  # told by ranks that own nothing of it, too
@@ -158,7 +158,7 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
         try:
             with together(units_in(wrapper), "load_state_dict()") if sends else nullcontext():
                 return load(_of_first(unit, state_dict) if sends else state_dict)
-        except ReadsValues:
+        except PlaceholderReadError:
             reading = [each for each in _under_way(wrapper) if each.unit not in _read_values]
             if not reading:
                 raise
@@ -200,7 +200,7 @@ def forget(module: nn.Module) -> None:
         inside.__dict__.pop(UNDER_WAY, None)
 
 
-def _under_way(wrapper: nn.Module) -> list[Load]:
+def _under_way(wrapper: nn.Module) -> list[UnitLoad]:
     """What has begun inside `wrapper` and not ended, outermost first."""
     return [module.__dict__[UNDER_WAY] for module in wrapper.modules() if UNDER_WAY in module.__dict__]
 
@@ -230,7 +230,7 @@ def begin(
         unit.root.lazy_init()
         spread(unit, state_dict, prefix)
     _unpack_flat(unit, state_dict, prefix)
-    wrapper.__dict__[UNDER_WAY] = Load(unit, state_dict, prefix, errors)
+    wrapper.__dict__[UNDER_WAY] = UnitLoad(unit, state_dict, prefix, errors)
     _rename(state_dict, prefix, wrapper)
     if local_metadata.get("assign_to_params_buffers"):
         _tell_dtypes(unit, state_dict, prefix)
@@ -248,7 +248,7 @@ def begin_unit(unit: Unit, state_dict: dict[str, Any]) -> None:
 
 def end(wrapper: nn.Module, incompatible: Any) -> None:
     """All modules inside have had their turn."""
-    load: Load | None = wrapper.__dict__.pop(UNDER_WAY, None)
+    load: UnitLoad | None = wrapper.__dict__.pop(UNDER_WAY, None)
     if load is not None:
         load.close()
         load.clean_errors()
@@ -330,7 +330,7 @@ def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
     Raises:
         UsageError: it is of another layout.
     """
-    value = value.held if isinstance(value, Distributed) else value
+    value = value.held if isinstance(value, DistributedValue) else value
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
     what = (

@@ -11,14 +11,14 @@ from torch import nn
 
 from ...flat.flat_param import FlatParamHandle
 from ...flat.placeholder import Placeholder
-from ...flat.views import Home
+from ...flat.views import ParamRef
 from ...runtime.unit import Unit
 
 # By the id of the leaf: modules of several units hold the same placeholder where they hold the same parameter.
 _standing: weakref.WeakValueDictionary[int, Placeholder] = weakref.WeakValueDictionary()
 
 
-class StandIns:
+class Placeholders:
     """Placeholders in all homes of one unit, those of parameters that it borrows included, or `within` one module.
 
     Attributes:
@@ -27,7 +27,7 @@ class StandIns:
 
     def __init__(self, unit: Unit, *, receives: bool, within: nn.Module | None = None) -> None:
         self.unit = unit
-        self._held: list[tuple[Home, bool, Any]] = []  # what was there, and whether it was registered
+        self._held: list[tuple[ParamRef, bool, Any]] = []  # what was there, and whether it was registered
         self._placeholders: dict[int, Placeholder] = {}
         places = _places((unit, *unit.owners))
         for home in (*unit.homes, *unit.aliases):

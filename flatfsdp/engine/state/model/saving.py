@@ -28,17 +28,17 @@ from ...config.state_dict_configs import (
     StateDictType,
 )
 from ...flat.flat_param import FlatParamHandle
-from ...flat.placeholder import Placeholder, ReadsValues
+from ...flat.placeholder import Placeholder, PlaceholderReadError
 from ...flat.states import IDLE, SUMMONED
 from ...layout.layout import ParamSpec
 from ...runtime.module_tree import units_in
 from ...runtime.unit import Unit
 from ..consolidate import consolidated, is_first, others_of, together
 from ..full_params import summon
-from ..owned_interval import Others, OwnedInterval
+from ..owned_interval import OwnedInterval, RemoteElements
 from .distributed_values import carrier_of, flat_of, rows_of
 from .fqns import clean
-from .placeholders import StandIns, stand_in
+from .placeholders import Placeholders, stand_in
 from .rank0_buffers import take_firsts
 from .types import settings_of
 from .zero_copy import lends
@@ -47,7 +47,7 @@ FLAT = "_flat_param"
 
 
 @dataclass
-class Job:
+class StateDictCall:
     """One call from outside, and those that it leads to.
 
     Attributes:
@@ -98,7 +98,7 @@ class Job:
         return value.to("cpu", copy=True) if self.settings.state_dict_config.offload_to_cpu else value.clone()
 
 
-_job: ContextVar[Job | None] = ContextVar("state dict under way", default=None)
+_job: ContextVar[StateDictCall | None] = ContextVar("state dict under way", default=None)
 
 
 def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: bool) -> Any:
@@ -128,9 +128,9 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
     return destination
 
 
-def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> Job:
+def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> StateDictCall:
     """A job for `units`, outermost `unit`, which are brought to rest where they are to be gathered."""
-    job = Job(chosen, is_first(unit))
+    job = StateDictCall(chosen, is_first(unit))
     check_between("state_dict()", units)
     for root in {id(each.root): each.root for each in units}.values():
         if not job.is_silent:
@@ -157,7 +157,7 @@ def check_between(what: str, units: Sequence[Unit]) -> None:
             )
 
 
-def _add(job: Job, wrapper: nn.Module, destination: Any, prefix: str) -> None:
+def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) -> None:
     unit: Unit = wrapper.__dict__["_unit"]
     start = len(destination)
     for before in wrapper._state_dict_pre_hooks.values():
@@ -166,10 +166,10 @@ def _add(job: Job, wrapper: nn.Module, destination: Any, prefix: str) -> None:
     try:
         by_values = has_own_classes(unit)
         if not by_values:
-            stand_ins = StandIns(unit, receives=False)
+            stand_ins = Placeholders(unit, receives=False)
             try:
                 unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
-            except ReadsValues:
+            except PlaceholderReadError:
                 by_values = True
                 for key in list(islice(destination, start, None)):
                     del destination[key]
@@ -197,7 +197,7 @@ def has_own_classes(unit: Unit) -> bool:
     )
 
 
-def _add_values(job: Job, unit: Unit, destination: Any, prefix: str, start: int) -> None:
+def _add_values(job: StateDictCall, unit: Unit, destination: Any, prefix: str, start: int) -> None:
     """Let the modules of `unit` see whole parameters."""
     with summon([unit], writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False):
         unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
@@ -230,7 +230,7 @@ def _rename(destination: Any, prefix: str, start: int) -> None:
             metadata[name] = metadata.pop(key)
 
 
-def fill(job: Job, unit: Unit, destination: Any, among: Sequence[str], prefix: str) -> None:
+def fill(job: StateDictCall, unit: Unit, destination: Any, among: Sequence[str], prefix: str) -> None:
     """Replace placeholders `among` these keys for parameters of `unit`, and of owners that are not asked themselves, by
     values."""
     waiting: dict[int, list[str]] = {}
@@ -257,13 +257,13 @@ def fill(job: Job, unit: Unit, destination: Any, among: Sequence[str], prefix: s
                     _put(job, destination, key, job.values[id(handle.leaves[index])])
 
 
-def _put(job: Job, destination: Any, key: str, value: Any) -> None:
+def _put(job: StateDictCall, destination: Any, key: str, value: Any) -> None:
     destination[key] = value
     job.made[id(value)] = value
 
 
 def _values(
-    job: Job, unit: Unit, kind: int, indices: Sequence[int], names: dict[int, list[str]]
+    job: StateDictCall, unit: Unit, kind: int, indices: Sequence[int], names: dict[int, list[str]]
 ) -> Iterator[tuple[int, Any]]:
     """(index, value) of some parameters of one handle. Collective over the shard axis unless the job is silent."""
     config = job.settings.state_dict_config
@@ -281,7 +281,7 @@ def _values(
                 yield index, rows_of(whole[index], unit, as_dtensor=as_dtensor, offload_to_cpu=offload)
 
 
-def _shard_of(job: Job, handle: FlatParamHandle) -> torch.Tensor:
+def _shard_of(job: StateDictCall, handle: FlatParamHandle) -> torch.Tensor:
     if lends():
         return handle.shard.detach()
     if id(handle) not in job.copies:
@@ -289,7 +289,7 @@ def _shard_of(job: Job, handle: FlatParamHandle) -> torch.Tensor:
     return job.copies[id(handle)]
 
 
-def _owned(job: Job, unit: Unit, kind: int, index: int, name: str) -> OwnedInterval:
+def _owned(job: StateDictCall, unit: Unit, kind: int, index: int, name: str) -> OwnedInterval:
     handle = unit.handles[kind]
     spec, rank = handle.layout.params[index], handle.rank
     shard = _shard_of(job, handle)
@@ -302,7 +302,7 @@ def _owned(job: Job, unit: Unit, kind: int, index: int, name: str) -> OwnedInter
     )
 
 
-def _flat(job: Job, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
+def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
     """The flat shard without world padding. Collective if it is to be a ShardedTensor."""
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
@@ -311,7 +311,7 @@ def _flat(job: Job, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
         return flat_of(local, span.start, layout.unpadded_numel, unit.groups.shard)
     # The name tells the layout.
     spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.unpadded_numel,))
-    others = Others(
+    others = RemoteElements(
         unit.groups.shard.process_group,
         unit.groups.device,
         lambda: [layout.unpadded_part(rank).numel for rank in range(layout.world)],
@@ -319,7 +319,7 @@ def _flat(job: Job, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
     return OwnedInterval(local, spec, span, names_empty=handle.rank == 0, others=others if layout.world > 1 else None)
 
 
-def _finish(job: Job, destination: Any, start: int, *, keep_vars: bool) -> None:
+def _finish(job: StateDictCall, destination: Any, start: int, *, keep_vars: bool) -> None:
     offload = job.settings.state_dict_config.offload_to_cpu and not lends()
     for key, value in list(islice(destination.items(), start, None)):
         if job.rank0_only and not job.first:

@@ -18,19 +18,19 @@ from ...base import _torch
 from ...config.state_dict_configs import FullStateDictConfig, StateDictType
 from ...flat.placeholder import Placeholder
 from ...flat.states import SUMMONED
-from ...flat.views import Home
+from ...flat.views import ParamRef
 from ...runtime.param_registry import unit_around
 from ...runtime.unit import Unit
 from ..consolidate import together
-from .loading import Load, begin_unit
-from .placeholders import StandIns
+from .loading import UnitLoad, begin_unit
+from .placeholders import Placeholders
 from .rank0_buffers import take_firsts
-from .saving import Job, begin, fill
+from .saving import StateDictCall, begin, fill
 
 _UNDER_WAY = "_part_under_way"
 
 
-def watch(homes: Iterable[Home]) -> None:
+def watch(homes: Iterable[ParamRef]) -> None:
     """Let the modules of `homes` answer for themselves."""
     for module in {id(home.module): home.module for home in homes}.values():
         if before_saving not in module._state_dict_pre_hooks.values():
@@ -58,8 +58,8 @@ class _Saving:
         if not _torch.saves_as_usual(module):
             _refuse(unit, module, "has a _save_to_state_dict of its own, which may read values")
         self.unit = unit
-        self.job: Job = begin(unit, [unit, *unit.owners], chosen)
-        self.stand_ins = StandIns(unit, receives=False, within=module)
+        self.job: StateDictCall = begin(unit, [unit, *unit.owners], chosen)
+        self.stand_ins = Placeholders(unit, receives=False, within=module)
 
     def abandon(self) -> None:
         self.stand_ins.remove()
@@ -114,11 +114,11 @@ def before_loading(
     if isinstance(config, FullStateDictConfig) and config.rank0_only:
         _refuse(unit, module, "is to be loaded from rank 0 (rank0_only=True), which takes its wrapper")
     begin_unit(unit, state_dict)
-    module.__dict__[_UNDER_WAY] = Load(unit, state_dict, prefix, errors, within=module)
+    module.__dict__[_UNDER_WAY] = UnitLoad(unit, state_dict, prefix, errors, within=module)
 
 
 def after_loading(module: nn.Module, incompatible: Any) -> None:
     """torch's load state dict post-hook."""
     under_way = module.__dict__.pop(_UNDER_WAY, None)
-    if isinstance(under_way, Load):
+    if isinstance(under_way, UnitLoad):
         under_way.close()

@@ -13,7 +13,7 @@ from ..model.types import settings_of
 from .loading import load
 from .param_map import groups_of
 from .rekey import rekey
-from .saving import Wanted, state_by_name
+from .saving import StateDictRequest, state_by_name
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
@@ -68,7 +68,7 @@ class OptimStates:
         settings = settings_of(model)
         config = settings.optim_state_dict_config
         whole = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-        wanted = Wanted(
+        wanted = StateDictRequest(
             "whole" if whole else getattr(config, "sharded_as", "interval"),
             offload_to_cpu=config.offload_to_cpu,
             rank0_only=getattr(config, "rank0_only", False),
@@ -133,7 +133,7 @@ class OptimStates:
             optim_input: what the optimizer was built from, if its own param groups are not to be asked.
             rank0_only: whether the dicts of ranks other than the first are empty.
         """
-        wanted = Wanted("whole", rank0_only=rank0_only)
+        wanted = StateDictRequest("whole", rank0_only=rank0_only)
         return state_by_name(model, optim, None, wanted, optim_input=optim_input, group=group)
 
     @staticmethod
@@ -143,7 +143,7 @@ class OptimStates:
 
         `model`, `optim` and `group` are as there.
         """
-        return state_by_name(model, optim, None, Wanted(default_carrier()), group=group)
+        return state_by_name(model, optim, None, StateDictRequest(default_carrier()), group=group)
 
     @staticmethod
     def shard_full_optim_state_dict(

@@ -18,53 +18,53 @@ from typing import Any
 import torch
 
 from ....errors import AgreementError, UsageError, ranks_in_words
-from .param_map import Held
+from .param_map import OptimizedParam
 
 Facts = dict[str, Any]  # by the name of the state: Shaped, Kept, Odd, or the value itself
 
 
 @dataclass(frozen=True)
-class Shaped:
+class ParamShaped:
     """A tensor with an element for each of the parameter's."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class Kept:
+class OtherState:
     """Something else that holds tensors. `value` is on the CPU; None where every rank has it itself."""
 
     value: Any
 
 
 @dataclass(frozen=True)
-class Odd:
+class UnsupportedState:
     """What cannot be put together, in words."""
 
     words: str
 
 
 @dataclass(frozen=True)
-class Report:
+class ParamReport:
     """What one rank tells of one parameter of its optimizer. `facts`: None if its optimizer does not hold it."""
 
     name: str
     facts: Facts | None
 
 
-def facts_of(held: Held, state: Mapping[str, Any]) -> Facts:
+def facts_of(held: OptimizedParam, state: Mapping[str, Any]) -> Facts:
     """What this rank's `state` of `held` is."""
     facts: Facts = {}
     handle = held.handle
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == held.shape:
-            facts[name] = Shaped(value.dtype)
+            facts[name] = ParamShaped(value.dtype)
         elif not _holds_tensors(value):
             facts[name] = value_of(value)
         elif held.keeps_any_shape:
-            facts[name] = Kept(None if handle is None or handle.whole else value_of(value))
+            facts[name] = OtherState(None if handle is None or handle.whole else value_of(value))
         else:
-            facts[name] = Odd(_words(value, held))
+            facts[name] = UnsupportedState(_words(value, held))
     return facts
 
 
@@ -79,7 +79,7 @@ def value_of(value: Any, *, device: torch.device | None = None) -> Any:
     return copy.deepcopy(value)
 
 
-def agree(reports: Mapping[int, Sequence[Report]]) -> dict[str, Facts]:
+def agree(reports: Mapping[int, Sequence[ParamReport]]) -> dict[str, Facts]:
     """What all ranks' reports come to, for every parameter that has states.
 
     Raises:
@@ -128,7 +128,7 @@ def _agreed(name: str, by_rank: Mapping[int, Facts | None]) -> Facts:
 
 def _refuse_odd(name: str, state: str, *values: Any) -> None:
     for value in values:
-        if isinstance(value, Odd):
+        if isinstance(value, UnsupportedState):
             raise UsageError(
                 f"optimizer state {state!r} of {name!r} is {value.words}, and the parameter is split over ranks: only "
                 "states of its own shape can be put together again. Use an optimizer whose states have the shape of "
@@ -146,7 +146,7 @@ def alike(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         same_kind = one.dtype == other.dtype and one.shape == other.shape
         return same_kind and torch.equal(_bits(one), _bits(other))
-    if isinstance(one, Kept):
+    if isinstance(one, OtherState):
         return alike(one.value, other.value)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(alike(value, other[key]) for key, value in one.items())
@@ -164,14 +164,14 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def shown(value: Any) -> str:
     """A fact for messages."""
-    if isinstance(value, Shaped):
+    if isinstance(value, ParamShaped):
         return f"a tensor of its shape, {value.dtype}"
-    if isinstance(value, Odd):
+    if isinstance(value, UnsupportedState):
         return value.words
     if isinstance(value, torch.Tensor):
         what = str(value.item()) if value.dim() == 0 else f"shape {tuple(value.shape)}"
         return f"a tensor, {what}, {value.dtype}"
-    text = repr(value.value if isinstance(value, Kept) else value)
+    text = repr(value.value if isinstance(value, OtherState) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -184,7 +184,7 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_holds_tensors, value))
 
 
-def _words(value: Any, held: Held) -> str:
+def _words(value: Any, held: OptimizedParam) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}, where what this rank steps on has {held.shape}"
     return f"a {type(value).__name__} that holds tensors"

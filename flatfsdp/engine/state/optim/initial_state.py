@@ -23,12 +23,12 @@ from torch import nn
 from ....errors import UsageError
 from ...agreement.once_per_job import warn_once_per_job
 from .descriptions import value_of
-from .param_map import Held, Key
+from .param_map import Key, OptimizedParam
 
 _ITS_OWN = frozenset({"state", "param_groups"})
 
 
-class _Firsts(dict[Any, Any]):
+class _FirstValues(dict[Any, Any]):
     """One parameter's state, which remembers what was assigned first. `first`: by the name of the state."""
 
     def __init__(self) -> None:
@@ -54,18 +54,18 @@ class _States(defaultdict[Any, Any]):
     """An optimizer's state whose entries remember."""
 
     def __init__(self) -> None:
-        super().__init__(_Firsts)
+        super().__init__(_FirstValues)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(value, dict) and not isinstance(value, _Firsts):
-            remembering = _Firsts()
+        if isinstance(value, dict) and not isinstance(value, _FirstValues):
+            remembering = _FirstValues()
             remembering.update(value)
             value = remembering
         super().__setitem__(key, value)
 
 
 def state_before_first_step(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Held]]
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[OptimizedParam]]
 ) -> dict[Key, dict[str, Any]]:
     """The state of each parameter that requires a gradient, by its key. No communication but the optimizer's own.
 
@@ -82,13 +82,13 @@ def state_before_first_step(
     return found
 
 
-def _is_copy(value: Any, held: Held) -> bool:
+def _is_copy(value: Any, held: OptimizedParam) -> bool:
     at_rest = _at_rest(held)
     return isinstance(value, torch.Tensor) and value.dim() > 0 and torch.equal(value, at_rest.to(value))
 
 
 def _state_of_trial(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Held]], *, on_values: bool
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[OptimizedParam]], *, on_values: bool
 ) -> dict[Key, dict[str, Any]]:
     stand_ins = {id(held.parameter): _stand_in(held, on_values=on_values) for group in groups for held in group}
     states = _States()
@@ -117,7 +117,7 @@ def _state_of_trial(
     return found
 
 
-def _at_rest(held: Held) -> torch.Tensor:
+def _at_rest(held: OptimizedParam) -> torch.Tensor:
     handle = held.handle
     if handle is None:
         return held.parameter.detach()
@@ -125,7 +125,7 @@ def _at_rest(held: Held) -> torch.Tensor:
     return (handle.shard if held.is_flat else handle.sharded_views[held.params[0].index]).detach()
 
 
-def _stand_in(held: Held, *, on_values: bool) -> nn.Parameter:
+def _stand_in(held: OptimizedParam, *, on_values: bool) -> nn.Parameter:
     at_rest, steps = _at_rest(held), held.parameter.requires_grad
     if steps:
         values = at_rest.clone() if on_values else torch.zeros_like(at_rest)

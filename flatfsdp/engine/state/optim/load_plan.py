@@ -16,14 +16,14 @@ import torch
 
 from ....errors import ConfigTypeError, ConfigValueError, did_you_mean
 from ..model.distributed_values import is_distributed
-from ..model.fqns import Named, clean
+from ..model.fqns import NamedParam, clean
 from ..owned_interval import OwnedInterval
 from .descriptions import alike, shown, value_of
-from .param_map import Held, Holder, Key, handle_of, span_in_param, spec_of
+from .param_map import Key, OptimizedParam, ParamMap, handle_of, span_in_param, spec_of
 
 
 @dataclass(frozen=True)
-class Described:
+class TensorSpec:
     """A tensor of a state dict. `span`: of an `OwnedInterval`, the elements that are there."""
 
     shape: tuple[int, ...]
@@ -35,26 +35,26 @@ Values = dict[str, Any]  # by the name of the state: a Described, or the value i
 
 
 @dataclass(frozen=True)
-class Description:
+class StateDictSpec:
     """A state dict without its tensors."""
 
     state: dict[str, Any]  # Values by the name of the parameter; what is no dict belongs to no parameter
     param_groups: list[dict[str, Any]] | None
 
-    def to_cpu(self) -> Description:
+    def to_cpu(self) -> StateDictSpec:
         """The same for another rank, whose accelerator may be another one."""
-        return Description(self.state, None if self.param_groups is None else value_of(self.param_groups))
+        return StateDictSpec(self.state, None if self.param_groups is None else value_of(self.param_groups))
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardedState:
     """A state of the parameter's shape: each rank gets its elements."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class Taken:
+class ReplicatedState:
     """A tensor that every rank gets as it is."""
 
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """What an optimizer is to load.
 
     Attributes:
@@ -97,7 +97,7 @@ def check_dict(state_dict: Any) -> dict[str, Any]:
     return state_dict
 
 
-def describe(state_dict: Any) -> Description:
+def describe(state_dict: Any) -> StateDictSpec:
     """What `state_dict` holds. No communication.
 
     Raises:
@@ -118,21 +118,21 @@ def describe(state_dict: Any) -> Description:
         for key, entry in checked["state"].items()
     }
     groups = None if param_groups is None else [copy.deepcopy(dict(group)) for group in param_groups]
-    return Description(state, groups)
+    return StateDictSpec(state, groups)
 
 
 def _described(value: Any) -> Any:
     if isinstance(value, OwnedInterval):
-        return Described(value.spec.shape, value.dtype, (value.span.start, value.span.stop))
+        return TensorSpec(value.spec.shape, value.dtype, (value.span.start, value.span.stop))
     if type(value).__name__ == "ShardedTensor":  # which warns of whatever else it is asked
         known = value.metadata()
-        return Described(tuple(known.size), known.tensor_properties.dtype)
+        return TensorSpec(tuple(known.size), known.tensor_properties.dtype)
     if isinstance(value, torch.Tensor) and (value.dim() or is_distributed(value)):
-        return Described(tuple(value.shape), value.dtype)
+        return TensorSpec(tuple(value.shape), value.dtype)
     return value_of(value)
 
 
-def plan(holder: Holder, description: Description, others: Collection[Any] = ()) -> Plan:
+def plan(holder: ParamMap, description: StateDictSpec, others: Collection[Any] = ()) -> LoadPlan:
     """What an optimizer over `holder`'s parameters loads. No communication.
 
     `others`: what the optimizer's state has besides parameters.
@@ -175,7 +175,7 @@ def plan(holder: Holder, description: Description, others: Collection[Any] = ())
         state
         for values in found.values()
         for state, value in values.items()
-        if isinstance(value, Described) and value.shape
+        if isinstance(value, TensorSpec) and value.shape
     }
     states: dict[Key, dict[str, Any]] = {}
     for held in holder:
@@ -188,39 +188,39 @@ def plan(holder: Holder, description: Description, others: Collection[Any] = ())
         if planned:
             states[held.key] = planned
     kept = {key: description.state[key] for key in description.state if key in beside}
-    return Plan(states, sources, kept, None if given is None else _groups(holder, given, groups))
+    return LoadPlan(states, sources, kept, None if given is None else _groups(holder, given, groups))
 
 
-def _with_scalars_shaped(named: Named, values: Values, shaped: Collection[str]) -> Values:
+def _with_scalars_shaped(named: NamedParam, values: Values, shaped: Collection[str]) -> Values:
     """`values` of a parameter without dimensions, whose states of its shape look like single values: those are that
     other parameters have in their shape; where none has any, all but the step count."""
     if handle_of(named) is None or spec_of(named).shape:
         return values
     return {
-        state: Described((), value.dtype)
+        state: TensorSpec((), value.dtype)
         if isinstance(value, torch.Tensor) and (state in shaped if shaped else state != "step")
         else value
         for state, value in values.items()
     }
 
 
-def _of_one(held: Held, values: Values) -> dict[str, Any]:
+def _of_one(held: OptimizedParam, values: Values) -> dict[str, Any]:
     named = held.params[0]
     if held.handle is None:
         return {
-            state: Taken(value.shape, value.dtype) if isinstance(value, Described) else value
+            state: ReplicatedState(value.shape, value.dtype) if isinstance(value, TensorSpec) else value
             for state, value in values.items()
         }
     spec = spec_of(named)
     planned: dict[str, Any] = {}
     for state, value in values.items():
-        if not isinstance(value, Described):
+        if not isinstance(value, TensorSpec):
             planned[state] = value
         elif value.shape == spec.shape:
             _check_interval(named, state, value)
-            planned[state] = Cut(value.dtype)
+            planned[state] = ShardedState(value.dtype)
         elif _owned_by_one(named):
-            planned[state] = Taken(value.shape, value.dtype)
+            planned[state] = ReplicatedState(value.shape, value.dtype)
         else:
             raise ConfigValueError(
                 f"optim_state_dict: state {state!r} of {named.name!r} has shape {value.shape}, the parameter "
@@ -230,7 +230,7 @@ def _of_one(held: Held, values: Values) -> dict[str, Any]:
     return planned
 
 
-def _of_flat(held: Held, entries: Mapping[str, Values]) -> dict[str, Any]:
+def _of_flat(held: OptimizedParam, entries: Mapping[str, Values]) -> dict[str, Any]:
     """What a flat parameter loads from the states of the parameters in it: zeros where there is no tensor.
 
     Those without elements have no say: whether optimizers have states of them depends on how they are wrapped.
@@ -251,7 +251,7 @@ def _of_flat(held: Held, entries: Mapping[str, Values]) -> dict[str, Any]:
         values = {name: entry[state] for name, entry in entries.items() if entry[state] is not None}
         if not values:
             planned[state] = None
-        elif any(isinstance(value, Described) for value in values.values()):
+        elif any(isinstance(value, TensorSpec) for value in values.values()):
             planned[state] = _cut_of_flat(members, state, values)
         else:
             planned[state] = _value_of_flat(members, state, values)
@@ -264,15 +264,15 @@ _SHARE = (
 )
 
 
-def _cut_of_flat(members: Sequence[Named], state: str, values: Mapping[str, Any]) -> Cut:
+def _cut_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[str, Any]) -> ShardedState:
     dtypes: dict[torch.dtype, str] = {}
     for named in members:
         value = values.get(named.name)
         if value is None:
             continue
         spec = spec_of(named)
-        if not isinstance(value, Described):
-            other = next(name for name, each in values.items() if isinstance(each, Described))
+        if not isinstance(value, TensorSpec):
+            other = next(name for name, each in values.items() if isinstance(each, TensorSpec))
             raise ConfigValueError(
                 f"optim_state_dict: state {state!r} of {other!r} is a tensor, that of {named.name!r} is "
                 f"{shown(value)}. {_SHARE}"
@@ -287,10 +287,10 @@ def _cut_of_flat(members: Sequence[Named], state: str, values: Mapping[str, Any]
     if len(dtypes) > 1:
         told = ", ".join(f"{dtype} for {name!r}" for dtype, name in dtypes.items())
         raise ConfigValueError(f"optim_state_dict: state {state!r} has different dtypes: {told}. {_SHARE}")
-    return Cut(next(iter(dtypes)))
+    return ShardedState(next(iter(dtypes)))
 
 
-def _value_of_flat(members: Sequence[Named], state: str, values: Mapping[str, Any]) -> Any:
+def _value_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[str, Any]) -> Any:
     first = next(iter(values))
     missing = [named.name for named in members if named.name not in values]
     if missing:
@@ -307,7 +307,7 @@ def _value_of_flat(members: Sequence[Named], state: str, values: Mapping[str, An
     return values[first]
 
 
-def _check_interval(named: Named, state: str, value: Described) -> None:
+def _check_interval(named: NamedParam, state: str, value: TensorSpec) -> None:
     span = span_in_param(named)
     whole = (0, spec_of(named).numel)
     if value.span is not None and not span.is_empty and value.span not in ((span.start, span.stop), whole):
@@ -318,7 +318,7 @@ def _check_interval(named: Named, state: str, value: Described) -> None:
         )
 
 
-def _owned_by_one(named: Named) -> bool:
+def _owned_by_one(named: NamedParam) -> bool:
     """Whether one rank owns all elements, the same on every rank's account."""
     handle = handle_of(named)
     assert handle is not None
@@ -327,7 +327,9 @@ def _owned_by_one(named: Named) -> bool:
     return span.is_empty or layout.rank_of(span.start) == layout.rank_of(span.stop - 1)
 
 
-def _groups(holder: Holder, given: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+def _groups(
+    holder: ParamMap, given: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+) -> list[dict[str, Any]]:
     """The dict's param groups as the optimizer has its own: split and merged as far as their settings allow. Parameters
     that no unit manages may be missing, as a part of the model that each rank keeps to itself."""
     group_of = {name: number for number, group in enumerate(names) for name in group}

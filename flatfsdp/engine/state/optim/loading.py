@@ -22,10 +22,10 @@ from ...flat.flat_param import full_views
 from ...runtime.module_tree import units_in
 from ..consolidate import is_first, scatter, store, together
 from ..model.distributed_values import is_distributed, whole_of
-from ..model.fqns import Named
+from ..model.fqns import NamedParam
 from .descriptions import value_of
-from .load_plan import Cut, Described, Description, Plan, Taken, describe, plan
-from .param_map import Held, Holder, Key, groups_of, handle_of, others_of, span_in_shard
+from .load_plan import LoadPlan, ReplicatedState, ShardedState, StateDictSpec, TensorSpec, describe, plan
+from .param_map import Key, OptimizedParam, ParamMap, groups_of, handle_of, others_of, span_in_shard
 from .saving import axes_of, is_source
 
 DOING = "loads the state of an optimizer"
@@ -85,7 +85,7 @@ def _load(
 ) -> dict[str, Any]:
     """`load` over `axes`, none for what is to be done alone."""
     from_first = from_first and bool(axes)
-    described: list[Description] = []
+    described: list[StateDictSpec] = []
     if from_first:
         first = is_first_of(axes)
         packed: list[bytes] = []
@@ -108,12 +108,12 @@ def _load(
 
         all_or_none(axes, look, doing=FROM_FIRST)
         described.append(decode(firsts(axes, packed[0] if first else b""), objects=True))
-    made: list[tuple[Holder, Plan]] = []
+    made: list[tuple[ParamMap, LoadPlan]] = []
 
     def prepare() -> int:
         if not described:
             described.append(describe(state_dict))
-        holder = Holder(model, groups_of(model, optim, optim_input), by_name=by_name)
+        holder = ParamMap(model, groups_of(model, optim, optim_input), by_name=by_name)
         made.append((holder, plan(holder, described[0], frozenset(others_of(optim)))))
         return number(repr(_told(holder, described[0])))
 
@@ -127,13 +127,13 @@ def _load(
     return {"state": state} if planned.param_groups is None else {"state": state, "param_groups": planned.param_groups}
 
 
-def _told(holder: Holder, description: Description) -> list[tuple[str, str]]:
+def _told(holder: ParamMap, description: StateDictSpec) -> list[tuple[str, str]]:
     """What ranks must have in common, where each has a dict: (name, tensors in words) of what is in units."""
     outside = {name for named in holder.params if named.unit is None for name in named.names}
     told = []
     for name, values in description.state.items():
         if isinstance(values, dict) and name not in outside:
-            tensors = sorted(f"{s} {v.shape} {v.dtype}" for s, v in values.items() if isinstance(v, Described))
+            tensors = sorted(f"{s} {v.shape} {v.dtype}" for s, v in values.items() if isinstance(v, TensorSpec))
             told.append((str(name), ", ".join(tensors) or "no tensors"))
     return sorted(told)
 
@@ -156,8 +156,8 @@ class _Filler:
 
     def __init__(
         self,
-        holder: Holder,
-        planned: Plan,
+        holder: ParamMap,
+        planned: LoadPlan,
         source: Mapping[str, Any],
         axes: Sequence[Transport],
         *,
@@ -180,7 +180,7 @@ class _Filler:
         for members in self._holder.by_unit():
             held = list({id(by_name[n.name]): by_name[n.name] for n in members if n.name in by_name}.values())
             for state, dtype in self._cuts(held):
-                having = [each for each in held if self._planned(each).get(state) == Cut(dtype)]
+                having = [each for each in held if self._planned(each).get(state) == ShardedState(dtype)]
                 shard = self._shard(members, having, state, dtype)
                 for each in having:
                     out.setdefault(each.key, {})[state] = _piece(each, shard)
@@ -189,8 +189,8 @@ class _Filler:
             if found is None or found.params[0] is not named:
                 continue
             for state, value in self._planned(found).items():
-                if not isinstance(value, Cut):
-                    taken = self._taken(found, state, value) if isinstance(value, Taken) else value_of(value)
+                if not isinstance(value, ShardedState):
+                    taken = self._taken(found, state, value) if isinstance(value, ReplicatedState) else value_of(value)
                     out.setdefault(found.key, {})[state] = taken
         return {
             each.key: {state: out[each.key][state] for state in self._planned(each)}
@@ -198,20 +198,22 @@ class _Filler:
             if each.key in out and (each.reports or isinstance(each.key, str))
         }
 
-    def _planned(self, held: Held) -> dict[str, Any]:
+    def _planned(self, held: OptimizedParam) -> dict[str, Any]:
         return self._plan.states.get(held.key, {})
 
-    def _cuts(self, held: Sequence[Held]) -> list[tuple[str, torch.dtype]]:
+    def _cuts(self, held: Sequence[OptimizedParam]) -> list[tuple[str, torch.dtype]]:
         """Every state that is cut, with its dtype, in an order that all ranks share."""
-        found = {(s, v.dtype) for each in held for s, v in self._planned(each).items() if isinstance(v, Cut)}
+        found = {(s, v.dtype) for each in held for s, v in self._planned(each).items() if isinstance(v, ShardedState)}
         return sorted(found, key=str)
 
-    def _value(self, named: Named, state: str) -> Any:
+    def _value(self, named: NamedParam, state: str) -> Any:
         """The tensor of the dict; None where it has none."""
         source = self._plan.sources.get(named.name)
         return None if source is None or not self._source else self._source[source].get(state)
 
-    def _shard(self, members: Sequence[Named], having: Sequence[Held], state: str, dtype: torch.dtype) -> torch.Tensor:
+    def _shard(
+        self, members: Sequence[NamedParam], having: Sequence[OptimizedParam], state: str, dtype: torch.dtype
+    ) -> torch.Tensor:
         """One state of one handle, laid out like its shard."""
         unit, kind, handle = members[0].unit, members[0].kind, handle_of(members[0])
         assert unit is not None and handle is not None
@@ -229,7 +231,7 @@ class _Filler:
                 store(handle.layout, handle.rank, shard, named.index, found)
         return shard
 
-    def _taken(self, held: Held, state: str, value: Taken) -> torch.Tensor:
+    def _taken(self, held: OptimizedParam, state: str, value: ReplicatedState) -> torch.Tensor:
         """A tensor as the dict has it, where the parameter is."""
         handle = held.handle
         home = held.parameter.device if handle is None else handle.home
@@ -246,7 +248,7 @@ class _Filler:
         return tensor.to(home)
 
 
-def _piece(held: Held, shard: torch.Tensor) -> torch.Tensor:
+def _piece(held: OptimizedParam, shard: torch.Tensor) -> torch.Tensor:
     """The state of one parameter out of that of its handle, in memory of its own."""
     handle = held.handle
     assert handle is not None

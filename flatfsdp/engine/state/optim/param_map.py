@@ -2,7 +2,7 @@
 
 [Note: held] An optimizer steps on flat parameters (`use_orig_params=False`), on pieces of the user's parameters, or on
 parameters outside of every unit. It knows them by number, in the order of its own param groups, which may be another
-one on every rank. State dicts know names ([Note: clean names]); `Held` is the bridge.
+one on every rank. State dicts know names ([Note: clean names]); `OptimizedParam` is the bridge.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import nn
 from ....errors import UsageError, refuse_type
 from ...flat.flat_param import FlatParamHandle
 from ...layout.layout import ParamSpec, Span
-from ..model.fqns import Named, named_state
+from ..model.fqns import NamedParam, named_state
 
 Key = int | str
 
 
 @dataclass(frozen=True)
-class Held:
+class OptimizedParam:
     """One parameter of an optimizer.
 
     Attributes:
@@ -35,7 +35,7 @@ class Held:
 
     key: Key
     parameter: torch.Tensor
-    params: tuple[Named, ...]
+    params: tuple[NamedParam, ...]
     is_flat: bool
 
     @property
@@ -73,37 +73,37 @@ class Held:
         return handle is None or handle.whole or span_in_shard(self.params[0]).numel == spec_of(self.params[0]).numel
 
 
-def handle_of(named: Named) -> FlatParamHandle | None:
+def handle_of(named: NamedParam) -> FlatParamHandle | None:
     """The handle that a parameter belongs to; None outside of every unit."""
     return None if named.unit is None else named.unit.handles[named.kind]
 
 
-def spec_of(named: Named) -> ParamSpec:
+def spec_of(named: NamedParam) -> ParamSpec:
     """The layout's entry of a parameter in a unit, by the parameter's name in the model."""
     assert named.unit is not None
     return replace(named.unit.handles[named.kind].layout.params[named.index], name=named.name)
 
 
-def span_in_shard(named: Named) -> Span:
+def span_in_shard(named: NamedParam) -> Span:
     """Where this rank's elements of a parameter in a unit lie in the shard."""
     assert named.unit is not None
     handle = named.unit.handles[named.kind]
     return handle.layout.span_in_shard(named.index, handle.rank)
 
 
-def span_in_param(named: Named) -> Span:
+def span_in_param(named: NamedParam) -> Span:
     """Which elements of a parameter in a unit this rank owns, in memory order."""
     assert named.unit is not None
     handle = named.unit.handles[named.kind]
     return handle.layout.span_in_param(named.index, handle.rank)
 
 
-def has_elements(named: Named) -> bool:
+def has_elements(named: NamedParam) -> bool:
     """Whether this rank owns some of a parameter in a unit, or nobody can because it has no elements."""
     return not span_in_shard(named).is_empty or spec_of(named).numel == 0
 
 
-class Holder:
+class ParamMap:
     """What an optimizer holds of `model`.
 
     Attributes:
@@ -119,8 +119,10 @@ class Holder:
             UsageError: a parameter that is not the model's, or one that was flattened after the optimizer was built.
         """
         self.params = named_state(model)
-        known: dict[int, tuple[Named, ...]] = {id(named.leaf): (named,) for named in self.params if _steps_alone(named)}
-        flat: dict[int, list[Named]] = {}
+        known: dict[int, tuple[NamedParam, ...]] = {
+            id(named.leaf): (named,) for named in self.params if _steps_alone(named)
+        }
+        flat: dict[int, list[NamedParam]] = {}
         for named in self.params:
             if not _steps_alone(named):
                 handle = handle_of(named)
@@ -130,7 +132,7 @@ class Holder:
             known[each] = tuple(sorted(members, key=lambda named: named.index))
         flattened = {id(named.leaf): named.name for named in self.params if not _steps_alone(named)}
         keys: dict[int, Key] = {id(p): name for name, p in model.named_parameters()} if by_name else {}
-        self.groups: list[list[Held]] = []
+        self.groups: list[list[OptimizedParam]] = []
         for number, group in enumerate(groups):
             members_of_group = []
             for parameter in group:
@@ -138,16 +140,16 @@ class Holder:
                     _refuse(parameter, number, flattened.get(id(parameter)))
                 key: Key = keys.setdefault(id(parameter), len(keys))
                 covered = known[id(parameter)]
-                members_of_group.append(Held(key, parameter, covered, id(parameter) in flat))
+                members_of_group.append(OptimizedParam(key, parameter, covered, id(parameter) in flat))
             self.groups.append(members_of_group)
 
-    def __iter__(self) -> Iterator[Held]:
+    def __iter__(self) -> Iterator[OptimizedParam]:
         for group in self.groups:
             yield from group
 
-    def by_unit(self) -> list[list[Named]]:
+    def by_unit(self) -> list[list[NamedParam]]:
         """The parameters in units, those of one handle together, in an order that all ranks share."""
-        found: dict[tuple[int, int], list[Named]] = {}
+        found: dict[tuple[int, int], list[NamedParam]] = {}
         for named in self.params:
             if named.unit is not None:
                 found.setdefault((id(named.unit), named.kind), []).append(named)
@@ -190,7 +192,7 @@ def others_of(optim: torch.optim.Optimizer | None) -> list[Any]:
     return [] if optim is None else [key for key in optim.state if not isinstance(key, torch.Tensor)]
 
 
-def _steps_alone(named: Named) -> bool:
+def _steps_alone(named: NamedParam) -> bool:
     handle = handle_of(named)
     return handle is None or handle.use_orig_params
 

@@ -11,7 +11,7 @@ from ....errors import ConfigValueError, refuse_type
 from ...config.state_dict_configs import OptimStateKeyType
 from .descriptions import value_of
 from .load_plan import check_dict
-from .param_map import Holder
+from .param_map import ParamMap
 
 
 def rekey(
@@ -32,7 +32,7 @@ def rekey(
         )
     if kinds <= {str if chosen is OptimStateKeyType.PARAM_NAME else int}:
         return state_dict
-    holder = Holder(model, groups)
+    holder = ParamMap(model, groups)
     flat = next((held for held in holder if len(held.params) > 1), None)
     if flat is not None:
         raise ConfigValueError(

@@ -18,18 +18,28 @@ from torch import nn
 
 from ....errors import ConfigValueError
 from ...agreement.object_collectives import all_or_none, is_first_of, ranks_over
-from ...comm.transport import Group, Transport
+from ...comm.transport import Axis, Transport
 from ...flat.flat_param import dense
 from ...runtime.module_tree import units_in
 from ..consolidate import consolidated, others_of, store, together
 from ..model.distributed_values import carrier_of, rows_of
-from ..model.fqns import Named
+from ..model.fqns import NamedParam
 from ..model.zero_copy import lends
 from ..owned_interval import OwnedInterval
-from .descriptions import Facts, Kept, Report, Shaped, agree, facts_of, value_of
+from .descriptions import Facts, OtherState, ParamReport, ParamShaped, agree, facts_of, value_of
 from .initial_state import state_before_first_step
 from .load_plan import check_dict
-from .param_map import Held, Holder, Key, groups_of, handle_of, has_elements, span_in_param, span_in_shard, spec_of
+from .param_map import (
+    Key,
+    OptimizedParam,
+    ParamMap,
+    groups_of,
+    handle_of,
+    has_elements,
+    span_in_param,
+    span_in_shard,
+    spec_of,
+)
 
 DOING = {
     "whole": "gathers the state of an optimizer",
@@ -41,7 +51,7 @@ DOING = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class StateDictRequest:
     """Which state dict.
 
     Attributes:
@@ -65,7 +75,7 @@ def state_by_name(
     model: nn.Module,
     optim: torch.optim.Optimizer,
     state_dict: dict[str, Any] | None,
-    wanted: Wanted,
+    wanted: StateDictRequest,
     *,
     optim_input: Any = None,
     group: Any = None,
@@ -82,22 +92,22 @@ def _state_by_name(
     model: nn.Module,
     optim: torch.optim.Optimizer,
     state_dict: dict[str, Any] | None,
-    wanted: Wanted,
+    wanted: StateDictRequest,
     *,
     optim_input: Any,
     group: Any,
 ) -> dict[str, Any]:
     axes = axes_of(model)
     doing = DOING[wanted.carrier]
-    made: list[_Own] = []
+    made: list[_LocalState] = []
     source: list[bool] = []
 
-    def tell() -> tuple[bool, list[Report]]:
+    def tell() -> tuple[bool, list[ParamReport]]:
         source.append(is_source(axes, group))
-        made.append(_Own.of(model, optim, state_dict, groups_of(model, optim, optim_input)))
+        made.append(_LocalState.of(model, optim, state_dict, groups_of(model, optim, optim_input)))
         return bool(made[-1].state), made[-1].reports()
 
-    def step() -> list[Report]:
+    def step() -> list[ParamReport]:
         made.append(made[-1].with_state(state_before_first_step(optim, made[-1].holder.groups)))
         return made[-1].reports()
 
@@ -117,7 +127,7 @@ def _state_by_name(
             _add_gathered(own, members, agreed, state, wanted, keeps=keeps)
         for named in members:
             for name, fact in agreed.get(named.name, {}).items():
-                if not isinstance(fact, Shaped):
+                if not isinstance(fact, ParamShaped):
                     state.setdefault(named.name, {})[name] = own.value(named, name, fact)
     if not keeps:
         return {}
@@ -150,7 +160,7 @@ def is_source(axes: Sequence[Transport], group: Any) -> bool:
     """Whether this rank is the one that has what only one rank is to have: the first of `group`, else of the model."""
     if group is None:
         return is_first_of(axes)
-    given = Group.of(group, torch.device("cpu"))
+    given = Axis.of(group, torch.device("cpu"))
     if given.rank < 0:
         raise ConfigValueError(f"group: this rank is not in it; its ranks are {list(given.ranks)}")
     if not set(given.ranks) <= set(ranks_over(axes) or given.ranks):
@@ -161,7 +171,7 @@ def is_source(axes: Sequence[Transport], group: Any) -> bool:
     return given.rank == 0
 
 
-class _Own:
+class _LocalState:
     """What this rank's optimizer has.
 
     Attributes:
@@ -171,7 +181,7 @@ class _Own:
 
     def __init__(
         self,
-        holder: Holder,
+        holder: ParamMap,
         state: Mapping[Key, dict[str, Any]],
         others: Mapping[Any, Any],
         param_groups: Sequence[Mapping[str, Any]] | None,
@@ -189,7 +199,7 @@ class _Own:
         optim: torch.optim.Optimizer,
         state_dict: dict[str, Any] | None,
         groups: list[list[torch.Tensor]],
-    ) -> _Own:
+    ) -> _LocalState:
         own_dict = optim.state_dict() if state_dict is None else check_dict(state_dict)
         param_groups = own_dict.get("param_groups")
         if param_groups is None:
@@ -198,7 +208,7 @@ class _Own:
         else:
             keys = [key for each in param_groups for key in each["params"]]
         by_name = any(isinstance(key, str) for key in keys)
-        holder = Holder(model, groups, by_name=by_name)
+        holder = ParamMap(model, groups, by_name=by_name)
         if param_groups is not None and sorted(map(str, keys)) != sorted(str(held.key) for held in holder):
             raise ConfigValueError(
                 f"optim_state_dict: its param groups have {len(keys)} parameters, those of the optimizer "
@@ -209,11 +219,11 @@ class _Own:
         others = {key: entry for key, entry in own_dict["state"].items() if key not in known}
         return cls(holder, state, others, param_groups)
 
-    def with_state(self, state: Mapping[Key, dict[str, Any]]) -> _Own:
+    def with_state(self, state: Mapping[Key, dict[str, Any]]) -> _LocalState:
         """The same optimizer with another state."""
-        return _Own(self.holder, state, self.others, self._param_groups)
+        return _LocalState(self.holder, state, self.others, self._param_groups)
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[ParamReport]:
         """What this rank tells the others: of every parameter in units of which it has elements."""
         out = []
         for members in self.holder.by_unit():
@@ -221,18 +231,18 @@ class _Own:
                 held = self._held.get(named.name)
                 if held is None:
                     if has_elements(named):
-                        out.append(Report(named.name, None))
+                        out.append(ParamReport(named.name, None))
                 elif held.reports:
-                    out.append(Report(named.name, facts_of(held, self.state.get(held.key, {}))))
+                    out.append(ParamReport(named.name, facts_of(held, self.state.get(held.key, {}))))
         return out
 
-    def held(self, named: Named) -> Held | None:
+    def held(self, named: NamedParam) -> OptimizedParam | None:
         """What the optimizer holds `named` in."""
         return self._held.get(named.name)
 
-    def value(self, named: Named, state: str, fact: Any) -> Any:
+    def value(self, named: NamedParam, state: str, fact: Any) -> Any:
         """A copy of what `fact` says of a state that is not shaped."""
-        if isinstance(fact, Kept):
+        if isinstance(fact, OtherState):
             return value_of(self.state[self._held[named.name].key][state] if fact.value is None else fact.value)
         return value_of(fact)
 
@@ -251,14 +261,14 @@ class _Own:
         return {"param_groups": out}
 
 
-def _tellers(members: Sequence[Named]) -> Sequence[Named]:
+def _tellers(members: Sequence[NamedParam]) -> Sequence[NamedParam]:
     """Of the parameters of one handle those by whose names states are told: all, or the first for a flat parameter."""
     handle = handle_of(members[0])
     assert handle is not None
     return members if handle.use_orig_params else [min(members, key=lambda named: named.index)]
 
 
-def _by_name(members: Sequence[Named], facts: Mapping[str, Facts]) -> dict[str, Facts]:
+def _by_name(members: Sequence[NamedParam], facts: Mapping[str, Facts]) -> dict[str, Facts]:
     """What was agreed on, for each parameter of one handle."""
     tellers = _tellers(members)
     if len(tellers) == len(members):
@@ -268,11 +278,11 @@ def _by_name(members: Sequence[Named], facts: Mapping[str, Facts]) -> dict[str, 
 
 
 def _add_gathered(
-    own: _Own,
-    members: Sequence[Named],
+    own: _LocalState,
+    members: Sequence[NamedParam],
     facts: Mapping[str, Facts],
     state: dict[str, dict[str, Any]],
-    wanted: Wanted,
+    wanted: StateDictRequest,
     *,
     keeps: bool,
 ) -> None:
@@ -281,7 +291,7 @@ def _add_gathered(
     assert unit is not None
     carrier = carrier_of(unit, wanted.carrier)
     for name, dtype in _shaped(facts):
-        having = [named for named in members if facts.get(named.name, {}).get(name) == Shaped(dtype)]
+        having = [named for named in members if facts.get(named.name, {}).get(name) == ParamShaped(dtype)]
         with consolidated(unit, kind, _shard_of(own, having, name, dtype)) as views:
             for named in having if keeps else ():
                 view = views[named.index]
@@ -294,11 +304,13 @@ def _add_gathered(
 
 def _shaped(facts: Mapping[str, Facts]) -> Iterator[tuple[str, torch.dtype]]:
     """Every shaped state with its dtype, once, in an order that all ranks share."""
-    found = {(name, fact.dtype) for each in facts.values() for name, fact in each.items() if isinstance(fact, Shaped)}
+    found = {
+        (name, fact.dtype) for each in facts.values() for name, fact in each.items() if isinstance(fact, ParamShaped)
+    }
     yield from sorted(found, key=str)
 
 
-def _shard_of(own: _Own, having: Sequence[Named], name: str, dtype: torch.dtype) -> torch.Tensor:
+def _shard_of(own: _LocalState, having: Sequence[NamedParam], name: str, dtype: torch.dtype) -> torch.Tensor:
     """One state of parameters of one handle, laid out like its shard."""
     handle = handle_of(having[0])
     assert handle is not None
@@ -320,11 +332,11 @@ def _shard_of(own: _Own, having: Sequence[Named], name: str, dtype: torch.dtype)
 
 
 def _add_intervals(
-    own: _Own,
-    members: Sequence[Named],
+    own: _LocalState,
+    members: Sequence[NamedParam],
     facts: Mapping[str, Facts],
     state: dict[str, dict[str, Any]],
-    wanted: Wanted,
+    wanted: StateDictRequest,
 ) -> None:
     """Put what this rank owns of the shaped states of one handle into `state`."""
     unit, handle = members[0].unit, handle_of(members[0])
@@ -332,7 +344,7 @@ def _add_intervals(
     for named in members:
         others = others_of(unit, named.kind, named.index)
         for name, fact in facts.get(named.name, {}).items():
-            if isinstance(fact, Shaped):
+            if isinstance(fact, ParamShaped):
                 span = span_in_param(named)
                 owned = torch.empty(0, dtype=fact.dtype) if span.is_empty else _owned(own, named, name)
                 local = owned if lends() else owned.to(wanted.device or handle.home, copy=True)
@@ -340,7 +352,7 @@ def _add_intervals(
                 state.setdefault(named.name, {})[name] = interval
 
 
-def _owned(own: _Own, named: Named, state: str) -> torch.Tensor:
+def _owned(own: _LocalState, named: NamedParam, state: str) -> torch.Tensor:
     """What this rank owns of one shaped state, in its parameter's memory order, 1-D; in place where it has that
     order."""
     held, handle = own.held(named), handle_of(named)
