@@ -19,7 +19,7 @@ from .engine.facade.schedule_api import ScheduleControls
 from .engine.features.clip import clip_grad_norm
 from .engine.features.forward_methods import through_wrapper
 from .engine.runtime.device_checks import apply_to_tensors
-from .engine.runtime.module_tree import units_at, units_in, with_owners
+from .engine.runtime.module_tree import units_at, units_in, with_owning_units
 from .engine.runtime.unit import Unit
 from .engine.state import full_params
 from .engine.state.model import loading, saving
@@ -417,7 +417,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
             UsageError: inside itself, and inside a forward or a backward; a forward with gradients inside.
         """
         loading.forget(module)
-        units = with_owners(units_in(module) if recurse else units_at(module))
+        units = with_owning_units(units_in(module) if recurse else units_at(module))
         with (
             flat_params_hidden(module),
             full_params.summon(
@@ -444,5 +444,5 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
             ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
         """
         root = root_of(self._unit, "clip_grad_norm_")
-        with root.agreement.together("clip_grad_norm_()"):
+        with root.agreement.collective_call("clip_grad_norm_()"):
             return clip_grad_norm(root, self.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -12,7 +12,7 @@ from .engine.base import autograd as hooks
 from .engine.comm.transport import agree_on_maximum
 from .engine.runtime import param_registry as registry
 from .engine.runtime.backward_steps import note_scaled_loss
-from .engine.runtime.optimizer_hooks import bring_to_rest, waiting_in
+from .engine.runtime.optimizer_hooks import reset_to_idle, waiting_in
 
 
 class ShardedGradScaler(GradScaler):
@@ -65,7 +65,7 @@ class ShardedGradScaler(GradScaler):
             each = map(self.scale, outputs)
             return type(outputs)(each) if isinstance(outputs, (list, tuple)) else each
         scaled = super().scale(outputs).to(outputs.dtype)
-        if scaled.requires_grad and any(root.steppers.every for root in registry.roots):
+        if scaled.requires_grad and any(root.backward_optimizers.all for root in registry.roots):
             hooks.before_backward_of(scaled, lambda grad: note_scaled_loss())
         return scaled
 
@@ -76,7 +76,7 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        bring_to_rest(optimizer)
+        reset_to_idle(optimizer)
         # fp16 gradients are legal here: keep_low_precision_grads leaves them to the optimizer on purpose. `unscale_` of
         # the base class passes False, so `allow_fp16` says nothing.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)

@@ -49,8 +49,8 @@ def settle(model: nn.Module, what: str) -> None:
     units = units_in(model)
     check_between(what, units)
     for unit in units:
-        if not unit.is_between():
-            unit.root.come_to_rest()
+        if not unit.is_between_iterations():
+            unit.root.reset_to_idle()
         unit.write_back()
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..engine.config.state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from ..engine.layout.layout import ParamSpec
 from ..engine.state.model.fqns import NamedParam, clean, named_state
-from ..engine.state.model.zero_copy import lending
+from ..engine.state.model.zero_copy import sharing_memory
 from ..engine.state.optim.descriptions import value_of
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigValueError, refuse_type
@@ -83,7 +83,7 @@ class _ModelSection:
         self._model = model
 
     def take(self, *, lent: bool) -> None:
-        with _sharded(self._model), lending() if lent else nullcontext():
+        with _sharded(self._model), sharing_memory() if lent else nullcontext():
             self._own: dict[str, Any] = self._model.state_dict()
         named = [each.names for each in named_state(self._model)]
         buffers = [each.names for each in buffers_of(self._model)]
@@ -129,7 +129,7 @@ class _OptimizerSection:
         self._optimizer, self._model = optimizer, model
 
     def take(self, *, lent: bool) -> None:
-        with _sharded(self._model), lending() if lent else nullcontext():
+        with _sharded(self._model), sharing_memory() if lent else nullcontext():
             self.state = FullyShardedDataParallel.optim_state_dict(self._model, self._optimizer)
 
     def expect(self, there: Mapping[str, SavedTensorInfo]) -> None:

@@ -14,7 +14,7 @@ from ..engine.agreement.collective_calls import meet
 from ..engine.base.plain_data import decode, encode
 from ..engine.comm.process_groups import new_group
 from ..engine.runtime.module_tree import units_in
-from ..engine.state.consolidate import together
+from ..engine.state.consolidate import collective_call
 from ..engine.watchdog.watchdog import expecting
 from ..errors import AgreementError, CheckpointError, ConfigValueError, ranks_in_words
 from ..messages import gather_bytes
@@ -78,7 +78,7 @@ class CheckpointRanks:
         axes = [axis for unit in units for axis in (unit.gather, unit.replicate) if axis is not None]
         members = set(dist.get_process_group_ranks(self.group)) if axes else set()
         covered = all(members.issuperset(axis.group.ranks) for axis in axes)
-        return together(units if covered else [], self.call, always=True)
+        return collective_call(units if covered else [], self.call, always=True)
 
     def agree(self, doing: str, call: str) -> None:
         """Let every rank make this `call`. Collective.

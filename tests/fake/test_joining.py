@@ -265,16 +265,16 @@ def test_gradients_have_version_counters_of_their_own() -> None:
 def test_a_backend_that_groups_by_itself_needs_no_staging() -> None:
     with fake_world(4) as group, served_as("nccl"):
         cpu, traffic, ledger = Device(torch.device("cpu")), CommStats(), MemoryTracker()
-        lane = cpu.lane("any")
-        transport = comm.transport(Axis.of(group, cpu.device), cpu, traffic=traffic, ledger=ledger)
+        lane = cpu.new_stream("any")
+        transport = comm.transport(Axis.of(group, cpu.device), cpu, comm_stats=traffic, tracker=ledger)
         shards = [torch.full((2,), 3.0), torch.full((3,), 5.0)]
         outputs = [torch.zeros(8), torch.zeros(12)]
         nothing = torch.zeros(0)  # of parameters without elements, which do not hold up the others
-        transport.all_gather_joined([nothing, *outputs], [nothing, *shards], lane).wait()
+        transport.all_gather_coalesced([nothing, *outputs], [nothing, *shards], lane).wait()
         # The fake group hands every rank's slot the own shard.
         assert [set(output.tolist()) for output in outputs] == [{3.0}, {5.0}]
         outputs.append(nothing)
-        transport.reduce_scatter_joined(torch.empty(5), outputs, lane).wait()
+        transport.reduce_scatter_coalesced(torch.empty(5), outputs, lane).wait()
         assert traffic.counts == {"all_gather": 1, "reduce_scatter": 1}
         assert traffic.bytes == {"all_gather": 80, "reduce_scatter": 80}
         assert traffic.staged == 0 and ledger.total == 0
@@ -287,14 +287,14 @@ def test_what_was_handed_over_is_given_back_if_its_reduction_is_not_issued() -> 
         model.zero_grad()
         ledger = inspect.memory(model)
         at_rest = dict(ledger.live)
-        hand_over = Gradients.hand_over
+        hand_over = Gradients.start_reduction
 
         def fails(self: Gradients, **kwargs: Any) -> Any:
             if self.handle.name == "blocks.3":
                 raise MemoryError("none left")
             return hand_over(self, **kwargs)
 
-        with patch.object(Gradients, "hand_over", fails), pytest.raises(MemoryError, match="none left"):
+        with patch.object(Gradients, "start_reduction", fails), pytest.raises(MemoryError, match="none left"):
             step(model)
         step(model)
         model.zero_grad()

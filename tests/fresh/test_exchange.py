@@ -117,13 +117,13 @@ CPU = torch.device("cpu")
 
 def over_all() -> Transport:
     dist.init_process_group("gloo")
-    return comm.transport(Axis.of(dist.group.WORLD, CPU), Device(CPU), traffic=CommStats(), ledger=MemoryTracker())
+    return comm.transport(Axis.of(dist.group.WORLD, CPU), Device(CPU), comm_stats=CommStats(), tracker=MemoryTracker())
 
 
 def die(rank: int, world: int, kind: str) -> str:
     """Rank 1 dies with an exchange under way; what the others are told."""
     transport = over_all()
-    lane, size = Device(CPU).lane("test"), 8 * 1024 * 1024
+    lane, size = Device(CPU).new_stream("test"), 8 * 1024 * 1024
     shard, whole = torch.ones(size), torch.empty(world * size)
     transport.all_gather_base(whole, shard, lane).wait()
     try:
@@ -162,7 +162,7 @@ def test_a_peer_dies_in_the_middle_of_a_large_message(kind: str, world: int) -> 
 def forget(rank: int, world: int) -> None:
     """No rank keeps what it has posted."""
     transport = over_all()
-    lane, size = Device(CPU).lane("test"), 2 * 1024 * 1024
+    lane, size = Device(CPU).new_stream("test"), 2 * 1024 * 1024
     for _ in range(3):
         transport.all_gather_base(torch.empty(world * size), torch.ones(size), lane)
         transport.reduce_scatter_base(torch.empty(size), torch.ones(world * size), lane)

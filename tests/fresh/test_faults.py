@@ -144,13 +144,13 @@ def sleep_until(ready: Callable[[], Any]) -> None:
 
 def asleep(rank: int, world: int) -> None:
     said: list[str] = []
-    speak = watch.speak
+    speak = watch.print_immediately
 
     def speak_and_note(sentence: str) -> None:
         speak(sentence)
         said.append(sentence)
 
-    with patch.object(watch, "speak", speak_and_note):
+    with patch.object(watch, "print_immediately", speak_and_note):
         flatfsdp.set_wait(report_after=2)
         model = trained()
         if rank == 1:

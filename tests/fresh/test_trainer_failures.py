@@ -41,7 +41,7 @@ def train(rank: int, world: int) -> str:
     try:
         trainer.train()
     except Exception as error:
-        other = ProcessIdentity(*json.loads(current_watch().board.read("here/0") or "[]"))
+        other = ProcessIdentity(*json.loads(current_watch().store.read("here/0") or "[]"))
         deadline = time.monotonic() + LIMIT / 2
         while rank == FAILING and not other.is_gone() and time.monotonic() < deadline:
             time.sleep(0.1)

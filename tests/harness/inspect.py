@@ -191,7 +191,7 @@ class FlatParam:
     @property
     def is_alone(self) -> bool:
         """Whether the shard axis has one rank, and its shard is all of it."""
-        found: bool = self._handle.whole
+        found: bool = self._handle.is_unsharded_at_rest
         return found
 
     @property
@@ -237,17 +237,17 @@ class Unit:
     @property
     def options(self) -> Any:
         """What users chose for it, comparable."""
-        return self._inner.choices
+        return self._inner.options
 
     @property
     def schedule(self) -> Any:
         """What users chose of when it communicates."""
-        return self._inner.choices.schedule
+        return self._inner.options.schedule
 
     @property
     def comm_hook(self) -> Any:
         """What was registered, None without."""
-        return self._inner.choices.comm_hook
+        return self._inner.options.comm_hook
 
     @property
     def reduction_group(self) -> Any:
@@ -258,22 +258,22 @@ class Unit:
     @property
     def post_forward_axis(self) -> Any:
         """Among which ranks parameters stay between forward and backward: `ranks`, and its `rank` there."""
-        return self._inner.neighbours.group
+        return self._inner.post_forward_gather.group
 
     @property
     def forward_prefetch(self) -> list[str]:
         """Names of the units that users want to be gathered ahead in forwards."""
-        return [each.name for each in self._inner.choices.forward_targets.units()]
+        return [each.name for each in self._inner.options.forward_targets.units()]
 
     @property
     def backward_prefetch(self) -> list[str]:
         """Names of the units that users want to be gathered ahead in backwards."""
-        return [each.name for each in self._inner.choices.backward_targets.units()]
+        return [each.name for each in self._inner.options.backward_targets.units()]
 
     @property
     def prefetches_own(self) -> bool:
         """Whether the units to be gathered ahead in backwards are of this unit's model."""
-        targets = self._inner.choices.backward_targets.units()
+        targets = self._inner.options.backward_targets.units()
         return all(each.root is self._inner.root for each in targets)
 
 
@@ -283,17 +283,17 @@ def _root(model: Any) -> Any:
 
 def events(model: Any) -> Events:
     """What happens in `model` from now on."""
-    return Events(_root(model).trace)
+    return Events(_root(model).events)
 
 
 def memory(model: Any) -> Memory:
     """The live bytes of `model`."""
-    return Memory(_root(model).ledger)
+    return Memory(_root(model).tracker)
 
 
 def comm_stats(model: Any) -> CommStats:
     """What `model` has communicated."""
-    return CommStats(_root(model).traffic)
+    return CommStats(_root(model).comm_stats)
 
 
 def units(model: Any) -> list[Unit]:
@@ -358,13 +358,13 @@ def weight(model: Any) -> float:
 
 def schedule_in_words(model: Any) -> str:
     """What was set, as ranks compare it."""
-    found: str = _root(model).told_schedule
+    found: str = _root(model).schedule_description
     return found
 
 
 def waits_for_gradients(model: Any) -> bool:
     """Whether somebody holds a node that a gradient of the next backward is to come to."""
-    return bool(_root(model).accumulators.awaited)
+    return bool(_root(model).accumulators.expects_gradients)
 
 
 def drop_observers(model: Any) -> None:
@@ -379,7 +379,7 @@ def non_finite_detector(model: Any) -> Any:
 
 def replicate_stream(model: Any) -> Any:
     """The stream of sums over replicas."""
-    return _root(model).lanes.replicate._stream
+    return _root(model).streams.replicate._stream
 
 
 @contextmanager
@@ -394,18 +394,18 @@ def large_gradients() -> Iterator[None]:
 
 def arguments_of(transport: Any) -> dict[str, Any]:
     """What a double of `transport` is made with."""
-    names = ("group", "device", "traffic", "ledger")
+    names = ("group", "device", "comm_stats", "tracker")
     return {name: getattr(transport, name) for name in names}
 
 
 def comm_stats_of(transport: Any) -> CommStats:
     """What was communicated with `transport`, and others of its model."""
-    return CommStats(transport.traffic)
+    return CommStats(transport.comm_stats)
 
 
 def memory_of(transport: Any) -> Memory:
     """The live bytes of what `transport` is of."""
-    return Memory(transport.ledger)
+    return Memory(transport.tracker)
 
 
 # --- agreement --------------------------------------------------------------------------------------------------------
@@ -429,5 +429,5 @@ def meetings(model: Any) -> int:
 
 def note(model: Any, key: str) -> str | None:
     """What stands at `key` in the store, None if nothing does."""
-    found: str | None = _root(model).agreement._board.read(key)
+    found: str | None = _root(model).agreement._store.read(key)
     return found

@@ -162,7 +162,7 @@ def delayed(rank: int, world: int, seed: int, folder: str) -> tuple[int, list[st
         if own.random() < 0.15:
             time.sleep(own.uniform(0.3, 1.2))
 
-    with patch.object(watch, "speak", said.append), patch.object(board, "PERIOD", 0.1):
+    with patch.object(watch, "print_immediately", said.append), patch.object(board, "PERIOD", 0.1):
         flatfsdp.set_wait(report_after=0.3)
         try:
             setting = Setting(folder)

@@ -232,7 +232,7 @@ def loaded_late(rank: int, world: int) -> list[str]:
 
     if rank == 0:
         set_wait(report_after=0.1)
-        with patch.object(watch, "speak", speak), patch.object(board, "PERIOD", 0.02):
+        with patch.object(watch, "print_immediately", speak), patch.object(board, "PERIOD", 0.02):
             pickle.loads(pickled)
         set_wait()
     else:

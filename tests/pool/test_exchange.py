@@ -33,7 +33,7 @@ ONLY_GATHERED = [torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch
 
 def over(group: dist.ProcessGroup | None = None) -> Transport:
     return comm.transport(
-        Axis.of(group or dist.group.WORLD, CPU), Device(CPU), traffic=CommStats(), ledger=MemoryTracker()
+        Axis.of(group or dist.group.WORLD, CPU), Device(CPU), comm_stats=CommStats(), tracker=MemoryTracker()
     )
 
 
@@ -64,7 +64,7 @@ def in_rank_order(world: int, numel: int, dtype: torch.dtype, seed: int) -> Tens
 def wrong_answers(rank: int, world: int, way: str) -> list[str]:
     """Which exchanges did not bring what they should."""
     with going(way, rank):
-        transport, lane = over(), Device(CPU).lane("test")
+        transport, lane = over(), Device(CPU).new_stream("test")
         wrong = []
         for size in SIZES:
             for dtype in (*SUMMED, *ONLY_GATHERED):
@@ -104,7 +104,7 @@ def test_exchanges_bring_what_collectives_bring_and_sum_in_rank_order(run: Run, 
 def many_in_flight(rank: int, world: int) -> list[str]:
     """Gathers and reduce-scatters of different sizes, some by pairs, issued by a rank that is sometimes late, and
     waited for in an order that ranks do not share."""
-    gathers, sums, lane = over(), over(dist.new_group()), Device(CPU).lane("test")
+    gathers, sums, lane = over(), over(dist.new_group()), Device(CPU).new_stream("test")
     order = random.Random(rank)
     wrong = []
     with patch.object(gloo, "SMALLEST", 4000):
@@ -138,7 +138,7 @@ def issued_alone(rank: int, world: int, way: str) -> None:
     """A rank issues an operation and tells the others, who issue theirs when they have heard of it."""
     with going(way, rank):
         gloo.is_near(dist.group.WORLD)  # asked once
-        transport, lane, told = over(), Device(CPU).lane("test"), dist.new_group()
+        transport, lane, told = over(), Device(CPU).new_stream("test"), dist.new_group()
         whole, piece = torch.zeros(world * 1000), torch.zeros(1000)
         for first in range(world):
             for issue in (
@@ -161,7 +161,7 @@ def test_issuing_waits_for_nobody(way: str, pool2: Run) -> None:
 
 
 def messages_of(rank: int, world: int, numel: int) -> list[int]:
-    transport, lane = over(), Device(CPU).lane("test")
+    transport, lane = over(), Device(CPU).new_stream("test")
     whole, piece = torch.zeros(world * numel), torch.zeros(numel)
     seen = []
     for exchange in (
@@ -189,7 +189,7 @@ def memory(rank: int, world: int) -> dict[str, tuple[int, int]]:
     """Bytes that each exchange takes at its peak, in pieces: by the allocator, and by the ledger."""
     size = 1024 * 1024
     shard, piece, full = torch.randn(size), torch.randn(size), torch.randn(world * size)
-    transport, lane = over(), Device(CPU).lane("test")
+    transport, lane = over(), Device(CPU).new_stream("test")
     gloo.is_near(dist.group.WORLD)  # asked once
     found = {}
     for name, exchange in {

@@ -204,7 +204,7 @@ def seen_with(between: Callable[[Any], Any], setting: Setting, rank: int, *, las
             for micro in range(3):
                 model.set_is_last_backward(last or micro == 2)
                 microbatch(model, rank, number, micro)
-                lingers = any(map(awaited.is_awaited, model.parameters()))
+                lingers = any(map(awaited.is_deferred, model.parameters()))
                 assert lingers is (not inspect.is_last_backward(model)), "nothing is under way, or at the end"
                 if micro == 0:
                     found[f"between, step {number}"] = between(model)
@@ -282,7 +282,7 @@ def held_elsewhere(rank: int, world: int) -> list[bool]:
     found = []
     for model in (*twins, outer):
         microbatch(model, rank, 0, 1)
-        found.append(any(map(awaited.is_awaited, model.parameters())))
+        found.append(any(map(awaited.is_deferred, model.parameters())))
     return found
 
 

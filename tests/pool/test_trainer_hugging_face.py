@@ -20,7 +20,7 @@ from flatfsdp import FullyShardedDataParallel, checkpoint
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
 from flatfsdp.trainer import Trainer
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
-from flatfsdp.trainer.model.hugging_face import build_pretrained, files_of, initialiser_of, is_pretrained_folder
+from flatfsdp.trainer.model.hugging_face import build_pretrained, files_of, initializer_of, is_pretrained_folder
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.objectives.objectives import CausalLM, FromOutput, Objective, fused, objective_for
 from tests.conftest import Run
@@ -254,4 +254,4 @@ def test_what_a_model_leaves_without_a_value_on_the_meta_device_is_named() -> No
     with fake_world(1):
         shard(model, FSDPArguments(units="none"), device=CPU)
     assert model[0].weight.unique().tolist() == [1.0] and model[1].weight.isfinite().all()
-    assert initialiser_of(nn.Linear(2, 2)) is None
+    assert initializer_of(nn.Linear(2, 2)) is None

@@ -6,7 +6,7 @@ import pytest
 
 from flatfsdp.engine.agreement.model_check import _compared, _first_difference
 from flatfsdp.engine.agreement.sequence_predictor import PAST, SYMBOLS, SequencePredictor
-from flatfsdp.engine.base.hashing import number
+from flatfsdp.engine.base.hashing import hash63
 from flatfsdp.errors import few, ranks_in_words
 
 ROOT, A, B, C, END, BACKWARD = range(6)
@@ -147,8 +147,8 @@ def test_what_never_repeats_does_not_pile_up() -> None:
 
 
 def test_numbers_are_the_same_on_every_machine() -> None:
-    assert number("unit 0") == 4690386452413026678
-    assert 0 <= number("x") < 2**63
+    assert hash63("unit 0") == 4690386452413026678
+    assert 0 <= hash63("x") < 2**63
 
 
 def test_words() -> None:

@@ -65,7 +65,7 @@ at_exit.wait_for_workers = lambda: print("waited")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = comm.Axis.of(dist.group.WORLD, torch.device("cpu"))
 for _ in range(2):
-    comm.transport(group, Device(torch.device("cpu")), traffic=comm.CommStats(), ledger=MemoryTracker())
+    comm.transport(group, Device(torch.device("cpu")), comm_stats=comm.CommStats(), tracker=MemoryTracker())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "waited\n", done.stderr

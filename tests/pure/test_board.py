@@ -30,7 +30,12 @@ def test_what_stands_there(make: Callable[[], dist.Store]) -> None:
     store = make()
     notes = notes_in(store)
     assert notes.read("verdict") is None
-    assert notes.first("verdict", "same") == notes.first("verdict", "different") == notes.read("verdict") == "same"
+    assert (
+        notes.set_if_absent("verdict", "same")
+        == notes.set_if_absent("verdict", "different")
+        == notes.read("verdict")
+        == "same"
+    )
     notes.post("empty", "")
     assert notes.read("empty") == ""
     notes.erase("verdict")

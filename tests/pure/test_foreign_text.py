@@ -95,7 +95,7 @@ def garbage(drawn: random.Random) -> str:
 @pytest.mark.parametrize("seed", seeds(20, 2000))
 def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(watch, "speak", said.append)
+    monkeypatch.setattr(watch, "print_immediately", said.append)
     monkeypatch.setattr("flatfsdp.engine.watchdog.store.PERIOD", 0.001)
     monkeypatch.setattr(Timekeeper, "start", lambda self, wanted: None)
     drawn, notes, model = random.Random(seed), notes_in(dist.HashStore()), Model()
@@ -107,7 +107,7 @@ def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytes
     monkeypatch.setattr("flatfsdp.engine.watchdog.watchdog.end_process_unless", lambda come_back: None)
     looking._watched.add(model)
     before = looking._lost
-    ExitRecord(1, "ended with FileNotFoundError: no such file").leave(notes, alarm=True)
+    ExitRecord(1, "ended with FileNotFoundError: no such file").publish(notes, alarm=True)
     for _ in range(2000):
         looking.look()
         if looking._lost is not before:

@@ -22,12 +22,12 @@ FILES = {
     "engine/base/_torch": 500,
     "engine/comm/transport": 575,
     "engine/flat/flat_param": 675,
-    "engine/flat/gradients": 575,
+    "engine/flat/gradients": 600,
     "engine/flat/views": 525,
-    "engine/runtime/backward": 650,
+    "engine/runtime/backward": 675,
     "engine/runtime/model": 850,
     "engine/runtime/unit": 775,
-    "engine/runtime/unit_data": 650,
+    "engine/runtime/unit_data": 675,
     "engine/schedule/order": 525,
     "engine/watchdog/watchdog": 700,
     "wrap": 500,
@@ -51,25 +51,26 @@ CLASSES = {
 FUNCTIONS = {
     "checkpoint/hugging_face _export": 68,
     "engine/config/arguments check_arguments": 55,
-    "engine/features/clip clip_grad_norm": 64,
+    "engine/features/clip clip_grad_norm": 65,
     "engine/flat/flat_param __init__": 51,
-    "engine/runtime/backward __init__": 59,
+    "engine/runtime/backward __init__": 61,
     "engine/runtime/model begin_backward": 62,
     "engine/state/full_params summon": 72,
     "engine/state/optim/loading _load": 52,
-    "engine/state/optim/saving _state_by_name": 52,
-    "engine/wrapping/build build_unit": 62,
+    "engine/state/optim/saving _state_by_name": 54,
+    "engine/wrapping/build build_unit": 66,
     "trainer/trainer __init__": 69,
 }
 # Lines of a part (newlines of its files): at e07bc83; and what the issue "Corrections" brings, rounded up to 250 while
 # it is open. At 760b326: engine 3,932, of these core 1,010, checkpoint 1,192, trainer 324, all 5,515, in 23 files more.
 # Then what the packages of the engine bring: their docstrings, the table of old module names, longer import lines.
+# Then lines that longer names break in two.
 LINES = {
-    "engine": (23_715, 4_250, 220),
-    "core": (11_350, 1_250),
+    "engine": (23_715, 4_250, 220, 180),
+    "core": (11_350, 1_250, 100),
     "checkpoint": (4_103, 1_250),
     "trainer": (7_762, 500),
-    "all": (36_122, 6_000, 220),
+    "all": (36_122, 6_000, 220, 250),
 }
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
 # What a maintainer must know to change the engine: its packages for order, layout, configuration, device,

@@ -82,7 +82,7 @@ def sums(
             room=room,
             receive=lambda peer, tensor, number=number: receive(number, peer, tensor),
         )
-        turns.hand_over(total)
+        turns.submit(total)
         handed_over.append((total, room[0]))
     return handed_over
 

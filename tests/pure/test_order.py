@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from flatfsdp.engine.schedule.coalescing import join
+from flatfsdp.engine.schedule.coalescing import coalesce
 from flatfsdp.engine.schedule.order import ForwardOrder, ForwardRecord, GatherOrder, ReduceOrder
 
 
@@ -82,7 +82,7 @@ def test_units_that_follow_each_other_are_joined_up_to_a_size(sequence: str, gro
     def key(unit: str) -> tuple[int, object] | None:
         return None if unit == "G" else (SIZES[unit.lower()], unit.isupper())
 
-    assert ["".join(group) for group in join(sequence, key, most=10)] == groups.split()
+    assert ["".join(group) for group in coalesce(sequence, key, most=10)] == groups.split()
 
 
 def test_the_first_group_reads_one_unit_beyond_itself() -> None:
@@ -93,19 +93,19 @@ def test_the_first_group_reads_one_unit_beyond_itself() -> None:
             read.append(unit)
             yield unit
 
-    assert next(join(reading(), lambda unit: (SIZES[unit], None), most=6)) == ("a", "b")
+    assert next(coalesce(reading(), lambda unit: (SIZES[unit], None), most=6)) == ("a", "b")
     assert read == ["a", "b", "c"]
 
 
 def pairs(units: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    return join(units, lambda unit: (1, None), most=2)
+    return coalesce(units, lambda unit: (1, None), most=2)
 
 
 def test_a_record_knows_when_units_without_a_graph_ran() -> None:
     record: ForwardRecord[str] = ForwardRecord()
     for unit, has_graph in (("a", True), ("b", False), ("c", True)):
         (record.enter if has_graph else record.enter_without_graph)(unit)
-        (record.anchor if has_graph else record.leave_without_graph)(unit)
+        (record.leave if has_graph else record.leave_without_graph)(unit)
     assert record.entered == record.anchored == ("a", "c") and record.may_recompute
     assert [record.began(unit) for unit in "abc"] == [1, 3, 5]
     assert record.left("b") == 4 and record.left("a") == 0
@@ -131,8 +131,8 @@ def test_what_has_run_without_a_graph_is_over_with_that_run(lent: bool) -> None:
     record.enter_without_graph("a", checkpoint=1)
     record.leave_without_graph("a")
     for unit in "b", "a":
-        (record.lend if lent and unit == "a" else record.enter)(unit)
-        record.anchor(unit)
+        (record.enter_sharing if lent and unit == "a" else record.enter)(unit)
+        record.leave(unit)
     assert list(record.span.began.items()) == [("a", 1), ("b", 3)]
     assert record.span.again == {"a"} and record.span.ended["a"] == 6
 
@@ -145,12 +145,12 @@ def test_what_a_user_runs_without_a_graph_brings_nothing_later() -> None:
         record.leave_without_graph(unit)
     for unit in "ab":
         record.enter(unit)
-        record.anchor(unit)
+        record.leave(unit)
     assert list(record.span.began.items()) == [("a", 5), ("b", 7)] and not record.span.again
 
 
 def test_joined_gathers_are_handed_out_as_one() -> None:
-    plan = GatherOrder(("a", "b", "c", "d", "e"), join=pairs)
+    plan = GatherOrder(("a", "b", "c", "d", "e"), coalesce=pairs)
     assert plan.until("e") == (("e", "d"),)
     assert plan.until("d") == (("d",),)  # again
     assert plan.ahead("d") == (("c", "b"),)
@@ -169,7 +169,7 @@ def test_joined_reductions_wait_for_all_of_them() -> None:
     plan = ReduceOrder(record_of("abcde"))
     for unit in "bcde":
         plan.expect(unit)
-    plan.join(pairs)
+    plan.coalesce(pairs)
     plan.expect("a")
     plan.ready("d")
     plan.ready("c")
@@ -203,7 +203,7 @@ def test_a_span_is_of_the_passes_whose_graphs_live() -> None:
         graphs.append(record.running)
         for unit in units:
             record.enter(unit)
-            record.anchor(unit)
+            record.leave(unit)
         record.end()
     assert record.span.again == {"a", "b"}
     assert record.span.began == {"a": 1, "b": 3} and record.span.ended == {"b": 6, "a": 8}
@@ -218,7 +218,7 @@ def test_an_owner_begins_with_the_first_that_uses_its_parameters() -> None:
     for unit in "ab":
         record.enter(unit)
         if unit == "a":
-            record.lend("b")
+            record.enter_sharing("b")
     assert record.entered == ("a", "b") and record.span.began == {"a": 1, "b": 2}
 
 
@@ -247,7 +247,7 @@ def test_gathers_of_units_that_are_recomputed_together_are_due_when_the_last_of_
     for unit, segment in {"a": None, "b": outer, "c": inner, "d": inner, "e": outer, "f": None}.items():
         around = [each for each in (inner, outer) if each is segment or segment is inner]
         record.enter(unit, segment=segment, segments=around.copy)
-        record.anchor(unit)
+        record.leave(unit)
     ended = record.span.ended
     assert record.span.due == ended | dict.fromkeys("bcd", ended["e"])
     del outer, segment, around  # as where nothing was saved in it, which other ranks may have done

@@ -46,9 +46,12 @@ def test_other_numbers_are_refused(value: int) -> None:
     ],
 )
 def test_neighbours_are_there_for_a_backward_that_reads(schedule: Schedule, expected: int | None) -> None:
-    assert schedule.neighbours == expected
+    assert schedule.post_forward_ranks == expected
 
 
 def test_what_is_as_built_is_not_told() -> None:
-    assert list(AS_BUILT.told()) == []
-    assert list(Schedule(reshard_after_forward=2, reduce=False).told()) == ["reshard_after_forward=2", "reduce=False"]
+    assert list(AS_BUILT.describe()) == []
+    assert list(Schedule(reshard_after_forward=2, reduce=False).describe()) == [
+        "reshard_after_forward=2",
+        "reduce=False",
+    ]

@@ -44,7 +44,7 @@ class Notes(board.StoreClient):
     def read(self, key: str) -> str | None:
         return self._ask().get(key)
 
-    def first(self, key: str, text: str) -> str:
+    def set_if_absent(self, key: str, text: str) -> str:
         return self._ask().setdefault(key, text)
 
     def count(self, key: str, step: int = 1) -> int:
@@ -111,7 +111,7 @@ class World:
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What watches say; they look a hundred times as often, end no process, and report after 10 ms."""
     found: list[str] = []
-    monkeypatch.setattr(watch, "speak", found.append)
+    monkeypatch.setattr(watch, "print_immediately", found.append)
     monkeypatch.setattr(watch, "end_process_unless", lambda come_back: None)
     monkeypatch.setattr(board, "PERIOD", 0.01)
     monkeypatch.setattr(Watchdog, "_start", lambda self: None)
@@ -186,7 +186,7 @@ def test_a_rank_that_does_not_answer_is_in_the_report(said: list[str]) -> None:
 def test_a_rank_that_ends_with_an_exception_is_told_to_those_who_need_it(said: list[str]) -> None:
     world = World(4)
     world.models[3].ranks = [0, 3]
-    ExitRecord(1, "ended with ValueError: out of luck").leave(world.notes[1], alarm=True)
+    ExitRecord(1, "ended with ValueError: out of luck").publish(world.notes[1], alarm=True)
     world.look()
     told = "rank 1 ended with ValueError: out of luck. The others cannot go on without it"
     assert [str(model.error) for model in world.models] == [told, "None", told, "None"]
@@ -197,14 +197,14 @@ def test_a_rank_that_ends_with_an_exception_is_told_to_those_who_need_it(said: l
 def test_a_wait_for_ranks_that_live_goes_on(said: list[str]) -> None:
     world = World(3)
     with world.watches[0].waiting([0, 2], "compares"), world.watches[2].waiting(range(3), "compares"):
-        ExitRecord(1, "was killed").leave(world.notes[1], alarm=True)
+        ExitRecord(1, "was killed").publish(world.notes[1], alarm=True)
         world.look()
     assert [each.split("]")[0] for each in said] == ["[flatfsdp, rank 2"]
 
 
 def test_an_end_by_what_all_ranks_were_told_is_no_news(said: list[str]) -> None:
     world = World(2)
-    ExitRecord(1, "ended with AgreementError: ranks part", "ranks part").leave(world.notes[1], alarm=True)
+    ExitRecord(1, "ended with AgreementError: ranks part", "ranks part").publish(world.notes[1], alarm=True)
     world.look()
     assert str(world.models[0].error) == "ranks part"
 
@@ -315,7 +315,7 @@ def test_a_wait_that_outlives_the_store_ends(said: list[str], monkeypatch: pytes
 def test_who_asks_may_die_and_another_asks_again(said: list[str]) -> None:
     world = World(3)
     world.notes[2].count("rolls")
-    world.notes[2].sound(json.dumps(["roll", 1, 2, "report"]))
+    world.notes[2].raise_alarm(json.dumps(["roll", 1, 2, "report"]))
     with world.watches[0].waiting(range(3), "compares"):
         time.sleep(0.012)
         world.look_until(lambda: len(said) == 2, without=[2])

@@ -40,7 +40,7 @@ class InitialChecksums:
         """Sum up this rank's pieces, right after sharding."""
         self._pieces = [_pieces(handle) for handle in handles]
 
-    def held(self, handles: Sequence[FlatParamHandle]) -> list[tuple[str, int | None]]:
+    def unchanged(self, handles: Sequence[FlatParamHandle]) -> list[tuple[str, int | None]]:
         """Per parameter in layout order: its path, and its checksum unless this rank's piece was written to since."""
         out: list[tuple[str, int | None]] = []
         for handle, before in zip(handles, self._pieces, strict=True):

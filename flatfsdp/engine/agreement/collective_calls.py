@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ...errors import AgreementError, ranks_in_words
 from ..base.foreign_text import one_line
-from ..base.hashing import number
+from ..base.hashing import hash63
 from ..watchdog import store as board
 from ..watchdog.watchdog import PATIENCE, Watchdog, current_watch
 
@@ -46,11 +46,11 @@ def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     watch = current_watch()
-    notes = watch.board
-    scope = f"{number(str(tuple(ranks))):x}"
+    notes = watch.store
+    scope = f"{hash63(str(tuple(ranks))):x}"
     _made[scope] += 1
     place = f"call/{scope}/{_made[scope]}"
-    if notes.first(f"{place}/first", call) != call:
+    if notes.set_if_absent(f"{place}/first", call) != call:
         notes.post(f"{place}/verdict", _DIFFERENT)
     elif notes.count(f"{place}/here") == len(ranks):
         notes.post(f"{place}/verdict", _SAME)
@@ -71,7 +71,7 @@ def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
 
 def _differ(watch: Watchdog, place: str, ranks: Sequence[int], call: str) -> AgreementError:
     """What each rank called."""
-    notes = watch.board
+    notes = watch.store
     notes.post(f"{place}/says/{dist.get_rank()}", call)
     said: dict[int, str] = {}
 
@@ -85,10 +85,10 @@ def _differ(watch: Watchdog, place: str, ranks: Sequence[int], call: str) -> Agr
     alike: dict[str, list[int]] = {}
     for rank in ranks:
         alike.setdefault(said.get(rank, "has not come that far"), []).append(rank)
-    told = "; ".join(f"{ranks_in_words(those)} {text}" for text, those in alike.items())
+    reported = "; ".join(f"{ranks_in_words(those)} {text}" for text, those in alike.items())
     notes.count(f"{place}/read")
     notes.wait(functools.partial(_all_have_read, notes, place, len(ranks)), 2.5 * board.PERIOD)
-    return AgreementError(f"{told}. These calls are collective: all ranks must make the same, in the same order")
+    return AgreementError(f"{reported}. These calls are collective: all ranks must make the same, in the same order")
 
 
 def _all_have_read(notes: board.StoreClient, place: str, readers: int) -> bool:

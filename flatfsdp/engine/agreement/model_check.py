@@ -13,7 +13,7 @@ import torch
 from ...api import MixedPrecision
 from ...errors import AgreementError, few, one_voice, ranks_in_words, warn
 from ..base.foreign_text import parse
-from ..base.hashing import number
+from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..watchdog.watchdog import expecting
 from .collective_calls import meet
@@ -53,14 +53,14 @@ class Agreement(OpSequence):
         members = sorted({rank for axis in self._axes for rank in axis.group.ranks})
         with expecting(members, f"compares its model with that of ranks {', '.join(map(str, members))}"):
             _meet(self._axes)
-            answers = self._exchange(_fingerprint(facts), number(str(values)) if values else 0)
+            answers = self._exchange(_fingerprint(facts), hash63(str(values)) if values else 0)
         if answers is None:
             return
         watch = self._know(list(answers))
         self.unused.connect(
             self._rank, self.ranks, self._scope, watch, numbers=self._numbers, check=self._raise_verdict
         )
-        watch.add(self, self.unused.leave_word)
+        watch.add(self, self.unused.publish_last_words)
         models = {rank: answer[0] for rank, answer in answers.items()}
         if len(set(models.values())) > 1:
             texts = self._publish(json.dumps(facts), models)
@@ -73,7 +73,7 @@ class Agreement(OpSequence):
         if not self._values_due or not self._axes:
             return
         values = self._values(root)
-        answers = self._exchange(number("values"), number(str(values)))
+        answers = self._exchange(hash63("values"), hash63(str(values)))
         if answers is not None:
             self._require_same({rank: answer[0] for rank, answer in answers.items()}, Op(0, "began to train"))
             self._judge_values(root, values, {rank: answer[1] for rank, answer in answers.items()})
@@ -102,10 +102,10 @@ class Agreement(OpSequence):
         self._values_due = False
         out = []
         for unit in root.units:
-            if unit.beginnings is not None:
+            if unit.initial_checksums is not None:
                 prefix = f"{unit.name}." if unit.name else ""
-                out += [(prefix + path, value) for path, value in unit.beginnings.held(unit.handles)]
-                unit.beginnings = None
+                out += [(prefix + path, value) for path, value in unit.initial_checksums.unchanged(unit.handles)]
+                unit.initial_checksums = None
         return out
 
     def _judge_values(self, root: Root, values: list[tuple[str, int | None]], sums: dict[int, int]) -> None:
@@ -144,7 +144,7 @@ def _compared(facts: Iterable[Fact]) -> list[tuple[str, str]]:
 
 
 def _fingerprint(facts: Iterable[Fact]) -> int:
-    return number(json.dumps(_compared(facts)))
+    return hash63(json.dumps(_compared(facts)))
 
 
 def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, reason: str | None = None) -> None:
@@ -167,8 +167,8 @@ def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, r
         answers = peers._exchange(_fingerprint(facts))
     if answers is not None and len({code for code, _ in answers.values()}) > 1:
         peers._know(list(answers))
-        told = [(subject, value if reason is None else f"{value}: {reason}", named), *rest]
-        texts = peers._publish(json.dumps(told), {rank: code for rank, (code, _) in answers.items()})
+        reported = [(subject, value if reason is None else f"{value}: {reason}", named), *rest]
+        texts = peers._publish(json.dumps(reported), {rank: code for rank, (code, _) in answers.items()})
         peers._fail(AgreementError(_first_difference({ranks: _facts(text) for ranks, text in texts.items()})))
 
 
@@ -212,8 +212,12 @@ def describe(root: Root) -> list[Fact]:
             (f"{subject}, mixed_precision", _unlike_default(unit.mixed_precision), False),
             (f"{subject}, backward_prefetch", str(unit.backward_prefetch), False),
             (f"{subject}, forward_prefetch", str(unit.forward_prefetch), False),
-            (f"{subject}, schedule", "; ".join(unit.choices.told()) or "as built", False),
-            (f"{subject}, tied to units in places", ", ".join(places[owner] for owner in unit.owners), False),
+            (f"{subject}, schedule", "; ".join(unit.options.describe()) or "as built", False),
+            (
+                f"{subject}, tied to units in places",
+                ", ".join(places[owning_unit] for owning_unit in unit.owning_units),
+                False,
+            ),
         ]
         for handle in unit.handles:
             for spec, leaf in zip(handle.layout.params, handle.leaves, strict=True):
@@ -238,15 +242,15 @@ def _facts(text: str) -> list[Fact]:
     return [(str(subject), str(value), bool(named)) for subject, value, named in rows] or [(NO_ANSWER, "", True)]
 
 
-def _first_difference(told: Mapping[tuple[int, ...], list[Fact]]) -> str:
-    for rows in itertools.zip_longest(*told.values(), fillvalue=("nothing more", "", True)):
+def _first_difference(reported: Mapping[tuple[int, ...], list[Fact]]) -> str:
+    for rows in itertools.zip_longest(*reported.values(), fillvalue=("nothing more", "", True)):
         if len(set(_compared(rows))) > 1:
             break
     subjects = {subject for subject, _, _ in rows}
     together = len(subjects) == 1
     words = "; ".join(
         f"{ranks_in_words(ranks)}: {value if together else f'{subject} {value}'.strip()}"
-        for ranks, (subject, value, _) in zip(told, rows, strict=True)
+        for ranks, (subject, value, _) in zip(reported, rows, strict=True)
     )
     place = f" in {subjects.pop()}" if together else ""
     return (

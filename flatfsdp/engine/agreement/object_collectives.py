@@ -68,11 +68,11 @@ def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str,
         return {current_rank(): work()}
     error = None
     try:
-        told = encode((work(), None), objects=objects)
+        payload = encode((work(), None), objects=objects)
     except Exception as raised:
         error = raised
-        told = encode((None, _told(error)))
-    contents = _everyones(axes, told, doing=doing)
+        payload = encode((None, _description_of(error)))
+    contents = _everyones(axes, payload, doing=doing)
     unpacked = {each: decode(each, objects=objects) for each in set(contents.values())}  # most ranks say the same
     answers = {rank: unpacked[each] for rank, each in contents.items()}
     if error is not None:
@@ -107,5 +107,5 @@ def _is_alone(axes: Sequence[Transport]) -> bool:
     return not axes or any(axis.group.backend == "fake" for axis in axes)
 
 
-def _told(error: Exception) -> str:
+def _description_of(error: Exception) -> str:
     return str(error) if isinstance(error, FlatFSDPError) else f"{type(error).__name__}: {error}"

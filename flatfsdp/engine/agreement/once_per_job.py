@@ -14,7 +14,7 @@ from collections import Counter
 import torch.distributed as dist
 
 from ...errors import one_voice, warn
-from ..base.hashing import number
+from ..base.hashing import hash63
 from ..watchdog.watchdog import current_watch
 
 # How often this rank has had which message: each time is one to tell.
@@ -36,5 +36,5 @@ def _is_first_with(message: str) -> bool:
     _had[message] += 1
     own = str(dist.get_rank())
     with contextlib.suppress(RuntimeError):  # the store is gone: better twice than never
-        return current_watch().board.first(f"warning/{number(message):x}/{_had[message]}", own) == own
+        return current_watch().store.set_if_absent(f"warning/{hash63(message):x}/{_had[message]}", own) == own
     return True

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...errors import AgreementError, FlatFSDPError, LostRankError, few, logger, ranks_in_words
 from ..base.events import EventLog
 from ..base.foreign_text import one_line, parse
-from ..base.hashing import number
+from ..base.hashing import hash63
 from ..base.wait_limits import blocked_since
 from ..comm.transport import CommStats
 from ..watchdog import store as board
 from ..watchdog.status_report import ExitRecord, in_one_sentence
-from ..watchdog.watchdog import PATIENCE, end_process_unless, is_lost_connection, speak
+from ..watchdog.watchdog import PATIENCE, end_process_unless, is_lost_connection, print_immediately
 from .conditions import StepConditions, autocast_on, differences
 from .rank_exchange import RankExchange
 from .sequence_predictor import SequencePredictor
@@ -94,8 +94,8 @@ class LoggedOp(NamedTuple):
     step: int
 
 
-_CAME = Op(number("came"), "computed gradients of parameters in its backward")
-_NONE_CAME = Op(number("none came"), "ended a backward that computed no gradient of a parameter")
+_CAME = Op(hash63("came"), "computed gradients of parameters in its backward")
+_NONE_CAME = Op(hash63("none came"), "ended a backward that computed no gradient of a parameter")
 # Where ranks differ in nothing but which units a forward runs.
 _IN_FORWARD = operator.methodcaller("startswith", ("entered unit ", "ended its forward"))
 _REMEDY = ", except in what is given to ensure_unit_participation()"
@@ -105,7 +105,7 @@ _MIXED = (
     "checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units by "
     "itself, not of several together or one inside another; otherwise please report this"
 )
-_ENDED = {kind: Op(number(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
+_ENDED = {kind: Op(hash63(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
 
 
 class OpSequence(RankExchange):
@@ -114,18 +114,18 @@ class OpSequence(RankExchange):
     def __init__(self) -> None:
         super().__init__()
         self._sharded = False
-        self._traffic = CommStats()
+        self._comm_stats = CommStats()
         self._entries: dict[int, Op] = {}  # by id of the unit
         self._forwards: dict[int, str] = {}  # what runs, in words
-        self._places: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
         self._numbers: dict[int, range] = {}  # of a unit's parameters among those of the model
         self._names: Callable[[], Iterable[str]] = tuple  # of these parameters
         self._backwards: dict[tuple[Any, ...], Op] = {}  # by plan
         self._issues: dict[tuple[UnitData | None, ...], Op] = {}  # what they issued, by units
         # What is expected, what came, and how far it has come.
-        self._habit = SequencePredictor()
-        self._said: deque[tuple[int, Op, int]] = deque(maxlen=REMEMBERED)  # made `LoggedOp` when somebody looks
-        self._place = 0
+        self._predictor = SequencePredictor()
+        self._logged: deque[tuple[int, Op, int]] = deque(maxlen=REMEMBERED)  # made `LoggedOp` when somebody looks
+        self._position = 0
         self._step = 0
         self._kind = ""  # of the running forward
         self._opening: str | None = None  # the kind of forward that the next unit begins
@@ -135,7 +135,7 @@ class OpSequence(RankExchange):
         self._doing: str | None = None  # which part of the stream runs, None between iterations
         self._issued_before = 0
         # For the watch of this rank, and through it for the others.
-        self._trace = EventLog()
+        self._events = EventLog()
         self._left = ""  # which part of the stream ran last
         self._turned = time.monotonic()  # when this rank began what it does, or came back from it
         # Meetings: places at which this rank left a note itself, and the last one that all left behind.
@@ -151,15 +151,15 @@ class OpSequence(RankExchange):
     def _flow(self, root: Root) -> None:
         """The stream of `root` begins: number its units."""
         self._sharded = any(unit.groups.shard.size > 1 for unit in root.units)
-        self._traffic, self._trace = root.traffic, root.trace
+        self._comm_stats, self._events = root.comm_stats, root.events
         self._names = _names_in(weakref.ref(root))
         start = 0
         for index, unit in enumerate(root.units):
             self._numbers[id(unit)] = range(start, start + sum(len(handle.leaves) for handle in unit.handles))
             start = self._numbers[id(unit)].stop
-            self._entries[id(unit)] = Op(number(f"unit {index}"), f"entered unit {unit.label}")
+            self._entries[id(unit)] = Op(hash63(f"unit {index}"), f"entered unit {unit.label}")
             self._forwards[id(unit)] = f"the forward of unit {unit.label}"
-            self._places[id(unit)] = index
+            self._positions[id(unit)] = index
 
     def begin_forward(self, root: Root, *, training: bool) -> None:
         """An outermost forward begins. If the last iteration was abandoned, wait for the others to say the same."""
@@ -180,7 +180,7 @@ class OpSequence(RankExchange):
             at, symbol = self._abandoned.at, self._abandoned.symbol
             self._meet(at)
             self._abandoned = None
-            self._habit.forget_present()
+            self._predictor.forget_present()
             self.unused.forget()
             self._follow(symbol)
 
@@ -213,7 +213,7 @@ class OpSequence(RankExchange):
         """
         if not self._sharded or self.silent:
             return
-        symbol = Op(number(f"{method} {self._places[id(unit)]}"), f"called {method}() of unit {unit.label}")
+        symbol = Op(hash63(f"{method} {self._positions[id(unit)]}"), f"called {method}() of unit {unit.label}")
         if self._doing is not None:
             self._next(symbol, unit=symbol.code)
         else:
@@ -222,7 +222,7 @@ class OpSequence(RankExchange):
                 self._next(symbol)
 
     @contextmanager
-    def together(self, call: str, units: Sequence[Unit] = (), *, always: bool = False) -> Iterator[None]:
+    def collective_call(self, call: str, units: Sequence[Unit] = (), *, always: bool = False) -> Iterator[None]:
         """A `call` of the user's, between iterations, which all ranks make for the same `units`: is it so? Inside, this
         rank may wait for them. Where no unit is sharded only an `always` call communicates.
 
@@ -238,11 +238,11 @@ class OpSequence(RankExchange):
             yield
 
     def _called(self, call: str, units: Sequence[Unit]) -> Op:
-        if not units or len(units) == len(self._places):
-            return Op(number(call), f"called {call}")
+        if not units or len(units) == len(self._positions):
+            return Op(hash63(call), f"called {call}")
         others = f" and {len(units) - 1} inside" if len(units) > 1 else ""
-        places = [self._places[id(unit)] for unit in units]
-        return Op(number(f"{call} {places}"), f"called {call} of unit {units[0].label}{others}")
+        positions = [self._positions[id(unit)] for unit in units]
+        return Op(hash63(f"{call} {positions}"), f"called {call} of unit {units[0].label}{others}")
 
     def ask(self, what: str, mine: int) -> dict[int, int]:
         """Every rank's number, as all ranks ask for `what` between iterations. Collective over all axes: 24 bytes of
@@ -255,7 +255,7 @@ class OpSequence(RankExchange):
         if self._axes:
             with self.waiting(what):
                 self._meet_abandoned()
-                self._next(Op(number(what), f"asked for {what}"))
+                self._next(Op(hash63(what), f"asked for {what}"))
                 answers = self._exchange(mine)
         return {self._rank: mine} if answers is None else {rank: code for rank, (code, _) in answers.items()}
 
@@ -271,9 +271,9 @@ class OpSequence(RankExchange):
         with self.waiting(loop):
             if error is None:
                 self._meet_abandoned()
-                self._next(Op(number(f"left {loop}"), f"left {loop}"))
+                self._next(Op(hash63(f"left {loop}"), f"left {loop}"))
             elif self._abandoned is None:
-                self.say_abandoned(error)
+                self.publish_abandoned(error)
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
@@ -310,10 +310,14 @@ class OpSequence(RankExchange):
         if not self._axes:
             return
         record = root.record
-        nearby = tuple(place for place, unit in enumerate(root.units) if unit.neighbours and unit.holds_portions)
+        nearby = tuple(
+            position
+            for position, unit in enumerate(root.units)
+            if unit.post_forward_gather and unit.has_post_forward_shards
+        )
         reduced = tuple(trained), tuple(trained.values())
         begun_with = None if self._sharded else (self._conditions(), self._flags)
-        plan = root.sync, record.entered, record.anchored, reduced, nearby, root.told_schedule, begun_with
+        plan = root.sync, record.entered, record.anchored, reduced, nearby, root.schedule_description, begun_with
         symbol = self._backwards.get(plan)
         if symbol is None:
             if len(self._backwards) == PLANS:  # of a model whose order is another at every step
@@ -324,7 +328,7 @@ class OpSequence(RankExchange):
         self._start("a backward")
         self._next(symbol, opens=not self._sharded, completes=not reduces)
         if reduces:
-            self.unused.begin(self._place, symbol.code)
+            self.unused.begin(self._position, symbol.code)
 
     def check_issued(self, gathered: Sequence[UnitData], reduced: Sequence[UnitData]) -> None:
         """A backward that reduces has issued its collectives, those of these units: are they the same on all ranks?
@@ -338,10 +342,10 @@ class OpSequence(RankExchange):
         issued = (*gathered, None, *reduced)
         symbol = self._issues.get(issued)
         if symbol is None:
-            places = [unit and self._places[id(unit)] for unit in issued]
-            told = [", ".join(unit.label for unit in units) or "none" for units in (gathered, reduced)]
-            words = f"{_ISSUED} {told[0]}, and reduced {told[1]}"
-            symbol = _remember(self._issues, issued, Op(number(f"issued {places}"), words))
+            positions = [unit and self._positions[id(unit)] for unit in issued]
+            reported = [", ".join(unit.label for unit in units) or "none" for units in (gathered, reduced)]
+            words = f"{_ISSUED} {reported[0]}, and reduced {reported[1]}"
+            symbol = _remember(self._issues, issued, Op(hash63(f"issued {positions}"), words))
         self._next(symbol, completes=True)
 
     def _symbol_of(
@@ -354,11 +358,11 @@ class OpSequence(RankExchange):
         schedule: str,
         begun_with: tuple[StepConditions, tuple[bool, ...]] | None,
     ) -> Op:
-        places = self._places
-        began, ended = ([places[id(unit)] for unit in units] for units in (entered, anchored))
+        positions = self._positions
+        began, ended = ([positions[id(unit)] for unit in units] for units in (entered, anchored))
         found = dict(zip(*reduced, strict=True))
         flats = [
-            (places[id(unit)], kind) for unit, flags in found.items() for kind, each in enumerate(flags) if any(each)
+            (positions[id(unit)], kind) for unit, flags in found.items() for kind, each in enumerate(flags) if any(each)
         ]
         trained = self._bits_of(found)
         conditions = StepConditions()
@@ -370,10 +374,10 @@ class OpSequence(RankExchange):
         if nearby:
             words += f"; {len(nearby)} units kept nearby"
         ran, unreached = (
-            f"{sum(1 << place for unit in units for place in self._numbers[id(unit)]):x}"
+            f"{sum(1 << position for unit in units for position in self._numbers[id(unit)]):x}"
             for units in (set(entered), set(entered).difference(anchored))
         )
-        code = number(f"{sync} {began} {ended} {flats} {list(nearby)} {schedule} {trained} {conditions}")
+        code = hash63(f"{sync} {began} {ended} {flats} {list(nearby)} {schedule} {trained} {conditions}")
         return Op(code, words, ran, trained, conditions, unreached)
 
     def _as_note(self, symbol: Op) -> str:
@@ -392,7 +396,7 @@ class OpSequence(RankExchange):
         numbers = (
             zip(self._numbers[id(unit)], itertools.chain(*flags), strict=True) for unit, flags in trained.items()
         )
-        return f"{sum(flag << place for place, flag in itertools.chain.from_iterable(numbers)):x}"
+        return f"{sum(flag << position for position, flag in itertools.chain.from_iterable(numbers)):x}"
 
     def check_gradients(self, *, came: bool) -> None:
         """The first gradient of a parameter came in a backward that communicates, or it ended and none `came`.
@@ -407,7 +411,7 @@ class OpSequence(RankExchange):
         if self._watch is None:
             return
         self._raise_verdict()
-        expected = self._habit.expected()
+        expected = self._predictor.expected()
         if not came:
             self._show(_NONE_CAME, issued=self._issued())
         elif expected in (_CAME.code, _NONE_CAME.code):
@@ -427,16 +431,16 @@ class OpSequence(RankExchange):
         symbol = self._issues.get(issued)
         if symbol is None:
             units = ", ".join(unit.label for unit in gathered) or "no unit"
-            code = number(f"gathered {[self._places[id(unit)] for unit in gathered]}")
+            code = hash63(f"gathered {[self._positions[id(unit)] for unit in gathered]}")
             symbol = _remember(self._issues, issued, Op(code, f"{_NONE_CAME.words}, and gathered {units}"))
         self._show(symbol, issued=self._issued())
 
     def _show(self, symbol: Op, *, issued: int | None) -> None:
         """A step of which others may not know: seen by all where it was not expected."""
-        if self._habit.expected() != symbol.code:
-            self._met.append(self._place)
-            self._leave_note(self._place, symbol, issued=issued, alarm=True)
-            self._meet(self._place)
+        if self._predictor.expected() != symbol.code:
+            self._met.append(self._position)
+            self._leave_note(self._position, symbol, issued=issued, alarm=True)
+            self._meet(self._position)
         self._follow(symbol, completes=True)
 
     def rest(self) -> None:
@@ -449,9 +453,9 @@ class OpSequence(RankExchange):
         """`error` ended a forward: tell the others, or raise the disagreement that it stems from."""
         if error is not None:
             self.explain(error)
-        self.say_abandoned(error)
+        self.publish_abandoned(error)
 
-    def say_abandoned(self, error: BaseException | None) -> None:
+    def publish_abandoned(self, error: BaseException | None) -> None:
         """An iteration ends here by an exception: tell the others, without waiting for them or raising.
 
         Whether all ranks abandoned it at the same place shows when the next forward begins.
@@ -463,11 +467,11 @@ class OpSequence(RankExchange):
             return
         issued = self._issued()
         because = f" after {type(error).__name__}: {error}" if error is not None else self._refused
-        symbol = Op(number(f"abandoned {issued}"), f"abandoned its iteration in {doing}{because}")
-        self._abandoned = LoggedOp(self._place, symbol, self._step)
-        self._met.append(self._place)
+        symbol = Op(hash63(f"abandoned {issued}"), f"abandoned its iteration in {doing}{because}")
+        self._abandoned = LoggedOp(self._position, symbol, self._step)
+        self._met.append(self._position)
         try:
-            self._leave_note(self._place, symbol, issued=issued, alarm=True)
+            self._leave_note(self._position, symbol, issued=issued, alarm=True)
         except RuntimeError as lost:  # the store is gone; the exception under way matters more
             logger.debug("could not tell the other ranks that an iteration was abandoned: %s", lost)
 
@@ -493,32 +497,32 @@ class OpSequence(RankExchange):
 
     def _start(self, doing: str) -> None:
         self._doing, self._turned, self._refused = doing, time.monotonic(), ""
-        self._issued_before = self._traffic.issued
+        self._issued_before = self._comm_stats.issued
 
     def _issued(self) -> int:
-        return self._traffic.issued - self._issued_before
+        return self._comm_stats.issued - self._issued_before
 
     def _next(self, symbol: Op, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
         if self._verdict is not None:
             self._raise_verdict()
-        expected = self._habit.expected()
+        expected = self._predictor.expected()
         if expected != symbol.code:
             if expected is None:
                 self._agree_by_exchange(symbol)
             elif self._watch is not None:
-                self._met.append(self._place)
-                self._leave_note(self._place, symbol, alarm=True)
-                self._meet(self._place)
+                self._met.append(self._position)
+                self._leave_note(self._position, symbol, alarm=True)
+                self._meet(self._position)
         self._follow(symbol, unit=unit, opens=opens, completes=completes)
 
     def _follow(self, symbol: Op, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
-        self._habit.learn(symbol.code, unit=unit, completes=completes)
-        self._said.append((self._place, symbol, self._step))
+        self._predictor.learn(symbol.code, unit=unit, completes=completes)
+        self._logged.append((self._position, symbol, self._step))
         self._step += opens
-        self._place += 1
+        self._position += 1
 
-    def _said_at(self, at: int) -> LoggedOp | None:
-        return next((said for said in itertools.starmap(LoggedOp, list(self._said)) if said.at == at), None)
+    def _logged_at(self, at: int) -> LoggedOp | None:
+        return next((said for said in itertools.starmap(LoggedOp, list(self._logged)) if said.at == at), None)
 
     # -- meetings ----------------------------------------------------------------------------------------------------
 
@@ -529,7 +533,7 @@ class OpSequence(RankExchange):
 
     def _require_same(self, codes: dict[int, int], symbol: Op) -> None:
         if len(set(codes.values())) > 1:
-            self._fail(AgreementError(self._parting(self._publish(self._as_note(symbol), codes), self._step)))
+            self._fail(AgreementError(self._divergence(self._publish(self._as_note(symbol), codes), self._step)))
 
     def _leave_note(self, at: int, symbol: Op, *, alarm: bool, issued: int | None = None) -> None:
         """Say what this rank does at `at`, and the verdict if that decides it.
@@ -537,26 +541,26 @@ class OpSequence(RankExchange):
         `issued`: how many collectives it had issued when it abandoned its iteration, None if it did not. It will issue
         no more, so a rank that has issued more waits in vain.
         """
-        notes, place = self._board, f"{self._scope}/{at}"
+        notes, position = self._store, f"{self._scope}/{at}"
         if alarm:
             self._noted = symbol.words
-        notes.post(f"{place}/says/{self._rank}", self._as_note(symbol))
-        if notes.first(f"{place}/first", str(symbol.code)) != str(symbol.code):
-            notes.post(f"{place}/verdict", DIFFERENT)
+        notes.post(f"{position}/says/{self._rank}", self._as_note(symbol))
+        if notes.set_if_absent(f"{position}/first", str(symbol.code)) != str(symbol.code):
+            notes.post(f"{position}/verdict", DIFFERENT)
             return
-        count = notes.count(f"{place}/notes")
+        count = notes.count(f"{position}/notes")
         if count == len(self.ranks):
-            notes.post(f"{place}/verdict", SAME)
+            notes.post(f"{position}/verdict", SAME)
         elif count == 1 and alarm:
-            notes.sound(json.dumps([self._scope, at, issued]))
+            notes.raise_alarm(json.dumps([self._scope, at, issued]))
 
     def _meet(self, at: int) -> None:
         """Wait for the notes of all ranks at `at`; an error unless all are the same."""
-        notes, place = self._board, f"{self._scope}/{at}"
+        notes, position = self._store, f"{self._scope}/{at}"
         self._meeting = at
 
         def decided() -> object:
-            return self._verdict or notes.read(f"{place}/verdict")
+            return self._verdict or notes.read(f"{position}/verdict")
 
         assert self._watch is not None
         what = f"{self._noted}, unexpectedly, and waits for word of the others, in step {max(1, self._step)}"
@@ -576,12 +580,12 @@ class OpSequence(RankExchange):
 
     def _judge(self, at: int, step: int) -> AgreementError:
         """What the ranks did at `at`, from everybody's note, or who of them has ended meanwhile."""
-        notes, place = self._board, f"{self._scope}/{at}"
+        notes, position = self._store, f"{self._scope}/{at}"
         said: dict[int, str] = {}
 
         def all_there() -> bool:
             for rank in self.ranks:
-                if rank not in said and (found := notes.read(f"{place}/says/{rank}")) is not None:
+                if rank not in said and (found := notes.read(f"{position}/says/{rank}")) is not None:
                     said[rank] = found
             return len(said) == len(self.ranks)
 
@@ -590,29 +594,29 @@ class OpSequence(RankExchange):
         texts: dict[str, list[int]] = {}
         for rank in self.ranks:
             texts.setdefault(said.get(rank, Op(-1, "has not come that far").to_text()), []).append(rank)
-        self._let_all_read(place)
+        self._let_all_read(position)
         if ended:
             return LostRankError(in_one_sentence(ended))
-        return AgreementError(self._parting({tuple(ranks): text for text, ranks in texts.items()}, step))
+        return AgreementError(self._divergence({tuple(ranks): text for text, ranks in texts.items()}, step))
 
-    def _parting(self, texts: dict[tuple[int, ...], str], step: int) -> str:
+    def _divergence(self, texts: dict[tuple[int, ...], str], step: int) -> str:
         symbols = {ranks: Op.of(text) for ranks, text in sorted(texts.items())}
-        told = "; ".join(f"{ranks_in_words(ranks)} {symbol.words}" for ranks, symbol in symbols.items())
-        told = f"ranks part ways in step {max(1, step)}: {told}"
+        reported = "; ".join(f"{ranks_in_words(ranks)} {symbol.words}" for ranks, symbol in symbols.items())
+        reported = f"ranks part ways in step {max(1, step)}: {reported}"
         if len({symbol.words for symbol in symbols.values()}) == 1:
             together = next(iter(symbols.values())).words
-            told = f"ranks part ways in step {max(1, step)}, in which all {together}"
+            reported = f"ranks part ways in step {max(1, step)}, in which all {together}"
         if len({symbol.words for symbol in symbols.values()}) == 1 and (
             unlike := differences({ranks: symbol.conditions for ranks, symbol in symbols.items()})
         ):
-            return f"{told}. {unlike}"
+            return f"{reported}. {unlike}"
         if all(symbol.words.startswith(_ISSUED) for symbol in symbols.values()):
-            return f"{told}. {_MIXED}"
+            return f"{reported}. {_MIXED}"
         if differently := self._trained_differently(symbols):
-            return f"{told}. {differently}"
+            return f"{reported}. {differently}"
         remedy = _REMEDY if all(_IN_FORWARD(symbol.words) for symbol in symbols.values()) else ""
         return (
-            f"{told}. All ranks must run the same units in the same order, as "
+            f"{reported}. All ranks must run the same units in the same order, as "
             "many forwards and backwards, and catch an exception at the same point or not at all; what depends on a "
             f"rank's own data must not decide{remedy}"
         )
@@ -657,7 +661,7 @@ class OpSequence(RankExchange):
             return f"in the program's own code {left}", since
         if math.isinf(blocked_since()):
             return f"computing in {doing}, {step}", since
-        last = "; ".join(map(str, self._trace.tail(2)))
+        last = "; ".join(map(str, self._events.tail(2)))
         return f"waiting in {doing}, {step}{f' (last: {last})' if last else ''}", since
 
     @property
@@ -685,25 +689,25 @@ class OpSequence(RankExchange):
                 return True
         if scope != self._scope or self._verdict is not None or self._meeting == at:
             return True
-        passed = self._place > at  # read before `_met`: whoever meets says so first
+        passed = self._position > at  # read before `_met`: whoever meets says so first
         if at in self._met:
             if self._abandoned is None or self._abandoned.at != at:
                 return True
         elif passed:
-            quoted = self._said_at(at)
+            quoted = self._logged_at(at)
             symbol = quoted.symbol if quoted is not None else Op(-1, "went on long ago")
             self._leave_note(at, symbol, alarm=False)
-        elif issued is not None and self._place == at and self._issued() > issued:
+        elif issued is not None and self._position == at and self._issued() > issued:
             self._leave_note(at, Op(-1, f"went on in {self._doing}"), alarm=False)
-        if self._board.read(f"{scope}/{at}/verdict") != DIFFERENT:
+        if self._store.read(f"{scope}/{at}/verdict") != DIFFERENT:
             return False
-        quoted = self._said_at(at)
+        quoted = self._logged_at(at)
         step = quoted.step if quoted is not None else self._step
         error = self._judge(at, step)
         if self._verdict is None:
-            speak(f"[flatfsdp, rank {self._rank}] {type(error).__name__}: {error}")
+            print_immediately(f"[flatfsdp, rank {self._rank}] {type(error).__name__}: {error}")
             self._verdict = error
-            end_process_unless(lambda: self._told or not self.busy)
+            end_process_unless(lambda: self._was_raised or not self.busy)
         return True
 
 
@@ -723,13 +727,13 @@ def _opening(
 ) -> Op:
     """A forward of this kind begins; `flags`: which parameters require gradients in it."""
     trained = f"{_bits(flags):x}" if flags else ""
-    code = number(f"{kind} {unit} {schedule} {conditions} {trained}")
+    code = hash63(f"{kind} {unit} {schedule} {conditions} {trained}")
     words = f"began {kind} forward at unit {label}{_with(schedule)}"
     return Op(code, words, f"{(1 << len(flags)) - 1:x}" if flags else "", trained, conditions)
 
 
 def _bits(flags: Iterable[bool]) -> int:
-    return sum(flag << place for place, flag in enumerate(flags))
+    return sum(flag << position for position, flag in enumerate(flags))
 
 
 def _remember(symbols: dict[tuple[UnitData | None, ...], Op], of: tuple[UnitData | None, ...], symbol: Op) -> Op:

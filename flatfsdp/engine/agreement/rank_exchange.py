@@ -17,7 +17,7 @@ import torch
 
 from ...errors import AgreementError, fail
 from ..base import _torch
-from ..base.hashing import number
+from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..watchdog import store as board
 from ..watchdog.store import StoreClient
@@ -46,7 +46,7 @@ class RankExchange:
         self._scope = ""  # names this model in the store
         self._exchanges = 0
         self._verdict: AgreementError | None = None  # the ranks have parted: nothing goes on
-        self._told = False  # the main thread has raised it
+        self._was_raised = False  # the main thread has raised it
 
     def _over(self, axes: list[Transport]) -> None:
         """Exchange over `axes` from now on, one after the other; none where this rank is alone."""
@@ -72,7 +72,7 @@ class RankExchange:
     def _know(self, ranks: Sequence[int]) -> Watchdog:
         """These ranks have answered: notes may be left for them, in the watch that this returns."""
         self.ranks = tuple(sorted(ranks))
-        self._scope = f"{number(str(self.ranks)):x}.{next(_models[self.ranks])}"
+        self._scope = f"{hash63(str(self.ranks)):x}.{next(_models[self.ranks])}"
         self._watch = current_watch()
         return self._watch
 
@@ -88,7 +88,7 @@ class RankExchange:
 
     def _publish(self, text: str, codes: dict[int, int]) -> dict[tuple[int, ...], str]:
         """The texts of ranks whose codes differ, by the ranks that share one. All ranks call it."""
-        notes, place = self._board, f"{self._scope}/x{self._exchanges}"
+        notes, place = self._store, f"{self._scope}/x{self._exchanges}"
         notes.post(f"{place}/{self._rank}", text)
         alike: dict[int, list[int]] = {}
         for rank in sorted(codes):
@@ -103,21 +103,21 @@ class RankExchange:
 
     def _fail(self, error: AgreementError) -> NoReturn:
         self._verdict = error
-        self._told = True
+        self._was_raised = True
         fail(error)
 
     @property
-    def _board(self) -> StoreClient:
+    def _store(self) -> StoreClient:
         assert self._watch is not None
-        return self._watch.board
+        return self._watch.store
 
     def _let_all_read(self, place: str) -> None:
         """Give the others time to read, before an error ends this process and perhaps the store with it."""
-        notes = self._board
+        notes = self._store
         notes.count(f"{place}/read")
         notes.wait(lambda: notes.count(f"{place}/read", 0) >= len(self.ranks), 2.5 * board.PERIOD)
 
     def _raise_verdict(self, cause: BaseException | None = None) -> None:
         if self._verdict is not None:
-            self._told = True
+            self._was_raised = True
             raise self._verdict from cause

@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ...errors import AgreementError, few, one_voice, ranks_in_words, warn
-from ..base.hashing import number
+from ..base.hashing import hash63
 from .checksums import checksum
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def verify(root: Root, *, again: bool) -> float:
 def _stays_alike(unit: Unit) -> bool:
     """Whether replicas of `unit` get the same gradients: what a user's hook does in place of the all-reduce is its own
     affair."""
-    hook = unit.choices.comm_hook
+    hook = unit.options.comm_hook
     return hook is None or unit.groups.shard.size > 1 or hook.is_ours
 
 
@@ -57,8 +57,8 @@ def differences(root: Root) -> str:
     if not replicated:
         return ""
     sums = [total for unit, _ in replicated for total in _checksums(unit)]
-    place = number(str([ranks for _, ranks in replicated]))  # who shares it has the same replicas
-    answers = root.agreement.numbers_of_ranks(place, number(str(sums)))
+    place = hash63(str([ranks for _, ranks in replicated]))  # who shares it has the same replicas
+    answers = root.agreement.numbers_of_ranks(place, hash63(str(sums)))
     groups: dict[int, list[int]] = {}
     for rank in sorted(answers):
         groups.setdefault(answers[rank][0], []).append(rank)

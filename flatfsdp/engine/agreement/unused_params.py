@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...errors import AgreementError
-from ..base.hashing import number
+from ..base.hashing import hash63
 from ..watchdog.store import StoreClient, StoreGone
 from ..watchdog.watchdog import PATIENCE, Watchdog
 from .sequence_predictor import SequencePredictor
@@ -55,13 +55,13 @@ class MissingGradients:
     Attributes:
         kind: of the backward.
         lacking: a bit for each parameter of the model.
-        said: whether that stands in the store.
+        is_published: whether that stands in the store.
     """
 
-    def __init__(self, kind: int, lacking: int, said: bool) -> None:
+    def __init__(self, kind: int, lacking: int, is_published: bool) -> None:
         self.kind = kind
         self.lacking = lacking
-        self.said = said
+        self.is_published = is_published
 
 
 class UnusedParams:
@@ -83,7 +83,7 @@ class UnusedParams:
         self._scope = ""
         self._watch: Watchdog | None = None
         self._check: Callable[[], Callable[[], None] | None] = lambda: None
-        self._habit = SequencePredictor()
+        self._predictor = SequencePredictor()
         self._outcomes: dict[int, dict[int, int]] = {}  # what ranks lacked, by its number
         self._expected: dict[int, int] | None = None
         self._at = -1
@@ -95,7 +95,7 @@ class UnusedParams:
         # What the watch shares with the main thread.
         self._lock = threading.Lock()
         self._own: dict[int, MissingGradients] = {}  # by place in the stream
-        self._asked: set[int] = set()  # such places, to which this rank has yet to come
+        self._requested: set[int] = set()  # such places, to which this rank has yet to come
         self._heard: set[int] = set()  # of calls
         self._due: set[int] = set()  # kinds of backwards of which all take part in the next
 
@@ -116,7 +116,7 @@ class UnusedParams:
 
     def forget(self) -> None:
         """All ranks have abandoned an iteration: what comes next is as new."""
-        self._habit = SequencePredictor()
+        self._predictor = SequencePredictor()
         self._rounds_left, self._rounds = 0, 1
         with self._lock:
             self._due.clear()
@@ -128,9 +128,9 @@ class UnusedParams:
         if self._watch is None:
             return
         self._at, self._called, self.foreseen = at, False, None
-        self._kind = symbol if self.with_data is None else number(f"{symbol} {self.with_data}")
-        self._habit.learn(self._kind)
-        outcome = self._habit.expected()
+        self._kind = symbol if self.with_data is None else hash63(f"{symbol} {self.with_data}")
+        self._predictor.learn(self._kind)
+        outcome = self._predictor.expected()
         self._expected = self._outcomes.get(outcome) if outcome is not None else None
         self.expects = self._expected is not None and not self._rounds_left
         self._all_take_part = outcome is None or self._expected is not None or self.with_data is not None
@@ -163,13 +163,13 @@ class UnusedParams:
         if self._watch is None:
             for unit in units:
                 for grads in unit.grads:
-                    grads.absent = grads.lacking()
+                    grads.absent = grads.missing_contributions()
             return
         absent = self._agree(self._lacking(units) if units else 0)
         for unit in units:
             start = self._numbers[id(unit)].start
             for grads in unit.grads:
-                grads.absent = frozenset(i for i in grads.lacking() if absent >> start + i & 1)
+                grads.absent = frozenset(i for i in grads.missing_contributions() if absent >> start + i & 1)
                 start += len(grads.handle.leaves)
 
     def _lacking(self, units: Sequence[UnitData]) -> int:
@@ -177,7 +177,7 @@ class UnusedParams:
         for unit in units:
             start = self._numbers[id(unit)].start
             for grads in unit.grads:
-                for index in grads.lacking():
+                for index in grads.missing_contributions():
                     bits |= 1 << start + index
                 start += len(grads.handle.leaves)
         return bits
@@ -187,12 +187,12 @@ class UnusedParams:
         at, kind = self._at, self._kind
         relied = self.foreseen is not None
         with self._lock:
-            takes_part = self._all_take_part or self._called or at in self._asked or lacking != (self.foreseen or 0)
+            takes_part = self._all_take_part or self._called or at in self._requested or lacking != (self.foreseen or 0)
             takes_part = takes_part or (not relied and kind in self._due)
-            self._own[at] = MissingGradients(kind, lacking, said=takes_part)
+            self._own[at] = MissingGradients(kind, lacking, is_published=takes_part)
             self._due.discard(kind)
-            if self._asked:
-                self._asked = {place for place in self._asked if place > at}
+            if self._requested:
+                self._requested = {place for place in self._requested if place > at}
             if self._heard:
                 self._heard = {place for place in self._heard if place >= at}
             if len(self._own) > KEPT:
@@ -219,13 +219,13 @@ class UnusedParams:
         """`outcome`: what all ranks lacked, if all know."""
         # Where none ever lacked anything, nobody has anything to look after.
         if outcome is None or (self._rounds == 1 and not any(outcome.values())):
-            self._habit.learn(NOBODY_KNOWS)
+            self._predictor.learn(NOBODY_KNOWS)
             return
-        code = number(str(sorted(outcome.items())))
+        code = hash63(str(sorted(outcome.items())))
         if len(self._outcomes) == OUTCOMES and code not in self._outcomes:
             self._outcomes.clear()
         self._outcomes[code] = outcome
-        self._habit.learn(code)
+        self._predictor.learn(code)
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -234,13 +234,13 @@ class UnusedParams:
         key, relied = self._key(), self.foreseen is not None
         comes = self._all_take_part or relied
         entry = _entry(self._rank, lacking, takes_part=True)
-        found = self._tell(
+        found = self._publish(
             key, entry, "which parameters the others brought no gradients to", ask_after=LATE * 10 if comes else SOON
         )
         all_took_part = all(took_part for _, took_part in found.values())
         if self._rank == min((rank for rank, (_, took_part) in found.items() if took_part), default=self._rank):
             with contextlib.suppress(StoreGone):
-                self._board.erase(*self._old)  # whoever is in this round has read all earlier ones
+                self._store.erase(*self._old)  # whoever is in this round has read all earlier ones
             self._old = []
         self._old += [key, f"{key}/heard"] if relied else [key]
         return {rank: lacks for rank, (lacks, _) in found.items()}, all_took_part
@@ -252,15 +252,15 @@ class UnusedParams:
             self._heard.add(self._at)
         entry = _entry(self._rank, 0, takes_part=True)
         what = "the others to hear of gradients that are not there, or were not expected"
-        self._tell(f"{self._key()}/heard", entry, what, ask_after=SOON, calls=True)
+        self._publish(f"{self._key()}/heard", entry, what, ask_after=SOON, calls=True)
 
-    def _tell(
+    def _publish(
         self, key: str, entry: str, what: str, *, ask_after: float, calls: bool = False
     ) -> dict[int, tuple[int, bool]]:
         """Add `entry` at `key`; what stands there when all ranks have done so. Those that do not come by themselves are
         asked after so many seconds."""
         assert self._watch is not None
-        board, began = self._board, time.monotonic()
+        store, began = self._store, time.monotonic()
         found: dict[int, tuple[int, bool]] = {}
         sounded = False
 
@@ -268,20 +268,20 @@ class UnusedParams:
             nonlocal sounded
             if (check := self._check()) is not None:
                 check()
-            found.update(_entries(board.read(key) or ""))
+            found.update(_entries(store.read(key) or ""))
             missing = [rank for rank in self._ranks if rank not in found]
             waited = time.monotonic() - began
             if missing and waited > ask_after and not sounded:
                 sounded = True
-                board.sound(json.dumps(["unused", self._scope, self._at, calls]))
+                store.raise_alarm(json.dumps(["unused", self._scope, self._at, calls]))
             if missing and waited > LATE:
                 found.update({rank: (lacks, False) for rank in missing for lacks in self._last_words(rank)})
             return not missing
 
         with self._watch.waiting(self._ranks, f"waits for {what}", settled_by_notes=True):
             try:
-                board.append(key, entry)
-                there = board.wait(complete, PATIENCE)
+                store.append(key, entry)
+                there = store.wait(complete, PATIENCE)
             except StoreGone:  # its process has gone on, to the program's end
                 there = True
         if not there:
@@ -293,9 +293,9 @@ class UnusedParams:
         return f"{self._scope}/unused/{self._at}"
 
     @property
-    def _board(self) -> StoreClient:
+    def _store(self) -> StoreClient:
         assert self._watch is not None
-        return self._watch.board
+        return self._watch.store
 
     # -- for the watch -----------------------------------------------------------------------------------------------
 
@@ -308,30 +308,30 @@ class UnusedParams:
         with self._lock:
             own = self._own.get(at)
             if own is None:
-                self._asked.add(at)
-            answers = own is not None and not own.said
+                self._requested.add(at)
+            answers = own is not None and not own.is_published
             if own is not None and answers:
-                own.said = True
+                own.is_published = True
                 self._due.add(own.kind)
             hears = calls and at not in self._heard
             if hears:
                 self._heard.add(at)
         if own is not None and answers:
-            self._board.append(key, _entry(self._rank, own.lacking, takes_part=False))
+            self._store.append(key, _entry(self._rank, own.lacking, takes_part=False))
         if hears:
-            self._board.append(f"{key}/heard", _entry(self._rank, 0, takes_part=True))
+            self._store.append(f"{key}/heard", _entry(self._rank, 0, takes_part=True))
 
-    def leave_word(self) -> None:
+    def publish_last_words(self) -> None:
         """This rank answers no more, for its model is gone or its program ends: leave what it would say. Called by the
         watch."""
         with self._lock:
             text = "".join(_entry(at, own.lacking, takes_part=False) for at, own in self._own.items())
         if text:
-            self._board.post(f"{self._scope}/unused/left/{self._rank}", text)
+            self._store.post(f"{self._scope}/unused/left/{self._rank}", text)
 
     def _last_words(self, rank: int) -> Iterator[int]:
         """What `rank`, which may have ended, lacked in this backward, if it said so."""
-        left = _entries(self._board.read(f"{self._scope}/unused/left/{rank}") or "")
+        left = _entries(self._store.read(f"{self._scope}/unused/left/{rank}") or "")
         if self._at in left:
             yield left[self._at][0]
 

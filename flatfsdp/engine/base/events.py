@@ -33,13 +33,13 @@ class EventLog:
     def __init__(self) -> None:
         self._events: deque[tuple[str, str, str]] = deque(maxlen=KEPT)  # made events when somebody looks
         self._listeners: list[Callable[[Event], None]] = []
-        self.append = self._events.append  # takes the three parts of an event; `_tell` while somebody listens
+        self.append = self._events.append  # takes the three parts of an event; `_notify` while somebody listens
 
     def record(self, kind: str, unit: str, phase: str) -> None:
         """Append one event."""
         self.append((kind, unit, phase))
 
-    def _tell(self, event: tuple[str, str, str]) -> None:
+    def _notify(self, event: tuple[str, str, str]) -> None:
         self._events.append(event)
         for listener in self._listeners:
             listener(Event(*event))
@@ -59,7 +59,7 @@ class EventLog:
                 listener(event)
 
         self._listeners.append(hear)
-        self.append = self._tell
+        self.append = self._notify
         try:
             yield seen
         finally:

@@ -7,6 +7,6 @@ import hashlib
 
 
 @functools.lru_cache(maxsize=4096)
-def number(text: str) -> int:
+def hash63(text: str) -> int:
     """63 bits of a hash of `text`, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -84,8 +84,8 @@ class _Writer:
             return {"Path": str(value)}
         if kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
             flat = value.detach().cpu().contiguous().view(-1)
-            told = [str(value.dtype).removeprefix("torch."), list(value.shape)]
-            return {"Tensor": [*told, *self._part(bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b"")]}
+            parts = [str(value.dtype).removeprefix("torch."), list(value.shape)]
+            return {"Tensor": [*parts, *self._part(bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b"")]}
         if kind.__module__.partition(".")[0] == _PACKAGE and (names := _fields(kind)) is not None:
             return {f"{kind.__module__}:{kind.__qualname__}": self._nodes([getattr(value, name) for name in names])}
         return {"pickle": self._part(self._pickled(value))}

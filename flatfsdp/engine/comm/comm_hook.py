@@ -37,18 +37,18 @@ class HookReducer:
         """`inner`: whose device and traffic it uses. The mean over `replicas` will be taken of what the hook leaves."""
         self._hook = hook
         self._device: Device = inner.device
-        self._traffic = inner.traffic
+        self._comm_stats = inner.comm_stats
         self._replicas = replicas
 
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Stream) -> PendingWork:
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
         """Let the hook fill `output`, this rank's piece, from `full`. Collective over what the hook uses."""
-        return self._run(lane, full, output)
+        return self._run(stream, full, output)
 
-    def all_reduce(self, tensor: torch.Tensor, lane: Stream) -> PendingWork:
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         """Let the hook change `tensor`, the whole. Collective over what the hook uses."""
-        return self._run(lane, tensor)
+        return self._run(stream, tensor)
 
-    def _run(self, lane: Stream, *tensors: torch.Tensor) -> PendingWork:
+    def _run(self, stream: Stream, *tensors: torch.Tensor) -> PendingWork:
         handed = [tensor.data for tensor in tensors]
 
         def take_over() -> None:
@@ -66,20 +66,20 @@ class HookReducer:
             if before != 1.0:
                 result.mul_(before)
 
-        self._traffic.log("comm_hook", tensors[0].numel() * tensors[0].element_size())
-        with torch.no_grad(), lane.running():
+        self._comm_stats.log("comm_hook", tensors[0].numel() * tensors[0].element_size())
+        with torch.no_grad(), stream.running():
             try:
                 returned = self._hook.function(self._hook.state, *handed)
                 work = to_wait_for(returned, "a communication hook", result=handed[-1])
             except BaseException:
-                self._traffic.take_back()
+                self._comm_stats.take_back()
                 raise
-            if work is not None and lane.is_callers:
+            if work is not None and stream.is_callers:
                 return PendingWork(work=work, keep=(*tensors, *handed), finish=take_over)
             if work is not None:
                 work.wait()  # orders the lane
             take_over()
-            return PendingWork(device=self._device, event=lane.mark(), keep=(*tensors, *handed))
+            return PendingWork(device=self._device, event=stream.mark(), keep=(*tensors, *handed))
 
 
 def to_wait_for(returned: Any, what: str, *, result: torch.Tensor) -> Any:
@@ -120,7 +120,7 @@ def check_all_or_none(units: Iterable[Unit]) -> None:
         UsageError: the model was wrapped again after a hook had been registered.
     """
     units = list(units)
-    without = [unit for unit in units if unit.choices.comm_hook is None]
+    without = [unit for unit in units if unit.options.comm_hook is None]
     if without and len(without) < len(units):
         raise UsageError(
             f"a communication hook was registered on a part of this model, before the whole was wrapped: unit "

@@ -54,7 +54,7 @@ class PeerMessages:
 
     def __init__(self, works: list[Work], line: PeerConnection) -> None:
         self._works = works  # the last one is waited for first
-        self._line = line
+        self._connection = line
         line.under_way.add(self)
 
     def wait(self) -> None:
@@ -66,7 +66,7 @@ class PeerMessages:
         while self._works:
             self._works[-1].wait()
             self._works.pop()
-        self._line.under_way.discard(self)
+        self._connection.under_way.discard(self)
 
 
 class PeerConnection:
@@ -75,7 +75,7 @@ class PeerConnection:
     Attributes:
         peers: all other ranks, in an order in which not all send to the same one first.
         under_way: exchanges that have not been waited for.
-        turns: runs the sums that receive in turns.
+        sum_worker: runs the sums that receive in turns.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -84,7 +84,7 @@ class PeerConnection:
         self.peers = [*range(rank + 1, world), *range(rank)]
         self._tags = itertools.cycle(range(FIRST_TAG, FIRST_TAG + TAGS))
         self.under_way: set[PeerMessages] = set()
-        self.turns = SumWorker()
+        self.sum_worker = SumWorker()
 
     def tag(self) -> int:
         """The tag of the next exchange. Every rank takes it at the same point of the group's order."""
@@ -130,37 +130,37 @@ class PairwiseExchange:
     """Exchanges by messages: 2(W-1) a rank, each followed by its end. [Note: messages]"""
 
     def __init__(
-        self, process_group: Any, *, ledger: MemoryTracker, log: Callable[[int], None], issue: Callable[[], None]
+        self, process_group: Any, *, tracker: MemoryTracker, log: Callable[[int], None], issue: Callable[[], None]
     ) -> None:
         """`log` is told how many messages an exchange takes, their ends left out, and `issue` that a second half was
         issued."""
         self._rank, self._world = process_group.rank(), process_group.size()
-        self._line = _lines.setdefault(process_group, PeerConnection(process_group))
-        self._ledger = ledger
+        self._connection = _lines.setdefault(process_group, PeerConnection(process_group))
+        self._tracker = tracker
         self._log = log
         self._issue = issue
 
     def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
         """Every rank's `shard` into its slot of `output`, sent from and received into place."""
-        return self._gather(self._line.tag(), output.chunk(self._world), shard)
+        return self._gather(self._connection.tag(), output.chunk(self._world), shard)
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
         """The sum over ranks of this rank's piece of `full`, in rank order, into `output`."""
-        return self._scatter(self._line.tag(), output, full.chunk(self._world))
+        return self._scatter(self._connection.tag(), output, full.chunk(self._world))
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         """The sum over ranks, in rank order, in place: each rank sums a piece, and sends it on when waited for."""
         pieces = tensor.view(-1).tensor_split(self._world)
         # Both now: where ranks wait is not what the order of tags may depend on.
-        first, second = self._line.tag(), self._line.tag()
+        first, second = self._connection.tag(), self._connection.tag()
         total = torch.empty_like(pieces[self._rank])
-        self._ledger.add("exchange", total.numel() * total.element_size())
+        self._tracker.add("exchange", total.numel() * total.element_size())
         scattered = self._scatter(first, total, pieces)
 
         def share() -> None:
             self._issue()
             self._gather(second, pieces, total).wait()
-            self._ledger.remove("exchange", total.numel() * total.element_size())
+            self._tracker.remove("exchange", total.numel() * total.element_size())
 
         return PendingWork(work=scattered, finish=share)
 
@@ -175,10 +175,10 @@ class PairwiseExchange:
         """The first peer's piece arrives in `output`, others in scratch, in turns where it has no room for all."""
         rank, own, others = self._rank, pieces[self._rank], self._world - 2
         scratch = output.new_empty((min(others, MOST_ROOM), own.numel())).unbind()
-        held = self._ledger.hold("exchange", len(scratch) * own.numel() * own.element_size())
+        held = self._tracker.allocate("exchange", len(scratch) * own.numel() * own.element_size())
         arriving = [output, *scratch]
         if others > MOST_ROOM:
-            work = self._add_in_turns(tag, pieces, arriving)
+            work = self._add_in_order(tag, pieces, arriving)
             return PendingWork(work=work, keep=(*pieces, *arriving), finish=held.close)
         in_order = [*arriving[:rank], own, *arriving[rank:]]
         work = self._exchange(tag, pieces, in_order)
@@ -191,26 +191,26 @@ class PairwiseExchange:
 
         return PendingWork(work=work, keep=(*pieces, *in_order), finish=add_up)
 
-    def _add_in_turns(self, tag: int, pieces: Sequence[torch.Tensor], room: Sequence[torch.Tensor]) -> PeerMessages:
-        line = self._line
+    def _add_in_order(self, tag: int, pieces: Sequence[torch.Tensor], room: Sequence[torch.Tensor]) -> PeerMessages:
+        line = self._connection
 
         def receive(peer: int, tensor: torch.Tensor) -> PeerMessages:
             return PeerMessages(line.receive(peer, tag, tensor), line)
 
         sends = self._send(tag, pieces)
         total = OrderedSum(self._rank, self._world, own=pieces[self._rank], room=room, receive=receive)
-        line.turns.hand_over(total)
+        line.sum_worker.submit(total)
         return PeerMessages([*sends, total], line)
 
     def _exchange(self, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> PeerMessages:
-        line = self._line
+        line = self._connection
         sends = self._send(tag, outgoing)
         receives = [work for peer in line.peers for work in line.receive(peer, tag, incoming[peer])]
         return PeerMessages([*sends, *receives], line)
 
     def _send(self, tag: int, outgoing: Sequence[torch.Tensor]) -> list[Work]:
-        self._log(2 * len(self._line.peers))  # as many come back
-        return [work for peer in self._line.peers for work in self._line.send(peer, tag, outgoing[peer])]
+        self._log(2 * len(self._connection.peers))  # as many come back
+        return [work for peer in self._connection.peers for work in self._connection.send(peer, tag, outgoing[peer])]
 
 
 class AllToAll:
@@ -220,11 +220,11 @@ class AllToAll:
     the first and the last rank.
     """
 
-    def __init__(self, process_group: Any, *, ledger: MemoryTracker, issue: Callable[[], None]) -> None:
+    def __init__(self, process_group: Any, *, tracker: MemoryTracker, issue: Callable[[], None]) -> None:
         """`issue` is told that a second half was issued."""
         self._group = process_group
         self._rank, self._world = process_group.rank(), process_group.size()
-        self._ledger = ledger
+        self._tracker = tracker
         self._issue = issue
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
@@ -251,7 +251,7 @@ class AllToAll:
             for piece, arrived in zip(pieces, others.split(sizes), strict=True):
                 if arrived.numel():
                     piece.copy_(arrived)
-            self._give_back(others, outgoing)
+            self._free_scratch(others, outgoing)
 
         return PendingWork(work=scattered, finish=share)
 
@@ -281,17 +281,17 @@ class AllToAll:
                 for piece in in_order[2:]:
                     total.add_(piece)
                 output.copy_(total)
-            self._give_back(scratch, *([outgoing] if copied else []))
+            self._free_scratch(scratch, *([outgoing] if copied else []))
 
         return PendingWork(work=work, keep=(output, outgoing, scratch, full), finish=add_up)
 
     def _scratch(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        self._ledger.add("exchange", numel * like.element_size())
+        self._tracker.add("exchange", numel * like.element_size())
         return like.new_empty(numel)
 
-    def _give_back(self, *scratch: torch.Tensor) -> None:
+    def _free_scratch(self, *scratch: torch.Tensor) -> None:
         for tensor in scratch:
-            self._ledger.remove("exchange", tensor.numel() * tensor.element_size())
+            self._tracker.remove("exchange", tensor.numel() * tensor.element_size())
             # Now: gloo's thread may hold a finished work, and the tensors in it, a little longer than we do.
             tensor.untyped_storage().resize_(0)
 
@@ -299,9 +299,9 @@ class AllToAll:
 class SimulatedExchange:
     """What `AllToAll` holds, without its exchanges and sums. [Note: rehearsal]"""
 
-    def __init__(self, rank: int, world: int, *, ledger: MemoryTracker, issue: Callable[[], None]) -> None:
+    def __init__(self, rank: int, world: int, *, tracker: MemoryTracker, issue: Callable[[], None]) -> None:
         self._rank, self._world = rank, world
-        self._ledger = ledger
+        self._tracker = tracker
         self._issue = issue
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
@@ -324,4 +324,4 @@ class SimulatedExchange:
         return PendingWork(finish=self._hold(full, mine * (self._world - 1) + copied))
 
     def _hold(self, like: torch.Tensor, numel: int) -> Callable[[], None]:
-        return self._ledger.hold("exchange", numel * like.element_size()).close
+        return self._tracker.allocate("exchange", numel * like.element_size()).close

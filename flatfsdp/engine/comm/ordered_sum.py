@@ -92,7 +92,7 @@ class SumWorker:
         self._lock = threading.Lock()
         self._is_running = False
 
-    def hand_over(self, sum_: OrderedSum) -> None:
+    def submit(self, sum_: OrderedSum) -> None:
         """Run it when those before it are over. Every rank hands over at the same point of the group's order."""
         with self._lock:
             self._sums.append(sum_)

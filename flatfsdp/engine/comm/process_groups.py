@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ...api import HYBRIDS, Config, ShardingStrategy
 from ...errors import ConfigValueError, UsageError, set_rank, warn_once
 from ..base import _torch
-from ..base.hashing import number
+from ..base.hashing import hash63
 from ..device.streams import accelerator_count
 from ..watchdog.watchdog import expecting
 from .transport import Axis, ProcessGroups
@@ -33,7 +33,7 @@ _groups_by_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = w
 # The plans in use: units over the same groups share one, and a group of many ranks is asked for them once.
 _plans: weakref.WeakValueDictionary[tuple[object, ...], ProcessGroups] = weakref.WeakValueDictionary()
 # Groups of some of a process group's ranks in a row, by how many.
-_neighbours: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+_post_forward_axes: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 # How many groups were made over the same ranks of a default process group; part of their names.
 _made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
@@ -151,12 +151,12 @@ def _for_reductions(process_group: Any) -> Any:
     return made
 
 
-def neighbours(axis: Axis, count: int, device: torch.device) -> Axis:
+def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:
     """The axis of the `count` ranks in a row that this one is among, where `axis` is cut into such rows.
 
     Collective over these ranks where a group is made, once per process group and `count`, which divides its size.
     """
-    known = _neighbours.setdefault(axis.process_group, {})
+    known = _post_forward_axes.setdefault(axis.process_group, {})
     if count not in known or not _exists(known[count]):
         first = axis.rank - axis.rank % count
         known[count] = new_group(
@@ -175,7 +175,7 @@ def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: 
     timeout = None if math.isinf(limit) else timedelta(seconds=limit)
     counts = _made.setdefault(dist.group.WORLD, Counter())
     counts[ranks] += 1
-    name = f"flatfsdp {number(str(ranks)):x} {counts[ranks]}"
+    name = f"flatfsdp {hash63(str(ranks)):x} {counts[ranks]}"
     with expecting(ranks, f"{doing} over ranks {', '.join(map(str, ranks))}"), _torch.name_of_group(name):
         return dist.new_group(
             list(ranks), timeout, backend=backend, use_local_synchronization=True, group_desc="flatfsdp"

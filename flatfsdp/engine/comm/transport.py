@@ -123,11 +123,11 @@ class StagingBuffer:
         pieces, wholes: for each tensor, shape (world, numel / world): what the rows have of it; the tensor itself.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], group: Axis, ledger: MemoryTracker) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], group: Axis, tracker: MemoryTracker) -> None:
         first = tensors[0]
         self._tensors = list(tensors)
         numel = sum(tensor.numel() for tensor in tensors)
-        self.memory = FlatBuffer(numel, first.dtype, first.device, ledger=ledger, kind="staging")
+        self.memory = FlatBuffer(numel, first.dtype, first.device, tracker=tracker, kind="staging")
         self.memory.allocate()
         sizes = [tensor.numel() // group.size for tensor in tensors]
         rows = self.memory.tensor.view(group.size, -1)
@@ -144,43 +144,43 @@ class StagingBuffer:
 class ProcessGroupTransport:
     """torch's flat collectives over one group, on one device."""
 
-    def __init__(self, group: Axis, device: Device, *, traffic: CommStats, ledger: MemoryTracker) -> None:
+    def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
         self.group = group
         self.device = device
-        self.traffic = traffic
-        self.ledger = ledger
+        self.comm_stats = comm_stats
+        self.tracker = tracker
         self._stagings: dict[int, StagingBuffer] = {}  # by id of the first of their tensors
 
-    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Stream) -> PendingWork:
+    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
         """Fill `output` (world * n elements) with every rank's `shard` (n elements) in rank order.
 
         Both 1-D and of one dtype; bytes travel unseen, so any dtype will do. `shard` may be this rank's slot of
         `output` (in place). Collective over the group.
         """
-        self.traffic.log("all_gather", output.numel() * output.element_size())
-        return self._issue(lane, self._gather, _as_bytes(output), _as_bytes(shard))
+        self.comm_stats.log("all_gather", output.numel() * output.element_size())
+        return self._issue(stream, self._gather, _as_bytes(output), _as_bytes(shard))
 
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Stream) -> PendingWork:
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
         """Sum `full` (world * n elements) over ranks and leave this rank's n elements in `output`. Collective."""
-        self.traffic.log("reduce_scatter", full.numel() * full.element_size())
-        return self._issue(lane, self._reduce_scatter, output, full)
+        self.comm_stats.log("reduce_scatter", full.numel() * full.element_size())
+        return self._issue(stream, self._reduce_scatter, output, full)
 
-    def all_reduce(self, tensor: torch.Tensor, lane: Stream) -> PendingWork:
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         """Sum `tensor` over ranks in place. Collective."""
-        self.traffic.log("all_reduce", tensor.numel() * tensor.element_size())
-        return self._issue(lane, self._all_reduce, tensor)
+        self.comm_stats.log("all_reduce", tensor.numel() * tensor.element_size())
+        return self._issue(stream, self._all_reduce, tensor)
 
-    def all_gather_joined(
-        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], lane: Stream
+    def all_gather_coalesced(
+        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
         """`all_gather_base` of several outputs (of one dtype) as one operation. Collective over the group.
 
         Shards may be of other dtypes and elsewhere: they are cast on their way. [Note: staging]
         """
-        with lane.running():
+        with stream.running():
             staging = self._stage(outputs)
             _torch.foreach_copy_(staging.own_pieces, list(shards), non_blocking=True)
-        arriving = self.all_gather_base(staging.memory.tensor, staging.own, lane)
+        arriving = self.all_gather_base(staging.memory.tensor, staging.own, stream)
 
         def spread() -> None:
             _torch.foreach_copy_(staging.wholes, staging.pieces)
@@ -188,42 +188,44 @@ class ProcessGroupTransport:
 
         if not self.device.has_streams:
             return PendingWork(work=arriving, keep=tuple(outputs), finish=spread)
-        with lane.running():
+        with stream.running():
             arriving.wait()
             spread()
-            return PendingWork(device=self.device, event=lane.mark(), keep=tuple(outputs))
+            return PendingWork(device=self.device, event=stream.mark(), keep=tuple(outputs))
 
-    def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Stream) -> PendingWork:
+    def reduce_scatter_coalesced(
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
         """`reduce_scatter_base` of several tensors (of one dtype) as one operation. Collective over the group.
 
         `output` has room for the results, one behind the other. The lane has followed what produced `fulls`.
         [Note: staging]
         """
-        with lane.running():
+        with stream.running():
             staging = self._stage(fulls)
             _torch.foreach_copy_(staging.pieces, staging.wholes)
-        arriving = self.reduce_scatter_base(output, staging.memory.tensor, lane)
+        arriving = self.reduce_scatter_base(output, staging.memory.tensor, stream)
         return PendingWork(work=arriving, keep=(output,), finish=staging.memory.free)
 
     def _stage(self, tensors: Sequence[torch.Tensor]) -> StagingBuffer:
         """A staging buffer for whole `tensors`, which has its memory until that is freed."""
         staging = self._stagings.get(id(tensors[0]))
         if staging is None or staging.memory.allocated or not staging.serves(tensors):
-            staging = self._stagings[id(tensors[0])] = StagingBuffer(tensors, self.group, self.ledger)
+            staging = self._stagings[id(tensors[0])] = StagingBuffer(tensors, self.group, self.tracker)
         staging.memory.allocate()
-        self.traffic.staged += staging.memory.tensor.nbytes
+        self.comm_stats.staged += staging.memory.tensor.nbytes
         return staging
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """Overwrite `tensor` with that of group rank `source`, blocking. Collective."""
-        self.traffic.log("broadcast", tensor.numel() * tensor.element_size())
+        self.comm_stats.log("broadcast", tensor.numel() * tensor.element_size())
         if tensor.numel():
             with blocked():
                 dist.broadcast(_as_bytes(tensor.view(-1)), self.group.ranks[source], group=self.group.process_group)
 
     def send_now(self, tensor: torch.Tensor, target: int) -> None:
         """Send `tensor` to group rank `target`, which receives it now, blocking."""
-        self.traffic.log_messages(1)
+        self.comm_stats.log_messages(1)
         if tensor.numel():
             sending = self.group.process_group.send([_as_bytes(self._reachable(tensor))], target, gloo.PARCEL_TAG)
             with blocked():
@@ -231,7 +233,7 @@ class ProcessGroupTransport:
 
     def receive_now(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite `tensor` with what group rank `source` sends now, blocking."""
-        self.traffic.log_messages(1)
+        self.comm_stats.log_messages(1)
         if tensor.numel():
             landing = self._reachable(tensor)
             with blocked():
@@ -245,7 +247,7 @@ class ProcessGroupTransport:
 
     def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
         """Sum (or maximum) of `tensor` over ranks in place, blocking; for scalars such as norms. Collective."""
-        self.traffic.log("scalar", tensor.numel() * tensor.element_size())
+        self.comm_stats.log("scalar", tensor.numel() * tensor.element_size())
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         with blocked():
             dist.all_reduce(tensor, op=operation, group=self.group.process_group)
@@ -254,7 +256,7 @@ class ProcessGroupTransport:
     def gather_now(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every rank's `tensor` stacked along a new first dimension, blocking; for small things. Collective."""
         output = tensor.new_empty((self.group.size, *tensor.shape))
-        self.traffic.log("scalar", output.numel() * output.element_size())
+        self.comm_stats.log("scalar", output.numel() * output.element_size())
         ProcessGroupTransport._gather(self, output.view(-1), tensor.reshape(-1).contiguous(), beside=False).wait()
         return output
 
@@ -273,31 +275,31 @@ class ProcessGroupTransport:
     def _pending(work: Any, *keep: torch.Tensor) -> PendingWork:
         return PendingWork(work=work, keep=keep)
 
-    def _issue(self, lane: Stream, start: Callable[..., PendingWork], *tensors: torch.Tensor) -> PendingWork:
+    def _issue(self, stream: Stream, start: Callable[..., PendingWork], *tensors: torch.Tensor) -> PendingWork:
         if tensors[0].numel() == 0:
             return DONE  # equal on every rank: sizes of a collective are agreed
-        if lane.is_callers:
+        if stream.is_callers:
             return start(*tensors, beside=True)
-        with lane.running():
+        with stream.running():
             # Runs on the lane's own stream: the event behind it is the end of the work.
             start(*tensors, beside=False).wait()
-            return PendingWork(device=self.device, event=lane.mark(), keep=tensors)
+            return PendingWork(device=self.device, event=stream.mark(), keep=tensors)
 
 
 class DeterministicGloo(ProcessGroupTransport):
     """gloo: reductions sum in rank order, and a few ranks on one host exchange what is large pairwise. [Note:
     transports]"""
 
-    def __init__(self, group: Axis, device: Device, *, traffic: CommStats, ledger: MemoryTracker) -> None:
-        super().__init__(group, device, traffic=traffic, ledger=ledger)
+    def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
+        super().__init__(group, device, comm_stats=comm_stats, tracker=tracker)
         self._pairs = gloo.PairwiseExchange(
-            group.process_group, ledger=ledger, log=traffic.log_messages, issue=traffic.issue
+            group.process_group, tracker=tracker, log=comm_stats.log_messages, issue=comm_stats.issue
         )
         self._all_to_all: gloo.AllToAll | gloo.SimulatedExchange
         if is_memoryless():
-            self._all_to_all = gloo.SimulatedExchange(group.rank, group.size, ledger=ledger, issue=traffic.issue)
+            self._all_to_all = gloo.SimulatedExchange(group.rank, group.size, tracker=tracker, issue=comm_stats.issue)
         else:
-            self._all_to_all = gloo.AllToAll(group.process_group, ledger=ledger, issue=traffic.issue)
+            self._all_to_all = gloo.AllToAll(group.process_group, tracker=tracker, issue=comm_stats.issue)
 
     def _gather(self, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> PendingWork:
         if self._is_for_pairs(output):
@@ -310,64 +312,68 @@ class DeterministicGloo(ProcessGroupTransport):
     def _all_reduce(self, tensor: torch.Tensor, *, beside: bool) -> PendingWork:
         return (self._pairs if self._is_for_pairs(tensor) else self._all_to_all).all_reduce(tensor)
 
-    def _is_for_pairs(self, whole: torch.Tensor) -> bool:
+    def _is_for_pairs(self, unsharded: torch.Tensor) -> bool:
         # gloo sends no message from an accelerator's memory.
-        is_large = whole.numel() * whole.element_size() >= gloo.SMALLEST
-        return is_large and whole.device.type == "cpu" and gloo.is_near(self.group.process_group)
+        is_large = unsharded.numel() * unsharded.element_size() >= gloo.SMALLEST
+        return is_large and unsharded.device.type == "cpu" and gloo.is_near(self.group.process_group)
 
 
 class CoalescingNccl(ProcessGroupTransport):
     """NCCL, which makes one operation of several by itself: nothing is staged. (Rehearsals do not issue it: torch knows
     no such operation on tensors without memory.)"""
 
-    def all_gather_joined(
-        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], lane: Stream
+    def all_gather_coalesced(
+        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
         pairs = [(output, shard) for output, shard in zip(outputs, shards, strict=True) if output.numel()]
         outputs, shards = [output for output, _ in pairs], [shard for _, shard in pairs]
-        with lane.running():
+        with stream.running():
             slots = [output.narrow(0, self.group.rank * shard.numel(), shard.numel()) for output, shard in pairs]
             _torch.foreach_copy_(slots, shards, non_blocking=True)
-        self.traffic.log("all_gather", sum(output.numel() * output.element_size() for output in outputs))
+        self.comm_stats.log("all_gather", sum(output.numel() * output.element_size() for output in outputs))
 
         def start(*outputs: torch.Tensor, beside: bool) -> PendingWork:
-            group, whole, own = self.group.process_group, list(map(_as_bytes, outputs)), list(map(_as_bytes, slots))
-            work = None if is_memoryless() else _torch.gather_grouped(group, whole, own, beside=beside)
+            group, unsharded, own = self.group.process_group, list(map(_as_bytes, outputs)), list(map(_as_bytes, slots))
+            work = None if is_memoryless() else _torch.gather_grouped(group, unsharded, own, beside=beside)
             return self._pending(work, *outputs)
 
-        return self._issue(lane, start, *outputs)
+        return self._issue(stream, start, *outputs)
 
-    def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Stream) -> PendingWork:
+    def reduce_scatter_coalesced(
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
         fulls = [full for full in fulls if full.numel()]
         sizes = [full.numel() // self.group.size for full in fulls]
-        self.traffic.log("reduce_scatter", sum(full.numel() * full.element_size() for full in fulls))
+        self.comm_stats.log("reduce_scatter", sum(full.numel() * full.element_size() for full in fulls))
 
         def start(output: torch.Tensor, *fulls: torch.Tensor, beside: bool) -> PendingWork:
             group, pieces = self.group.process_group, list(output.split(sizes))
             work = None if is_memoryless() else _torch.reduce_scatter_grouped(group, pieces, list(fulls), beside=beside)
             return self._pending(work, output, *fulls)
 
-        return self._issue(lane, start, output, *fulls)
+        return self._issue(stream, start, output, *fulls)
 
 
 class SingleRank(ProcessGroupTransport):
     """An axis of one rank: nothing travels, and nothing is counted."""
 
-    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Stream) -> PendingWork:
+    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
         if output.data_ptr() != shard.data_ptr():
-            with lane.running():
+            with stream.running():
                 output.copy_(shard)
-        return PendingWork(device=self.device, event=lane.mark(), keep=(output, shard))
+        return PendingWork(device=self.device, event=stream.mark(), keep=(output, shard))
 
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Stream) -> PendingWork:
-        return self.all_gather_base(output, full, lane)
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
+        return self.all_gather_base(output, full, stream)
 
-    def reduce_scatter_joined(self, output: torch.Tensor, fulls: Sequence[torch.Tensor], lane: Stream) -> PendingWork:
-        with lane.running():
+    def reduce_scatter_coalesced(
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        with stream.running():
             torch.cat(list(fulls), out=output)
-        return PendingWork(device=self.device, event=lane.mark(), keep=(output, *fulls))
+        return PendingWork(device=self.device, event=stream.mark(), keep=(output, *fulls))
 
-    def all_reduce(self, tensor: torch.Tensor, lane: Stream) -> PendingWork:
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         return DONE
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
@@ -407,9 +413,9 @@ def served_as(backend: str) -> Iterator[None]:
 class Reducer(Protocol):
     """What gradients are reduced with: a transport, or a user's hook."""
 
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Stream) -> PendingWork: ...
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork: ...
 
-    def all_reduce(self, tensor: torch.Tensor, lane: Stream) -> PendingWork: ...
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork: ...
 
 
 _double: Callable[[Transport], Transport] | None = None
@@ -426,7 +432,7 @@ def doubled(double: Callable[[Transport], Transport]) -> Iterator[None]:
         _double = before
 
 
-def transport(group: Axis, device: Device, *, traffic: CommStats, ledger: MemoryTracker) -> Transport:
+def transport(group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> Transport:
     """The transport for `group`: by backend and world size."""
     kind = (
         SingleRank
@@ -435,7 +441,7 @@ def transport(group: Axis, device: Device, *, traffic: CommStats, ledger: Memory
     )
     if kind is DeterministicGloo:
         at_exit.install()
-    made = kind(group, device, traffic=traffic, ledger=ledger)
+    made = kind(group, device, comm_stats=comm_stats, tracker=tracker)
     return _double(made) if _double is not None else made
 
 
@@ -444,20 +450,20 @@ class DelayedTransport(ProcessGroupTransport):
     meanwhile."""
 
     def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.group, inner.device, traffic=inner.traffic, ledger=inner.ledger)
+        super().__init__(inner.group, inner.device, comm_stats=inner.comm_stats, tracker=inner.tracker)
         self._inner = inner
 
-    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, lane: Stream) -> PendingWork:
+    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
         hidden = torch.empty_like(output)
-        return self._deliver(output, hidden, self._inner.all_gather_base(hidden, shard.clone(), lane))
+        return self._deliver(output, hidden, self._inner.all_gather_base(hidden, shard.clone(), stream))
 
-    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, lane: Stream) -> PendingWork:
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
         hidden = torch.empty_like(output)
-        return self._deliver(output, hidden, self._inner.reduce_scatter_base(hidden, full.clone(), lane), full)
+        return self._deliver(output, hidden, self._inner.reduce_scatter_base(hidden, full.clone(), stream), full)
 
-    def all_reduce(self, tensor: torch.Tensor, lane: Stream) -> PendingWork:
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         hidden = tensor.clone()
-        return self._deliver(tensor, hidden, self._inner.all_reduce(hidden, lane))
+        return self._deliver(tensor, hidden, self._inner.all_reduce(hidden, stream))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         self._inner.broadcast(tensor, source=source)
@@ -528,7 +534,7 @@ class ProcessGroups:
         return self.shard.size * (self.replicate.size if self.replicate is not None else 1)
 
 
-def is_initialised() -> bool:
+def is_initialized() -> bool:
     """Whether this process is a rank of a job."""
     return dist.is_initialized()
 
@@ -545,8 +551,8 @@ def agree_on_maximum(flags: dict[torch.device, torch.Tensor], process_group: Any
     served = {part.partition(":")[0] for part in str(dist.get_backend_config(process_group)).split(",")}
     here = accelerator()
     candidates = [*flags, *([here] if here is not None else [])]
-    home = next((device for device in candidates if device.type in served), torch.device("cpu"))
-    worst = torch.stack([flag.detach().to(home, torch.float32).reshape(()) for flag in flags.values()]).amax()
+    param_ref = next((device for device in candidates if device.type in served), torch.device("cpu"))
+    worst = torch.stack([flag.detach().to(param_ref, torch.float32).reshape(()) for flag in flags.values()]).amax()
     with blocked():
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=process_group)
     for flag in flags.values():

@@ -41,7 +41,7 @@ class Schedule:
     keep_frozen: str | None = None
     branch: Branch | None = None
 
-    def told(self) -> Iterator[str]:
+    def describe(self) -> Iterator[str]:
         """What was set, in words."""
         if self is not AS_BUILT:
             for field in fields(self):
@@ -50,7 +50,7 @@ class Schedule:
                     yield f"{field.name}={value}"
 
     @property
-    def neighbours(self) -> int | None:
+    def post_forward_ranks(self) -> int | None:
         """Among how many ranks parameters stay after a forward for a backward that reads them; None: not at all."""
         count = self.reshard_after_forward
         return None if count is None or isinstance(count, bool) or not self.unshard_in_backward else count

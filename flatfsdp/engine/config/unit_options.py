@@ -46,7 +46,7 @@ class CommHook:
         return getattr(self.function, "__module__", "") == comm_hooks.__name__
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The hook in words that are equal on all ranks."""
         return f"a communication hook, {getattr(self.function, '__qualname__', type(self.function).__name__)}"
 
@@ -92,11 +92,11 @@ class UnitOptions:
     branch_before: PrefetchTargets = NO_TARGETS
     state_dict: StateDictSettings = field(default_factory=StateDictSettings)
 
-    def told(self) -> Iterator[str]:
+    def describe(self) -> Iterator[str]:
         """What was chosen, in words that are equal on all ranks."""
-        yield from self.schedule.told()
+        yield from self.schedule.describe()
         if self.comm_hook is not None:
-            yield self.comm_hook.told
+            yield self.comm_hook.description
         if self.all_reduce_hook is not None:
             yield "an all-reduce hook"
         for pass_, targets in (("forward", self.forward_targets), ("backward", self.backward_targets)):

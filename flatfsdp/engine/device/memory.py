@@ -57,7 +57,7 @@ class MemoryTracker:
         self.live[kind] -= count
         self.total -= count
 
-    def hold(self, kind: str, count: int) -> Allocation:
+    def allocate(self, kind: str, count: int) -> Allocation:
         """`count` bytes of `kind` came to life; what is returned says when they are freed."""
         self.add(kind, count)
         return Allocation(self, kind, count)
@@ -77,13 +77,13 @@ class MemoryTracker:
 class Allocation:
     """Bytes in a ledger that one owner frees."""
 
-    ledger: MemoryTracker
+    tracker: MemoryTracker
     kind: str
     count: int
 
     def close(self) -> None:
         """They were freed."""
-        self.ledger.remove(self.kind, self.count)
+        self.tracker.remove(self.kind, self.count)
 
 
 _poisoned = False
@@ -108,22 +108,22 @@ class FlatBuffer:
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, *, ledger: MemoryTracker, kind: str
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, tracker: MemoryTracker, kind: str
     ) -> None:
         with torch.inference_mode(False):  # it serves training, whatever pass needs it first
             self.tensor = torch.empty(0, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
         self._numel = numel
         self._bytes = numel * self.tensor.element_size()
-        self._ledger = ledger
+        self._tracker = tracker
         self._kind = self._usual_kind = kind
         self._shaped = False  # whether the tensor has its elements, allocated or not
         self.allocated = False
 
     def now_holds(self, kind: str) -> None:
         """What lies in the memory is of another `kind` until it is freed."""
-        self._ledger.remove(self._kind, self._bytes)
-        self._ledger.add(kind, self._bytes)
+        self._tracker.remove(self._kind, self._bytes)
+        self._tracker.add(kind, self._bytes)
         self._kind = kind
 
     def allocate(self) -> None:
@@ -136,7 +136,7 @@ class FlatBuffer:
             self.tensor.set_(self._storage, 0, (self._numel,))  # type: ignore[call-overload]
             self._shaped = True
         self.allocated = True
-        self._ledger.add(self._kind, self._bytes)
+        self._tracker.add(self._kind, self._bytes)
         if _poisoned and self.tensor.is_floating_point():
             self.tensor.fill_(float("nan"))
 
@@ -148,7 +148,7 @@ class FlatBuffer:
             self.tensor.fill_(float("nan"))
         self._storage.resize_(0)
         self.allocated = False
-        self._ledger.remove(self._kind, self._bytes)
+        self._tracker.remove(self._kind, self._bytes)
         self._kind = self._usual_kind
 
     @property
@@ -161,7 +161,7 @@ class FlatBuffer:
         given, self.tensor = self.tensor, torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
         self._storage, self._shaped = self.tensor.untyped_storage(), False
         self.allocated = False
-        self._ledger.remove(self._kind, self._bytes)
+        self._tracker.remove(self._kind, self._bytes)
         return given
 
 

@@ -32,16 +32,16 @@ class Limiter:
         held: what was resharded and has its memory still, oldest first.
     """
 
-    def __init__(self, device: Device, lane: Stream, *, limit: bool) -> None:
+    def __init__(self, device: Device, stream: Stream, *, limit: bool) -> None:
         self._device = device
-        self._lane = lane
+        self._stream = stream
         self.limit = limit
         self.held: list[DeferredFree] = []
         self._uploaded: object = None  # an event behind the last upload of an offloaded shard
 
-    def give_back(self, unit: str, buffer: FlatBuffer) -> None:
+    def free_later(self, unit: str, buffer: FlatBuffer) -> None:
         """Free `buffer`, memory of the lane, once the caller's stream is done with it."""
-        if self._lane.is_callers:
+        if self._stream.is_callers:
             buffer.free()
         else:
             self.held.append(DeferredFree(unit, self._device.mark(), buffer))
@@ -50,7 +50,7 @@ class Limiter:
         """Memory is about to be taken on the lane, for `needed` if that exists; `ahead` of its use."""
         for held in self.held:
             if held.buffer is needed:
-                self._lane.await_mark(held.mark)
+                self._stream.await_mark(held.mark)
         self.held = [held for held in self.held if held.buffer is not needed]
         if not self.limit:
             due = [held for held in self.held if self._device.is_past(held.mark)]
@@ -60,11 +60,11 @@ class Limiter:
             due = [held for held in self.held if held.unit != self.held[-1].unit]
         self._free(due)
 
-    def note_upload(self) -> None:
+    def record_upload(self) -> None:
         """The lane was given a copy from an offloaded shard."""
-        self._uploaded = self._lane.mark()
+        self._uploaded = self._stream.mark()
 
-    def settle(self) -> None:
+    def free_all(self) -> None:
         """An iteration ends: only shards hold memory, and offloaded ones are the host's to write to."""
         self._free(self.held)
         self._device.block_host(self._uploaded)  # an upload under way would read what the host writes next
@@ -73,6 +73,6 @@ class Limiter:
     def _free(self, due: list[DeferredFree]) -> None:
         self.held = [held for held in self.held if held not in due]
         for held in due:
-            self._lane.await_mark(held.mark)
-            with self._lane.running():
+            self._stream.await_mark(held.mark)
+            with self._stream.running():
                 held.buffer.free()

@@ -62,13 +62,13 @@ class Device:
         """Whether work is ordered by streams (an accelerator) and not by the host."""
         return self._module is not None
 
-    def lane(self, name: str, *, high_priority: bool = False) -> Stream:
+    def new_stream(self, name: str, *, high_priority: bool = False) -> Stream:
         """A new lane beside compute."""
         if self._module is None:
             return Stream(name, self, None)
         return Stream(name, self, self._module.Stream(self.device, priority=-1 if high_priority else 0))
 
-    def callers_lane(self, name: str) -> Stream:
+    def callers_stream(self, name: str) -> Stream:
         """The caller's own order as a lane."""
         return Stream(name, self, None)
 

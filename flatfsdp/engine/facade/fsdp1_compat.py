@@ -17,7 +17,7 @@ from ..config.arguments import member
 from ..config.state_dict_configs import OptimStateDictConfig, StateDictConfig, StateDictType
 from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..flat.states import IDLE, SUMMONED
-from ..runtime.module_tree import left_alone_in
+from ..runtime.module_tree import ignored_in
 from ..runtime.rest import check_outside
 from ..state.dcp_state_dict import teach
 from .schedule_api import check_prefetches_on_request
@@ -164,30 +164,30 @@ class FSDP1Names:
 
     @property
     def _state_dict_type(self) -> StateDictType:
-        return self._unit.choices.state_dict.state_dict_type
+        return self._unit.options.state_dict.state_dict_type
 
     @property
     def _state_dict_config(self) -> StateDictConfig:
-        return self._unit.choices.state_dict.state_dict_config
+        return self._unit.options.state_dict.state_dict_config
 
     @property
     def _optim_state_dict_config(self) -> OptimStateDictConfig:
-        return self._unit.choices.state_dict.optim_state_dict_config
+        return self._unit.options.state_dict.optim_state_dict_config
 
     @property
     def _comm_hook(self) -> Any:
-        hook = self._unit.choices.comm_hook
+        hook = self._unit.options.comm_hook
         return None if hook is None else hook.function
 
     @property
     def _comm_hook_state(self) -> Any:
-        hook = self._unit.choices.comm_hook
+        hook = self._unit.options.comm_hook
         return None if hook is None else hook.state
 
     @property
     def _sync_gradients(self) -> bool:
         """Whether the next backward reduces this unit's gradients."""
-        return self._unit.root.sync and self._unit.choices.schedule.reduce
+        return self._unit.root.sync and self._unit.options.schedule.reduce
 
     @property
     def _gradient_predivide_factor(self) -> float:
@@ -206,12 +206,12 @@ class FSDP1Names:
 
     @property
     def _ignored_modules(self) -> set[nn.Module]:
-        return {module for module, attributes in left_alone_in(self._unit.module) if attributes is None}
+        return {module for module, attributes in ignored_in(self._unit.module) if attributes is None}
 
     @property
     def _ignored_params(self) -> set[nn.Parameter]:
         ignored = set()
-        for module, attributes in left_alone_in(self._unit.module):
+        for module, attributes in ignored_in(self._unit.module):
             for name, parameter in module._parameters.items():
                 if parameter is not None and (attributes is None or name in attributes):
                     ignored.add(parameter)
@@ -235,7 +235,7 @@ def _change_prefetch(unit: Unit, setting: str, backward: BackwardPrefetch | None
     check_outside(unit, setting)
     before = unit.backward_prefetch, unit.forward_prefetch
     unit.set_prefetch(backward, forward)
-    if unit.choices.schedule.unshard_async_op:
+    if unit.options.schedule.unshard_async_op:
         try:
             check_prefetches_on_request(unit, "set_unshard_async_op")
         except ConfigValueError:

@@ -139,12 +139,12 @@ class ScheduleControls:
         if not 0 < factor < math.inf:
             refuse_value(f"{method}: factor", factor, "a positive number")
         check_outside(self._unit, method)
-        if self._unit.choices.comm_hook is not None:
+        if self._unit.options.comm_hook is not None:
             raise UsageError(
                 f"{method} of unit {self._unit.label}: the model has a communication hook, which scales gradients. "
                 "Divide by the factor there"
             )
-        self._unit.choose_schedule(divide_by=float(factor))
+        self._unit.set_schedule(divide_by=float(factor))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
         """Call `hook(total)` on every sum of this wrapper's gradients, to reduce it further, say.
@@ -172,7 +172,7 @@ class ScheduleControls:
         check_outside(unit, method)
         if hook is not None and stream is not None:
             hook = _on_stream(hook, stream, device)
-        unit.choose(all_reduce_hook=hook)
+        unit.set_options(all_reduce_hook=hook)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Whether parameters are freed between a forward and its backward, in place of what the strategy says.
@@ -201,7 +201,7 @@ class ScheduleControls:
         if not isinstance(reshard_after_forward, int):
             refuse_type(f"{method}: {name}", reshard_after_forward, "True, False, or a number of ranks")
         units = self._meant(method, recurse)
-        choices = [
+        options = [
             reshard_choice(
                 f"{method}: {name}, of a {type(unit.module).__name__}",
                 reshard_after_forward,
@@ -209,8 +209,8 @@ class ScheduleControls:
             )
             for unit in units
         ]
-        for unit, choice in zip(units, choices, strict=True):
-            unit.choose_schedule(reshard_after_forward=choice)
+        for unit, choice in zip(units, options, strict=True):
+            unit.set_schedule(reshard_after_forward=choice)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after a backward, in place of what the strategy says.
@@ -256,7 +256,7 @@ class ScheduleControls:
             ConfigTypeError, ConfigValueError: no list of wrappers of this model, or this one is in it.
             UsageError: inside a forward or a backward.
         """
-        self._unit.choose(forward_targets=_targets(self._unit, "set_modules_to_forward_prefetch", modules))
+        self._unit.set_options(forward_targets=_targets(self._unit, "set_modules_to_forward_prefetch", modules))
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[nn.Module]) -> None:
         """Gather these wrappers' parameters when this one's backward begins, in place of what `backward_prefetch` says.
@@ -271,7 +271,7 @@ class ScheduleControls:
             ConfigTypeError, ConfigValueError: no list of wrappers of this model, or this one is in it.
             UsageError: inside a forward or a backward.
         """
-        self._unit.choose(backward_targets=_targets(self._unit, "set_modules_to_backward_prefetch", modules))
+        self._unit.set_options(backward_targets=_targets(self._unit, "set_modules_to_backward_prefetch", modules))
 
     def keep_frozen_unsharded(self, max_bytes: int | None = None, *, on: str = "device") -> None:
         """Keep frozen parameters of this wrapper, and of those inside, once they were gathered: the next forward
@@ -301,7 +301,7 @@ class ScheduleControls:
         if on not in places:
             refuse_value(f"{method}: on", on, " or ".join(map(repr, places)))
         units = self._meant(method, True)
-        if any(unit.root.residents.lent is not None for unit in units):
+        if any(unit.root.persistent_params.pinned is not None for unit in units):
             raise UsageError(f"{method} of unit {self._unit.label} was called inside inference(); call it outside")
         left = math.inf if max_bytes is None else max_bytes
         for unit in units:
@@ -378,7 +378,7 @@ class ScheduleControls:
         method = f"set_{name}"
         _check_bool(method, name, value)
         for unit in self._meant(method, recurse):
-            unit.choose_schedule(**dict.fromkeys(fields, value))
+            unit.set_schedule(**dict.fromkeys(fields, value))
 
     def _meant(self, method: str, recurse: bool) -> list[Unit]:
         """The units that a setting is for; refuses it inside a forward or a backward."""

@@ -30,10 +30,10 @@ def check_replicas(model: nn.Module) -> None:
     root = unit.root
     check_outside(unit, "check_replicas()")
     root.lazy_init()
-    root.settle_down()
+    root.finish_interrupted()
     for each in root.units:
         each.write_back()
-    with root.agreement.together("check_replicas()", always=True):
+    with root.agreement.collective_call("check_replicas()", always=True):
         found = differences(root)
     if found:
         raise AgreementError(found)

@@ -42,11 +42,12 @@ def clip_grad_norm(
     """
     if not isinstance(error_if_nonfinite, bool):
         refuse_type("error_if_nonfinite", error_if_nonfinite, "True or False")
-    if root.steppers.active:
+    if root.backward_optimizers.active:
         raise UsageError(
-            f"clip_grad_norm_: {root.steppers.active[0].name} steps in backwards, so that gradients are gone before "
-            "their norm is known. Run the backward, the clipping and the optimizer's own step() inside no_step() of "
-            "what optimizer_in_backward() returned, or clip each gradient by itself, in a post-accumulate hook"
+            f"clip_grad_norm_: {root.backward_optimizers.active[0].name} steps in backwards, so that gradients are "
+            "gone before their norm is known. Run the backward, the clipping and the optimizer's own step() inside "
+            "no_step() of what optimizer_in_backward() returned, or clip each gradient by itself, in a post-accumulate "
+            "hook"
         )
     if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool):
         raise ConfigTypeError(f"max_norm: got {max_norm!r}. Accepted: a number")
@@ -59,7 +60,7 @@ def clip_grad_norm(
     device = root.device.device
     sharded: dict[int, list[torch.Tensor]] = {}
     axes = {}
-    whole: list[torch.Tensor] = []
+    unsharded: list[torch.Tensor] = []
     managed: set[int] = set()
     dtypes: set[torch.dtype] = set()  # of the gradients on any rank, also where this one holds none of a kind
     chosen = {id(parameter): parameter for parameter in parameters}
@@ -72,16 +73,16 @@ def clip_grad_norm(
             grads = [p.grad for p in handle.steppable if id(p) in chosen and p.grad is not None]
             if handle.trainable_indices():
                 dtypes.add(handle.precision.grad)
-            if handle.whole:
-                whole.extend(grads)
+            if handle.is_unsharded_at_rest:
+                unsharded.extend(grads)
             else:
                 key = id(unit.groups.shard.process_group)
                 axes[key] = unit.gather
                 sharded.setdefault(key, []).extend(grads)
-    whole.extend(p.grad for key, p in chosen.items() if key not in managed and p.grad is not None)
-    dtypes.update(grad.dtype for grad in whole)
+    unsharded.extend(p.grad for key, p in chosen.items() if key not in managed and p.grad is not None)
+    dtypes.update(grad.dtype for grad in unsharded)
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
-    total = _power_sum(whole, p, device, wide)
+    total = _power_sum(unsharded, p, device, wide)
     for key, grads in sharded.items():
         part = _power_sum(grads, p, device, wide)
         if math.isinf(p):  # backends' maximum may lose a NaN
@@ -91,7 +92,7 @@ def clip_grad_norm(
     norm = total if math.isinf(p) or p == 0 else total ** (1.0 / p)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         _refuse_norm(root, norm, p)
-    every = [grad for grads in sharded.values() for grad in grads] + whole
+    every = [grad for grads in sharded.values() for grad in grads] + unsharded
     if not every:
         warn(
             f"clip_grad_norm_: no parameter of rank {current_rank()} has a gradient; the norm counts only "
@@ -130,17 +131,17 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
             )
         (root,) = found
         root.lazy_init()
-        root.settle_down()
-        with root.agreement.together("clip_grad_norm_()"):
+        root.finish_interrupted()
+        with root.agreement.collective_call("clip_grad_norm_()"):
             return clip_grad_norm(root, given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     return clip_grad_norm_
 
 
 def _refuse_norm(root: Root, norm: torch.Tensor, p: float) -> NoReturn:
-    told = of_all_ranks(first_gradient(root.units), root.agreement, root.units)
+    found = of_all_ranks(first_gradient(root.units), root.agreement, root.units)
     raise NonFiniteError(
         f"clip_grad_norm_: the norm of order {p:g} of all gradients is {float(norm)}: "
-        f"{told or 'each gradient of the units is finite, so it is that of parameters outside of them, or too large'}. "
-        "No gradient was changed"
+        f"{found or 'each gradient of the units is finite, so it is that of parameters outside of them, or too large'}"
+        ". No gradient was changed"
     )

@@ -106,11 +106,11 @@ def _explaining(wrapper: nn.Module, name: str, method: Any) -> Any:
             found = _sharded_in(error.__traceback__, units_in(wrapper))
             if found is None:
                 raise
-            unit, home = found
+            unit, param_ref = found
             raise UsageError(
-                f"{name}() computed with parameter {home.path!r} of unit {unit.label}, which shows this rank's shard "
-                f"there, and failed: {type(error).__name__}: {error}. Parameters are gathered around forward(), and "
-                "around what is registered for it, once after wrapping: "
+                f"{name}() computed with parameter {param_ref.path!r} of unit {unit.label}, which shows this rank's "
+                f"shard there, and failed: {type(error).__name__}: {error}. Parameters are gathered around forward(), "
+                "and around what is registered for it, once after wrapping: "
                 f"flatfsdp.register_fsdp_forward_method(model, {name!r}), with the wrapper whose method it is"
             ) from error
 
@@ -124,10 +124,10 @@ def explain(error: BaseException) -> str:
     units = [unit for root in registry.roots for unit in root.units]
     found = _sharded_in(error.__traceback__, units)
     if found is not None:
-        unit, home = found
-        kind = type(home.module).__name__
+        unit, param_ref = found
+        kind = type(param_ref.module).__name__
         return (
-            f"parameter {home.path!r} of unit {unit.label} shows this rank's shard outside of the forward of its "
+            f"parameter {param_ref.path!r} of unit {unit.label} shows this rank's shard outside of the forward of its "
             f"wrapper, where {kind} computed with it. Call the wrapper, not the module inside (model(x), not "
             "model.module(x) or model.module.forward(x)); other methods than forward are registered with "
             "flatfsdp.register_fsdp_forward_method()"
@@ -155,16 +155,18 @@ def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Uni
     """
     holders: dict[int, tuple[Unit, ParamRef]] = {}
     for unit in units:
-        if unit.phase is IDLE and unit.is_between():
-            for home in (*unit.homes, *unit.aliases):
-                holders.setdefault(id(home.module), (unit, home))
+        if unit.phase is IDLE and unit.is_between_iterations():
+            for param_ref in (*unit.param_refs, *unit.shared_refs):
+                holders.setdefault(id(param_ref.module), (unit, param_ref))
     found = None
     while traceback is not None:
         frame, at = traceback.tb_frame, traceback.tb_lasti
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Unit):  # it runs: its parameters were whole, and those around it are not computed with
-            holders, found = {key: held for key, held in holders.items() if held[0] is not owner}, None
-        found = holders.get(id(owner), found)
+        owning_unit = frame.f_locals.get("self")
+        if isinstance(
+            owning_unit, Unit
+        ):  # it runs: its parameters were whole, and those around it are not computed with
+            holders, found = {key: held for key, held in holders.items() if held[0] is not owning_unit}, None
+        found = holders.get(id(owning_unit), found)
         traceback = traceback.tb_next
     is_torchs = frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
     return None if not is_torchs and frame.f_code.co_code[at] == _RAISE else found

@@ -15,9 +15,9 @@ from ..flat.host_cache import DEVICE
 from ..flat.states import SUMMONED
 from ..runtime.model import Root
 from ..runtime.module_tree import units_in
-from ..runtime.persistent_params import HandleRef, residence_of
+from ..runtime.persistent_params import HandleRef, persistence_of
 from ..runtime.unit import Unit
-from ..state.consolidate import together
+from ..state.consolidate import collective_call
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def inference(model: nn.Module, max_bytes: int | None = None) -> Iterator[None]:
             undo.callback(_end, root)
         _begin(roots, units, max_bytes)
         yield
-    with together(units, "the end of inference()"):
+    with collective_call(units, "the end of inference()"):
         pass
 
 
@@ -77,26 +77,26 @@ def _check_idle(unit: Unit) -> None:
         where = "a backward" if _torch.in_backward() else "a forward"
     elif unit.phase is SUMMONED:
         where = "summon_full_params()"
-    elif unit.root.residents.lent is not None:
+    elif unit.root.persistent_params.pinned is not None:
         where = "inference()"
     if where is not None:
         raise UsageError(f"inference() of unit {unit.label} was entered inside {where}; leave that first")
 
 
 def _begin(roots: list[Root], units: list[Unit], max_bytes: int | None) -> None:
-    places = _chosen(units, max_bytes)
-    chosen = f"inference(max_bytes={max_bytes}), {len(places)} flat parameters"
+    refs = _chosen(units, max_bytes)
+    chosen = f"inference(max_bytes={max_bytes}), {len(refs)} flat parameters"
     for root in roots:
         root.lazy_init()
-        root.come_to_rest()
-    with together(units, chosen, always=True):
+        root.reset_to_idle()
+    with collective_call(units, chosen, always=True):
         for unit in units:
             unit.write_back()
         for root in roots:
-            root.lanes.unshard.follow_compute()
-            root.residents.lend(root, [place for place in places if place.unit.root is root])
+            root.streams.unshard.follow_compute()
+            root.persistent_params.pin(root, [ref for ref in refs if ref.unit.root is root])
             root.agreement.silent = all(
-                HandleRef(unit, kind) in places
+                HandleRef(unit, kind) in refs
                 for unit in root.units
                 if unit.groups.shard.size > 1
                 for kind in range(len(unit.handles))
@@ -104,14 +104,14 @@ def _begin(roots: list[Root], units: list[Unit], max_bytes: int | None) -> None:
 
 
 def _end(root: Root) -> None:
-    if root.residents.lent is None:
+    if root.persistent_params.pinned is None:
         return
     root.agreement.silent = False
-    root.come_to_rest()
-    root.residents.return_lent(root)
+    root.reset_to_idle()
+    root.persistent_params.unpin(root)
     for unit in root.units:
-        unit.kept = False
-    root.limiter.settle()
+        unit.persists_between_iterations = False
+    root.limiter.free_all()
 
 
 def _chosen(units: list[Unit], max_bytes: int | None) -> list[HandleRef]:
@@ -122,7 +122,7 @@ def _chosen(units: list[Unit], max_bytes: int | None) -> list[HandleRef]:
         for kind, handle in enumerate(unit.handles):
             if handle.is_shard_in(unit.dtype_of(handle)):
                 continue
-            is_kept = residence_of(unit, handle) is DEVICE
+            is_kept = persistence_of(unit, handle) is DEVICE
             size = 0 if is_kept else handle.unsharded_bytes
             if size <= left:
                 left -= size

@@ -48,14 +48,14 @@ _found: list[str] = []  # by the watch, to be said by the main thread
 _installed = False
 
 
-def tell_of_local_clipping(root: Root) -> None:
+def warn_of_local_clipping(root: Root) -> None:
     """Look after the gradients of `root`, if it has shards, for as long as it lives."""
     root.observers.append(LocalClipping(root))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _found:
-        _say()
+        _warn()
     for each in [*_sampled] if _sampled else ():
         each.before_step(optimizer)
 
@@ -65,10 +65,10 @@ def _install() -> None:
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
-        at_end(lambda error: _say())
+        at_end(lambda error: _warn())
 
 
-def _say() -> None:
+def _warn() -> None:
     while _found:
         warn(_found.pop())
 
@@ -123,11 +123,11 @@ class LocalClipping:
             return
         self._steps += 1
         self._due = self._due or self._steps <= FIRST or self._steps % RHYTHM == 0
-        if not self._due or backward.lingering:
+        if not self._due or backward.deferred:
             return
         if self._pieces == [] or not root.agreement.scope:  # nothing to compare, or nobody to compare it with
             self._due = False
-        elif not root.steppers.active:
+        elif not root.backward_optimizers.active:
             self._take(root)
 
     def _take(self, root: Root) -> None:
@@ -180,7 +180,7 @@ class LocalClipping:
             max(info.tiny for info in infos),
         )
         watch = current_watch()
-        watch.run(ScaleComparison(watch.board, root.agreement.scope, self._group, finding))
+        watch.run(ScaleComparison(watch.store, root.agreement.scope, self._group, finding))
 
 
 class SampleOnHost(NamedTuple):
@@ -218,8 +218,8 @@ class SampleOnHost(NamedTuple):
 class ScaleComparison:
     """What this rank found, and the rank before it: called by the watch until it returns True."""
 
-    def __init__(self, board: StoreClient, scope: str, group: Axis, finding: SampleOnHost) -> None:
-        self._board = board
+    def __init__(self, store: StoreClient, scope: str, group: Axis, finding: SampleOnHost) -> None:
+        self._store = store
         self._key = f"{scope}/scaled"
         self._rank = group.ranks[group.rank]
         self._before = group.ranks[group.rank - 1] if group.rank else None
@@ -234,11 +234,11 @@ class ScaleComparison:
             if not self._finding.is_there:
                 return False
             self._mine = self._finding.scaling()
-            self._board.post(f"{self._key}/{self._rank}", _text_of(self._finding.step, self._mine))
+            self._store.post(f"{self._key}/{self._rank}", _text_of(self._finding.step, self._mine))
             self._posted = True
         if self._mine is None or self._before is None or time.monotonic() > self._deadline:
             return True
-        match parse(self._board.read(f"{self._key}/{self._before}")):
+        match parse(self._store.read(f"{self._key}/{self._before}")):
             case [int(step), float(factor), float(norm), list(numbers)] if step == self._finding.step:
                 if SMALLEST < factor < 2:  # whatever else may stand there
                     others = frozenset(number for number in numbers if isinstance(number, int))
@@ -253,7 +253,7 @@ class ScaleComparison:
         if not are_apart(self._mine, other, within=self._finding.within):
             return
         claim = f"{self._key}/{self._rank} in step {self._finding.step}"
-        if self._board.first(TOLD, claim) == claim:
+        if self._store.set_if_absent(TOLD, claim) == claim:
             _found.append(
                 "ranks clip their gradients by norms of their own: between a backward and the optimizer's step rank "
                 f"{self._before} multiplied its gradients by {other.factor:.4g}, rank {self._rank} by "
@@ -276,7 +276,7 @@ def _pieces_of(root: Root) -> tuple[Axis | None, list[GradientPiece]]:
     count = 0
     for unit in root.units:
         for handle in unit.handles:
-            if not (handle.whole or handle.packed):
+            if not (handle.is_unsharded_at_rest or handle.packed):
                 group = group or unit.groups.shard
                 if unit.groups.shard.ranks == group.ranks:
                     numbered.append((count, handle))

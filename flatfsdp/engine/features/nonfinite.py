@@ -76,12 +76,17 @@ class Finding:
     @classmethod
     def of(cls, order: int, number: int) -> Finding:
         """The finding of these numbers."""
-        place = number >> 4
+        position = number >> 4
         return cls(
-            order, ValueKind(number >> 1 & 7), place >> 32, place >> 24 & 0xFF, place & 0xFFFFFF, bool(number & 1)
+            order,
+            ValueKind(number >> 1 & 7),
+            position >> 32,
+            position >> 24 & 0xFF,
+            position & 0xFFFFFF,
+            bool(number & 1),
         )
 
-    def told(self, units: Sequence[Unit]) -> str:
+    def describe(self, units: Sequence[Unit]) -> str:
         """What and where, in words."""
         unit = units[self.unit]
         name = unit.label
@@ -97,7 +102,7 @@ class NonFiniteDetector:
     def __init__(self, root: Root, *, infinities: bool) -> None:
         self._agreement = root.agreement
         self._units = root.units
-        self._places = {id(unit): place for place, unit in enumerate(root.units)}
+        self._positions = {id(unit): position for position, unit in enumerate(root.units)}
         self._infinities = infinities
         self._looked = 0
         self._found: Finding | None = None
@@ -138,9 +143,9 @@ class NonFiniteDetector:
             NonFiniteError: on every rank.
         """
         if self._agreement.compares_forwards and not self._agreement.silent:
-            self._tell("a forward")
+            self._raise_together("a forward")
         elif self._found is not None and not torch.is_grad_enabled():
-            raise NonFiniteError(f"this rank's forward has {self._found.told(self._units)}")
+            raise NonFiniteError(f"this rank's forward has {self._found.describe(self._units)}")
 
     def end_backward(self) -> None:
         """The backward ends, and gradients are not settled yet. Collective over all axes.
@@ -150,17 +155,17 @@ class NonFiniteDetector:
         """
         for unit in self._units:
             self.reduced(unit)
-        self._tell("a step")
+        self._raise_together("a step")
 
     def _look(self, stage: ValueKind, unit: Unit, tensor: torch.Tensor, kind: int = 0, index: int = 0) -> None:
         self._looked += 1
         if self._found is None and (is_nan := worst(tensor)) is not None and (is_nan or self._infinities):
-            self._found = Finding(self._looked, stage, self._places[id(unit)], kind, index, is_nan)
+            self._found = Finding(self._looked, stage, self._positions[id(unit)], kind, index, is_nan)
 
-    def _tell(self, what: str) -> None:
+    def _raise_together(self, what: str) -> None:
         mine, self._found = self._found, None
-        if told := of_all_ranks(mine, self._agreement, self._units):
-            fail(NonFiniteError(f"{what} has {told}"))
+        if reported := of_all_ranks(mine, self._agreement, self._units):
+            fail(NonFiniteError(f"{what} has {reported}"))
 
 
 def of_all_ranks(mine: Finding | None, agreement: Agreement, units: Sequence[Unit]) -> str:
@@ -172,11 +177,11 @@ def of_all_ranks(mine: Finding | None, agreement: Agreement, units: Sequence[Uni
         return ""
     alike: dict[str, list[int]] = {}
     for rank in sorted(found, key=lambda rank: (found[rank].order, rank)):
-        alike.setdefault(found[rank].told(units), []).append(rank)
-    told = [f"{words} on {ranks_in_words(sorted(those))}" for words, those in alike.items()]
+        alike.setdefault(found[rank].describe(units), []).append(rank)
+    reported = [f"{words} on {ranks_in_words(sorted(those))}" for words, those in alike.items()]
     clean = sorted(answers.keys() - found.keys())
     rest = [f"nothing else on {ranks_in_words(clean)}"] if clean else []
-    return "; ".join([f"{told[0]}, first of all" if len(told) > 1 else told[0], *told[1:4], *rest])
+    return "; ".join([f"{reported[0]}, first of all" if len(reported) > 1 else reported[0], *reported[1:4], *rest])
 
 
 def worst(tensor: torch.Tensor) -> bool | None:
@@ -193,11 +198,11 @@ def worst(tensor: torch.Tensor) -> bool | None:
 
 def first_gradient(units: Sequence[Unit]) -> Finding | None:
     """The first gradient of this rank that is not finite, as the optimizer would see it."""
-    for place, unit in enumerate(units):
+    for position, unit in enumerate(units):
         for kind, handle in enumerate(unit.handles):
             for index, grad in enumerate(_gradients(handle)):
                 if grad is not None and (is_nan := worst(grad)) is not None:
-                    return Finding(0, ValueKind.REDUCED, place, kind, index, is_nan)
+                    return Finding(0, ValueKind.REDUCED, position, kind, index, is_nan)
     return None
 
 
@@ -246,9 +251,9 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
     if root.detector is not None:
         raise UsageError(f"{name}() was entered inside itself; one context is enough")
     root.detector = NonFiniteDetector(root, infinities=infinities)
-    root.choices_changed()
+    root.options_changed()
     try:
         yield
     finally:
         root.detector = None
-        root.choices_changed()
+        root.options_changed()

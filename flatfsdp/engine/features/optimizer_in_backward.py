@@ -26,16 +26,16 @@ from ..state.optim.initial_state import copy_of, own_step
 class OptimizerInBackward:
     """The way to pause stepping in backwards, and to end it: what `optimizer_in_backward` returns.
 
-    It is made there, for one `stepper` of a model's `root`, and does not keep the model alive.
+    It is made there, for one `backward_optimizer` of a model's `root`, and does not keep the model alive.
 
     Attributes:
         optimizer: the one that was given.
     """
 
-    def __init__(self, root: Root, stepper: BackwardOptimizer) -> None:
-        self.optimizer = stepper.optimizer
+    def __init__(self, root: Root, backward_optimizer: BackwardOptimizer) -> None:
+        self.optimizer = backward_optimizer.optimizer
         self._root = weakref.ref(root)
-        self._stepper = stepper
+        self._backward_optimizer = backward_optimizer
 
     @contextmanager
     def no_step(self) -> Iterator[None]:
@@ -48,7 +48,7 @@ class OptimizerInBackward:
         Raises:
             UsageError: inside a forward or a backward.
         """
-        before = self._stepper.paused
+        before = self._backward_optimizer.paused
         self._pause(True)
         try:
             yield
@@ -62,17 +62,17 @@ class OptimizerInBackward:
             UsageError: inside a forward or a backward.
         """
         root = self._root()
-        if root is not None and self._stepper in root.steppers.every:
+        if root is not None and self._backward_optimizer in root.backward_optimizers.all:
             check_outside(root.unit, "OptimizerInBackward.remove()")
-            root.steppers.every.remove(self._stepper)
-            root.choices_changed()
+            root.backward_optimizers.all.remove(self._backward_optimizer)
+            root.options_changed()
 
     def _pause(self, paused: bool) -> None:
         root = self._root()
         if root is not None:
             check_outside(root.unit, "OptimizerInBackward.no_step()")
-            self._stepper.paused = paused
-            root.choices_changed()
+            self._backward_optimizer.paused = paused
+            root.options_changed()
 
 
 def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerInBackward:
@@ -126,19 +126,20 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     root = unit.root
     check_outside(unit, f"{name}()")
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for stepper in root.steppers.every:
-        taken = set(map(id, (p for group in stepper.optimizer.param_groups for p in group["params"])))
+    for backward_optimizer in root.backward_optimizers.all:
+        taken = set(map(id, (p for group in backward_optimizer.optimizer.param_groups for p in group["params"])))
         if taken.intersection(map(id, held)):
             raise UsageError(
-                f"{name}(): a {stepper.name} that steps in backwards of this model already holds parameters of this "
-                f"{type(optimizer).__name__}. Give each optimizer parameters of its own, or remove() the other one"
+                f"{name}(): a {backward_optimizer.name} that steps in backwards of this model already holds parameters "
+                f"of this {type(optimizer).__name__}. Give each optimizer parameters of its own, or remove() the other "
+                "one"
             )
     check_parameters(optimizer)
     _check_divisible(optimizer)
-    stepper = BackwardOptimizer(optimizer)
-    root.steppers.every.append(stepper)
-    root.choices_changed()
-    return OptimizerInBackward(root, stepper)
+    backward_optimizer = BackwardOptimizer(optimizer)
+    root.backward_optimizers.all.append(backward_optimizer)
+    root.options_changed()
+    return OptimizerInBackward(root, backward_optimizer)
 
 
 def _check_divisible(optimizer: torch.optim.Optimizer) -> None:

@@ -68,8 +68,8 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
     targets = NO_TARGETS if before is None else PrefetchTargets([_next_of(units, before)])
     branch = Branch(any_order)
     for unit in units:
-        unit.choose(branch_before=targets)
-        unit.choose_schedule(branch=branch)
+        unit.set_options(branch_before=targets)
+        unit.set_schedule(branch=branch)
 
 
 def _wrapped_in(module: nn.Module, argument: str) -> list[Unit]:
@@ -91,8 +91,8 @@ def _check_whole(module: nn.Module, units: list[Unit]) -> None:
             "which every rank runs, or a part of a model that is not wrapped as a whole yet. Wrap the whole, then give "
             "the part that depends on a rank's data"
         )
-    known = {unit.choices.schedule.branch for unit in units} - {None}
-    split = [unit for unit in root.units if unit.choices.schedule.branch in known and unit not in units]
+    known = {unit.options.schedule.branch for unit in units} - {None}
+    split = [unit for unit in root.units if unit.options.schedule.branch in known and unit not in units]
     if split:
         raise ConfigValueError(
             f"{_FUNCTION}: module: got a {type(module).__name__} inside a part that was given before, with unit "
@@ -109,7 +109,7 @@ def _next_of(units: list[Unit], before: nn.Module) -> Unit:
     above = around.get(first) if first is not None else None
     while above is not None and above is not outer:
         above = around.get(above)
-    if first is None or above is None or first in units or first.choices.schedule.branch is not None:
+    if first is None or above is None or first in units or first.options.schedule.branch is not None:
         raise ConfigValueError(
             f"{_FUNCTION}: before: got a {type(before).__name__}. Accepted: a module in the wrapper around the part, "
             "outside of it, that every rank runs and that has a FullyShardedDataParallel inside"

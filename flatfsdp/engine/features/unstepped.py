@@ -31,7 +31,7 @@ _unstepped: weakref.WeakSet[UnsteppedCheck] = weakref.WeakSet()  # of models tha
 _installed = False
 
 
-def tell_if_unstepped(root: Root) -> None:
+def warn_if_unstepped(root: Root) -> None:
     """Look after `root` until an optimizer has stepped."""
     global _installed
     if not _installed:
@@ -78,9 +78,9 @@ class UnsteppedCheck:
             return
         if self._stepped:
             if self._in_vain and all(each.is_unchanged() for each in self._before):
-                _say(root, self._in_vain)
+                _warn(root, self._in_vain)
             self._end(root)
-        elif not self._before and not backward.lingering:  # whoever reads a gradient that lingers waits for it
+        elif not self._before and not backward.deferred:  # whoever reads a gradient that lingers waits for it
             handles = [handle for unit in root.units for handle in unit.handles]
             self._before = [_ParamSnapshot(each) for each in handles if any(p.grad is not None for p in each.steppable)]
             if self._before:
@@ -114,7 +114,7 @@ def _holds_some_of(root: Root, optimizer: torch.optim.Optimizer) -> bool:
     return any(id(parameter) in held for parameter in root.steppable)
 
 
-def _say(root: Root, in_vain: str) -> None:
+def _warn(root: Root, in_vain: str) -> None:
     every = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     if any(_holds_some_of(root, each) for each in every):
         return  # it steps later, after some backwards more perhaps

@@ -27,26 +27,26 @@ class _DeferredGrad:
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient, once it is there. Waits for it."""
-        arrive(self)
+        wait_for_grad(self)
         found: torch.Tensor | None = _GRAD.__get__(self)
         return found
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        arrive(self)
+        wait_for_grad(self)
         _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        arrive(self)
+        wait_for_grad(self)
         _GRAD.__delete__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        arrive(self)
+        wait_for_grad(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        arrive(self)
+        wait_for_grad(self)
         return self.__reduce_ex__(protocol)
 
 
@@ -74,7 +74,7 @@ class PendingGradients:
         ids = list(map(id, parameters))
         ARRIVALS.update(dict.fromkeys(ids, weakref.ref(self)))
         self._forget = weakref.finalize(self, _forget, ids)
-        show_awaited(parameters)
+        show_deferred(parameters)
 
     def wait(self) -> None:
         """Return when the gradients are there.
@@ -98,24 +98,24 @@ class PendingGradients:
             raise
 
 
-def can_await(parameter: nn.Parameter) -> bool:
+def can_defer(parameter: nn.Parameter) -> bool:
     """Whether a read of the parameter's `.grad` can be made to wait: not with a class of the user's."""
     return type(parameter) in _WHILE_AWAITED
 
 
-def is_awaited(parameter: nn.Parameter) -> bool:
+def is_deferred(parameter: nn.Parameter) -> bool:
     """Whether the parameter's gradient is awaited."""
     return id(parameter) in ARRIVALS
 
 
-def show_awaited(parameters: Iterable[nn.Parameter]) -> None:
+def show_deferred(parameters: Iterable[nn.Parameter]) -> None:
     """Let those of `parameters` whose gradients are awaited wait for them again, after they were hidden, say."""
     for parameter in parameters:
-        if is_awaited(parameter):
+        if is_deferred(parameter):
             parameter.__class__ = _WHILE_AWAITED.get(type(parameter), type(parameter))
 
 
-def arrive(parameter: object) -> None:
+def wait_for_grad(parameter: object) -> None:
     """Wait for the gradient of `parameter`, if it is awaited."""
     if (found := ARRIVALS.get(id(parameter))) is not None and (arrival := found()) is not None:
         arrival.wait()

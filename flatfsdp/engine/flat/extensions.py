@@ -69,14 +69,14 @@ class TransformedParam:
         leaf: nn.Parameter,
         state: Any,
         extensions: FlatParamExtensions,
-        homes: Sequence[ParamRef],
+        param_refs: Sequence[ParamRef],
         original: nn.Parameter | None = None,
     ) -> None:
         self.leaf = leaf
         self._original = weakref.ref(original) if original is not None else None
         self.state = state
         self.extensions = extensions
-        self.homes = list(homes)
+        self.param_refs = list(param_refs)
 
     def replaced(self, parameter: nn.Parameter) -> bool:
         """Whether the leaf stands for `parameter`, which some other module still holds."""
@@ -89,19 +89,19 @@ class TransformedParam:
         """Let the modules hold what they compute with. Precondition: the leaf shows the whole."""
         with torch.enable_grad():  # also where a backward gathers for a recomputation
             value = self._value()
-        for home in self.homes:
-            home.hold(value)
+        for param_ref in self.param_refs:
+            param_ref.assign(value)
 
     def dissolve(self) -> None:
         """Let the modules hold a parameter like the one they had before. Precondition: the leaf shows the whole."""
         restored = nn.Parameter(self._value().detach().clone(), requires_grad=self.leaf.requires_grad)
-        for home in self.homes:
-            ParamRef(home.module, home.attribute, home.path, restored).register()
+        for param_ref in self.param_refs:
+            ParamRef(param_ref.module, param_ref.attribute, param_ref.path, restored).register()
 
     def uninstall(self, *, hidden: bool) -> None:
         """Let the modules hold the leaf again; `hidden`: as a plain attribute."""
-        for home in self.homes:
-            home.unregister() if hidden else home.register()
+        for param_ref in self.param_refs:
+            param_ref.unregister() if hidden else param_ref.register()
 
 
 def can_transform() -> bool:
@@ -109,34 +109,40 @@ def can_transform() -> bool:
     return _extensions is not None
 
 
-def transform(homes: Iterable[ParamRef]) -> tuple[list[ParamRef], list[TransformedParam]]:
-    """`homes` with the leaves that are to be flattened, registered, and those of them that were transformed."""
-    homes = list(homes)
+def transform(param_refs: Iterable[ParamRef]) -> tuple[list[ParamRef], list[TransformedParam]]:
+    """`param_refs` with the leaves that are to be flattened, registered, and those of them that were transformed."""
+    param_refs = list(param_refs)
     if _extensions is None:
-        return homes, []
+        return param_refs, []
     made: dict[int, tuple[nn.Parameter, Any]] = {}
     originals: dict[int, nn.Parameter] = {}
     out: list[ParamRef] = []
-    for home in homes:
-        if id(home.leaf) not in made:
-            stored, state = _extensions.pre_flatten_transform(home.leaf)
+    for param_ref in param_refs:
+        if id(param_ref.leaf) not in made:
+            stored, state = _extensions.pre_flatten_transform(param_ref.leaf)
             if state is None:
-                made[id(home.leaf)] = home.leaf, None
+                made[id(param_ref.leaf)] = param_ref.leaf, None
             elif not isinstance(stored, torch.Tensor):
                 raise UsageError(
-                    f"pre_flatten_transform of {home.path!r} returned {type(stored).__name__}; expected a "
+                    f"pre_flatten_transform of {param_ref.path!r} returned {type(stored).__name__}; expected a "
                     "tensor and a state"
                 )
             else:
-                leaf = nn.Parameter(stored.detach(), requires_grad=home.leaf.requires_grad)
-                made[id(home.leaf)] = leaf, state
-                originals[id(leaf)] = home.leaf
-        leaf, state = made[id(home.leaf)]
-        out.append(home if leaf is home.leaf else ParamRef(home.module, home.attribute, home.path, leaf))
-    for home in out:
-        home.register()
+                leaf = nn.Parameter(stored.detach(), requires_grad=param_ref.leaf.requires_grad)
+                made[id(param_ref.leaf)] = leaf, state
+                originals[id(leaf)] = param_ref.leaf
+        leaf, state = made[id(param_ref.leaf)]
+        out.append(
+            param_ref
+            if leaf is param_ref.leaf
+            else ParamRef(param_ref.module, param_ref.attribute, param_ref.path, leaf)
+        )
+    for param_ref in out:
+        param_ref.register()
     extended = [
-        TransformedParam(leaf, state, _extensions, [home for home in out if home.leaf is leaf], originals[id(leaf)])
+        TransformedParam(
+            leaf, state, _extensions, [param_ref for param_ref in out if param_ref.leaf is leaf], originals[id(leaf)]
+        )
         for leaf, state in made.values()
         if state is not None
     ]

@@ -125,18 +125,19 @@ class FlatParamHandle:
         name: the unit's name, for messages.
         leaves: the user's parameters, in layout order.
         layout: where each of them lies.
-        whole: whether the shard is the whole (an axis of one rank).
+        is_unsharded_at_rest: whether the shard is the whole (an axis of one rank).
         rank: this rank on the shard axis.
         precision: the dtypes ([Note: dtypes]).
         packed: whether elements are no numbers, and stay as they are. [Note: packed bytes]
-        shard: shape (layout.shard_numel,), master dtype, on `home`.
+        shard: shape (layout.shard_numel,), master dtype, on `shard_device`.
         flat_param: the shard as a parameter.
         state: [Note: lifecycle].
-        portion: what stays here between forward and backward besides the shard, if anything. [Note: portions]
-        residence: where the unsharded parameter stays between uses; None if it does not. [Note: residents]
-        host_copy: what stays of it on the host, once it was gathered.
-        was_asked: whether somebody asked for a hidden leaf's node of autograd. [Note: accumulators]
-        device: where the unit computes; `home`: where the shard lives (the CPU when offloaded).
+        post_forward_shard: what stays here between forward and backward besides the shard, if anything. [Note:
+            portions]
+        persistence: where the unsharded parameter stays between uses; None if it does not. [Note: residents]
+        host_cache: what stays of it on the host, once it was gathered.
+        accumulator_was_requested: whether somebody asked for a hidden leaf's node of autograd. [Note: accumulators]
+        device: where the unit computes; `shard_device`: where the shard lives (the CPU when offloaded).
     """
 
     def __init__(
@@ -153,14 +154,14 @@ class FlatParamHandle:
         use_orig_params: bool,
         trainable: bool,
         packed: bool,
-        ledger: MemoryTracker,
+        tracker: MemoryTracker,
     ) -> None:
         """Take `shard` as this rank's piece of `leaves` laid out by `layout`; use `flatten` to make one from whole
         parameters."""
         self.name = ""
         self.leaves = list(leaves)
         self.layout = layout
-        self.whole = layout.world == 1
+        self.is_unsharded_at_rest = layout.world == 1
         self.rank = rank
         self.mixed_precision = MixedPrecision() if packed else mixed_precision
         self.packed = packed
@@ -170,25 +171,25 @@ class FlatParamHandle:
         self.pin_memory = pin_memory
         self.use_orig_params = use_orig_params
         self.trainable = trainable
-        self.ledger = ledger
+        self.tracker = tracker
         self.state = SHARDED
         spans = [layout.span_in_shard(i, rank) for i in range(len(self.leaves))]
         self._pieces = [(span.start, span.numel) for span in spans]
         # Of the leaves that have elements here, or none anywhere: what divides a shard into them, in one call.
         self._present = [i for i, spec in enumerate(layout.params) if spans[i].numel or 0 in spec.shape]
         self._cuts, self._kept = _cuts([spans[i] for i in self._present], layout.shard_numel)
-        ledger.add("shard", shard.numel() * shard.element_size())
+        tracker.add("shard", shard.numel() * shard.element_size())
         self._unsharded: dict[torch.dtype, UnshardedParam] = {}
         self._active: UnshardedParam | None = None
         self._pending: PendingWork | None = None
-        self.portion: PostForwardShard | None = None
-        self.residence: ParamPersistence | None = None
-        self.host_copy: HostCache | None = None
-        self.was_asked = False
+        self.post_forward_shard: PostForwardShard | None = None
+        self.persistence: ParamPersistence | None = None
+        self.host_cache: HostCache | None = None
+        self.accumulator_was_requested = False
         self._flags: list[bool] = []  # whether leaves require a gradient, when that was asked last
         self._trainable: frozenset[int] = frozenset()
         self.shard = shard
-        self.home = shard.device
+        self.shard_device = shard.device
         self.flat_param = FlatParameter(shard, requires_grad=trainable)
         self.flat_param._handle_ref = weakref.ref(self)
         self.refresh_views()
@@ -207,7 +208,7 @@ class FlatParamHandle:
         pin_memory: bool,
         use_orig_params: bool,
         packed: bool,
-        ledger: MemoryTracker,
+        tracker: MemoryTracker,
     ) -> FlatParamHandle:
         """Lay whole `leaves` (one dtype) out and copy this rank's shard from them. No communication.
 
@@ -224,8 +225,8 @@ class FlatParamHandle:
             align=max(1, 16 // compute.itemsize) if use_orig_params else 1,
             pad_total=use_orig_params,
         )
-        home = torch.device("cpu") if offload else device
-        shard = torch.zeros(layout.shard_numel, dtype=master, device=home)
+        param_ref = torch.device("cpu") if offload else device
+        shard = torch.zeros(layout.shard_numel, dtype=master, device=param_ref)
         if offload and pin_memory:
             shard = pin(shard)
         for owned in layout.owned(rank):
@@ -242,14 +243,14 @@ class FlatParamHandle:
             use_orig_params=use_orig_params,
             trainable=any(leaf.requires_grad for leaf in leaves),
             packed=packed,
-            ledger=ledger,
+            tracker=tracker,
         )
 
     # -- the shard ---------------------------------------------------------------------------------------------------
 
     def views_of_shard(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """What the leaves show of `flat`, which is laid out like the shard: 1-D pieces, maybe empty (N-D if whole)."""
-        if self.whole:
+        if self.is_unsharded_at_rest:
             return full_views(flat, self.layout)
         return [flat.narrow(0, start, numel) for start, numel in self._pieces]
 
@@ -258,7 +259,7 @@ class FlatParamHandle:
 
         They are no views for autograd, and share no version counter.
         """
-        if self.whole:
+        if self.is_unsharded_at_rest:
             return enumerate(full_views(flat, self.layout))
         pieces = flat.unsafe_split_with_sizes(self._cuts)
         return zip(self._present, [pieces[k] for k in self._kept], strict=True)
@@ -269,16 +270,16 @@ class FlatParamHandle:
         self.shown_sharded = list(zip(self.leaves, self.sharded_views, strict=True))
         self._shown_at_rest = self._facts(self.sharded_views)
         self._address = self.shard.data_ptr()
-        self.nothing = torch.empty(0, dtype=self.precision.compute, device=self.device)
-        alike = self.shard.dtype == self.nothing.dtype and self.shard.device == self.nothing.device
-        self.shard_is_alike = alike and not self.whole
+        self.empty = torch.empty(0, dtype=self.precision.compute, device=self.device)
+        alike = self.shard.dtype == self.empty.dtype and self.shard.device == self.empty.device
+        self.shard_is_alike = alike and not self.is_unsharded_at_rest
         self._unsharded.clear()
         self._shard_version = self._gathered_version = self._writes
         self._versions = Versions(self.leaves)
 
     def _facts(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Any], list[torch.dtype]]:
         # What tells that a tensor's memory was replaced; lists, because whole lists are compared at every forward.
-        extent = _SHAPE if self.whole else torch.Tensor.numel  # pieces of a shard are 1-D
+        extent = _SHAPE if self.is_unsharded_at_rest else torch.Tensor.numel  # pieces of a shard are 1-D
         return list(map(torch.Tensor.data_ptr, tensors)), list(map(extent, tensors)), list(map(_DTYPE, tensors))
 
     @property
@@ -303,10 +304,10 @@ class FlatParamHandle:
                 f"{self.name}: a shard of shape {tuple(shard.shape)} replaces {tuple(self.shard.shape)} while "
                 f"{self.state.value}"
             )
-        self.ledger.remove("shard", self.shard.numel() * self.shard.element_size())
-        self.ledger.add("shard", shard.numel() * shard.element_size())
+        self.tracker.remove("shard", self.shard.numel() * self.shard.element_size())
+        self.tracker.add("shard", shard.numel() * shard.element_size())
         self.precision = resolve(self.mixed_precision, shard.dtype)
-        self.home = shard.device
+        self.shard_device = shard.device
         if not self.offload:
             self.device = shard.device
         elif self.pin_memory:
@@ -334,12 +335,12 @@ class FlatParamHandle:
         """The parameters that an optimizer sees."""
         return self.leaves if self.use_orig_params else [self.flat_param]
 
-    def move_to_ledger(self, ledger: MemoryTracker) -> None:
-        """Count this handle's bytes in `ledger` from now on (the unit joined another root)."""
+    def move_to_tracker(self, tracker: MemoryTracker) -> None:
+        """Count this handle's bytes in `tracker` from now on (the unit joined another root)."""
         count = self.shard.numel() * self.shard.element_size()
-        self.ledger.remove("shard", count)
-        ledger.add("shard", count)
-        self.ledger = ledger
+        self.tracker.remove("shard", count)
+        tracker.add("shard", count)
+        self.tracker = tracker
         self._unsharded.clear()
 
     # -- unshard and reshard -----------------------------------------------------------------------------------------
@@ -348,83 +349,85 @@ class FlatParamHandle:
         buffer = (
             None
             if self.is_shard_in(dtype)
-            else FlatBuffer(self.layout.padded_numel, dtype, self.device, ledger=self.ledger, kind="unsharded")
+            else FlatBuffer(self.layout.padded_numel, dtype, self.device, tracker=self.tracker, kind="unsharded")
         )
         made = self._unsharded[dtype] = UnshardedParam(buffer)
         return made
 
-    def launch_unshard(self, transport: Transport, lane: Stream, *, dtype: torch.dtype) -> None:
+    def launch_unshard(self, transport: Transport, stream: Stream, *, dtype: torch.dtype) -> None:
         """Issue the all-gather in `dtype`. Collective over the shard axis.
 
         Precondition: sharded. Postcondition: gathering; `wait_unshard` ends it. A portion is dropped.
         """
-        flat = self.open_unshard(lane, dtype=dtype)
+        flat = self.open_unshard(stream, dtype=dtype)
         if flat is None:
             return
         source = self.shard
         if self.offload or source.dtype != flat.dtype or source.device != flat.device:
             own = flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
-            with lane.running():
+            with stream.running():
                 source = own.copy_(source, non_blocking=True)
-        self._pending = transport.all_gather_base(flat, source, lane)
+        self._pending = transport.all_gather_base(flat, source, stream)
 
-    def launch_unshard_nearby(self, lane: Stream) -> None:
+    def launch_unshard_post_forward(self, stream: Stream) -> None:
         """Issue the all-gather of portions, in their dtype. Collective over the neighbours. [Note: portions]
 
         Precondition: sharded, with a portion. Postcondition: gathering; `wait_unshard` ends it and drops the portion.
         """
-        assert self.portion is not None
+        assert self.post_forward_shard is not None
         if GATHERING not in SHARD_STEPS[self.state]:
             refuse_step(self.state, GATHERING, SHARD_STEPS, self.name, None)
         self.state = GATHERING
         self._gathered_version = self._writes
-        target = self._active = self._unsharded.get(self.portion.dtype) or self._new_target(self.portion.dtype)
+        target = self._active = self._unsharded.get(self.post_forward_shard.dtype) or self._new_target(
+            self.post_forward_shard.dtype
+        )
         assert target.buffer is not None
-        with lane.running():
+        with stream.running():
             target.buffer.allocate()
-        self._pending = self.portion.gather(target.buffer.tensor, lane)
+        self._pending = self.post_forward_shard.gather(target.buffer.tensor, stream)
 
-    def keep_portion(self, neighbours: Transport) -> None:
+    def keep_post_forward_shard(self, transport: Transport) -> None:
         """Copy this rank's portion out of the unsharded buffer, which is about to be freed. [Note: portions]
 
         Precondition: unsharded.
         """
-        self.portion = PostForwardShard(self.unsharded, self.layout, neighbours, ledger=self.ledger)
+        self.post_forward_shard = PostForwardShard(self.unsharded, self.layout, transport, tracker=self.tracker)
 
-    def drop_portion(self) -> None:
+    def drop_post_forward_shard(self) -> None:
         """Free the portion, if there is one; it must not be on its way."""
-        if self.portion is not None:
-            self.portion.free()
-            self.portion = None
+        if self.post_forward_shard is not None:
+            self.post_forward_shard.free()
+            self.post_forward_shard = None
 
-    def keep_host_copy(self) -> None:
+    def keep_host_cache(self) -> None:
         """Copy the unsharded parameter to the host. [Note: residents] Precondition: unsharded, in memory of its own."""
-        self.drop_host_copy()
-        self.host_copy = HostCache(self.unsharded, ledger=self.ledger)
+        self.drop_host_cache()
+        self.host_cache = HostCache(self.unsharded, tracker=self.tracker)
 
-    def drop_host_copy(self) -> None:
+    def drop_host_cache(self) -> None:
         """Free the copy on the host, if there is one."""
-        if self.host_copy is not None:
-            self.host_copy.free()
-            self.host_copy = None
+        if self.host_cache is not None:
+            self.host_cache.free()
+            self.host_cache = None
 
-    def launch_upload(self, lane: Stream) -> None:
+    def launch_upload(self, stream: Stream) -> None:
         """Fill the unsharded buffer from the host. No communication.
 
         Precondition: sharded, with a copy on the host. Postcondition: gathering; `wait_unshard` ends it.
         """
-        assert self.host_copy is not None
-        flat = self.open_unshard(lane, dtype=self.host_copy.dtype)
+        assert self.host_cache is not None
+        flat = self.open_unshard(stream, dtype=self.host_cache.dtype)
         assert flat is not None
-        self._pending = self.host_copy.upload(flat, lane)
+        self._pending = self.host_cache.upload(flat, stream)
 
-    def open_unshard(self, lane: Stream, *, dtype: torch.dtype) -> torch.Tensor | None:
+    def open_unshard(self, stream: Stream, *, dtype: torch.dtype) -> torch.Tensor | None:
         """Take the memory that an all-gather in `dtype` fills: padded and 1-D; None where the shard is the whole.
 
         Precondition: sharded. Postcondition: gathering; the caller issues the gather. A portion is dropped.
         """
-        if self.portion is not None:
-            self.drop_portion()
+        if self.post_forward_shard is not None:
+            self.drop_post_forward_shard()
         if GATHERING not in SHARD_STEPS[self.state]:
             refuse_step(self.state, GATHERING, SHARD_STEPS, self.name, None)
         self.state = GATHERING
@@ -433,7 +436,7 @@ class FlatParamHandle:
         self._pending = None
         if target.buffer is None:
             return None
-        with lane.running():
+        with stream.running():
             target.buffer.allocate()
         return target.buffer.tensor
 
@@ -462,10 +465,10 @@ class FlatParamHandle:
                 # The leaves see the write, made through the flat parameter, without having been told.
                 torch.autograd.graph.increment_version(self.leaves)
             self._versions.ask()
-        if self.portion is None:
+        if self.post_forward_shard is None:
             self._shard_version = writes
         else:  # which is as old as its forward: what was written to the shard since is not in the buffer
-            self.drop_portion()
+            self.drop_post_forward_shard()
 
     def reshard(self) -> FlatBuffer | None:
         """Give up the unsharded buffer and return it for the caller to free (None where the shard is the whole).
@@ -486,7 +489,7 @@ class FlatParamHandle:
 
         Where the shard is the whole, the memory of the reduced gradient is that of the slots, and lasts.
         """
-        there = self.state is UNSHARDED and not self.whole
+        there = self.state is UNSHARDED and not self.is_unsharded_at_rest
         return there and self.unsharded.dtype == dtype
 
     def overwrite(self, indices: Collection[int]) -> None:
@@ -495,7 +498,7 @@ class FlatParamHandle:
         self._versions.on_overwrite(indices)
 
     @property
-    def place(self) -> FlatBuffer:
+    def unsharded_buffer(self) -> FlatBuffer:
         """The unsharded buffer; only while unsharded, and where it is not the shard."""
         buffer = (self._active or self._refuse_sharded()).buffer
         assert buffer is not None
@@ -514,7 +517,8 @@ class FlatParamHandle:
         if self.state is not UNSHARDED or not self.owns_unsharded:
             raise UsageError(
                 f"to_cpu() of unit {self.name or '<root>'!r}: expected unsharded parameters apart from their shard, as "
-                f"inside its forward; they are {'not sharded at all' if self.whole else self.state.value}"
+                "inside its forward; they are "
+                f"{'not sharded at all' if self.is_unsharded_at_rest else self.state.value}"
             )
         buffer = (self._active or self._refuse_sharded()).buffer
         assert buffer is not None
@@ -523,7 +527,7 @@ class FlatParamHandle:
         on_cpu.copy_(buffer.tensor[:numel])
         shown = [leaf.data for leaf in self.leaves]
         for leaf in self.leaves:
-            leaf.data = self.nothing
+            leaf.data = self.empty
         self.flat_param.data = on_cpu
         buffer.free()
         try:
@@ -564,7 +568,7 @@ class FlatParamHandle:
 
     def is_shard_in(self, dtype: torch.dtype) -> bool:
         """Whether the shard itself is the unsharded parameter of that dtype, which takes no memory then."""
-        return self.whole and dtype == self.shard.dtype and not self.offload
+        return self.is_unsharded_at_rest and dtype == self.shard.dtype and not self.offload
 
     @property
     def unsharded_bytes(self) -> int:
@@ -616,7 +620,7 @@ class FlatParamHandle:
         return list(map(VERSION, self.leaves)) != self._versions.known
 
     @property
-    def shows_whole(self) -> bool:
+    def shows_unsharded(self) -> bool:
         """Whether the leaves show their places in the unsharded buffer; not if a user replaced a `.data`. Only while
         unsharded."""
         views = (self._active or self._refuse_sharded()).views
@@ -634,7 +638,7 @@ class FlatParamHandle:
 
         Waits for the device.
         """
-        if not (self.whole and self.use_orig_params):
+        if not (self.is_unsharded_at_rest and self.use_orig_params):
             return []
         rows = zip(self.layout.params, self.sharded_views, self.unsharded_views, strict=True)
         return [spec.name for spec, shard, view in rows if not torch.equal(shard.to(view.device, view.dtype), view)]

@@ -51,7 +51,7 @@ class WindowGrad:
     grad: torch.Tensor
     version: int
     indices: tuple[int, ...]
-    ours: bool  # made by the window, and not the sum of earlier synchronised gradients
+    is_ours: bool  # made by the window, and not the sum of earlier synchronised gradients
 
     @property
     def is_there(self) -> bool:
@@ -67,15 +67,15 @@ class Gradients:
         arrived: those that came.
         missing: those that are awaited still.
         collects_in: autograd's graph task in which gradients that come for the first time are only collected, if any.
-        sharing: gradients go to the parameters' places. [Note: slot sharing]
+        shares_slots: gradients go to the parameters' places. [Note: slot sharing]
         reducing: what this backward has handed over to reductions.
-        brought: leaves of which a gradient came to what is being reduced, or was reduced earlier, on this rank.
+        contributed: leaves of which a gradient came to what is being reduced, or was reduced earlier, on this rank.
         absent: leaves of which none did, on any rank: `.grad` stays as it is. [Note: unused]
     """
 
-    def __init__(self, handle: FlatParamHandle, shown: ParamViews) -> None:
+    def __init__(self, handle: FlatParamHandle, views: ParamViews) -> None:
         self.handle = handle
-        self._shown = shown
+        self._views = views
         self._numels = [spec.numel for spec in handle.layout.params]
         itemsize = handle.precision.compute.itemsize
         self._all_small = max(self._numels) * itemsize <= SMALL_BYTES and sum(self._numels) * itemsize <= COLLECT_BYTES
@@ -92,51 +92,51 @@ class Gradients:
         self._before = self._after = 1.0
         self._hooked = False  # [Note: communication hooks]
         self.reducing: list[ReductionInput] = []
-        self._taken: dict[int, torch.Tensor] | None = None
+        self._stashed: dict[int, torch.Tensor] | None = None
         self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
         self._accumulating = False
-        self.sharing = False
-        self.brought: set[int] = set()
+        self.shares_slots = False
+        self.contributed: set[int] = set()
         self.absent: frozenset[int] = frozenset()
-        self._return_place: Callable[[FlatBuffer], None] | None = None  # once the places are ours
+        self._return_buffer: Callable[[FlatBuffer], None] | None = None  # once the places are ours
         # Microbatches without synchronisation came before: the next synchronised backward reduces, on every rank alike,
         # whether or not gradients arrived on this one.
         self.window_open = False
         self._partial: torch.Tensor | None = None  # [Note: partial sums]: shape (shard_numel,), reduce dtype
-        self._partly: set[int] = set()  # leaves of which a gradient came to it on this rank
+        self._partly_contributed: set[int] = set()  # leaves of which a gradient came to it on this rank
         self._completes = True  # whether the reductions in flight are more than partial sums
-        self._marks: list[WindowGrad] = []
+        self._window_grads: list[WindowGrad] = []
 
     # -- a backward begins -------------------------------------------------------------------------------------------
 
-    def take(self) -> None:
-        """Take the `.grad` of all leaves away until `settle` or `restore`."""
-        if self._taken is None:
-            self._check_marks()
-            self._taken = take_grads(self.handle.leaves)
+    def stash_grads(self) -> None:
+        """Take the `.grad` of all leaves away until `finalize_grads` or `unstash_grads`."""
+        if self._stashed is None:
+            self._check_window_grads()
+            self._stashed = take_grads(self.handle.leaves)
         elif self._stand_ins:
-            self._end_pause()
+            self._end_retention()
 
-    def pause(self) -> None:
+    def retain_for_double_backward(self) -> None:
         """The parameters stay whole until another backward, and what was taken cannot be shown meanwhile.
 
         A stand-in of the whole shape is shown instead: whoever drops it, by `zero_grad` say, drops what was taken.
         """
-        for i in self._taken or {}:
+        for i in self._stashed or {}:
             leaf = self.handle.leaves[i]
             leaf.grad = torch.zeros_like(leaf)
             self._stand_ins[i] = leaf.grad, leaf.grad._version
 
-    def _end_pause(self) -> None:
+    def _end_retention(self) -> None:
         for i, (stand_in, version) in self._stand_ins.items():
             leaf = self.handle.leaves[i]
             if leaf.grad is not stand_in or stand_in._version != version:
-                assert self._taken is not None
-                del self._taken[i]
+                assert self._stashed is not None
+                del self._stashed[i]
             leaf.grad = None
         self._stand_ins = {}
 
-    def arm(
+    def expect_gradients(
         self,
         expected: frozenset[int],
         *,
@@ -154,8 +154,8 @@ class Gradients:
         gradients have come may be overwritten. `hooked`: a communication hook gets the gradients, unscaled, and their
         memory.
         """
-        if self._taken is None or self._stand_ins:
-            self.take()
+        if self._stashed is None or self._stand_ins:
+            self.stash_grads()
         self.expected = expected
         self.arrived = set()
         self.missing = set(expected)
@@ -166,9 +166,9 @@ class Gradients:
         if hooked:
             share, self._before = False, 1.0
         self._before *= weight
-        self.sharing = share and self._buffer is None and self.handle.can_hold(self.handle.precision.reduce)
+        self.shares_slots = share and self._buffer is None and self.handle.can_hold(self.handle.precision.reduce)
 
-    def excuse(self, indices: Iterable[int]) -> None:
+    def skip_missing(self, indices: Iterable[int]) -> None:
         """Do not wait for the gradients of these leaves, which are zero on this rank."""
         self.missing.difference_update(indices)
 
@@ -226,9 +226,9 @@ class Gradients:
         self._open_buffer()
         again = self._filled & grads.keys() if self._filled else ()
         fresh = [i for i in grads if i not in again] if again else list(grads)
-        if self.sharing and not freeing:
+        if self.shares_slots and not freeing:
             self.handle.overwrite(fresh)
-            self._shown.hide(fresh)
+            self._views.hide(fresh)
         if self._before != 1.0:
             grads = {i: grad * self._before for i, grad in grads.items()}
         slots = self._slots
@@ -246,8 +246,8 @@ class Gradients:
         if self._buffer is not None:
             return
         handle = self.handle
-        if self.sharing:
-            self._buffer, self._slots = handle.place, handle.unsharded_views
+        if self.shares_slots:
+            self._buffer, self._slots = handle.unsharded_buffer, handle.unsharded_views
             return
         dtype = handle.precision.accumulate if self._accumulating else handle.precision.reduce
         buffer, views = self._buffers.get(dtype, (None, []))
@@ -255,8 +255,8 @@ class Gradients:
             # A late gradient while the buffer's reduction is in flight: that one first.
             for part in self.reducing:
                 part.release_input()
-        if buffer is None or (handle.whole and buffer.tensor.numel() == 0):
-            buffer = FlatBuffer(handle.layout.padded_numel, dtype, handle.device, ledger=handle.ledger, kind="slots")
+        if buffer is None or (handle.is_unsharded_at_rest and buffer.tensor.numel() == 0):
+            buffer = FlatBuffer(handle.layout.padded_numel, dtype, handle.device, tracker=handle.tracker, kind="slots")
             views = []
         buffer.allocate()
         if not views:
@@ -269,23 +269,23 @@ class Gradients:
     # -- the parameters' own places ----------------------------------------------------------------------------------
 
     @property
-    def occupies_place(self) -> bool:
+    def occupies_params(self) -> bool:
         """Whether gradients lie in places of parameters of which others may still be read."""
-        return self.sharing and self._return_place is None and bool(self.arrived)
+        return self.shares_slots and self._return_buffer is None and bool(self.arrived)
 
-    def take_place(self, return_place: Callable[[FlatBuffer], None]) -> bool:
+    def take_over_buffer(self, return_buffer: Callable[[FlatBuffer], None]) -> bool:
         """The handle is about to give its buffer up: keep it for the reduction, if gradients lie there.
 
-        `return_place` gives its memory back.
+        `return_buffer` gives its memory back.
         """
-        if not self.occupies_place:
-            self.sharing = False
+        if not self.occupies_params:
+            self.shares_slots = False
             return False
         self._move_collected(freeing=True)
         self._open_buffer()
         assert self._buffer is not None
         self._buffer.now_holds("slots")
-        self._return_place = return_place
+        self._return_buffer = return_buffer
         return True
 
     def return_inputs(self) -> None:
@@ -296,7 +296,7 @@ class Gradients:
     # -- reduction ---------------------------------------------------------------------------------------------------
 
     @property
-    def awaited(self) -> bool:
+    def participates(self) -> bool:
         """Whether this handle takes part in the next reduction."""
         return bool(self.expected) or self.pending
 
@@ -305,25 +305,29 @@ class Gradients:
         """Whether earlier microbatches left something to reduce: the next backward that reduces does, on all ranks."""
         return self.window_open or self._partial is not None
 
-    def keep(self) -> None:
+    def keep_in_window(self) -> None:
         """The backward ends without synchronisation: all gradients are in the window's buffer."""
         self._move_collected()
         self.window_open = self.window_open or bool(self.expected)
 
-    def hand_over(self, *, completes: bool, hook: Callable[[torch.Tensor], Any] | None) -> ReductionInput:
+    def start_reduction(self, *, completes: bool, hook: Callable[[torch.Tensor], Any] | None) -> ReductionInput:
         """What arrived, zeros for what did not, on its way into a reduction.
 
         `completes`: not only a partial sum. `hook` runs on the sum. Precondition: a place that gradients occupy was
         taken.
         """
         self._move_collected()
-        if self._return_place is None:
-            self.sharing = False  # nothing came: the places stay the parameters', whose memory may go at any time
+        if self._return_buffer is None:
+            self.shares_slots = False  # nothing came: the places stay the parameters', whose memory may go at any time
         self._open_buffer()
         buffer = self._buffer
         assert buffer is not None
         filled = self._filled  # given up with the buffer
-        self.brought = filled.union(self.brought, self._partly) if self.brought or self._partly else filled
+        self.contributed = (
+            filled.union(self.contributed, self._partly_contributed)
+            if self.contributed or self._partly_contributed
+            else filled
+        )
         if len(self._filled) < len(self._slots):
             for i, slot in enumerate(self._slots):
                 if i not in self._filled:
@@ -335,10 +339,10 @@ class Gradients:
             assert buffer is not None
             buffer.tensor.copy_(wide.tensor)
             wide.free()
-        if self.handle.whole or self._hooked:
+        if self.handle.is_unsharded_at_rest or self._hooked:
             del self._buffers[buffer.tensor.dtype]
-        return_place = self._return_place
-        give_back = FlatBuffer.disown if self._hooked else return_place or FlatBuffer.free
+        return_buffer = self._return_buffer
+        give_back = FlatBuffer.disown if self._hooked else return_buffer or FlatBuffer.free
         self._forget_buffer()
         self._completes = completes
         part = ReductionInput(
@@ -349,14 +353,14 @@ class Gradients:
             earlier=None if self.reducing else self._partial,
             hook=hook if completes else None,
             download=completes and self.handle.offload and self.handle.pin_memory,
-            borrows=return_place is not None,
+            shares_unsharded_buffer=return_buffer is not None,
         )
         self.reducing.append(part)
         return part
 
-    def lacking(self) -> frozenset[int]:
+    def missing_contributions(self) -> frozenset[int]:
         """Leaves of which this rank has brought no gradient to what was or will be reduced."""
-        return self.expected.difference(self.brought, self._filled, self._collected, self._partly)
+        return self.expected.difference(self.contributed, self._filled, self._collected, self._partly_contributed)
 
     @property
     def reduced(self) -> list[torch.Tensor]:
@@ -365,48 +369,48 @@ class Gradients:
 
     # -- a backward ends ---------------------------------------------------------------------------------------------
 
-    def settle(self) -> bool:
+    def finalize_grads(self) -> bool:
         """Wait for the reductions and make them `.grad`, added to what was there; True if they brought a gradient.
 
         Precondition: leaves show the shard.
         """
         if self._stand_ins:
-            self._end_pause()
+            self._end_retention()
         total: torch.Tensor | None = None
         for part in self.reducing:
             result = part.wait()
             total = result if total is None else total.add_(result)
         downloaded = self.reducing[0].downloaded if len(self.reducing) == 1 else None
         self.reducing = []
-        trained, brought = self.expected - self.absent, self.brought
+        trained, contributed = self.expected - self.absent, self.contributed
         left_out = bool(self.absent) and not trained
         self._forget_expectations()
         if total is None:
-            self.restore()
-            self._mark_window()
+            self.unstash_grads()
+            self._show_window_grads()
             return False
         if self._partial is not None or not self._completes:
-            self._replace_partial(*((None, set()) if self._completes else (total, brought)))
+            self._replace_partial(*((None, set()) if self._completes else (total, contributed)))
         if left_out or not self._completes:
-            self.restore()
+            self.unstash_grads()
             return False
-        _add(self._show(downloaded if downloaded is not None else self._at_home(total), trained))
+        _add(self._show(downloaded if downloaded is not None else self._on_shard_device(total), trained))
         return True
 
     @property
-    def may_linger(self) -> bool:
+    def can_finish_later(self) -> bool:
         """Whether what is being reduced can become `.grad` before it is there. [Note: awaited]"""
         handle = self.handle
         if len(self.reducing) != 1 or self._partial is not None:
             return False
         (part,) = self.reducing
-        arrives_at_home = part.dtype == handle.precision.grad and not handle.offload
-        return arrives_at_home and part.may_linger
+        arrives_on_shard_device = part.dtype == handle.precision.grad and not handle.offload
+        return arrives_on_shard_device and part.can_finish_later
 
-    def settle_later(self) -> Callable[[], None]:
-        """`settle` without waiting. Returns what waits; until then `.grad` is there, and its values are not.
+    def finalize_grads_later(self) -> Callable[[], None]:
+        """`finalize_grads` without waiting. Returns what waits; until then `.grad` is there, and its values are not.
 
-        Preconditions: `may_linger`; leaves show the shard.
+        Preconditions: `can_finish_later`; leaves show the shard.
         """
         (part,) = self.reducing
         self.reducing = []
@@ -414,7 +418,7 @@ class Gradients:
         left_out = bool(self.absent) and not trained
         self._forget_expectations()
         if left_out:
-            self.restore()
+            self.unstash_grads()
         sums = [] if left_out else self._show(part.result, trained)
 
         def finish() -> None:
@@ -427,7 +431,7 @@ class Gradients:
         """Make `total` the `.grad` of `trained` leaves, or show the old one again. Returns what is to be added up: old
         gradients with new ones."""
         handle = self.handle
-        taken, self._taken = self._taken or {}, None
+        taken, self._stashed = self._stashed or {}, None
         if not handle.use_orig_params:
             flat = handle.flat_param
             if flat.grad is not None:
@@ -449,7 +453,7 @@ class Gradients:
             assign_grad(leaves[i], old)
         return sums
 
-    def _at_home(self, total: torch.Tensor) -> torch.Tensor:
+    def _on_shard_device(self, total: torch.Tensor) -> torch.Tensor:
         """`total` in the optimizer's dtype, where the optimizer steps."""
         handle = self.handle
         if total.dtype != handle.precision.grad:
@@ -457,26 +461,26 @@ class Gradients:
         if not handle.offload:
             return total
         # Where the CPU stands in for a device the same copy is made.
-        return total.to(handle.home) if total.device != handle.home else total.clone()
+        return total.to(handle.shard_device) if total.device != handle.shard_device else total.clone()
 
-    def _replace_partial(self, total: torch.Tensor | None, brought: set[int]) -> None:
-        ledger = self.handle.ledger
+    def _replace_partial(self, total: torch.Tensor | None, contributed: set[int]) -> None:
+        tracker = self.handle.tracker
         if self._partial is not None:
-            ledger.remove("partial", self._partial.numel() * self._partial.element_size())
+            tracker.remove("partial", self._partial.numel() * self._partial.element_size())
         if total is not None:
-            ledger.add("partial", total.numel() * total.element_size())
-        self._partial, self._partly = total, brought
+            tracker.add("partial", total.numel() * total.element_size())
+        self._partial, self._partly_contributed = total, contributed
 
     def _forget_expectations(self) -> None:
         self.expected = frozenset()
         self.arrived = set()
         self.missing = set()
-        self.brought = set()
+        self.contributed = set()
         self.absent = frozenset()
 
-    def restore(self) -> None:
+    def unstash_grads(self) -> None:
         """Give the leaves back the `.grad` that was taken. Precondition: leaves show the shard."""
-        taken, self._taken = self._taken or {}, None
+        taken, self._stashed = self._stashed or {}, None
         for i, grad in taken.items():
             assign_grad(self.handle.leaves[i], grad)
 
@@ -493,24 +497,24 @@ class Gradients:
         return lost
 
     def _close_window(self) -> None:
-        if self._return_place is not None and self._buffer is not None:
-            self._return_place(self._buffer)
-        elif self._buffer is not None and not self.sharing:
+        if self._return_buffer is not None and self._buffer is not None:
+            self._return_buffer(self._buffer)
+        elif self._buffer is not None and not self.shares_slots:
             self._buffer.free()
         self._forget_buffer()
-        self._marks = []
+        self._window_grads = []
 
     def _forget_buffer(self) -> None:
         self._buffer = None
         self._slots = []
         self._filled = set()
-        self.sharing = False
-        self._return_place = None
+        self.shares_slots = False
+        self._return_buffer = None
         self.window_open = False
 
     # -- windows -----------------------------------------------------------------------------------------------------
 
-    def _mark_window(self) -> None:
+    def _show_window_grads(self) -> None:
         """Show each parameter's share of the window as its `.grad`, so that `zero_grad` reaches what is kept unsharded.
 
         [Note: marks] Under no_sync the gradients live in a buffer that no user sees. A parameter without `.grad` is
@@ -532,18 +536,20 @@ class Gradients:
                 # `.data` has a version counter of its own: an edit of one mark is not one of its neighbours.
                 mark = share.data.to(device=parameter.device, dtype=handle.precision.grad)
                 assign_grad(parameter, mark)
-                self._marks.append(WindowGrad(parameter, mark, mark._version, indices, ours=True))
+                self._window_grads.append(WindowGrad(parameter, mark, mark._version, indices, is_ours=True))
             else:
-                self._marks.append(WindowGrad(parameter, parameter.grad, parameter.grad._version, indices, ours=False))
+                self._window_grads.append(
+                    WindowGrad(parameter, parameter.grad, parameter.grad._version, indices, is_ours=False)
+                )
 
-    def _check_marks(self) -> None:
+    def _check_window_grads(self) -> None:
         """Drop from the window what the user dropped; take back the marks that we made."""
-        marks, self._marks = self._marks, []
+        marks, self._window_grads = self._window_grads, []
         if self._buffer is None:
             return
         changed = [mark for mark in marks if mark.is_there and mark.grad._version != mark.version]
         edited = [mark for mark in changed if mark.grad.any()]
-        ours = [self.handle.layout.params[i].name for mark in edited if mark.ours for i in mark.indices]
+        ours = [self.handle.layout.params[i].name for mark in edited if mark.is_ours for i in mark.indices]
         if ours:
             raise UsageError(
                 f"unit {self.handle.name or '<root>'!r}: the .grad of {', '.join(ours)} was edited after a backward "
@@ -554,7 +560,7 @@ class Gradients:
         zeroed = [mark for mark in changed if not mark.grad.any() and (mark.grad.numel() or not edited)]
         dropped = [mark for mark in marks if mark in zeroed or not mark.is_there]
         for mark in marks:
-            if mark.ours and mark.is_there:
+            if mark.is_ours and mark.is_there:
                 mark.parameter.grad = None
         for mark in dropped:
             self._filled.difference_update(mark.indices)

@@ -34,11 +34,11 @@ class HostCache:
         versions: of the handle, between uses, when it was made; others are those of other values.
     """
 
-    def __init__(self, whole: torch.Tensor, *, ledger: MemoryTracker) -> None:
-        """`whole`: 1-D and padded; the host waits until it is copied."""
-        self._tensor = pinned_like(whole.detach())
-        self._tensor.copy_(whole.detach())
-        self._claim = ledger.hold("host copy", whole.numel() * whole.element_size())
+    def __init__(self, unsharded: torch.Tensor, *, tracker: MemoryTracker) -> None:
+        """`unsharded`: 1-D and padded; the host waits until it is copied."""
+        self._tensor = pinned_like(unsharded.detach())
+        self._tensor.copy_(unsharded.detach())
+        self._allocation = tracker.allocate("host copy", unsharded.numel() * unsharded.element_size())
         self.versions: tuple[int, ...] = ()
 
     @property
@@ -46,10 +46,10 @@ class HostCache:
         """The dtype of computation when it was made."""
         return self._tensor.dtype
 
-    def upload(self, whole: torch.Tensor, lane: Stream) -> PendingWork:
-        """Fill `whole`, like the one it was made of, on `lane`."""
-        return lane.upload(whole, self._tensor)
+    def upload(self, unsharded: torch.Tensor, stream: Stream) -> PendingWork:
+        """Fill `unsharded`, like the one it was made of, on `stream`."""
+        return stream.upload(unsharded, self._tensor)
 
     def free(self) -> None:
         """Give the memory back; no upload may be under way that the device has not been told of."""
-        self._claim.close()
+        self._allocation.close()

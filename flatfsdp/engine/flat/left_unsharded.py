@@ -18,7 +18,14 @@ from ..base import _torch
 from .deferred_grad import DeferredGradParameter
 from .flat_param import TracksWrites
 from .leaf_classes import ORIGINAL, ClassVariants
-from .param_guard import DescribedAsShard, data_of_shard, has_place, leads_to_accumulator, place_of, shard_of
+from .param_guard import (
+    DescribedAsShard,
+    data_of_shard,
+    handle_and_index_of,
+    has_handle,
+    leads_to_accumulator,
+    shard_of,
+)
 from .placeholder import asks, property_of
 
 
@@ -56,7 +63,7 @@ class CastParameter(_LeftUnsharded):
 
     @classmethod
     def _answer(cls, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]) -> Any:
-        if property_of(func) == "data" and has_place(args[0]):
+        if property_of(func) == "data" and has_handle(args[0]):
             return data_of_shard(*args)
         if asks(func) or func in _OF_AUTOGRAD or leads_to_accumulator(func, args) or _is_refused_by_autograd(func):
             return super()._answer(func, types, args, kwargs)
@@ -100,13 +107,13 @@ def _replaced(value: Any, shards: dict[int, torch.Tensor]) -> Any:
 
 
 def _shard(leaf: nn.Parameter) -> torch.Tensor:
-    if not has_place(leaf):  # its model is gone
+    if not has_handle(leaf):  # its model is gone
         with _torch.as_plain_tensors():
             return leaf.detach()
     shard = shard_of(leaf)
     if not (leaf.requires_grad and torch.is_grad_enabled()):
         return shard
-    shown = place_of(leaf)[0].unsharded
+    shown = handle_and_index_of(leaf)[0].unsharded
     with _torch.as_plain_tensors():
         computed: torch.Tensor = _Shard.apply(leaf, shard, shown.device, shown.dtype)
     return computed

@@ -24,7 +24,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base import _torch
-from .deferred_grad import DeferredGradParameter, arrive
+from .deferred_grad import DeferredGradParameter, wait_for_grad
 from .flat_param import FlatParamHandle
 from .leaf_classes import ORIGINAL, ClassVariants
 from .placeholder import asks, name_of, property_of
@@ -55,7 +55,7 @@ class DescribedAsShard(nn.Parameter):
         if asks(func):
             asked = property_of(func)
             if asked == "grad":
-                arrive(args[0])
+                wait_for_grad(args[0])
             elif (asked or func.__name__) in _OF_SHARD:
                 args, kwargs = tuple(map(_described, args)), {name: _described(value) for name, value in kwargs.items()}
         return super().__torch_function__(func, types, args, kwargs)
@@ -122,8 +122,8 @@ def leads_to_accumulator(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 def _expanded(leaf: nn.Parameter) -> torch.Tensor:
     """`leaf.expand_as(leaf)`, for those who look for its accumulator, which admits whole gradients. [Note:
     accumulators]"""
-    handle, index = place_of(leaf)
-    handle.was_asked = True
+    handle, index = handle_and_index_of(leaf)
+    handle.accumulator_was_requested = True
     with torch.no_grad(), _torch.as_plain_tensors():
         shown = leaf.data
         leaf.data = shown.new_zeros(()).expand(handle.layout.params[index].shape)
@@ -160,31 +160,31 @@ def refuse_use(leaves: Iterable[nn.Parameter]) -> None:
 
 
 # Where leaves lie that may be hidden, by their ids: asked when one is used.
-_places: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
+_handles: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
 
 
 def may_hide(handle: FlatParamHandle) -> None:
     """The leaves of `handle` will be hidden: what is done to them is looked up there."""
     this = weakref.ref(handle)
     ids = list(map(id, handle.leaves))
-    _places.update({each: (this, index) for index, each in enumerate(ids)})
+    _handles.update({each: (this, index) for index, each in enumerate(ids)})
     weakref.finalize(handle, _forget, ids, this)
 
 
 def _forget(ids: Iterable[int], handle: weakref.ref[FlatParamHandle]) -> None:
     for each in ids:
-        if (found := _places.get(each)) and found[0] is handle:
-            del _places[each]
+        if (found := _handles.get(each)) and found[0] is handle:
+            del _handles[each]
 
 
-def has_place(leaf: torch.Tensor) -> bool:
+def has_handle(leaf: torch.Tensor) -> bool:
     """Whether the model of `leaf` is there."""
-    return id(leaf) in _places
+    return id(leaf) in _handles
 
 
-def place_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
+def handle_and_index_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
     """The handle that holds `leaf`, and which of its leaves that is."""
-    this, index = _places[id(leaf)]
+    this, index = _handles[id(leaf)]
     handle = this()
     assert handle is not None
     return handle, index
@@ -195,13 +195,13 @@ def place_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
 
 def shard_of(leaf: torch.Tensor) -> torch.Tensor:
     """This rank's shard of `leaf`."""
-    handle, index = place_of(leaf)
+    handle, index = handle_and_index_of(leaf)
     return handle.sharded_views[index].detach()  # of one version counter with the shard, unlike `.data`
 
 
 def _described(value: Any) -> Any:
     """In a parameter's place, its shard; the parameter itself where the model is gone."""
-    return shard_of(value) if isinstance(value, DescribedAsShard) and has_place(value) else value
+    return shard_of(value) if isinstance(value, DescribedAsShard) and has_handle(value) else value
 
 
 def data_of_shard(leaf: torch.Tensor, *written: torch.Tensor) -> torch.Tensor | None:
@@ -271,7 +271,7 @@ def _hidden_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 def _names(leaves: Iterable[torch.Tensor]) -> str:
     named = []
     for leaf in {id(leaf): leaf for leaf in leaves}.values():
-        handle, index = place_of(leaf)
+        handle, index = handle_and_index_of(leaf)
         named.append(f"{handle.layout.params[index].name!r} of unit {handle.name or '<root>'!r}")
     return ", ".join(named)
 

@@ -25,23 +25,24 @@ class PostForwardShard:
     """
 
     def __init__(
-        self, whole: torch.Tensor, layout: FlatLayout, neighbours: Transport, *, ledger: MemoryTracker
+        self, unsharded: torch.Tensor, layout: FlatLayout, transport: Transport, *, tracker: MemoryTracker
     ) -> None:
-        """Copy this rank's portion of `whole`, 1-D and padded, laid out by `layout`."""
-        group = neighbours.group
+        """Copy this rank's portion of `unsharded`, 1-D and padded, laid out by `layout`."""
+        group = transport.group
         span = layout.over(group.size).shard(group.rank)
-        self.dtype = whole.dtype
-        self._neighbours = neighbours
-        self._memory = FlatBuffer(span.numel, whole.dtype, whole.device, ledger=ledger, kind="portion")
+        self.dtype = unsharded.dtype
+        self._transport = transport
+        self._memory = FlatBuffer(span.numel, unsharded.dtype, unsharded.device, tracker=tracker, kind="portion")
         self._memory.allocate()
-        self._memory.tensor.copy_(whole[span.slice])
+        self._memory.tensor.copy_(unsharded[span.slice])
 
-    def gather(self, whole: torch.Tensor, lane: Stream) -> PendingWork:
-        """Fill `whole`, which the portion was copied of, with the neighbours' portions. Collective over the neighbours.
+    def gather(self, unsharded: torch.Tensor, stream: Stream) -> PendingWork:
+        """Fill `unsharded`, which the portion was copied of, with the neighbours' portions. Collective over the
+        neighbours.
 
-        Precondition: `lane` comes after the last use of `whole`, hence after that copy. [Note: limiter]
+        Precondition: `stream` comes after the last use of `unsharded`, hence after that copy. [Note: limiter]
         """
-        return self._neighbours.all_gather_base(whole, self._memory.tensor, lane)
+        return self._transport.all_gather_base(unsharded, self._memory.tensor, stream)
 
     def free(self) -> None:
         """Give the memory back; a gather must have been waited for."""

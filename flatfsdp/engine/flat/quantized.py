@@ -13,11 +13,11 @@ from torch import nn
 from .views import ParamRef
 
 
-def is_packed(home: ParamRef) -> bool:
+def is_packed(param_ref: ParamRef) -> bool:
     """Whether the parameter there must be left as it is, bit by bit."""
-    if home.leaf.requires_grad:
+    if param_ref.leaf.requires_grad:
         return False
-    holders: list[nn.Parameter | nn.Module] = [home.leaf]
-    if home.attribute == "weight":
-        holders.append(home.module)
+    holders: list[nn.Parameter | nn.Module] = [param_ref.leaf]
+    if param_ref.attribute == "weight":
+        holders.append(param_ref.module)
     return any(getattr(holder, "quant_state", None) is not None for holder in holders)

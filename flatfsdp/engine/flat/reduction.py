@@ -32,7 +32,7 @@ class ReductionInput:
         bytes: of the result; 0 where it lies in the buffer.
         result: this rank's shard of the sum: shape (shard_numel,), reduce dtype; undefined until `reduction` is over.
         scale: what the result is to be multiplied by still.
-        borrows: whether the buffer is the parameters' place.
+        shares_unsharded_buffer: whether the buffer is the parameters' place.
         downloads: whether the result is sent on to the host.
         downloaded: the scaled result in host memory, in the optimizer's dtype; None where it is not sent there.
     """
@@ -49,11 +49,11 @@ class ReductionInput:
         earlier: torch.Tensor | None,
         hook: Callable[[torch.Tensor], Any] | None,
         download: bool,
-        borrows: bool,
+        shares_unsharded_buffer: bool,
     ) -> None:
         """`buffer` belongs to the reduction from now on, until it is given back. `earlier` is added between the stages;
         `hook` sees the sum of both, before it is multiplied by `scale`. `download`: it is all that the host awaits.
-        `borrows`: the buffer is the parameters' place."""
+        `shares_unsharded_buffer`: the buffer is the parameters' place."""
         self.handle = handle
         self.reduction: Reduction | None = None
         self.buffer: FlatBuffer | None = buffer
@@ -62,9 +62,9 @@ class ReductionInput:
         self.bytes = 0
         self.earlier = earlier
         self.hook = hook
-        self.borrows = borrows
+        self.shares_unsharded_buffer = shares_unsharded_buffer
         self.downloaded: torch.Tensor | None = None
-        self._give_back = give_back
+        self._free_buffer = give_back
         self.scale = scale
         self.downloads = download
         self._downloading = DONE
@@ -76,16 +76,21 @@ class ReductionInput:
         return self.handle.layout.padded_numel * self.result.element_size() if held else 0
 
     @property
-    def may_linger(self) -> bool:
+    def can_finish_later(self) -> bool:
         """Whether the result may come while nobody waits for it: one exchange brings it, from memory of its own."""
-        if self.reduction is None or self.reduction.has_more_to_issue or self.handle.whole or self.buffer is None:
+        if (
+            self.reduction is None
+            or self.reduction.has_more_to_issue
+            or self.handle.is_unsharded_at_rest
+            or self.buffer is None
+        ):
             return False
-        return not (self.borrows or self.hook is not None or self.downloads)
+        return not (self.shares_unsharded_buffer or self.hook is not None or self.downloads)
 
     def release_buffer(self) -> None:
         """Nobody reads the input any more."""
         if self.buffer is not None and not self.in_place:
-            self._give_back(self.buffer)
+            self._free_buffer(self.buffer)
             self.buffer = None
 
     def release_input(self) -> None:
@@ -93,7 +98,7 @@ class ReductionInput:
         if self.reduction is not None:
             self.reduction.release_input()
 
-    def finish(self, lane: Stream) -> None:
+    def finish(self, stream: Stream) -> None:
         """Run the hook on the sum, and send the result on its way to the host. [Note: downloads]"""
         if self.hook is not None:
             hook, self.hook = self.hook, None
@@ -101,12 +106,12 @@ class ReductionInput:
                 work = to_wait_for(hook(self.result), "an all-reduce hook", result=self.result)
             if work is not None:
                 work.wait()
-            lane.follow_compute()
-        if self.downloads and lane.is_stream:
-            with lane.running():
+            stream.follow_compute()
+        if self.downloads and stream.is_stream:
+            with stream.running():
                 self._apply_scale()
                 result = self.result.to(self.handle.precision.grad)
-            self.downloaded, self._downloading = lane.download(result)
+            self.downloaded, self._downloading = stream.download(result)
 
     def _apply_scale(self) -> None:
         if self.scale != 1.0:
@@ -121,7 +126,7 @@ class ReductionInput:
         if self.buffer is not None:  # whose memory is the result
             self.buffer.disown()
             self.buffer = None
-        self.handle.ledger.remove("reduced", self.bytes)
+        self.handle.tracker.remove("reduced", self.bytes)
         self._apply_scale()
         return self.result
 
@@ -140,12 +145,17 @@ class Reduction:
     """One exchange of gradients: those of one handle."""
 
     def __init__(
-        self, parts: Sequence[ReductionInput], scatter: Reducer, replicate: Reducer | None, lane: Stream, across: Stream
+        self,
+        parts: Sequence[ReductionInput],
+        scatter: Reducer,
+        replicate: Reducer | None,
+        stream: Stream,
+        across: Stream,
     ) -> None:
         """Issue the first stage. Collective over its axis; `across` is the replicate axis's lane."""
         self._parts = parts
         self._replicate = replicate
-        self._lane = lane  # of the stage that was issued last
+        self._stream = stream  # of the stage that was issued last
         self._across = across
         self._first = self._second = DONE
         self._halfway = False
@@ -153,8 +163,8 @@ class Reduction:
         for part in parts:  # before anything may fail: what was made is found and discarded by its parts
             part.reduction = self
             part.bytes = 0 if part.in_place else part.handle.layout.shard_numel * part.dtype.itemsize
-            part.handle.ledger.add("reduced", part.bytes)
-        lane.follow_compute()
+            part.handle.tracker.add("reduced", part.bytes)
+        stream.follow_compute()
         self._first = self._start(scatter)
 
     def _place_result(self) -> torch.Tensor:
@@ -162,7 +172,7 @@ class Reduction:
         (part,) = self._parts
         assert part.buffer is not None
         full = part.buffer.tensor
-        part.in_place = part.handle.whole
+        part.in_place = part.handle.is_unsharded_at_rest
         part.result = full if part.in_place else full.new_empty(part.handle.layout.shard_numel)
         return part.result
 
@@ -171,7 +181,7 @@ class Reduction:
         assert part.buffer is not None
         if part.in_place:
             return self._all_reduce()
-        return scatter.reduce_scatter_base(self._result, part.buffer.tensor, self._lane)
+        return scatter.reduce_scatter_base(self._result, part.buffer.tensor, self._stream)
 
     @property
     def input_bytes(self) -> int:
@@ -198,15 +208,15 @@ class Reduction:
         """Sum the result and what came earlier over replicas, once."""
         for part in self._parts:
             if part.earlier is not None:
-                with self._lane.running():
+                with self._stream.running():
                     part.result.add_(part.earlier)
                 part.earlier = None
         replicate, self._replicate = self._replicate, None
         if replicate is None:
             return DONE
-        before, self._lane = self._lane, self._across
-        self._lane.await_mark(before.mark())
-        return replicate.all_reduce(self._result, self._lane)
+        before, self._stream = self._stream, self._across
+        self._stream.await_mark(before.mark())
+        return replicate.all_reduce(self._result, self._stream)
 
     def _scale(self) -> None:
         """The sum is there: scale it for all parts, if that can be done at once."""
@@ -225,7 +235,7 @@ class Reduction:
         second.wait()
         self._scale()
         for part in self._parts:
-            part.finish(self._lane)
+            part.finish(self._stream)
         self._parts = ()  # which know their reduction: in a circle, gradients would live until the collector comes
 
 
@@ -237,12 +247,12 @@ class CoalescedReduction(Reduction):
         parts: Sequence[ReductionInput],
         transport: Transport,
         replicate: Reducer | None,
-        lane: Stream,
+        stream: Stream,
         across: Stream,
     ) -> None:
         """Issue the first stage, over the axis of `transport`. Collective."""
         self._transport = transport
-        super().__init__(parts, transport, replicate, lane, across)
+        super().__init__(parts, transport, replicate, stream, across)
 
     def _place_result(self) -> torch.Tensor:
         sizes = [part.handle.layout.shard_numel for part in self._parts]
@@ -252,8 +262,8 @@ class CoalescedReduction(Reduction):
         return result
 
     def _start(self, scatter: Reducer) -> PendingWork:
-        arriving = self._transport.reduce_scatter_joined(self._result, self._fulls(), self._lane)
-        if not self._parts[0].handle.whole:
+        arriving = self._transport.reduce_scatter_coalesced(self._result, self._fulls(), self._stream)
+        if not self._parts[0].handle.is_unsharded_at_rest:
             return arriving
         arriving.wait()  # a copy, no message
         return self._all_reduce()

@@ -63,9 +63,9 @@ PHASE_STEPS: Mapping[Phase, frozenset[Phase]] = {
 S = TypeVar("S", ShardState, Phase)
 
 
-def refuse_step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str, trace: EventLog | None) -> NoReturn:
+def refuse_step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str, events: EventLog | None) -> NoReturn:
     """Raise an `InternalError` with the end of the trace: the table does not lead from `current` to `target`."""
-    story = "; ".join(map(str, trace.tail())) if trace is not None else "no trace yet"
+    story = "; ".join(map(str, events.tail())) if events is not None else "no trace yet"
     raise InternalError(
         f"unit {who!r} cannot go from {current.value} to {target.value} (allowed: "
         f"{', '.join(sorted(s.value for s in table[current]))}). Last events: {story}"

@@ -27,7 +27,7 @@ from torch import nn
 from ...errors import UsageError, fail
 from ..base import autograd as hooks
 from ..base._torch import as_plain_tensors, has_hooks, hooks_on
-from .deferred_grad import ARRIVALS, show_awaited
+from .deferred_grad import ARRIVALS, show_deferred
 from .flat_param import FlatParamHandle, dense
 from .leaf_classes import NOTICED, ORIGINAL
 from .left_unsharded import LEFT_CAST, LEFT_WHOLE
@@ -44,14 +44,14 @@ _GRAD = attrgetter("grad")
 class ViewMode(enum.Enum):
     """What the leaves of a handle show."""
 
-    SHARD = "shard"
-    WHOLE = "whole"
-    NOTHING = "nothing"
+    SHARDED = "shard"
+    UNSHARDED = "whole"
+    FREED = "nothing"
     GUARDED = "guarded"
-    SHAPE = "shape"
+    SHAPE_ONLY = "shape"
 
 
-SHARD, WHOLE, NOTHING, GUARDED, SHAPE = ViewMode
+SHOWS_SHARD, SHOWS_UNSHARDED, SHOWS_NOTHING, SHOWS_GUARDED, SHOWS_SHAPE = ViewMode
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,20 @@ class ParamRef:
     leaf: nn.Parameter
 
     @property
-    def held(self) -> object:
+    def current(self) -> object:
         """What the module has under the attribute now; None where it was deleted."""
         registered = self.module._parameters.get(self.attribute)
         return registered if registered is not None else self.module.__dict__.get(self.attribute)
 
     @staticmethod
-    def changed(homes: Iterable[ParamRef]) -> list[ParamRef]:
-        """Those of `homes` that do not hold their leaf."""
+    def changed(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
+        """Those of `param_refs` that do not hold their leaf."""
         suspects = []
-        for home in homes:  # once for every parameter and step
-            leaf, attribute, values = home.leaf, home.attribute, home.module.__dict__
+        for param_ref in param_refs:  # once for every parameter and step
+            leaf, attribute, values = param_ref.leaf, param_ref.attribute, param_ref.module.__dict__
             if values["_parameters"].get(attribute) is not leaf and values.get(attribute) is not leaf:
-                suspects.append(home)
-        return [home for home in suspects if home.held is not home.leaf]
+                suspects.append(param_ref)
+        return [param_ref for param_ref in suspects if param_ref.current is not param_ref.leaf]
 
     def register(self) -> None:
         """Let the module list the leaf among its parameters."""
@@ -86,9 +86,9 @@ class ParamRef:
 
     def unregister(self) -> None:
         """Keep the leaf as a plain attribute that `parameters()` does not list."""
-        self.hold(self.leaf)
+        self.assign(self.leaf)
 
-    def hold(self, value: torch.Tensor) -> None:
+    def assign(self, value: torch.Tensor) -> None:
         """Let the module have `value` as a plain attribute in the parameter's place."""
         self.module._parameters.pop(self.attribute, None)
         self.module.__dict__[self.attribute] = value
@@ -100,72 +100,72 @@ class ParamViews:
     Attributes:
         extended: those of the leaves that modules see transformed.
         some_hidden: some leaves refuse to be used. [Note: hidden]
-        notices_writes: what is written to the `.data` of leaves in place is noticed.
-        is_left: a forward has left the leaves whole, in the shard itself, and no backward has come to them.
-        exposure: [Note: exposure].
+        tracks_writes: what is written to the `.data` of leaves in place is noticed.
+        is_left_unsharded: a forward has left the leaves whole, in the shard itself, and no backward has come to them.
+        mode: [Note: exposure].
     """
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
         self.extended: list[TransformedParam] = []
-        self.some_hidden = self.notices_writes = self.is_left = False
-        self.exposure = WHOLE
-        self.show(SHARD)
+        self.some_hidden = self.tracks_writes = self.is_left_unsharded = False
+        self.mode = SHOWS_UNSHARDED
+        self.show(SHOWS_SHARD)
         may_hide(handle)
 
-    def show(self, exposure: ViewMode) -> None:
-        """Let every leaf show `exposure`."""
-        before, handle = self.exposure, self.handle
-        if exposure is SHARD and before is GUARDED:
-            self.exposure = before = exposure
-        if exposure is before:
-            if self.some_hidden and exposure is SHARD:
+    def show(self, mode: ViewMode) -> None:
+        """Let every leaf show `mode`."""
+        before, handle = self.mode, self.handle
+        if mode is SHOWS_SHARD and before is SHOWS_GUARDED:
+            self.mode = before = mode
+        if mode is before:
+            if self.some_hidden and mode is SHOWS_SHARD:
                 self.unhide()  # end of `guard`
             return
-        if exposure is GUARDED and not handle.shard_is_alike:
-            exposure = NOTHING
-        if exposure is NOTHING:
-            if before is not GUARDED:
-                hide(handle.leaves, handle.nothing)
-                self.some_hidden, self.notices_writes = True, False
+        if mode is SHOWS_GUARDED and not handle.shard_is_alike:
+            mode = SHOWS_NOTHING
+        if mode is SHOWS_NOTHING:
+            if before is not SHOWS_GUARDED:
+                hide(handle.leaves, handle.empty)
+                self.some_hidden, self.tracks_writes = True, False
         else:
-            if exposure is WHOLE:
-                shown = handle.shown_unsharded
+            if mode is SHOWS_UNSHARDED:
+                views = handle.shown_unsharded
             else:
-                shown = self._shapes() if exposure is SHAPE else handle.shown_sharded
-            if self.some_hidden or self.notices_writes:
+                views = self._shapes() if mode is SHOWS_SHAPE else handle.shown_sharded
+            if self.some_hidden or self.tracks_writes:
                 self.unhide()
-            for leaf, view in shown:
+            for leaf, view in views:
                 leaf.data = view
-            if exposure is GUARDED:
+            if mode is SHOWS_GUARDED:
                 self._refuse_use()
-        self.exposure = exposure
-        if self.extended and exposure is not WHOLE:
+        self.mode = mode
+        if self.extended and mode is not SHOWS_UNSHARDED:
             for each in self.extended:
                 each.uninstall(hidden=not handle.use_orig_params)
 
     def _shapes(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         handle = self.handle
-        nothing = handle.nothing.new_full((), torch.nan if handle.nothing.is_floating_point() else 0)
+        nothing = handle.empty.new_full((), torch.nan if handle.empty.is_floating_point() else 0)
         specs = zip(handle.leaves, handle.layout.params, strict=True)
         return [(leaf, nothing.expand(spec.shape)) for leaf, spec in specs]
 
     def hide(self, indices: Iterable[int]) -> None:
         """Let some leaves show nothing."""
         leaves = self.handle.leaves
-        hide([leaves[i] for i in indices], self.handle.nothing)
+        hide([leaves[i] for i in indices], self.handle.empty)
         self.some_hidden = True
 
     def guard(self) -> None:
         """Let the leaves refuse to be used for as long as they show a shard that is not the whole."""
-        if self.exposure is SHARD and not self.handle.whole:
+        if self.mode is SHOWS_SHARD and not self.handle.is_unsharded_at_rest:
             self._refuse_use()
 
     def _refuse_use(self) -> None:
         refuse_use(self.handle.leaves)
         self.some_hidden = True
 
-    def notice_writes(self, *, described_as_whole: bool = False) -> None:
+    def track_writes(self, *, described_as_unsharded: bool = False) -> None:
         """A forward is over and has left the leaves whole: what is written to them until they are freed would be lost,
         also where it is written to `.data` in place, which tells nobody.
 
@@ -173,32 +173,32 @@ class ParamViews:
         [Note: left whole]
         """
         handle = self.handle
-        if self.exposure is not WHOLE:
+        if self.mode is not SHOWS_UNSHARDED:
             return
         if not handle.owns_unsharded:
-            self.is_left = True  # what is written in place is kept, what is replaced is not
+            self.is_left_unsharded = True  # what is written in place is kept, what is replaced is not
         else:
             kinds = NOTICED
-            if handle.use_orig_params and not described_as_whole:
-                kinds = LEFT_CAST if handle.whole else LEFT_WHOLE
+            if handle.use_orig_params and not described_as_unsharded:
+                kinds = LEFT_CAST if handle.is_unsharded_at_rest else LEFT_WHOLE
             for leaf in handle.leaves:
                 leaf.__class__ = kinds[type(leaf)]
-            self.notices_writes = True
+            self.tracks_writes = True
 
     def unhide(self) -> None:
         """Let the leaves be of their own classes: they are about to show something, or to be used in a forward."""
-        if self.some_hidden or self.notices_writes:
-            self.some_hidden = self.notices_writes = False
+        if self.some_hidden or self.tracks_writes:
+            self.some_hidden = self.tracks_writes = False
             for leaf in self.handle.leaves:
                 if (original := ORIGINAL.get(type(leaf))) is not None:
                     leaf.__class__ = original
             if ARRIVALS:
-                show_awaited(self.handle.leaves)
+                show_deferred(self.handle.leaves)
 
     @property
     def was_replaced(self) -> bool:
         """Whether leaves that should show the whole do not: the user replaced their `.data`. Only while unsharded."""
-        return self.exposure is WHOLE and not self.some_hidden and not self.handle.shows_whole
+        return self.mode is SHOWS_UNSHARDED and not self.some_hidden and not self.handle.shows_unsharded
 
     @property
     def replaced(self) -> list[str]:
@@ -212,11 +212,11 @@ class ParamViews:
 
         Postcondition: the leaves show their shape.
         """
-        self.show(SHAPE)  # which a graph made just now to ask would await
+        self.show(SHOWS_SHAPE)  # which a graph made just now to ask would await
         leaves = zip(self.handle.layout.params, self.handle.leaves, strict=True)
         return [spec.name for spec, leaf in leaves if leaf.requires_grad and hooks.shape_awaited(leaf) != leaf.shape]
 
-    def part_from_accumulator(self, leaf: nn.Parameter) -> None:
+    def renew_accumulator(self, leaf: nn.Parameter) -> None:
         """Let autograd make the node to which gradients of `leaf` come anew, as it does where a leaf's dtype changes.
 
         Precondition: `leaf` is not hidden. [Note: accumulators]
@@ -233,26 +233,27 @@ class ParamViews:
         for each in self.extended:
             each.install()
 
-    def lend(self, views: list[torch.Tensor]) -> None:
-        """Let the leaves show `views`, which belong to nobody here, until `give_back`."""
+    def show_borrowed_views(self, views: list[torch.Tensor]) -> None:
+        """Let the leaves show `views`, which belong to nobody here, until `end_borrowed_views`."""
         for leaf, view in zip(self.handle.leaves, views, strict=True):
             leaf.data = view
-        self.exposure = WHOLE
+        self.mode = SHOWS_UNSHARDED
 
-    def lend_flat(self, flat: torch.Tensor) -> None:
-        """Let the registered flat parameter show `flat`, which the views of `lend` are of, until `give_back`."""
+    def show_borrowed_flat(self, flat: torch.Tensor) -> None:
+        """Let the registered flat parameter show `flat`, which the views of `show_borrowed_views` are of, until
+        `end_borrowed_views`."""
         self.handle.flat_param.data = flat
 
-    def give_back(self) -> None:
-        """End of `lend`: the leaves show the shard, and so does the flat parameter."""
+    def end_borrowed_views(self) -> None:
+        """End of `show_borrowed_views`: the leaves show the shard, and so does the flat parameter."""
         if not self.handle.use_orig_params:
             self.handle.flat_param.data = self.handle.shard
-        self.show(SHARD)
+        self.show(SHOWS_SHARD)
 
     def show_again(self) -> None:
         """Point the leaves at the shard anew (it moved)."""
-        self.exposure = WHOLE
-        self.show(SHARD)
+        self.mode = SHOWS_UNSHARDED
+        self.show(SHOWS_SHARD)
 
     def replace_shard(self, shard: torch.Tensor) -> None:
         """Make `shard` (another dtype or device) the shard; gradients follow.
@@ -292,13 +293,13 @@ class ParamViews:
             for i in replaced:
                 self._store(i, handle.leaves[i].detach(), f"the .data of {handle.layout.params[i].name!r}")
                 handle.leaves[i].data = handle.sharded_views[i]
-        for home in changed:
-            index = next((i for i, leaf in enumerate(handle.leaves) if leaf is home.leaf), None)
-            held = home.held
+        for param_ref in changed:
+            index = next((i for i, leaf in enumerate(handle.leaves) if leaf is param_ref.leaf), None)
+            held = param_ref.current
             if index is None or not isinstance(held, nn.Parameter):
                 continue
-            self._store(index, held.detach(), f"the parameter now registered as {home.path!r}")
-            home.register() if handle.use_orig_params else home.unregister()
+            self._store(index, held.detach(), f"the parameter now registered as {param_ref.path!r}")
+            param_ref.register() if handle.use_orig_params else param_ref.unregister()
             found = True
         return found
 
@@ -335,9 +336,9 @@ class ParamViews:
             elif tuple(value.shape) == spec.shape:
                 for owned in handle.layout.owned(handle.rank):
                     if owned.index == index:
-                        whole = value if spec.stride is None else value.as_strided(spec.shape, spec.stride)
+                        unsharded = value if spec.stride is None else value.as_strided(spec.shape, spec.stride)
                         handle.shard[owned.in_shard.slice].copy_(
-                            dense(whole.contiguous() if spec.stride is None else whole)[owned.in_param.slice]
+                            dense(unsharded.contiguous() if spec.stride is None else unsharded)[owned.in_param.slice]
                         )
             else:
                 raise UsageError(
@@ -347,14 +348,16 @@ class ParamViews:
                 )
 
 
-def check_homes(changed: Iterable[ParamRef], aliases: Iterable[ParamRef], names: Mapping[int, str], label: str) -> None:
+def check_param_refs(
+    changed: Iterable[ParamRef], shared_refs: Iterable[ParamRef], names: Mapping[int, str], label: str
+) -> None:
     """Refuse what cannot be written back of the `changed` homes of a unit: anything but new values for a parameter.
 
-    `aliases`: homes of parameters that other units own; `names`: of all parameters of the model, by id.
+    `shared_refs`: homes of parameters that other units own; `names`: of all parameters of the model, by id.
     """
-    aliases = list(aliases)
-    for home in changed:
-        held, where = home.held, f"{home.path!r} of unit {label} was changed after wrapping"
+    shared_refs = list(shared_refs)
+    for param_ref in changed:
+        held, where = param_ref.current, f"{param_ref.path!r} of unit {label} was changed after wrapping"
         if held is None:
             raise UsageError(f"{where}: it is gone. Delete parameters before wrapping, or keep them")
         if not isinstance(held, nn.Parameter):
@@ -370,10 +373,10 @@ def check_homes(changed: Iterable[ParamRef], aliases: Iterable[ParamRef], names:
                 "stays the one that was wrapped, so that the hooks would never run. Assign it, run a forward, and "
                 "register them then; or copy values into the parameter"
             )
-        if any(home is alias for alias in aliases):
+        if any(param_ref is alias for alias in shared_refs):
             raise UsageError(
-                f"{where}: it was tied to {names.get(id(home.leaf), 'a parameter of another unit')!r}, and is another "
-                "parameter now. Untie parameters before wrapping, or copy values in place"
+                f"{where}: it was tied to {names.get(id(param_ref.leaf), 'a parameter of another unit')!r}, and is "
+                "another parameter now. Untie parameters before wrapping, or copy values in place"
             )
 
 
@@ -392,14 +395,14 @@ def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
     parameter.grad = grad
 
 
-def check_unwritten(shown: ParamViews, name: str) -> None:
+def check_unwritten(views: ParamViews, name: str) -> None:
     """Refuse a change of parameters inside a forward: it would be lost with their unsharded memory."""
-    handle = shown.handle
-    if handle.state is UNSHARDED and handle.owns_unsharded and (handle.was_edited or shown.was_replaced):
-        _refuse_writes(shown, name, "inside a forward")
+    handle = views.handle
+    if handle.state is UNSHARDED and handle.owns_unsharded and (handle.was_edited or views.was_replaced):
+        _refuse_writes(views, name, "inside a forward")
 
 
-def keep_packed(handle: FlatParamHandle, homes: Iterable[ParamRef], name: str) -> None:
+def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef], name: str) -> None:
     """After a forward: what modules did to quantised weights, which show the whole, stays right. [Note: packed bytes]
 
     One that was made anew around the same bytes, to carry the state that undoes their quantisation, is our leaf with
@@ -416,44 +419,44 @@ def keep_packed(handle: FlatParamHandle, homes: Iterable[ParamRef], name: str) -
                 )
             )
     leaves = set(map(id, handle.leaves))
-    for home in ParamRef.changed([home for home in homes if id(home.leaf) in leaves]):
-        held = home.held
-        if isinstance(held, nn.Parameter) and held.data_ptr() == home.leaf.data_ptr():
-            home.leaf.__class__ = type(held)
-            vars(home.leaf).update(vars(held))
-            home.register() if handle.use_orig_params else home.unregister()
+    for param_ref in ParamRef.changed([param_ref for param_ref in param_refs if id(param_ref.leaf) in leaves]):
+        held = param_ref.current
+        if isinstance(held, nn.Parameter) and held.data_ptr() == param_ref.leaf.data_ptr():
+            param_ref.leaf.__class__ = type(held)
+            vars(param_ref.leaf).update(vars(held))
+            param_ref.register() if handle.use_orig_params else param_ref.unregister()
 
 
-def check_exposed(shown: ParamViews, name: str) -> None:
+def check_exposed(views: ParamViews, name: str) -> None:
     """Refuse a change of parameters between forward and backward while they are kept unsharded."""
-    handle = shown.handle
+    handle = views.handle
     if handle.state is UNSHARDED:
         with as_plain_tensors():
-            if handle.is_stale or shown.was_replaced:
-                _refuse_writes(shown, name, "between forward and backward")
+            if handle.is_stale or views.was_replaced:
+                _refuse_writes(views, name, "between forward and backward")
 
 
-def check_left(shown: ParamViews, name: str) -> None:
+def check_left(views: ParamViews, name: str) -> None:
     """Refuse what was put in the place of leaves that a forward has left, and no backward has reached."""
     with as_plain_tensors():
-        if shown.notices_writes or shown.was_replaced:
-            check_exposed(shown, name)
+        if views.tracks_writes or views.was_replaced:
+            check_exposed(views, name)
 
 
-def check_requested(shown: ParamViews, name: str) -> None:
+def check_requested(views: ParamViews, name: str) -> None:
     """Refuse a change of parameters that a user had unsharded, or whole gradients: they would be lost with that memory.
 
     Precondition: the leaves show the whole.
     """
-    handle = shown.handle
+    handle = views.handle
     if handle.owns_unsharded and handle.was_edited:
-        _refuse_writes(shown, name, "while unshard() showed them whole")
+        _refuse_writes(views, name, "while unshard() showed them whole")
     rows = zip(handle.layout.params, handle.shown_unsharded, handle.sharded_views, strict=True)
     for spec, (leaf, view), piece in rows:
         replaced = leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
-        if whole_grad := leaf.grad is not None and leaf.grad.shape != piece.shape:
+        if unsharded_grad := leaf.grad is not None and leaf.grad.shape != piece.shape:
             leaf.grad = None  # which the leaf cannot have when it shows its shard
-        if replaced or whole_grad:
+        if replaced or unsharded_grad:
             raise UsageError(
                 f"parameter {spec.name!r} of unit {name or '<root>'!r}: its {'.data' if replaced else '.grad'} was "
                 "replaced while unshard() showed it whole, a copy that is freed after its use, and with it what was "
@@ -491,7 +494,7 @@ def _refuse_gradient(handle: FlatParamHandle, index: int, grad: torch.Tensor) ->
 
 def refuse_functional_call(changed: Iterable[ParamRef], label: str) -> NoReturn:
     """Refuse to compute with what functional_call put in the place of the `changed` homes."""
-    names = ", ".join(repr(home.path) for home in itertools.islice(changed, 3))
+    names = ", ".join(repr(param_ref.path) for param_ref in itertools.islice(changed, 3))
     raise UsageError(
         f"torch.func.functional_call gave unit {label} other tensors for {names}: a wrapped model computes with what "
         "it shards, and these would be written into its shards. Call it on the model before wrapping, write values "
@@ -499,9 +502,9 @@ def refuse_functional_call(changed: Iterable[ParamRef], label: str) -> NoReturn:
     )
 
 
-def _refuse_writes(shown: ParamViews, name: str, when: str) -> NoReturn:
-    handle = shown.handle
-    changed = handle.edited or shown.replaced or handle.unlike_shard or ["the flat parameter"]
+def _refuse_writes(views: ParamViews, name: str, when: str) -> NoReturn:
+    handle = views.handle
+    changed = handle.edited or views.replaced or handle.unlike_shard or ["the flat parameter"]
     raise UsageError(
         f"unit {name or '<root>'!r}: parameters were written to {when}: {', '.join(changed)}. The backward would not "
         "be that of the forward, or the change would be lost; write to parameters before the forward or after the "

@@ -48,7 +48,7 @@ def rehearsal(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterat
     """
     if ranks < 1 or not 0 <= rank < ranks:
         raise ConfigValueError(f"rehearsal: expected ranks >= 1 and 0 <= rank < ranks, found rank {rank} of {ranks}")
-    if comm.is_initialised():
+    if comm.is_initialized():
         raise UsageError(
             "rehearsal: this process is a rank of a job already. Rehearse in a process that has not called "
             "init_process_group()"

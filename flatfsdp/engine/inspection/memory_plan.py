@@ -138,8 +138,8 @@ def _stand_in_forwards(units: list[Unit]) -> Iterator[None]:
     """Let the modules of `units` compute nothing, with all of their parameters. [Note: stand-in forwards]"""
     leaves: dict[nn.Module, list[nn.Parameter]] = {}
     for unit in units:
-        for home in (*unit.homes, *unit.aliases):
-            leaves.setdefault(home.module, []).append(home.leaf)
+        for param_ref in (*unit.param_refs, *unit.shared_refs):
+            leaves.setdefault(param_ref.module, []).append(param_ref.leaf)
     own = [(unit.module, unit.module.__dict__.get("forward")) for unit in units]
     for module, _ in own:
         module.forward = _stand_in_forward(list(_used(module, leaves)))

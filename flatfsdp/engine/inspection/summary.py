@@ -14,7 +14,7 @@ from ...errors import UsageError
 from ..comm.process_groups import extent_of, groups_in_words
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.model import Root
-from ..runtime.persistent_params import residence_of
+from ..runtime.persistent_params import persistence_of
 from ..runtime.unit import Unit
 
 
@@ -182,7 +182,7 @@ class Stats:
     @property
     def bytes_params(self) -> int:
         """Bytes of this rank's shards, padding included."""
-        return sum(root.ledger.live["shard"] for root in self._roots())
+        return sum(root.tracker.live["shard"] for root in self._roots())
 
     @property
     def bytes_grads(self) -> int:
@@ -193,18 +193,18 @@ class Stats:
     @property
     def bytes_unsharded(self) -> int:
         """Bytes of unsharded parameters alive now, besides the shards."""
-        return sum(root.ledger.live["unsharded"] for root in self._roots())
+        return sum(root.tracker.live["unsharded"] for root in self._roots())
 
     @property
     def bytes_unsharded_peak(self) -> int:
         """The most of `bytes_unsharded` at one time since the last `reset()`."""
-        return sum(root.ledger.peak("unsharded") for root in self._roots())
+        return sum(root.tracker.peak("unsharded") for root in self._roots())
 
     @property
     def bytes_peak(self) -> int:
         """The most bytes of all kinds at one time since the last `reset()`: shards, unsharded parameters, gradients on
         their way, buffers of collectives. Not `.grad`, nor what the program and its optimizer hold."""
-        return sum(root.ledger.peak_total for root in self._roots())
+        return sum(root.tracker.peak_total for root in self._roots())
 
     @property
     def bytes_at_peak(self) -> dict[str, int]:
@@ -217,7 +217,7 @@ class Stats:
         """
         found: dict[str, int] = {}
         for root in self._roots():
-            for kind, count in root.ledger.at_peak.items():
+            for kind, count in root.tracker.at_peak.items():
                 if count:
                     found[kind] = found.get(kind, 0) + count
         return found
@@ -232,16 +232,16 @@ class Stats:
         """
         found: dict[str, tuple[int, int]] = {}
         for root in self._roots():
-            for kind, count in root.traffic.counts.items():
+            for kind, count in root.comm_stats.counts.items():
                 calls, size = found.get(kind, (0, 0))
-                found[kind] = (calls + count, size + root.traffic.bytes[kind])
+                found[kind] = (calls + count, size + root.comm_stats.bytes[kind])
         return found
 
     def reset(self) -> None:
         """Start counting collectives, and measuring peaks, from now."""
         for root in self._roots():
-            root.traffic.reset()
-            root.ledger.reset_peaks()
+            root.comm_stats.reset()
+            root.tracker.reset_peaks()
 
     def __repr__(self) -> str:
         names = ("units", "bytes_params", "bytes_grads", "bytes_unsharded", "bytes_unsharded_peak", "comm")
@@ -258,10 +258,10 @@ class Stats:
         roots = {id(unit.root): unit.root for unit in units}
         for root in roots.values():
             if root.unit not in units:
-                part, whole = type(units[0].module).__name__, type(root.unit.module).__name__
+                part, unsharded = type(units[0].module).__name__, type(root.unit.module).__name__
                 raise UsageError(
-                    f"stats() of {part}, which is a part of the wrapped {whole}: bytes and collectives are counted for "
-                    "whole models. Pass the outermost module"
+                    f"stats() of {part}, which is a part of the wrapped {unsharded}: bytes and collectives are counted "
+                    "for whole models. Pass the outermost module"
                 )
         return list(roots.values())
 
@@ -288,7 +288,7 @@ def _kind(handle: FlatParamHandle) -> str:
 
 def _kept(unit: Unit, handle: FlatParamHandle) -> str:
     """What `keep_frozen_unsharded` has to say about `handle`."""
-    where = residence_of(unit, handle)
+    where = persistence_of(unit, handle)
     return f", kept on the {where.value} ({handle.unsharded_bytes:,} bytes)" if where is not None else ""
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from ...errors import UsageError, fail, few
 from ..agreement.once_per_job import warn_once_per_job
 from ..base import _torch
-from ..flat.views import SHARD
+from ..flat.views import SHOWS_SHARD
 from .unit import Unit
 
 _at_work: torch.optim.Optimizer | None = None
@@ -57,8 +57,8 @@ class BackwardOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.paused = False
-        self._sizes: list[int] = []  # of the param groups when `_places` was made
-        self._places: dict[int, int] = {}  # the number of its group, by id of the parameter
+        self._sizes: list[int] = []  # of the param groups when `_positions` was made
+        self._positions: dict[int, int] = {}  # the number of its group, by id of the parameter
 
     @property
     def name(self) -> str:
@@ -71,10 +71,10 @@ class BackwardOptimizer:
         sizes = [len(group["params"]) for group in groups]
         if sizes != self._sizes:
             self._sizes = sizes
-            self._places = {id(each): number for number, group in enumerate(groups) for each in group["params"]}
+            self._positions = {id(each): number for number, group in enumerate(groups) for each in group["params"]}
         chosen: list[list[nn.Parameter]] = [[] for _ in groups]
         for parameter in parameters:
-            number = self._places.get(id(parameter))
+            number = self._positions.get(id(parameter))
             if number is not None and parameter.grad is not None:
                 chosen[number].append(parameter)
         if not any(chosen):
@@ -99,19 +99,19 @@ class BackwardOptimizers:
     """The optimizers of one model that step in its backwards.
 
     Attributes:
-        every: also those that are paused.
+        all: also those that are paused.
     """
 
     def __init__(self) -> None:
-        self.every: list[BackwardOptimizer] = []
+        self.all: list[BackwardOptimizer] = []
 
     @property
     def active(self) -> tuple[BackwardOptimizer, ...]:
         """Those that step now."""
-        return tuple([each for each in self.every if not each.paused])
+        return tuple([each for each in self.all if not each.paused])
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """What ranks must have in common, in words; "" for none."""
         return " and ".join(f"{each.name} steps in backwards" for each in self.active)
 
@@ -145,16 +145,16 @@ class BackwardSteps:
         stepped: the units that were stepped; nothing may touch them again in this backward.
     """
 
-    def __init__(self, steppers: Sequence[BackwardOptimizer], units: Iterable[Unit]) -> None:
-        """`units` take part in the backward. Falsy without `steppers`."""
-        self._steppers = steppers
+    def __init__(self, optimizers: Sequence[BackwardOptimizer], units: Iterable[Unit]) -> None:
+        """`units` take part in the backward. Falsy without `optimizers`."""
+        self._optimizers = optimizers
         # Whatever this backward still shows: late gradients come late. Units of branches come in any order.
-        known = [unit for unit in units if unit.reads_once and unit.choices.schedule.branch is None]
-        self._known = frozenset(known) if steppers else frozenset()
+        known = [unit for unit in units if unit.single_use and unit.options.schedule.branch is None]
+        self._known = frozenset(known) if optimizers else frozenset()
         self.stepped: dict[Unit, None] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._steppers)
+        return bool(self._optimizers)
 
     def knows(self, unit: Unit) -> bool:
         """Whether an earlier backward has shown that gradients of `unit` come once."""
@@ -169,34 +169,34 @@ class BackwardSteps:
         if unit in self.stepped:
             return
         root = unit.root
-        root.lanes.await_downloads()
+        root.streams.await_downloads()
         if root.detector is not None:
             root.detector.reduced(unit)
-        exposures = [shown.exposure for shown in unit.shown]
-        for shown in unit.shown:
-            shown.show(SHARD)
-        complete = unit.settle()
+        modes = [views.mode for views in unit.views]
+        for views in unit.views:
+            views.show(SHOWS_SHARD)
+        complete = unit.finalize_grads()
         handles = complete
         if earlier:
             has_gradient = (any(each.grad is not None for each in handle.steppable) for handle in unit.handles)
             handles = [*itertools.compress(unit.handles, has_gradient)]
         if complete:
             self.stepped[unit] = None
-            unit.note("step")
+            unit.record_event("step")
             unit.run_user_hooks(complete)
             root.accumulators.run(complete)
         if handles:
             parameters = [parameter for handle in handles for parameter in handle.steppable]
-            for stepper in self._steppers:
-                stepper.step(parameters)
+            for optimizer in self._optimizers:
+                optimizer.step(parameters)
             for handle in handles:
-                if handle.whole and not handle.use_orig_params:
+                if handle.is_unsharded_at_rest and not handle.use_orig_params:
                     # The leaves see the write, made through the flat parameter, without having been told.
                     torch.autograd.graph.increment_version(handle.leaves)
-        for shown, exposure in zip(unit.shown, exposures, strict=True):
-            shown.show(exposure)
+        for views, mode in zip(unit.views, modes, strict=True):
+            views.show(mode)
 
-    def check_untouched(self, unit: Unit, what: str) -> None:
+    def check_not_stepped(self, unit: Unit, what: str) -> None:
         """Refuse `what` happens to `unit` in this backward if it was stepped already."""
         if unit in self.stepped:
             fail(
@@ -207,7 +207,7 @@ class BackwardSteps:
                 )
             )
 
-    def say_what_stays(self, units: Sequence[Unit]) -> None:
+    def warn_of_steps_taken(self, units: Sequence[Unit]) -> None:
         """A backward over `units` failed: which of them were stepped cannot be undone."""
         if self.stepped:
             labels = [unit.label for unit in units if unit in self.stepped]

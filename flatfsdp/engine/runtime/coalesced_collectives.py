@@ -10,7 +10,7 @@ import torch
 
 from ..flat.flat_param import FlatParamHandle
 from ..flat.reduction import CoalescedReduction, Reduction, ReductionInput
-from ..schedule.coalescing import join
+from ..schedule.coalescing import coalesce
 from .profiler_ranges import around, follow
 from .unit import Unit
 
@@ -40,7 +40,7 @@ class Coalescer:
         self._bytes: dict[Unit, int] = {}  # of the small units
         self._groups: dict[tuple[str, tuple[Unit, ...]], tuple[tuple[Unit, ...], ...]] = {}  # that were found before
 
-    def weigh(self, units: Iterable[Unit]) -> None:
+    def measure(self, units: Iterable[Unit]) -> None:
         """Find the small ones among `units`. Tied parameters are needed at other times than their unit."""
         sizes = {unit: sum(map(_unsharded_bytes, unit.handles)) for unit in units if not unit.is_tied}
         self._bytes = {unit: size for unit, size in sizes.items() if 0 < size <= self._most}
@@ -66,7 +66,7 @@ class Coalescer:
                     return
                 yield each
 
-        return next(join(sharded(), self._gather_of, most=self._most))
+        return next(coalesce(sharded(), self._gather_of, most=self._most))
 
     def reductions(self, sequence: Iterable[Unit]) -> Iterable[tuple[Unit, ...]]:
         """`sequence`, the order of reductions, cut into groups."""
@@ -82,21 +82,23 @@ class Coalescer:
         if groups is None:
             if len(self._groups) == REMEMBERED:  # of a model whose order is another at every step
                 self._groups.clear()
-            groups = self._groups[what, units] = tuple(join(units, key, most=self._most))
+            groups = self._groups[what, units] = tuple(coalesce(units, key, most=self._most))
         return groups
 
     def _gather_of(self, unit: Unit) -> tuple[int, object] | None:
         size = self._bytes.get(unit)
-        schedule = unit.choices.schedule
-        alone = unit.groups.shard.size == 1 or schedule.neighbours is not None or schedule.unshard_async_op
+        schedule = unit.options.schedule
+        alone = unit.groups.shard.size == 1 or schedule.post_forward_ranks is not None or schedule.unshard_async_op
         return None if size is None or alone else (size, id(unit.gather))
 
     def _reduction_of(self, unit: Unit) -> tuple[int, object] | None:
-        size, choices = self._bytes.get(unit), unit.choices
-        hooked = choices.all_reduce_hook is not None or choices.comm_hook is not None
-        travels = unit.groups.shard.size > 1 or unit.completed_by is not None
+        size, options = self._bytes.get(unit), unit.options
+        hooked = options.all_reduce_hook is not None or options.comm_hook is not None
+        travels = unit.groups.shard.size > 1 or unit.second_stage_reducer is not None
         return (
-            (size, (id(unit.scatter), id(unit.completed_by))) if size is not None and travels and not hooked else None
+            (size, (id(unit.scatter), id(unit.second_stage_reducer)))
+            if size is not None and travels and not hooked
+            else None
         )
 
 
@@ -107,26 +109,26 @@ def launch_unshard(units: Sequence[Unit], *, ahead: bool) -> None:
         units[0].launch_unshard(ahead=ahead)
         return
     with around("gather", units):
-        _launch_joined(units, ahead=ahead)
+        _launch_coalesced(units, ahead=ahead)
 
 
-def _launch_joined(units: Sequence[Unit], *, ahead: bool) -> None:
+def _launch_coalesced(units: Sequence[Unit], *, ahead: bool) -> None:
     root = units[0].root
-    lane = root.lanes.unshard
+    stream = root.streams.unshard
     by_dtype: dict[torch.dtype, list[FlatParamHandle]] = defaultdict(list)
     for unit in units:
         sharded = unit.prepare_unshard(root, ahead=ahead)
         for handle in sharded:
             by_dtype[unit.dtype_of(handle)].append(handle)
         if sharded:
-            unit.note_gather(root)
+            unit.record_gather(root)
     for dtype, handles in by_dtype.items():
-        flats = [flat for handle in handles if (flat := handle.open_unshard(lane, dtype=dtype)) is not None]
-        pending = units[0].gather.all_gather_joined(flats, [handle.shard for handle in handles], lane)
+        flats = [flat for handle in handles if (flat := handle.open_unshard(stream, dtype=dtype)) is not None]
+        pending = units[0].gather.all_gather_coalesced(flats, [handle.shard for handle in handles], stream)
         for handle in handles:
             handle.await_unshard(pending)
         if any(handle.offload for handle in handles):
-            root.limiter.note_upload()
+            root.limiter.record_upload()
 
 
 def reduce(units: Sequence[Unit]) -> list[Reduction]:
@@ -134,18 +136,18 @@ def reduce(units: Sequence[Unit]) -> list[Reduction]:
     if len(units) == 1:
         return units[0].reduce()
     with around("reduce", units):
-        return follow(units, _reduce_joined(units))
+        return follow(units, _reduce_coalesced(units))
 
 
-def _reduce_joined(units: Sequence[Unit]) -> list[Reduction]:
+def _reduce_coalesced(units: Sequence[Unit]) -> list[Reduction]:
     first = units[0]
     by_dtype: dict[torch.dtype, list[ReductionInput]] = defaultdict(list)
     for unit in units:
-        for part in unit.hand_over():
+        for part in unit.reduction_inputs():
             by_dtype[part.dtype].append(part)
-    lanes = first.root.lanes
+    streams = first.root.streams
     return [
-        CoalescedReduction(parts, first.scatter, first.completed_by, lanes.reduce, lanes.replicate)
+        CoalescedReduction(parts, first.scatter, first.second_stage_reducer, streams.reduce, streams.replicate)
         for parts in by_dtype.values()
     ]
 

@@ -16,15 +16,15 @@ class ConditionalUnits:
 
     Attributes:
         exist: whether the model has any.
-        walks: the forwards that run, one in the other, where there are any.
+        cursors: the forwards that run, one in the other, where there are any.
         training: whether the running forward has a backward; on a rank that runs a unit without gradients, too.
     """
 
     def __init__(self) -> None:
         self.exist = False
-        self.walks: list[ParticipationCursor[Unit]] = []
+        self.cursors: list[ParticipationCursor[Unit]] = []
         self.training = False
-        self._course: ParticipationPlan[Unit] | None = None
+        self._plan: ParticipationPlan[Unit] | None = None
         self._ran: set[Unit] = set()  # of a branch that is there
         # Of the forwards that the next backward may cover: what this rank ran, with a graph and without.
         self._with_graph: set[Unit] = set()
@@ -32,21 +32,21 @@ class ConditionalUnits:
 
     def forget(self) -> None:
         """What users chose was changed."""
-        self._course = None
+        self._plan = None
         self.exist = False
 
     def begin(self, outermost: Unit, *, training: bool) -> None:
         """An outermost forward begins."""
         self.training = training
-        self.walks.clear()
-        if self._course is None:
+        self.cursors.clear()
+        if self._plan is None:
             units = outermost.root.units
-            self._course = ParticipationPlan(
+            self._plan = ParticipationPlan(
                 nesting(outermost.root.unit),
                 {unit: branch for unit in units if (branch := _branch_of(unit)) is not None},
-                {unit: later for unit in units for later in unit.choices.branch_before.units()},
+                {unit: later for unit in units for later in unit.options.branch_before.units()},
             )
-            self.exist = bool(self._course.turn)
+            self.exist = bool(self._plan.slot)
 
     def enter(self, unit: Unit) -> bool:
         """`unit` is about to run: take the turns that come before it. Collective, unless nothing does.
@@ -58,92 +58,92 @@ class ConditionalUnits:
         """
         if not self.exist:
             return False
-        held = self._come_to(unit)
+        held = self._advance_to(unit)
         if held:
             if unit in self._ran and self.training:
                 unit.root.record.repeat(unit)
             self._ran.add(unit)
-        assert self._course is not None
-        self.walks.append(self._course.walk(unit))
+        assert self._plan is not None
+        self.cursors.append(self._plan.cursor(unit))
         return held
 
-    def _come_to(self, unit: Unit) -> bool:
-        assert self._course is not None
-        walk = self.walks[-1] if self.walks else None
-        turn = self._course.turn.get(unit)
-        if walk is None:
+    def _advance_to(self, unit: Unit) -> bool:
+        assert self._plan is not None
+        cursor = self.cursors[-1] if self.cursors else None
+        slot = self._plan.slot.get(unit)
+        if cursor is None:
             return False
-        if turn is None:
-            if self._course.is_inside(unit, walk.unit):
-                self._complete(walk, self._course.place[unit])
+        if slot is None:
+            if self._plan.is_inside(unit, cursor.unit):
+                self._complete(cursor, self._plan.position[unit])
             return False
-        if self._holds(turn):
+        if self._holds(slot):
             return True
-        if turn.around is not walk.unit or walk.has_passed(turn):
-            _refuse_place(unit, turn)
-        self._complete(walk, turn.place)
-        self._take(walk, turn)
-        return turn.any_order
+        if slot.around is not cursor.unit or cursor.has_passed(slot):
+            _refuse_place(unit, slot)
+        self._complete(cursor, slot.position)
+        self._take(cursor, slot)
+        return slot.any_order
 
-    def _complete(self, walk: ParticipationCursor[Unit], place: Place | None) -> None:
-        """Take the turns that come before `place` and that this rank's data left out."""
-        self._close(walk, place)
-        while (turn := walk.next_before(place)) is not None:
-            if turn.any_order:
-                self._take(walk, turn)
-                self._close(walk, place)
+    def _complete(self, cursor: ParticipationCursor[Unit], position: Place | None) -> None:
+        """Take the turns that come before `position` and that this rank's data left out."""
+        self._close(cursor, position)
+        while (slot := cursor.next_before(position)) is not None:
+            if slot.any_order:
+                self._take(cursor, slot)
+                self._close(cursor, position)
             else:
-                turn.units[0].take_part()
+                slot.units[0].participate()
 
-    def _take(self, walk: ParticipationCursor[Unit], turn: ParticipationSlot[Unit]) -> None:
-        walk.take(turn)
-        if turn.any_order:
-            self._ran.difference_update(turn.units)
-            for unit in turn.units:
+    def _take(self, cursor: ParticipationCursor[Unit], slot: ParticipationSlot[Unit]) -> None:
+        cursor.take(slot)
+        if slot.any_order:
+            self._ran.difference_update(slot.units)
+            for unit in slot.units:
                 unit.root.gather_in_turn(unit)
 
-    def _close(self, walk: ParticipationCursor[Unit], place: Place | None) -> None:
-        """The branch that is there is over, if `place` lies behind it."""
-        turn = walk.open
-        if turn is not None and (place is None or turn.place < place):
-            walk.open = None
-            for unit in turn.around.root.units:
-                if unit in turn.units:
+    def _close(self, cursor: ParticipationCursor[Unit], position: Place | None) -> None:
+        """The branch that is there is over, if `position` lies behind it."""
+        slot = cursor.open
+        if slot is not None and (position is None or slot.position < position):
+            cursor.open = None
+            for unit in slot.around.root.units:
+                if unit in slot.units:
                     unit.wait_unshard()
-                    unit.end_turn(reached=self.training)
+                    unit.finish_forward(reached=self.training)
 
     def finish(self, unit: Unit) -> None:
         """The module of `unit` has run: take the turns that are left in its forward. Collective, unless none is."""
-        if self.walks and self.walks[-1].unit is unit:
-            self._complete(self.walks[-1], None)
+        if self.cursors and self.cursors[-1].unit is unit:
+            self._complete(self.cursors[-1], None)
 
     def leave(self, depth: int) -> None:
         """Only so many forwards run."""
-        del self.walks[depth:]
+        del self.cursors[depth:]
 
     @property
     def depth(self) -> int:
         """How many forwards run, those of units that only take part among them."""
-        return len(self.walks)
+        return len(self.cursors)
 
     def holds(self, unit: Unit) -> bool:
         """Whether `unit` stays, with all of its branch."""
-        turn = self._course.turn.get(unit) if self._course is not None else None
-        return turn is not None and self._holds(turn)
+        slot = self._plan.slot.get(unit) if self._plan is not None else None
+        return slot is not None and self._holds(slot)
 
-    def _holds(self, turn: ParticipationSlot[Unit]) -> bool:
-        return any(walk.open is turn for walk in self.walks)
+    def _holds(self, slot: ParticipationSlot[Unit]) -> bool:
+        return any(cursor.open is slot for cursor in self.cursors)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def together(self, units: Iterable[Unit]) -> dict[Unit, tuple[Unit, ...]]:
+    def coalesced(self, units: Iterable[Unit]) -> dict[Unit, tuple[Unit, ...]]:
         """Those of `units` that a backward gathers with others: they may be reached in any order, on every rank in
         another."""
         if not self.exist:
             return {}
-        assert self._course is not None
-        turns = {unit: self._course.turn.get(unit) for unit in units}
-        return {unit: turn.units for unit, turn in turns.items() if turn is not None and turn.any_order}
+        assert self._plan is not None
+        slots = {unit: self._plan.slot.get(unit) for unit in units}
+        return {unit: slot.units for unit, slot in slots.items() if slot is not None and slot.any_order}
 
     def begin_record(self) -> None:
         """The next backward will not reach what ran until now."""
@@ -165,20 +165,20 @@ class ConditionalUnits:
             UsageError: it is of a branch in order, of which other ranks gather one unit after the other as they pass
                 it; or it had no graph, and other ranks do not know that it gets one now.
         """
-        branch = unit.choices.schedule.branch
+        branch = unit.options.schedule.branch
         if branch is None:
             return
-        told = (
+        reported = (
             f"unit {unit.label} runs again inside a backward, for a checkpoint. It is of a part that was given to "
             "ensure_unit_participation(), so other ranks may not run it, and"
         )
         if not branch.any_order:
             raise UsageError(
-                f"{told} they would not know that all of the part is needed now. Declare it with any_order=True"
+                f"{reported} they would not know that all of the part is needed now. Declare it with any_order=True"
             )
         if unit in self._without:
             raise UsageError(
-                f"{told} they would not know that its gradients come only now. Pass use_reentrant=False to "
+                f"{reported} they would not know that its gradients come only now. Pass use_reentrant=False to "
                 "torch.utils.checkpoint"
             )
 
@@ -198,7 +198,7 @@ class ConditionalUnits:
 
 
 def _branch_of(unit: Unit) -> Branch | None:
-    branch = unit.choices.schedule.branch
+    branch = unit.options.schedule.branch
     if branch is not None and unit.is_tied:
         raise UsageError(
             f"unit {unit.label} is of a part that was given to ensure_unit_participation(), and has parameters that "
@@ -208,10 +208,10 @@ def _branch_of(unit: Unit) -> Branch | None:
     return branch
 
 
-def _refuse_place(unit: Unit, turn: ParticipationSlot[Unit]) -> NoReturn:
+def _refuse_place(unit: Unit, slot: ParticipationSlot[Unit]) -> NoReturn:
     words = f"unit {unit.label} is of a part that was given to ensure_unit_participation(), and its turn was over"
     raise UsageError(
-        f"{words}, or had not come: in each forward of {turn.around.label} its units run once, in the order in which "
+        f"{words}, or had not come: in each forward of {slot.around.label} its units run once, in the order in which "
         "they are registered, before those outside that are registered later. Pass any_order=True where they run in "
         "another order or again, and before= where the next unit outside is registered earlier"
     )

@@ -14,7 +14,7 @@ from ...errors import ConfigValueError, UsageError
 from ..comm.process_groups import serves
 from ..device.fake_tensors import is_memoryless
 from ..device.streams import accelerator, concrete
-from .module_tree import strays
+from .module_tree import unmanaged_parameters
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def apply_to_tensors(
         UsageError: while a forward awaits its backward, unless nothing changes, and for a move to the meta device.
     """
     unit: Unit = wrapper.__dict__["_unit"]
-    between = unit.is_between()
+    between = unit.is_between_iterations()
     if not between and _changes(unit, change):
         raise UsageError(
             f"unit {unit.label}: .to(), .half() and their like change parameters between iterations only; a forward "
@@ -89,26 +89,26 @@ def apply_to_tensors(
             )
     if between:
         unit.write_back()
-        unit.rest()
+        unit.reset_to_idle()
         unit.evict_all()
     flat = {name: wrapper._parameters.pop(name) for name in list(wrapper._parameters) if name.startswith("_flat_param")}
-    homes, hidden = (*unit.homes, *unit.aliases), unit.hidden
-    for home in homes:
-        home.unregister()
+    param_refs, hidden = (*unit.param_refs, *unit.shared_refs), unit.unregistered_refs
+    for param_ref in param_refs:
+        param_ref.unregister()
     try:
         rest()
     finally:
-        for home in homes:
-            if not any(home is other for other in hidden):
-                home.register()
+        for param_ref in param_refs:
+            if not any(param_ref is other for other in hidden):
+                param_ref.register()
         wrapper._parameters.update(flat)
     if not between:
         return
     with torch.no_grad():
-        for handle, shown in zip(unit.handles, unit.shown, strict=True):
+        for handle, views in zip(unit.handles, unit.views, strict=True):
             changed = change(handle.shard)
             if changed is not handle.shard:
-                shown.replace_shard(changed.detach())
+                views.replace_shard(changed.detach())
     unit.root.placed = False
 
 
@@ -126,7 +126,7 @@ def check_registered(root: Root) -> None:
     Raises:
         UsageError: naming all of them.
     """
-    found = strays(root.unit.module, root.units)
+    found = unmanaged_parameters(root.unit.module, root.units)
     if found:
         raise UsageError(
             f"these parameters were registered after wrapping: {', '.join(found)}. No unit holds them, so they are not "

@@ -19,7 +19,7 @@ from ...errors import UsageError, fail
 from ..base import _torch
 from ..base import autograd as hooks
 from ..flat.flat_param import FlatParamHandle
-from ..flat.views import SHARD, ParamViews
+from ..flat.views import SHOWS_SHARD, ParamViews
 from .unit import Unit
 
 # What torch's `_apply_optimizer_in_backward` leaves on a parameter; FSDP1 steps these, too.
@@ -34,7 +34,7 @@ class HeldAccumulator:
         self.name = name
         self.before, self.after = hooks.hooks_of_node(node)
 
-    def defer(self) -> bool:
+    def postpone(self) -> bool:
         """Keep the hooks from running on this rank's gradient; False if the node is gone."""
         after = self.after()
         if after:
@@ -52,17 +52,17 @@ class GradAccumulators:
     """The accumulators of one model's parameters that users hold.
 
     Attributes:
-        awaited: the handles whose sharded gradients somebody awaits.
+        expects_gradients: the handles whose sharded gradients somebody awaits.
     """
 
     def __init__(self) -> None:
-        self.awaited: set[FlatParamHandle] = set()
+        self.expects_gradients: set[FlatParamHandle] = set()
         self._held: dict[FlatParamHandle, list[HeldAccumulator]] = {}
         self._stepped: dict[FlatParamHandle, list[nn.Parameter]] = {}  # by optimizers of their own
 
     def adopt(self, other: GradAccumulators) -> None:
         """Take what was found in a part of the model."""
-        self.awaited |= other.awaited
+        self.expects_gradients |= other.expects_gradients
         self._held |= other._held
 
     def look_before_forward(self, units: Sequence[Unit]) -> None:
@@ -104,25 +104,25 @@ class GradAccumulators:
         """Returns why not to go on, if so."""
         places, leaves = [], []
         for unit in units:
-            for handle, shown, _ in unit.kinds:
-                if handle.was_asked or not shown.some_hidden:  # where nobody can ask unnoticed
-                    places.append((handle, shown))
+            for handle, views, _ in unit.kinds:
+                if handle.accumulator_was_requested or not views.some_hidden:  # where nobody can ask unnoticed
+                    places.append((handle, views))
                     leaves += handle.leaves
                     if not handle.use_orig_params:
                         leaves.append(handle.flat_param)
         with _torch.as_plain_tensors():
             found = hooks.held_nodes(leaves)
         if found:
-            for handle, shown in places:
-                self._add(handle, shown, found)
+            for handle, views in places:
+                self._add(handle, views, found)
         if self._held:
-            self._defer()
+            self._postpone()
             return _why_not(self._held)
         return None
 
-    def _add(self, handle: FlatParamHandle, shown: ParamViews, found: dict[int, Any]) -> None:
+    def _add(self, handle: FlatParamHandle, views: ParamViews, found: dict[int, Any]) -> None:
         """Take those of the nodes `found`, by id of their leaf, that are of leaves of `handle`."""
-        handle.was_asked = False
+        handle.accumulator_was_requested = False
         known = self._held.setdefault(handle, [])
         seen = {id(held.after()) for held in known}
         flat = [] if handle.use_orig_params else [(handle.flat_param, "the flat parameter", handle.flat_param.shape)]
@@ -133,15 +133,15 @@ class GradAccumulators:
             held = HeldAccumulator(leaf, node, name)
             if id(held.after()) not in seen:
                 known.append(held)
-            if hooks.shape_admitted(node) != shape and shown.exposure is SHARD:
-                shown.part_from_accumulator(leaf)
+            if hooks.shape_admitted(node) != shape and views.mode is SHOWS_SHARD:
+                views.renew_accumulator(leaf)
 
-    def _defer(self) -> None:
+    def _postpone(self) -> None:
         for handle, known in [*self._held.items()]:
-            known[:] = [held for held in known if held.defer()]
+            known[:] = [held for held in known if held.postpone()]
             if not known:
                 del self._held[handle]
-        self.awaited = {*self._held, *self._stepped}
+        self.expects_gradients = {*self._held, *self._stepped}
 
     def _find_optimizers(self, handles: Iterable[FlatParamHandle]) -> None:
         self._stepped = {}
@@ -156,7 +156,7 @@ class GradAccumulators:
             stepped = [leaf for leaf in handle.leaves if hasattr(leaf, _OPTIMIZERS)]
             if stepped:
                 self._stepped[handle] = stepped
-        self.awaited = {*self._held, *self._stepped}
+        self.expects_gradients = {*self._held, *self._stepped}
 
 
 def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:

@@ -26,4 +26,4 @@ class GradientCounter:
         unit.leaf_ready(kind, index)  # afterwards the gradient has been let go
         backward = unit.root.backward
         if backward is not None:
-            backward.came(unit, unit.handles[kind].layout.params[index].numel)
+            backward.gradient_elements_arrived(unit, unit.handles[kind].layout.params[index].numel)

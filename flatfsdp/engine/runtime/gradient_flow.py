@@ -56,14 +56,14 @@ class GradientFlow:
     """The links of the forwards that one backward may cover, and the hooks that hang on users' leaves."""
 
     def __init__(self) -> None:
-        self._anchors: dict[int, tuple[weakref.ref[torch.Tensor], OutputHook]] = {}  # by id of the tensor
+        self._output_hooks: dict[int, tuple[weakref.ref[torch.Tensor], OutputHook]] = {}  # by id of the tensor
         self._readers: dict[int, tuple[weakref.ref[torch.Tensor], Unit]] = {}  # by id of the tensor
         self._leaf_hooks: list[Any] = []
 
     def begin_forward(self) -> None:
         """Forget the tensors of the forward before."""
         self._readers.clear()
-        self._anchors.clear()
+        self._output_hooks.clear()
 
     def unhook(self) -> None:
         """A new record begins: leaves outlive the graphs that their hooks were for."""
@@ -75,16 +75,16 @@ class GradientFlow:
         """Remove these hooks on the user's leaves at the next `unhook`."""
         self._leaf_hooks += registered
 
-    def anchor(self, output: torch.Tensor) -> OutputHook:
+    def output_hook(self, output: torch.Tensor) -> OutputHook:
         """What is told when a gradient reaches this output of a unit; one for all units that return it."""
-        known = self._anchors.get(id(output))
+        known = self._output_hooks.get(id(output))
         if known is None or known[0]() is not output:
-            known = self._anchors[id(output)] = weakref.ref(output), OutputHook()
+            known = self._output_hooks[id(output)] = weakref.ref(output), OutputHook()
         return known[1]
 
-    def follow_anchor(self, tensor: torch.Tensor, unit: weakref.ref[Unit], call: ForwardCall) -> bool:
+    def follow_output(self, tensor: torch.Tensor, unit: weakref.ref[Unit], call: ForwardCall) -> bool:
         """If `tensor` is an output of another unit: its gradient ends the backward of `unit`'s `call`, too."""
-        known = self._anchors.get(id(tensor))
+        known = self._output_hooks.get(id(tensor))
         if known is None or known[0]() is not tensor:
             return False
         known[1].readers.append((unit, call))

@@ -26,16 +26,16 @@ from ..base import _torch
 from ..base import autograd as hooks
 from ..base.events import EventLog
 from ..comm.comm_hook import check_all_or_none, reducers
-from ..comm.process_groups import extent_of, groups_in_words, neighbours
+from ..comm.process_groups import extent_of, groups_in_words, post_forward_axis
 from ..comm.transport import Axis, CommStats, Transport, transport
 from ..config.arguments import has_forward
 from ..device.memory import MemoryTracker
 from ..device.rate_limiter import Limiter
 from ..device.streams import Device, Stream
-from ..flat.deferred_grad import PendingGradients, can_await
+from ..flat.deferred_grad import PendingGradients, can_defer
 from ..flat.flat_param import FlatParamHandle
 from ..flat.states import IDLE, SUMMONED
-from ..flat.views import NOTHING, SHARD, check_left
+from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, check_left
 from ..schedule.order import ForwardOrder, ForwardRecord
 from . import coalesced_collectives as joining
 from .backward import Backward
@@ -89,8 +89,8 @@ class Observer(Protocol):
         """A backward has ended, and its gradients are there, but those of units that linger."""
 
 
-def _unshard_lane(device: Device, *, on_callers: bool) -> Stream:
-    return device.callers_lane("unshard") if on_callers else device.lane("unshard", high_priority=True)
+def _unshard_stream(device: Device, *, on_callers: bool) -> Stream:
+    return device.callers_stream("unshard") if on_callers else device.new_stream("unshard", high_priority=True)
 
 
 class Root:
@@ -99,26 +99,26 @@ class Root:
     Attributes:
         unit: the outermost unit; units: all, children before parents as wrapped, the root last.
         entries: the units whose forward users call: the outermost one, or those inside it where it has no forward.
-        ledger, traffic, trace: bytes by kind, collectives by kind, events.
+        tracker, comm_stats, events: bytes by kind, collectives by kind, events.
         record: the forward passes that the next backward may cover.
         sync: False inside `no_sync()`.
         is_last_backward: whether backwards end with all of their reductions. [Note: awaited]
         depth: forwards of units that run, one in the other.
         weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
-        steppers: optimizers that step in backwards. [Note: stepping]
+        backward_optimizers: optimizers that step in backwards. [Note: stepping]
         detector: looks for values that are not finite; None if nobody asked for it. [Note: findings]
         observers: told of each backward that has ended, once its gradients are there; some end before the model does.
     """
 
-    def __init__(self, unit: Unit, device: Device, *, ledger: MemoryTracker, settings: RootSettings) -> None:
+    def __init__(self, unit: Unit, device: Device, *, tracker: MemoryTracker, settings: RootSettings) -> None:
         self.unit = unit
         self.units: list[Unit] = [unit]
         self.entries: frozenset[Unit] = frozenset()
         self.device = device
         self.settings = settings
-        self.ledger = ledger
-        self.traffic = CommStats()
-        self.trace = EventLog()
+        self.tracker = tracker
+        self.comm_stats = CommStats()
+        self.events = EventLog()
         self.sync = True
         self.is_last_backward = True
         self.weight = 1.0
@@ -126,51 +126,55 @@ class Root:
         self.placed = False  # whether everything was found where it computes since it last moved
         self.record: ForwardRecord[Unit] = ForwardRecord()
         self.backward: Backward | None = None
-        self._gathers_on_callers = False  # set_unshard_async_op()
-        self.lanes = Streams(_unshard_lane(device, on_callers=False), device.lane("reduce"), device.lane("replicate"))
-        self.limiter = Limiter(device, self.lanes.unshard, limit=settings.limit_all_gathers)
-        self.links = GradientFlow()
-        self.residents = PersistentParams()
-        self._joins = Coalescer(most=settings.join_units_below)
-        self.steppers = BackwardOptimizers()
-        self.branches = ConditionalUnits()
+        self._gathers_on_callers_stream = False  # set_unshard_async_op()
+        self.streams = Streams(
+            _unshard_stream(device, on_callers=False), device.new_stream("reduce"), device.new_stream("replicate")
+        )
+        self.limiter = Limiter(device, self.streams.unshard, limit=settings.limit_all_gathers)
+        self.gradient_flow = GradientFlow()
+        self.persistent_params = PersistentParams()
+        self._coalescer = Coalescer(most=settings.join_units_below)
+        self.backward_optimizers = BackwardOptimizers()
+        self.conditional_units = ConditionalUnits()
         self.accumulators = GradAccumulators()
         self.detector: NonFiniteDetector | None = None
         self.observers: list[Observer] = []
         self.depth = 0
         self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
-        self._asked: dict[Unit, None] = {}  # unsharded by users, who may compute with parameters outside of a forward
+        self._requested: dict[
+            Unit, None
+        ] = {}  # unsharded by users, who may compute with parameters outside of a forward
         self._order: ForwardOrder[Unit] = ForwardOrder()
         self._transports: dict[tuple[int, str], Transport] = {}
         self._failed = False
-        self._at_rest = True  # between iterations, where shards may be written to
-        self._whole_for_double = False
-        self._awaited: PendingGradients | None = None  # gradients of the last backward that are reduced still
+        self._is_idle = True  # between iterations, where shards may be written to
+        self._retained_for_double_backward = False
+        self._deferred_grads: PendingGradients | None = None  # gradients of the last backward that are reduced still
         self.agreement = Agreement(check_values=settings.check_values)
-        self._told: str | None = None  # what was set, None when it has to be put together anew
-        self._excepted: dict[bool, tuple[frozenset[Unit], frozenset[Unit]]] = {}  # found before, by `sync`
+        self._schedule_description: str | None = None  # what was set, None when it has to be put together anew
+        self._exceptions_by_sync: dict[bool, tuple[frozenset[Unit], frozenset[Unit]]] = {}  # found before, by `sync`
         # After how many backwards that reduce replicas are compared again; None: they were not yet. [Note: replicas]
         self._replicas_due: float | None = None if settings.check_values != "off" else math.inf
-        self._neighbours_due = True  # units are to be told anew who keeps portions with them
+        self._post_forward_axes_due = True  # units are to be told anew who keeps portions with them
 
     # -- construction and lazy init ----------------------------------------------------------------------------------
 
     def adopt(self, nested: list[Unit]) -> None:
         """Take the units of wrapped descendants into this tree, in front of the root's own."""
         self.units = [*nested, self.unit]
-        self._excepted.clear()
+        self._exceptions_by_sync.clear()
         for unit in nested:
-            unit.root.await_gradients()
+            unit.root.wait_for_gradients()
             self.agreement.loaded |= unit.root.agreement.loaded
             self.accumulators.adopt(unit.root.accumulators)
             self.is_last_backward = self.is_last_backward and unit.root.is_last_backward
-            unit.join(self)
+            unit.attach_to(self)
 
     def transport(self, group: Axis, role: str) -> Transport:
         """The transport over `group`; one per group and role."""
         key = (id(group.process_group), role)
         if key not in self._transports:
-            self._transports[key] = transport(group, self.device, traffic=self.traffic, ledger=self.ledger)
+            self._transports[key] = transport(group, self.device, comm_stats=self.comm_stats, tracker=self.tracker)
         return self._transports[key]
 
     def lazy_init(self, *, training: bool = False) -> None:
@@ -187,7 +191,7 @@ class Root:
         self.entries = entries(self.unit)
         check_all_or_none(self.units)
         self._check_placed()
-        self._choose_unshard_lane()
+        self._choose_unshard_stream()
         if not any(unit.handles for unit in self.units):
             warn_once_per_job(
                 f"{type(self.unit.module).__name__} is wrapped, but no unit of it has parameters: they are all "
@@ -228,12 +232,12 @@ class Root:
     def _check_placed(self) -> None:
         check_registered(self)
         check_placed(self)
-        self._joins.weigh(self.units)
+        self._coalescer.measure(self.units)
         self.placed = True
 
     def connect(self, unit: Unit) -> None:
         """Give `unit` its transports. [Note: communication hooks]"""
-        groups, hook = unit.groups, unit.choices.comm_hook
+        groups, hook = unit.groups, unit.options.comm_hook
         unit.gather = self.transport(groups.shard if hook is None else groups.scatter, "gather")
         unit.scatter = self.transport(groups.scatter, "scatter")
         unit.replicate = self.transport(groups.replicate, "replicate") if groups.replicate is not None else None
@@ -245,18 +249,18 @@ class Root:
         """Whether `unit` computes in its master dtype now (evaluation, if asked for)."""
         return unit.mixed_precision.full_precision_in_eval and not unit.module.training
 
-    def choices_changed(self) -> None:
+    def options_changed(self) -> None:
         """What users chose for a unit was changed."""
-        self._told = None
-        self._excepted.clear()
-        self._neighbours_due = True
-        self.residents.choices_changed()
-        self._joins.forget()
-        self.branches.forget()
+        self._schedule_description = None
+        self._exceptions_by_sync.clear()
+        self._post_forward_axes_due = True
+        self.persistent_params.options_changed()
+        self._coalescer.forget()
+        self.conditional_units.forget()
 
     def dtypes_changed(self) -> None:
         """A shard has become another dtype: units weigh more, or less."""
-        self._joins.weigh(self.units)
+        self._coalescer.measure(self.units)
 
     def set_limit(self, limit: bool) -> None:
         """Let gathers wait until memory is free, or not. No communication: each rank may choose."""
@@ -266,46 +270,46 @@ class Root:
     def set_unshard_async_op(self, async_op: bool) -> None:
         """Issue gathers on the caller's stream, and ahead only where a user says so; or on a lane of their own."""
         if self.ready:
-            self.come_to_rest()  # memory of the one lane does not go back to the other
+            self.reset_to_idle()  # memory of the one lane does not go back to the other
             for unit in self.units:
                 unit.evict_all()
         for unit in self.units:
-            unit.choose_schedule(unshard_async_op=async_op)
-        self._choose_unshard_lane()
+            unit.set_schedule(unshard_async_op=async_op)
+        self._choose_unshard_stream()
 
-    def _choose_unshard_lane(self) -> None:
-        on_callers = self.unit.choices.schedule.unshard_async_op
+    def _choose_unshard_stream(self) -> None:
+        on_callers = self.unit.options.schedule.unshard_async_op
         for unit in self.units:
-            if unit.choices.schedule.unshard_async_op is not on_callers:
+            if unit.options.schedule.unshard_async_op is not on_callers:
                 raise UsageError(
                     f"unit {unit.label}: set_unshard_async_op() was called on a {type(unit.module).__name__} that an "
                     f"outer {type(self.unit.module).__name__} was wrapped around later. Gathers of a model share one "
                     "order: call it on the outermost wrapper, when all are made"
                 )
-        if on_callers is not self._gathers_on_callers:
-            self._gathers_on_callers = on_callers
-            self.lanes.unshard = _unshard_lane(self.device, on_callers=on_callers)
-            self.limiter = Limiter(self.device, self.lanes.unshard, limit=self.settings.limit_all_gathers)
+        if on_callers is not self._gathers_on_callers_stream:
+            self._gathers_on_callers_stream = on_callers
+            self.streams.unshard = _unshard_stream(self.device, on_callers=on_callers)
+            self.limiter = Limiter(self.device, self.streams.unshard, limit=self.settings.limit_all_gathers)
 
     @property
-    def told_schedule(self) -> str:
+    def schedule_description(self) -> str:
         """What was set, in words that are equal on all ranks; "" if nothing was."""
-        if self._told is None:
+        if self._schedule_description is None:
             found: dict[str, list[str]] = {}
             for unit in self.units:
-                for words in unit.told():
+                for words in unit.describe_settings():
                     found.setdefault(words, []).append(unit.label)
             everywhere = len(self.units)
-            told = [
+            reported = [
                 f"{words} in {'all units' if len(labels) == everywhere else ', '.join(labels)}"
                 for words, labels in sorted(found.items())
             ]
-            if self.steppers.active:
-                told.append(self.steppers.told)
+            if self.backward_optimizers.active:
+                reported.append(self.backward_optimizers.description)
             if self.detector is not None:
-                told.append("detect_nonfinite()")
-            self._told = "; ".join(told)
-        return self._told
+                reported.append("detect_nonfinite()")
+            self._schedule_description = "; ".join(reported)
+        return self._schedule_description
 
     def follow_profiler(self) -> bool:
         """Label what units do if a profiler records it; True if that is a change. [Note: labels]"""
@@ -335,16 +339,16 @@ class Root:
             self._check_placed()
         if _torch.in_backward():
             return
-        if self.residents.lent is not None and torch.is_grad_enabled():
+        if self.persistent_params.pinned is not None and torch.is_grad_enabled():
             raise UsageError(
                 f"a forward of unit {unit.label} inside inference() has gradients enabled; parameters are kept there "
                 "for forwards without. Leave the context to train"
             )
         self.agreement.begin_forward(self, training=torch.is_grad_enabled())
-        self.settle_down()
+        self.finish_interrupted()
         try:
-            if self._at_rest:
-                self._take_back()
+            if self._is_idle:
+                self._retire_requests()
             for each in self.units:
                 each.write_back()
             if torch.is_grad_enabled():
@@ -354,16 +358,16 @@ class Root:
             self.abandon()
             raise
         for each in self.units:
-            for shown in each.shown:
-                shown.guard()
+            for views in each.views:
+                views.guard()
         if torch.is_grad_enabled() and self.record.consumed:
             self.record = ForwardRecord()
-            self.branches.begin_record()
-            self.links.unhook()
+            self.conditional_units.begin_record()
+            self.gradient_flow.unhook()
         self.record.begin()
         self._order.begin()
-        self.branches.begin(unit, training=torch.is_grad_enabled())
-        self.links.begin_forward()
+        self.conditional_units.begin(unit, training=torch.is_grad_enabled())
+        self.gradient_flow.begin_forward()
         self._follow_writes()
 
     @property
@@ -374,8 +378,8 @@ class Root:
     def leave(self, unit: Unit, *, failed: bool = False) -> None:
         """A forward of `unit` has ended."""
         self.depth -= 1
-        if self.branches.walks:
-            self.branches.leave(self.depth)
+        if self.conditional_units.cursors:
+            self.conditional_units.leave(self.depth)
         if self.depth or _torch.in_backward():
             return
         self.record.end()
@@ -388,88 +392,88 @@ class Root:
             each.reshard_unused()
         self._ahead.clear()
         if not torch.is_grad_enabled() or self.record.empty:
-            self._at_rest = True
+            self._is_idle = True
             for each in self.units:
-                if not each.needed_whole:
-                    each.rest(keep_whole=each.choices.schedule.reshard_after_forward is False)
-            self.limiter.settle()
+                if not each.keep_unsharded:
+                    each.reset_to_idle(keep_unsharded=each.options.schedule.reshard_after_forward is False)
+            self.limiter.free_all()
 
     def gather_for_forward(self, unit: Unit) -> None:
         """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
         if _torch.in_backward():
-            self.branches.check_recomputed(unit)
+            self.conditional_units.check_recomputed(unit)
             if self.backward is not None:
                 self.backward.gather_again(unit)
             else:
                 self._gather(unit)
-        elif not (self.branches.exist and self.branches.enter(unit)):
+        elif not (self.conditional_units.exist and self.conditional_units.enter(unit)):
             self.gather_in_turn(unit)
-        for each in (*unit.owners, unit):
+        for each in (*unit.owning_units, unit):
             each.wait_unshard()
 
     def gather_in_turn(self, unit: Unit) -> None:
         """It is the turn of `unit`, on all ranks: start to gather it, and maybe the next. Collective."""
         first = self._order.enter(unit)
-        schedule = self.told_schedule
-        if first and (residents := self.residents.follow(self.units)):
-            schedule += f"; {residents}" if schedule else residents
+        schedule = self.schedule_description
+        if first and (persistent_params := self.persistent_params.follow(self.units)):
+            schedule += f"; {persistent_params}" if schedule else persistent_params
         self.agreement.check_order(unit, schedule=schedule)
         if first and not self.agreement.silent:
-            if self._neighbours_due:
-                self._connect_neighbours()
+            if self._post_forward_axes_due:
+                self._connect_post_forward_axes()
             if self._replicas_due is None and torch.is_grad_enabled() and self.agreement.compares_forwards:
                 self._replicas_due = verify(self, again=False)  # all ranks are known to train
             self._follow_other_ranks()
-            self.residents.fetch(self)
-        if torch.is_grad_enabled() or (self.branches.training and unit.choices.schedule.branch is not None):
+            self.persistent_params.fetch(self)
+        if torch.is_grad_enabled() or (self.conditional_units.training and unit.options.schedule.branch is not None):
             self.record.enter(unit, segment=_torch.saving(), segments=_torch.segments)
-            for owner in unit.owners:
-                self.record.lend(owner)
-        elif self.branches.training:
+            for owning_unit in unit.owning_units:
+                self.record.enter_sharing(owning_unit)
+        elif self.conditional_units.training:
             self.record.enter_without_graph(
                 unit, checkpoint=_torch.custom_forward(), segment=_torch.saving(), segments=_torch.segments
             )
-            for owner in unit.owners:
-                self.record.lend_without_graph(owner)
+            for owning_unit in unit.owning_units:
+                self.record.enter_sharing_without_graph(owning_unit)
         self._gather(unit)
-        if unit.forward_prefetch or unit.choices.forward_targets:
+        if unit.forward_prefetch or unit.options.forward_targets:
             self._prefetch_in_forward(unit)
 
     def _gather(self, unit: Unit) -> None:
         if not _torch.in_backward():
-            for each in (*unit.owners, unit):
-                each.take_writes()
-        for owner in unit.owners:
-            if owner.phase is not SUMMONED:
-                owner.launch_unshard()
+            for each in (*unit.owning_units, unit):
+                each.apply_shard_writes()
+        for owning_unit in unit.owning_units:
+            if owning_unit.phase is not SUMMONED:
+                owning_unit.launch_unshard()
         self._launch(unit, self._order.upcoming())
 
-    def _connect_neighbours(self) -> None:
+    def _connect_post_forward_axes(self) -> None:
         """Let units know who keeps portions with them. [Note: portions]
 
         Collective over these ranks where a group is made, and so not before all ranks are known to have chosen alike.
         """
         for unit in self.units:
-            count = unit.choices.schedule.neighbours
-            axis = neighbours(unit.groups.shard, count, self.device.device) if count is not None else None
+            count = unit.options.schedule.post_forward_ranks
+            axis = post_forward_axis(unit.groups.shard, count, self.device.device) if count is not None else None
             found = self.transport(axis, "neighbours") if axis is not None else None
-            if found is not unit.neighbours:
-                unit.drop_portions()
-                unit.neighbours = found
-        self._neighbours_due = False
+            if found is not unit.post_forward_gather:
+                unit.drop_post_forward_shards()
+                unit.post_forward_gather = found
+        self._post_forward_axes_due = False
 
     def _launch(self, unit: Unit, following: Iterable[Unit], *, ahead: bool = False) -> None:
         """Gather `unit`, and small ones that are `following` it."""
-        if unit.is_whole:
+        if unit.is_unsharded:
             return
-        group = self._joins.first_gather(unit, following)
+        group = self._coalescer.first_gather(unit, following)
         joining.launch_unshard(group, ahead=ahead)
         self._ahead.update(dict.fromkeys(group if ahead else group[1:]))
 
     def _prefetch_in_forward(self, unit: Unit) -> None:
-        for target in unit.choices.forward_targets.units():
+        for target in unit.options.forward_targets.units():
             self._launch(target, (), ahead=True)
-        if unit.forward_prefetch and not unit.choices.forward_targets:
+        if unit.forward_prefetch and not unit.options.forward_targets:
             following = self._order.upcoming()
             for each in itertools.islice(following, 1):
                 self._launch(each, following, ahead=True)
@@ -479,87 +483,87 @@ class Root:
 
         An optimizer writes on some ranks only where others have no element of a unit.
         """
-        kept = [unit for unit in self.units if unit.kept]
-        if kept and self.agreement.any_rank(not all(unit.is_whole for unit in kept)):
+        kept = [unit for unit in self.units if unit.persists_between_iterations]
+        if kept and self.agreement.any_rank(not all(unit.is_unsharded for unit in kept)):
             for unit in kept:
-                unit.reshard(SHARD)
+                unit.reshard(SHOWS_SHARD)
         for unit in kept:
-            unit.kept = False
+            unit.persists_between_iterations = False
 
     def unshard(self, unit: Unit) -> None:
         """Start to gather `unit` because a user asks for it, in a forward or between iterations. Collective."""
         self.lazy_init()
         if not self.in_forward:
-            self.settle_down()
+            self.finish_interrupted()
             if torch.is_grad_enabled():
                 self.accumulators.look_before_forward(self.units)
         self.agreement.check_request(unit, "unshard")
         if not self.in_forward:
-            self.lanes.unshard.follow_compute()
-        for each in (*unit.owners, unit):
-            each.launch_on_request()
+            self.streams.unshard.follow_compute()
+        for each in (*unit.owning_units, unit):
+            each.launch_requested()
             self._ahead[each] = None
             if torch.is_grad_enabled():
-                self._asked[each] = None
-                each.foretell_backward()
+                self._requested[each] = None
+                each.unshard_at_first_gradient()
 
     def wait_for(self, unit: Unit) -> None:
         """Let `unit` show what `unshard` gathered, unless that is gone or in use."""
         with self.agreement.waiting(f"unshard() of unit {unit.label}"):
-            for each in (*unit.owners, unit):
-                if each.is_whole and each.phase is IDLE:
+            for each in (*unit.owning_units, unit):
+                if each.is_unsharded and each.phase is IDLE:
                     each.wait_unshard()
-                    each.notice_writes(described_as_whole=True)
+                    each.track_writes(described_as_unsharded=True)
 
     def reshard(self, unit: Unit) -> None:
         """Free the unsharded parameters of `unit` because a user asks for it."""
         self.lazy_init()
-        self.forget_failure()
-        if self._whole_for_double or unit.needed_whole or unit.phase is not IDLE:
+        self.clear_failure()
+        if self._retained_for_double_backward or unit.keep_unsharded or unit.phase is not IDLE:
             raise UsageError(
                 f"reshard() of unit {unit.label}: its parameters are still read, by its own forward or by a backward "
                 "that needs them as they are. Call it after that"
             )
         self.agreement.check_request(unit, "reshard")
-        if self._at_rest:
-            unit.take_back(written=True)
-        unit.check_kept()
+        if self._is_idle:
+            unit.retire_request(written=True)
+        unit.check_left_unsharded()
         awaits_backward = not self.record.consumed and unit in self.record.entered
-        unit.reshard(NOTHING if awaits_backward else SHARD)
-        unit.drop_portions()
-        unit.kept = False
+        unit.reshard(SHOWS_NOTHING if awaits_backward else SHOWS_SHARD)
+        unit.drop_post_forward_shards()
+        unit.persists_between_iterations = False
 
     def abandon(self) -> None:
         """A forward failed: everything returns to between iterations, as if it had not begun."""
         self.agreement.abandon(sys.exc_info()[1])
         self.record = ForwardRecord()
-        self._at_rest = True
+        self._is_idle = True
         self._ahead.clear()
-        self._asked.clear()
+        self._requested.clear()
         for unit in self.units:
-            unit.rest()
-        self.limiter.settle()
+            unit.reset_to_idle()
+        self.limiter.free_all()
         self.agreement.rest()
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> Backward:
         """The backward that runs; the first sign of it plans it."""
-        if self.steppers.every:
-            self.steppers.check_backward()
+        if self.backward_optimizers.all:
+            self.backward_optimizers.check_backward()
         if self.backward is not None:
             self.backward.double = self.backward.double or torch.is_grad_enabled()
             return self.backward
         if not _torch.in_backward():
             raise InternalError(f"unit {self.unit.label}: a gradient arrived outside of a backward")
-        if self.residents.lent is not None:
+        if self.persistent_params.pinned is not None:
             raise UsageError(
                 "a backward inside inference(), of a forward from before it; run the backward first, or leave the "
                 "context"
             )
         if self._failed:  # the same graph again, after a backward that failed
-            self.settle_down()
-        self.await_gradients()
+            self.finish_interrupted()
+        self.wait_for_gradients()
         self._follow_requests()
         with _torch.as_plain_tensors():  # leaves may be hidden
             trained = {unit: unit.trained() for unit in self.record.anchored}
@@ -572,18 +576,18 @@ class Root:
             self._replicas_due -= 1
             if not self._replicas_due:
                 self._replicas_due = verify(self, again=True)
-        if self._at_rest:  # a graph older than the last rest
+        if self._is_idle:  # a graph older than the last rest
             self._follow_writes()
         self.record.consumed = True
         backward = self.backward = Backward(
             self.record,
             unreduced=unreduced,
-            kept=kept,
+            stays_unsharded=kept,
             sync=sync,
             agreement=self.agreement,
-            joins=self._joins,
-            steppers=self.steppers.active,
-            branches=self.branches,
+            coalescer=self._coalescer,
+            optimizers=self.backward_optimizers.active,
+            branches=self.conditional_units,
             last=self.is_last_backward or self.detector is not None,
         )
         backward.double = torch.is_grad_enabled()
@@ -596,7 +600,7 @@ class Root:
         with _torch.as_plain_tensors():
             for unit in self.record.begun:
                 for grads in unit.grads:
-                    grads.take()
+                    grads.stash_grads()
         for unit in self.units:
             for grads in unit.grads:
                 if grads.pending:
@@ -609,20 +613,20 @@ class Root:
 
     def _exceptions(self) -> tuple[frozenset[Unit], frozenset[Unit]]:
         """The units of which the next backward does not reduce gradients, and those that stay unsharded after it."""
-        found = self._excepted.get(self.sync)
+        found = self._exceptions_by_sync.get(self.sync)
         if found is None:
-            unreduced = frozenset(unit for unit in self.units if not (self.sync and unit.choices.schedule.reduce))
-            whole = [unit for unit in self.units if not unit.reshards_after_backward(reduced=unit not in unreduced)]
-            found = self._excepted[self.sync] = unreduced, frozenset(whole)
+            unreduced = frozenset(unit for unit in self.units if not (self.sync and unit.options.schedule.reduce))
+            unsharded = [unit for unit in self.units if not unit.reshards_after_backward(reduced=unit not in unreduced)]
+            found = self._exceptions_by_sync[self.sync] = unreduced, frozenset(unsharded)
         return found
 
     def _follow_requests(self) -> None:
         """What users unsharded and no forward entered takes part in the backward: they computed with it themselves."""
-        for unit in self._asked:
-            if unit.is_whole and not unit.needed_whole and unit not in self.record.entered:
+        for unit in self._requested:
+            if unit.is_unsharded and not unit.keep_unsharded and unit not in self.record.entered:
                 self.record.add(unit)
-                unit.needed_whole = True
-        self._asked.clear()
+                unit.keep_unsharded = True
+        self._requested.clear()
 
     def end_backward(self, backward: Backward) -> None:
         """The graph task has ended: flush, and return to between iterations. Collective."""
@@ -636,15 +640,15 @@ class Root:
                 self._check_unreached()
             self.backward = None
             if backward.double:
-                self._whole_for_double = True
+                self._retained_for_double_backward = True
                 for unit in self.units:
-                    unit.pause()
+                    unit.retain_for_double_backward()
                 self.agreement.rest()
             else:
                 self._finish(backward)
         except BaseException as error:
             if self.backward is None:  # what failed comes too late for `fail_backward`
-                backward.stepping.say_what_stays(self.units)
+                backward.steps.warn_of_steps_taken(self.units)
             if isinstance(error, RuntimeError):
                 self.agreement.explain(error)
             raise
@@ -652,48 +656,48 @@ class Root:
     def _check_unreached(self) -> None:
         """Refuse what was written to units that the backward, which is over, has not reached."""
         for unit in self.units:
-            for shown in unit.shown:
-                if shown.notices_writes or shown.is_left:
-                    check_left(shown, unit.name)
+            for views in unit.views:
+                if views.tracks_writes or views.is_left_unsharded:
+                    check_left(views, unit.name)
 
     def _finish(self, backward: Backward | None = None) -> None:
-        self._whole_for_double = False
-        self._at_rest = True
+        self._retained_for_double_backward = False
+        self._is_idle = True
         self._failed = True  # until the gradients have settled
         for unit in self.units:
-            unit.rest(keep_whole=backward is not None and unit in backward.kept)
-        self.lanes.await_downloads()
-        stepping = backward.stepping if backward is not None else NO_STEPPING
+            unit.reset_to_idle(keep_unsharded=backward is not None and unit in backward.stays_unsharded)
+        self.streams.await_downloads()
+        stepping = backward.steps if backward is not None else NO_STEPPING
         steps = bool(stepping)
-        lingering = backward.lingering if backward is not None else ()
-        awaited = [unit for unit in lingering if self._can_await(unit)]
+        deferred = backward.deferred if backward is not None else ()
+        awaited = [unit for unit in deferred if self._can_defer_gradients(unit)]
         finished = []
         for unit in self.units:
             if steps:
                 stepping.step(unit, earlier=backward is not None and backward.sync and unit.completes)
-            elif unit not in awaited and (complete := unit.settle()):
+            elif unit not in awaited and (complete := unit.finalize_grads()):
                 finished.append((unit, complete))
         if awaited:
-            self._await_later(awaited)
-        self.limiter.settle()
+            self._defer_gradients(awaited)
+        self.limiter.free_all()
         self._failed = False
         self.agreement.rest()
-        self.trace.record("end", "", IDLE.value)
+        self.events.record("end", "", IDLE.value)
         for unit, complete in finished:
             unit.run_user_hooks(complete)
-            if self.accumulators.awaited:
+            if self.accumulators.expects_gradients:
                 self.accumulators.run(complete)
         if backward is not None:
             for observer in [*self.observers]:
                 observer.after_backward(backward)
 
-    def _can_await(self, unit: Unit) -> bool:
+    def _can_defer_gradients(self, unit: Unit) -> bool:
         """Whether nobody looks at gradients of `unit` but by reading `.grad`, which can be made to wait."""
-        return all(map(can_await, unit.parameters)) and self.accumulators.awaited.isdisjoint(unit.handles)
+        return all(map(can_defer, unit.parameters)) and self.accumulators.expects_gradients.isdisjoint(unit.handles)
 
-    def _await_later(self, units: Sequence[Unit]) -> None:
+    def _defer_gradients(self, units: Sequence[Unit]) -> None:
         """Give `units` the gradients that are reduced still. [Note: awaited]"""
-        finishes = [finish for unit in units for finish in unit.settle_later()]
+        finishes = [finish for unit in units for finish in unit.finalize_grads_later()]
         agreement = self.agreement  # in a circle with what awaits, a root would live until the collector comes
 
         def finish() -> None:
@@ -701,30 +705,31 @@ class Root:
                 for each in finishes:
                     each()
 
-        self._awaited = PendingGradients([parameter for unit in units for parameter in unit.parameters], finish)
+        self._deferred_grads = PendingGradients([parameter for unit in units for parameter in unit.parameters], finish)
 
-    def await_gradients(self) -> None:
+    def wait_for_gradients(self) -> None:
         """Wait for what the last backward left to be reduced, if it did."""
-        if self._awaited is not None:
-            awaited, self._awaited = self._awaited, None
+        if self._deferred_grads is not None:
+            awaited, self._deferred_grads = self._deferred_grads, None
             awaited.wait()
 
     def __del__(self) -> None:
         if self.device.has_streams:  # whose memory would go back while a lane writes to it
-            self.await_gradients()
+            self.wait_for_gradients()
 
     def fail_backward(self, backward: Backward) -> None:
-        """The graph task died: `.grad` is as before at once; the rest waits for the next forward (`settle_down`)."""
+        """The graph task died: `.grad` is as before at once; the rest waits for the next forward
+        (`finish_interrupted`)."""
         if self.backward is not backward:
             return
         self.backward = None
         self._failed = True
         self._name_used_at_rest()
         self._stop_sharing()
-        backward.stepping.say_what_stays(self.units)
-        self.agreement.say_abandoned(None)
+        backward.steps.warn_of_steps_taken(self.units)
+        self.agreement.publish_abandoned(None)
         self.agreement.rest()
-        lost = [unit.label for unit in self.units if unit.undo()]
+        lost = [unit.label for unit in self.units if unit.rollback()]
         if lost:
             warn_once_per_job(
                 "a backward failed inside an accumulation window: the unsharded gradients of earlier microbatches are "
@@ -736,7 +741,7 @@ class Root:
     def _name_used_at_rest(self) -> None:
         """A backward failed: say which parameters it cannot bring gradients to, where autograd does not."""
         for unit in self.record.entered:
-            used = [name for shown in unit.shown for name in shown.used_at_rest() if unit.phase is not SUMMONED]
+            used = [name for views in unit.views for name in views.used_at_rest() if unit.phase is not SUMMONED]
             if used:
                 warn_once_per_job(
                     f"a backward failed that brings gradients to {', '.join(map(repr, used))} of unit {unit.label}: "
@@ -748,7 +753,7 @@ class Root:
 
     def _stop_sharing(self) -> None:
         """A backward failed: units where gradients were taking the parameters' places do without from now on."""
-        sharing = [unit for unit in self.units if unit.places_are_taken]
+        sharing = [unit for unit in self.units if unit.gradients_occupy_params]
         if not sharing:
             return
         if is_new(("failed sharing", id(self))):
@@ -762,14 +767,14 @@ class Root:
         classes = {type(unit.module) for unit in sharing}
         for unit in self.units:
             if type(unit.module) in classes:
-                unit.reads_once = False
+                unit.single_use = False
 
-    def settle_down(self) -> None:
+    def finish_interrupted(self) -> None:
         """Bring what a failed or a double backward left behind to rest."""
-        if not self.forget_failure() and self._whole_for_double:
+        if not self.clear_failure() and self._retained_for_double_backward:
             self._finish()
 
-    def forget_failure(self) -> bool:
+    def clear_failure(self) -> bool:
         """Bring what a failed backward left behind to rest, if one failed; waits for what it had issued."""
         if self.backward is not None and not _torch.in_backward():
             self.fail_backward(self.backward)  # autograd has not let it go yet
@@ -779,53 +784,53 @@ class Root:
         for unit in self.units:
             for grads in unit.grads:
                 grads.drop()
-            unit.rest()
-        self.limiter.settle()
+            unit.reset_to_idle()
+        self.limiter.free_all()
         return True
 
     @property
-    def is_unsettled(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Whether a forward awaits its backward, or a double backward was left as it was."""
-        left = self._failed or self._whole_for_double or self.backward is not None
+        left = self._failed or self._retained_for_double_backward or self.backward is not None
         return left or not (self.record.consumed or self.record.empty)
 
-    def _take_back(self, *, written: bool = False) -> None:
+    def _retire_requests(self, *, written: bool = False) -> None:
         """Look after what users unsharded between iterations."""
         for unit in self._ahead:
-            unit.take_back(written=written)
+            unit.retire_request(written=written)
 
     @property
     def shows_shards(self) -> bool:
         """Whether everything is as between iterations, with nothing unsharded by users."""
-        return not (self._ahead or self.is_unsettled)
+        return not (self._ahead or self.is_interrupted)
 
     def show_shards(self) -> None:
         """An optimizer is about to step: parameters show their shards, and gradients are there."""
-        self.await_gradients()
-        if self.is_unsettled:
-            self.come_to_rest()
+        self.wait_for_gradients()
+        if self.is_interrupted:
+            self.reset_to_idle()
         elif not self.in_forward:
-            self._take_back(written=True)
+            self._retire_requests(written=True)
 
-    def come_to_rest(self) -> None:
+    def reset_to_idle(self) -> None:
         """Shards are about to be written to: parameters show them. A backward that still comes gathers again."""
-        self.await_gradients()
-        self.settle_down()
-        if self._at_rest:
-            self._take_back(written=True)
+        self.wait_for_gradients()
+        self.finish_interrupted()
+        if self._is_idle:
+            self._retire_requests(written=True)
         try:
             for unit in self.units:
-                unit.check_kept()
+                unit.check_left_unsharded()
         finally:
             for unit in self.units:
-                unit.rest()
-            self.limiter.settle()
-            self._at_rest = True
+                unit.reset_to_idle()
+            self.limiter.free_all()
+            self._is_idle = True
 
     def _follow_writes(self) -> None:
         """Order the next gathers after what was written to the shards at rest, by an optimizer say."""
-        self.lanes.unshard.follow_compute()
-        self._at_rest = False
+        self.streams.unshard.follow_compute()
+        self._is_idle = False
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -833,7 +838,7 @@ class Root:
         """Reshard `handle`; its memory may be reused once the caller's stream is done with it."""
         buffer = handle.reshard()
         if buffer is not None:
-            self.limiter.give_back(handle.name, buffer)
+            self.limiter.free_later(handle.name, buffer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from .unit import Unit
 
 # What wrapping ignored: the attributes of a module that held ignored parameters; None for an ignored module, whatever
 # it will hold. What is in no unit and not here came later.
-_left_alone: weakref.WeakKeyDictionary[nn.Module, frozenset[str] | None] = weakref.WeakKeyDictionary()
+_ignored: weakref.WeakKeyDictionary[nn.Module, frozenset[str] | None] = weakref.WeakKeyDictionary()
 
 # Recursion over modules stands in functions of the module: one inside another holds itself, and what it has seen, until
 # the garbage collector comes.
@@ -73,9 +73,9 @@ def units_at(module: nn.Module) -> list[Unit]:
     return [unit] if isinstance(unit, Unit) else []
 
 
-def with_owners(units: Sequence[Unit]) -> list[Unit]:
+def with_owning_units(units: Sequence[Unit]) -> list[Unit]:
     """`units`, and those of which they hold tied parameters, before them."""
-    return list(dict.fromkeys([owner for unit in units for owner in unit.owners] + list(units)))
+    return list(dict.fromkeys([owning_unit for unit in units for owning_unit in unit.owning_units] + list(units)))
 
 
 def check_outermost(unit: Unit, call: str) -> None:
@@ -119,7 +119,7 @@ def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[n
     return modules, params
 
 
-def homes_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[nn.Module, str, str]]:
+def param_refs_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[nn.Module, str, str]]:
     """(module, attribute, path) of every parameter registered in `module` outside nested units and ignored modules."""
     for prefix, holder in modules_of(module, ignored):
         for attribute, parameter in holder._parameters.items():
@@ -127,11 +127,11 @@ def homes_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[nn.Mo
                 yield holder, attribute, f"{prefix}.{attribute}" if prefix else attribute
 
 
-def leaves_of(homes: Iterable[ParamRef]) -> list[tuple[nn.Parameter, str]]:
+def leaves_of(param_refs: Iterable[ParamRef]) -> list[tuple[nn.Parameter, str]]:
     """Each leaf once, with its first path."""
     first: dict[int, tuple[nn.Parameter, str]] = {}
-    for home in homes:
-        first.setdefault(id(home.leaf), (home.leaf, home.path))
+    for param_ref in param_refs:
+        first.setdefault(id(param_ref.leaf), (param_ref.leaf, param_ref.path))
     return list(first.values())
 
 
@@ -152,32 +152,36 @@ def _modules_below(
             yield from _modules_below(child, f"{path}.{name}" if path else name, ignored, seen)
 
 
-def leave_alone(module: nn.Module, attributes: Collection[str] | None) -> None:
+def ignore(module: nn.Module, attributes: Collection[str] | None) -> None:
     """Wrapping ignores these parameters of `module`, or with None the module itself."""
-    _left_alone[module] = None if attributes is None else frozenset(attributes)
+    _ignored[module] = None if attributes is None else frozenset(attributes)
 
 
-def left_alone_in(module: nn.Module) -> list[tuple[nn.Module, frozenset[str] | None]]:
-    """What wrapping ignored in `module`, as arguments of `leave_alone`."""
-    return [(each, _left_alone[each]) for each in module.modules() if each in _left_alone]
+def ignored_in(module: nn.Module) -> list[tuple[nn.Module, frozenset[str] | None]]:
+    """What wrapping ignored in `module`, as arguments of `ignore`."""
+    return [(each, _ignored[each]) for each in module.modules() if each in _ignored]
 
 
-def strays(module: nn.Module, units: Collection[Unit]) -> list[str]:
+def unmanaged_parameters(module: nn.Module, units: Collection[Unit]) -> list[str]:
     """Paths of the parameters in `module` that none of its `units` holds, though wrapping did not ignore them.
 
     Wrappers of other units are not looked into: they are models of their own.
     """
-    held = {(id(home.module), home.attribute) for unit in units for home in (*unit.homes, *unit.aliases)}
+    held = {
+        (id(param_ref.module), param_ref.attribute)
+        for unit in units
+        for param_ref in (*unit.param_refs, *unit.shared_refs)
+    }
     flat = {id(handle.flat_param) for unit in units for handle in unit.handles}
-    return list(_strays_below(module, "", set(map(id, units)), held, flat, set()))
+    return list(_unmanaged_below(module, "", set(map(id, units)), held, flat, set()))
 
 
-def _strays_below(
+def _unmanaged_below(
     module: nn.Module, path: str, units: set[int], held: set[tuple[int, str]], flat: set[int], seen: set[int]
 ) -> Iterator[str]:
     unit = module.__dict__.get("_unit")
     foreign = isinstance(unit, Unit) and id(unit) not in units
-    ignored: frozenset[str] | None = _left_alone.get(module, frozenset())
+    ignored: frozenset[str] | None = _ignored.get(module, frozenset())
     if id(module) in seen or foreign or ignored is None:
         return
     seen.add(id(module))
@@ -189,4 +193,4 @@ def _strays_below(
     for name, child in module._modules.items():
         if child is not None:
             inside = path if name == "_fsdp_wrapped_module" else prefix + name
-            yield from _strays_below(child, inside, units, held, flat, seen)
+            yield from _unmanaged_below(child, inside, units, held, flat, seen)

@@ -47,7 +47,7 @@ def guard_optimizers() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if is_at_work(optimizer):
         return
-    bring_to_rest(optimizer)
+    reset_to_idle(optimizer)
     _look_at(optimizer)
 
 
@@ -118,7 +118,7 @@ def _is_managed(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, FlatParameter) or registry.owner_of(parameter) is not None
 
 
-def bring_to_rest(optimizer: torch.optim.Optimizer) -> None:
+def reset_to_idle(optimizer: torch.optim.Optimizer) -> None:
     """Let models that `optimizer` steps show shards and gradients, as between iterations."""
     busy = [root for root in registry.roots if not root.shows_shards]
     if busy:

@@ -73,7 +73,7 @@ def own(unit: Unit) -> None:
     for module in unit.modules if unit.handles else ():
         if _of_modules.find(module) is None:  # a module that several share stays with the first
             _of_modules.add(module, unit)
-    if any(shown.extended for shown in unit.shown):
+    if any(views.extended for views in unit.views):
         extended.add(unit)
 
 

@@ -9,7 +9,7 @@ from ...errors import UsageError
 from ..flat.flat_param import FlatParamHandle
 from ..flat.host_cache import DEVICE, HOST, ParamPersistence
 from ..flat.states import UNSHARDED
-from ..flat.views import SHARD
+from ..flat.views import SHOWS_SHARD
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ class HandleRef(NamedTuple):
     @property
     def stays(self) -> bool:
         """Whether it is a resident."""
-        return self.handle.residence is not None
+        return self.handle.persistence is not None
 
     @property
     def is_fetched(self) -> bool:
         """Whether it is where it stays, in the dtype of computation."""
         handle, dtype = self.handle, self.unit.dtype_of(self.handle)
-        if handle.residence is HOST:
-            return handle.host_copy is not None and handle.host_copy.dtype == dtype
+        if handle.persistence is HOST:
+            return handle.host_cache is not None and handle.host_cache.dtype == dtype
         return handle.state is UNSHARDED
 
 
@@ -45,18 +45,18 @@ class PersistentParams:
     """The residents of one model.
 
     Attributes:
-        lent: those for the time of an `inference()`, None outside of one.
+        pinned: those for the time of an `inference()`, None outside of one.
     """
 
     def __init__(self) -> None:
-        self._meant: list[HandleRef] | None = None  # of units that keep what is frozen; None to be found anew
+        self._wanted: list[HandleRef] | None = None  # of units that keep what is frozen; None to be found anew
         self._due: list[HandleRef] = []
-        self._doubtful: list[HandleRef] = []
-        self.lent: list[HandleRef] | None = None
+        self._maybe_stale: list[HandleRef] = []
+        self.pinned: list[HandleRef] | None = None
 
-    def choices_changed(self) -> None:
+    def options_changed(self) -> None:
         """What users chose for a unit was changed."""
-        self._meant = None
+        self._wanted = None
 
     def follow(self, units: Iterable[Unit]) -> str:
         """A forward begins: who is a resident, and what of them has to be gathered, in words that are equal on all
@@ -65,80 +65,80 @@ class PersistentParams:
         Raises:
             UsageError: inside `inference()`, where nothing is gathered again.
         """
-        if self._meant is None:
-            self._meant = [
+        if self._wanted is None:
+            self._wanted = [
                 HandleRef(unit, kind)
                 for unit in units
-                if unit.choices.schedule.keep_frozen is not None
+                if unit.options.schedule.keep_frozen is not None
                 for kind in range(len(unit.handles))
             ]
-        self._due, self._doubtful = [], []
-        if self.lent is not None:
-            self._check_lent(self.lent)
-        told: dict[str, list[str]] = {}
-        for place in self._meant:
-            unit, handle = place.unit, place.handle
-            if self.lent is not None and place in self.lent:
+        self._due, self._maybe_stale = [], []
+        if self.pinned is not None:
+            self._check_pinned(self.pinned)
+        reported: dict[str, list[str]] = {}
+        for ref in self._wanted:
+            unit, handle = ref.unit, ref.handle
+            if self.pinned is not None and ref in self.pinned:
                 continue
-            wanted = residence_of(unit, handle)
-            if handle.residence is not wanted:
-                unit.evict(place.kind)
-                handle.residence = wanted
+            wanted = persistence_of(unit, handle)
+            if handle.persistence is not wanted:
+                unit.evict(ref.kind)
+                handle.persistence = wanted
             if wanted is None:
                 if not handle.trainable:
-                    told.setdefault("not frozen any more", []).append(unit.label)
-            elif unit.shown[place.kind].exposure is not SHARD:
+                    reported.setdefault("not frozen any more", []).append(unit.label)
+            elif unit.views[ref.kind].mode is not SHOWS_SHARD:
                 continue
-            elif unit.doubtful:
-                self._doubtful.append(place)
-                told.setdefault("asking whether what is kept was written to", []).append(unit.label)
-            elif not place.is_fetched:
-                self._due.append(place)
-                told.setdefault("gathering what is frozen, to keep it", []).append(unit.label)
-        return "; ".join(f"{words}: {', '.join(labels)}" for words, labels in told.items())
+            elif unit.maybe_stale:
+                self._maybe_stale.append(ref)
+                reported.setdefault("asking whether what is kept was written to", []).append(unit.label)
+            elif not ref.is_fetched:
+                self._due.append(ref)
+                reported.setdefault("gathering what is frozen, to keep it", []).append(unit.label)
+        return "; ".join(f"{words}: {', '.join(labels)}" for words, labels in reported.items())
 
     def fetch(self, root: Root) -> None:
         """Gather what `follow` found. Collective over the shard axis if it found anything."""
-        due, doubtful = self._due, self._doubtful
-        self._due, self._doubtful = [], []
-        if doubtful and root.agreement.any_rank(not all(place.is_fetched for place in doubtful)):
-            for place in doubtful:
-                place.unit.evict(place.kind)
+        due, doubtful = self._due, self._maybe_stale
+        self._due, self._maybe_stale = [], []
+        if doubtful and root.agreement.any_rank(not all(ref.is_fetched for ref in doubtful)):
+            for ref in doubtful:
+                ref.unit.evict(ref.kind)
             due = [*due, *doubtful]
-        for place in doubtful:
-            place.unit.doubtful = False
-        for place in due:
-            place.unit.fetch(place.kind)
+        for ref in doubtful:
+            ref.unit.maybe_stale = False
+        for ref in due:
+            ref.unit.fetch(ref.kind)
 
-    def lend(self, root: Root, places: Iterable[HandleRef]) -> None:
-        """Let `places` be residents of the device, for a while. Collective over the shard axes.
+    def pin(self, root: Root, refs: Iterable[HandleRef]) -> None:
+        """Let `refs` be residents of the device, for a while. Collective over the shard axes.
 
         Precondition: at rest.
         """
-        self.lent = list(places)
-        if root.agreement.any_rank(any(not place.is_fetched for place in self.lent if place.stays)):
-            for place in self.lent:
-                place.unit.evict(place.kind)
-        for place in self.lent:
-            handle = place.handle
-            handle.residence = DEVICE
-            if not place.is_fetched:
-                place.unit.fetch(place.kind)
+        self.pinned = list(refs)
+        if root.agreement.any_rank(any(not ref.is_fetched for ref in self.pinned if ref.stays)):
+            for ref in self.pinned:
+                ref.unit.evict(ref.kind)
+        for ref in self.pinned:
+            handle = ref.handle
+            handle.persistence = DEVICE
+            if not ref.is_fetched:
+                ref.unit.fetch(ref.kind)
 
-    def return_lent(self, root: Root) -> None:
-        """End of `lend`: parameters rest as they did before. Precondition: at rest."""
-        lent, self.lent = self.lent or [], None
-        for place in lent:
-            handle = place.handle
-            handle.residence = residence_of(place.unit, handle)
-            if handle.residence is not DEVICE and handle.state is UNSHARDED:
+    def unpin(self, root: Root) -> None:
+        """End of `pin`: parameters rest as they did before. Precondition: at rest."""
+        pinned, self.pinned = self.pinned or [], None
+        for ref in pinned:
+            handle = ref.handle
+            handle.persistence = persistence_of(ref.unit, handle)
+            if handle.persistence is not DEVICE and handle.state is UNSHARDED:
                 root.free(handle)
 
-    def _check_lent(self, lent: Iterable[HandleRef]) -> None:
-        for place in lent:
-            if not place.is_fetched:
+    def _check_pinned(self, pinned: Iterable[HandleRef]) -> None:
+        for ref in pinned:
+            if not ref.is_fetched:
                 raise UsageError(
-                    f"inside inference() parameters of unit {place.unit.label} were written to, or its module went "
+                    f"inside inference() parameters of unit {ref.unit.label} were written to, or its module went "
                     "from train() to eval() or back, which has them computed with in another dtype. What is kept is "
                     "not gathered again there: leave the context first, and enter it anew"
                 )
@@ -149,15 +149,15 @@ def can_stay(handle: FlatParamHandle) -> bool:
     return handle.is_frozen and not handle.is_shard_in(handle.precision.compute)
 
 
-def residence_of(unit: Unit, handle: FlatParamHandle) -> ParamPersistence | None:
+def persistence_of(unit: Unit, handle: FlatParamHandle) -> ParamPersistence | None:
     """Where `handle` stays by what was chosen for its `unit`."""
-    where = unit.choices.schedule.keep_frozen
+    where = unit.options.schedule.keep_frozen
     return ParamPersistence(where) if where is not None and can_stay(handle) else None
 
 
 def keep_frozen(unit: Unit, where: str | None) -> None:
     """Let frozen parameters of `unit` stay there from now on, or nowhere; what stayed elsewhere is freed."""
     unit.evict_all()
-    unit.choose_schedule(keep_frozen=where)
+    unit.set_schedule(keep_frozen=where)
     for handle in unit.handles:
-        handle.residence = residence_of(unit, handle)
+        handle.persistence = persistence_of(unit, handle)

@@ -43,7 +43,7 @@ def around(stage: str, units: Sequence[Unit]) -> AbstractContextManager[Any]:
     """A range around what `units` do together, if they are labelled."""
     if not isinstance(units[0], ProfiledUnit):
         return nullcontext()
-    return _range(stage, _together(unit.name for unit in units))
+    return _range(stage, _coalesced(unit.name for unit in units))
 
 
 def follow(units: Sequence[Unit], reductions: list[Reduction]) -> list[Reduction]:
@@ -54,7 +54,7 @@ def follow(units: Sequence[Unit], reductions: list[Reduction]) -> list[Reduction
     return reductions
 
 
-def _together(names: Iterable[str]) -> str:
+def _coalesced(names: Iterable[str]) -> str:
     return "+".join(dict.fromkeys(name or "<root>" for name in names))
 
 
@@ -66,7 +66,7 @@ class ProfiledUnit(Unit):
             return super().run(args, kwargs, method=method)
 
     def launch_unshard(self, *, ahead: bool = False) -> None:
-        with _range("gather", self.name, happens=not self.is_whole):
+        with _range("gather", self.name, happens=not self.is_unsharded):
             super().launch_unshard(ahead=ahead)
 
     def wait_unshard(self) -> None:
@@ -74,9 +74,9 @@ class ProfiledUnit(Unit):
         with _range("wait for gather", self.name, happens=under_way):
             super().wait_unshard()
 
-    def reshard(self, exposure: ViewMode) -> None:
+    def reshard(self, mode: ViewMode) -> None:
         with _range("reshard", self.name, happens=not self.is_sharded):
-            super().reshard(exposure)
+            super().reshard(mode)
 
     def before_backward(self, call: ForwardCall | None = None) -> None:
         with _range("before backward", self.name):
@@ -90,9 +90,9 @@ class ProfiledUnit(Unit):
         with _range("reduce", self.name):
             return follow([self], super().reduce())
 
-    def settle(self) -> list[FlatParamHandle]:
+    def finalize_grads(self) -> list[FlatParamHandle]:
         with _range("settle", self.name, happens=any(grads.expected for grads in self.grads)):
-            return super().settle()
+            return super().finalize_grads()
 
 
 class ProfiledReduction(Reduction):
@@ -100,7 +100,7 @@ class ProfiledReduction(Reduction):
 
     @property
     def _units(self) -> str:
-        return _together(part.handle.name for part in self._parts)
+        return _coalesced(part.handle.name for part in self._parts)
 
     def release_input(self) -> None:
         with _range("wait for reduction", self._units, happens=not self._halfway):

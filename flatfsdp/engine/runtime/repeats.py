@@ -6,7 +6,7 @@ import math
 from collections.abc import Container, Mapping, Sequence
 
 from ..base import _torch
-from ..flat.views import NOTHING
+from ..flat.views import SHOWS_NOTHING
 from ..schedule.order import CheckpointRegion, ExecutionInterval
 from .unit import Unit, is_in_call
 
@@ -16,33 +16,33 @@ class RecomputedUnits:
 
     Attributes:
         segments: what checkpoints without reentrance run again.
-        held: units that are through, and when what they may be recomputed with began.
-        used_more: units outside of the plan that a reentrant checkpoint ran or lent more than once, and its node.
+        held_unsharded: units that are through, and when what they may be recomputed with began.
+        used_repeatedly: units outside of the plan that a reentrant checkpoint ran or lent more than once, and its node.
     """
 
     def __init__(self, span: ExecutionInterval[Unit], began: Mapping[Unit, int]) -> None:
         self.segments = tuple(span.segments)
-        self.held: dict[Unit, int] = {}
-        self.used_more: dict[Unit, int] = {}
+        self.held_unsharded: dict[Unit, int] = {}
+        self.used_repeatedly: dict[Unit, int] = {}
         self._span = span
         self._began = began
-        self._remade: dict[Unit, int] = {}  # how many times those of the plan have run again
-        self._remade_first: dict[Unit, int] = {}  # while the backward of the first of their calls went on
+        self._runs: dict[Unit, int] = {}  # how many times those of the plan have run again
+        self._runs_in_first_call: dict[Unit, int] = {}  # while the backward of the first of their calls went on
         self._used_in: dict[Unit, int] = {}  # the node whose backward ran them again last, or lent them
 
-    def remade(self, unit: Unit) -> None:
+    def record_run(self, unit: Unit) -> None:
         """`unit`, which is of the plan, runs again."""
-        self._remade[unit] = self._remade.get(unit, 0) + 1
+        self._runs[unit] = self._runs.get(unit, 0) + 1
         if unit in self._span.again and is_in_call(unit, self._began.get(unit)):
-            self._remade_first[unit] = self._remade_first.get(unit, 0) + 1
+            self._runs_in_first_call[unit] = self._runs_in_first_call.get(unit, 0) + 1
 
     def are_over(self, unit: Unit) -> bool:
         """Whether all checkpoints around its first call have run `unit` again: each runs what is inside of it once."""
         own = self._began.get(unit, math.inf)
         around = sum(each.began <= own < each.ended for each in self.segments)
         if unit not in self._span.again:
-            return self._remade.get(unit, 0) >= around
-        return self._remade_first.get(unit, 0) >= around or self._remade.get(unit, 0) >= self._of_all_calls(unit)
+            return self._runs.get(unit, 0) >= around
+        return self._runs_in_first_call.get(unit, 0) >= around or self._runs.get(unit, 0) >= self._of_all_calls(unit)
 
     def _of_all_calls(self, unit: Unit) -> int:
         count = 0
@@ -59,23 +59,23 @@ class RecomputedUnits:
         held_for = min((each.began for each in self.segments if each.began < own < each.ended), default=math.inf)
         holds = bool(begun) and self._began[begun[-1]] >= held_for
         if holds:
-            self.held[unit] = int(held_for)
+            self.held_unsharded[unit] = int(held_for)
         return holds
 
-    def note_use(self, unit: Unit, plan: Container[Unit]) -> None:
+    def record_use(self, unit: Unit, plan: Container[Unit]) -> None:
         """`unit` runs again in a reentrant checkpoint: it, or an owner, may do so more than once in the same."""
         now = _torch.running_node()
-        for each in (*unit.owners, unit):
+        for each in (*unit.owning_units, unit):
             if each not in plan:
                 if self._used_in.get(each) == now:
-                    self.used_more[each] = now
+                    self.used_repeatedly[each] = now
                 self._used_in[each] = now
 
-    def free_what_was_used_more(self, kept: Container[Unit]) -> None:
+    def free_used_repeatedly(self, kept: Container[Unit]) -> None:
         """Free what other nodes than the running one used more than once, but what is `kept`."""
         now = _torch.running_node()
-        for unit, node in tuple(self.used_more.items()):
+        for unit, node in tuple(self.used_repeatedly.items()):
             if node != now:
-                del self.used_more[unit]
+                del self.used_repeatedly[unit]
                 if unit not in kept:
-                    unit.reshard(NOTHING)
+                    unit.reshard(SHOWS_NOTHING)

@@ -24,7 +24,7 @@ from ..comm.comm_hook import left_to_average
 from ..flat.buffer_casting import cast_buffers
 from ..flat.flat_param import FlatParamHandle
 from ..flat.states import FORWARD, IDLE, POST_BACKWARD, PRE_BACKWARD, SUMMONED, UNSHARDED
-from ..flat.views import GUARDED, WHOLE, ParamRef, check_exposed, check_unwritten, keep_packed
+from ..flat.views import SHOWS_GUARDED, SHOWS_UNSHARDED, ParamRef, check_exposed, check_unwritten, keep_packed
 from ..schedule.order import ForwardPass
 from .gradient_counter import GradientCounter
 from .unit_data import UnitData, check_hooks
@@ -39,22 +39,23 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 class ForwardCall:
     """One forward of a unit: a name for what its backward still has to do.
 
-    The anchors of its outputs hold it, and with it `kept`, what watches its inputs; the inputs' hooks hold it weakly
+    The anchors of its outputs hold it, and with it `handle`, what watches its inputs; the inputs' hooks hold it weakly
     ([Note: arrivals]).
 
     Attributes:
         began: when, in ticks of the record's clock; None where that tells nothing.
-        over_in: the graph task in which it was over last. An output that is reached later is what it was given.
+        finished_in_task: the graph task in which it was over last. An output that is reached later is what it was
+            given.
         outlasts: it may go on when the gradients of its inputs are there: those of leaves come before those of outputs
             that were not computed from them.
     """
 
-    __slots__ = ("__weakref__", "began", "kept", "outlasts", "over_in")
+    __slots__ = ("__weakref__", "began", "finished_in_task", "handle", "outlasts")
 
     def __init__(self, began: int | None) -> None:
         self.began = began
-        self.kept: object = None
-        self.over_in: int | None = None
+        self.handle: object = None
+        self.finished_in_task: int | None = None
         self.outlasts = False
 
 
@@ -66,17 +67,17 @@ class Unit(UnitData):
         island: a full-precision module (batch norm) in a low-precision model: inputs are widened, outputs narrowed
             again.
         completed: every gradient that the running backward awaits has arrived.
-        is_through: the running backward is over with the first call, and so with all.
-        reads_once: whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot
+        backward_finished: the running backward is over with the first call, and so with all.
+        single_use: whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot
             sharing]
-        needed_whole: nothing tells when its backward is over; unsharded until the end of the backward.
+        keep_unsharded: nothing tells when its backward is over; unsharded until the end of the backward.
     """
 
     def __init__(
         self,
         module: nn.Module,
         handles: Sequence[FlatParamHandle],
-        homes: Sequence[ParamRef],
+        param_refs: Sequence[ParamRef],
         *,
         backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
@@ -85,7 +86,7 @@ class Unit(UnitData):
         **data: Any,
     ) -> None:
         """`data`: the other arguments of `UnitData`."""
-        super().__init__(module, handles, homes, **data)
+        super().__init__(module, handles, param_refs, **data)
         self.backward_prefetch = backward_prefetch
         self._counted = GradientCounter(self) if backward_prefetch is BackwardPrefetch.BACKWARD_MID else None
         self.forward_prefetch = forward_prefetch
@@ -95,18 +96,20 @@ class Unit(UnitData):
         self._outer_dtype: torch.dtype | None = None
         # By kind: leaves that tell when their gradient is there, and all hooks that they have.
         self._watched: list[dict[int, hooks.Registry]] = [{} for _ in self.handles]
-        self._foretelling: set[int] = set()  # ids of leaves that tell before
+        self._first_gradient_hooks: set[int] = set()  # ids of leaves that tell before
         # Calls whose backward has begun and has not reached their inputs: something in it may still read the
         # parameters.
         self._open_calls: set[ForwardCall] = set()
         self.completed = False
-        self.is_through = False
-        self._late = 0  # gradients that come again, from a segment recomputed in a task of its own or after one
-        self._armed_in = -1  # graph task
+        self.backward_finished = False
+        self._late_gradients = (
+            0  # gradients that come again, from a segment recomputed in a task of its own or after one
+        )
+        self._expecting_in_task = -1  # graph task
         # Leaves whose gradients only tasks inside that one brought, as (kind, index).
-        self._came_inside: set[tuple[int, int]] = set()
-        self.reads_once: bool | None = None
-        self.needed_whole = False
+        self._arrived_in_inner_tasks: set[tuple[int, int]] = set()
+        self.single_use: bool | None = None
+        self.keep_unsharded = False
         self._encloses: bool | None = None  # whether the module has modules of others inside; found when it matters
 
     # -- settings ----------------------------------------------------------------------------------------------------
@@ -124,11 +127,11 @@ class Unit(UnitData):
             )
         self.backward_prefetch, self.forward_prefetch = backward, forward
         self._prefetch_was_set = True
-        self.root.choices_changed()
+        self.root.options_changed()
 
-    def told(self) -> Iterator[str]:
+    def describe_settings(self) -> Iterator[str]:
         """What was set since it was built, in words that are equal on all ranks."""
-        yield from self.choices.told()
+        yield from self.options.describe()
         if self._prefetch_was_set:
             name = self.backward_prefetch.name if self.backward_prefetch is not None else None
             yield f"backward_prefetch={name} and forward_prefetch={self.forward_prefetch}"
@@ -153,8 +156,8 @@ class Unit(UnitData):
             with cast_buffers(self.modules, dtype):
                 called = self.module if method is None else getattr(self.module, method)
                 output = called(*args, **kwargs)
-            if root.branches.walks and not recomputing:
-                root.branches.finish(self)
+            if root.conditional_units.cursors and not recomputing:
+                root.conditional_units.finish(self)
             output = self._after_forward(root, recomputing, call, output, stays=method is None)
             if root.detector is not None and not recomputing:
                 root.detector.outputs(self, output)
@@ -181,7 +184,7 @@ class Unit(UnitData):
                 f"unit {self.label}: forward inside summon_full_params() would train on parameters that are written "
                 "back later; leave the context first. Without gradients (torch.no_grad()) it may run there"
             )
-        if any(shown.exposure is not WHOLE for unit in (self, *self.owners) for shown in unit.shown):
+        if any(views.mode is not SHOWS_UNSHARDED for unit in (self, *self.owning_units) for views in unit.views):
             raise UsageError(
                 f"unit {self.label}: forward inside summon_full_params(rank0_only=True), which gives this rank no "
                 "whole parameters; leave the context first, or run it on rank 0 alone with all units summoned"
@@ -189,36 +192,36 @@ class Unit(UnitData):
         args, kwargs = move((args, kwargs), root.device.device)
         return (self.module if method is None else getattr(self.module, method))(*args, **kwargs)
 
-    def take_part(self) -> None:
+    def participate(self) -> None:
         """Do what this unit's forward does together with other ranks, and nothing else. Collective over the shard axis.
         [Note: branches]"""
-        root, phase, depth = self.root, self.phase, self.root.branches.depth
+        root, phase, depth = self.root, self.phase, self.root.conditional_units.depth
         self.enter_phase(FORWARD)
         try:
             self._follow_requires_grad()
             root.gather_for_forward(self)
-            root.branches.finish(self)
+            root.conditional_units.finish(self)
         except BaseException:
             self.phase = phase
             raise
         finally:
-            root.branches.leave(depth)
+            root.conditional_units.leave(depth)
         self.enter_phase(IDLE)
-        self.end_turn(reached=root.branches.training)
+        self.finish_forward(reached=root.conditional_units.training)
 
     def _before_forward(
         self, root: Root, outermost: bool, recomputing: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[ForwardCall | None, tuple[Any, ...], dict[str, Any]]:
         if recomputing and any(grads.arrived for grads in self.grads):
-            self.reads_once = False  # parameters are read after their gradients have come
+            self.single_use = False  # parameters are read after their gradients have come
         if recomputing and root.backward is not None:
-            root.backward.stepping.check_untouched(self, "its forward ran again")
+            root.backward.steps.check_not_stepped(self, "its forward ran again")
         self.enter_phase(FORWARD)
         if outermost:
             self._forget_autocast(root)
         root.gather_for_forward(self)
         self._follow_requires_grad()
-        self.note("forward")
+        self.record_event("forward")
         if outermost:
             args, kwargs = move((args, kwargs), root.device.device)
         if self.island:
@@ -235,8 +238,8 @@ class Unit(UnitData):
         if not torch.is_grad_enabled():
             return None, args, kwargs
         self._watch_leaves()
-        for owner in self.owners:  # which may not run itself
-            owner._watch_leaves()
+        for owning_unit in self.owning_units:  # which may not run itself
+            owning_unit._watch_leaves()
         return self._watch_inputs(root, (args, kwargs)), args, kwargs
 
     def _forget_autocast(self, root: Root) -> None:
@@ -285,15 +288,15 @@ class Unit(UnitData):
         inputs = [tensor for tensor in tensors_in(args) if tensor.requires_grad]
         if kwargs:
             inputs += [tensor for tensor in tensors_in(kwargs) if tensor.requires_grad]
-        awaited = [tensor for tensor in inputs if root.links.first_reader(tensor, self)]
+        awaited = [tensor for tensor in inputs if root.gradient_flow.first_reader(tensor, self)]
         if not awaited and self._has_frozen():
             awaited = inputs
         if not awaited:
             return None
-        timed = self.choices.schedule.branch is None and not _torch.in_backward()
+        timed = self.options.schedule.branch is None and not _torch.in_backward()
         call = ForwardCall(root.record.entered_at if timed else None)
         me, this = weakref.ref(self), weakref.ref(call)
-        if len(awaited) == 1 and root.links.follow_anchor(awaited[0], me, call):
+        if len(awaited) == 1 and root.gradient_flow.follow_output(awaited[0], me, call):
             return call
 
         def arrived() -> None:
@@ -301,70 +304,70 @@ class Unit(UnitData):
             if unit is not None and known is not None:
                 unit.inputs_ready(known)
 
-        registered, call.kept = hooks.after_backward_to(awaited, arrived)
+        registered, call.handle = hooks.after_backward_to(awaited, arrived)
         if all(tensor.grad_fn is None for tensor in awaited):
             call.outlasts = True
-            root.links.unhook_later(registered)
+            root.gradient_flow.unhook_later(registered)
         return call
 
     def _after_forward(
         self, root: Root, recomputing: bool, call: ForwardCall | None, output: Any, *, stays: bool
     ) -> Any:
         """`stays`: whether the unit stays whole where it is trained and no output shows it."""
-        for unit in (self, *self.owners):
-            for handle, shown, _ in unit.kinds:
-                check_unwritten(shown, unit.name)
+        for unit in (self, *self.owning_units):
+            for handle, views, _ in unit.kinds:
+                check_unwritten(views, unit.name)
                 if handle.packed and handle.state is UNSHARDED:
-                    keep_packed(handle, unit.homes, unit.name)
+                    keep_packed(handle, unit.param_refs, unit.name)
         output = self._own_output(output)
         if self.island and self._outer_dtype is not None:
             output = cast_floating(output, self._outer_dtype)
         if not torch.is_grad_enabled():
             self._forget_autocast(root)
-        branching = self.choices.schedule.branch is not None
+        branching = self.options.schedule.branch is not None
         reached = keep = False
         if torch.is_grad_enabled():
-            anchors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            for anchor in anchors:
-                self._anchor(root, anchor, call)
+            output_hooks = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            for output_hook in output_hooks:
+                self._hook_outputs(root, output_hook, call)
             if call is not None and call.outlasts:
-                call.outlasts = len(anchors) > 1 and self._has_frozen()
-            reached = bool(anchors)
+                call.outlasts = len(output_hooks) > 1 and self._has_frozen()
+            reached = bool(output_hooks)
             keep = stays and not reached and not recomputing and bool(self.trainable_leaves())
             if keep:
-                self._stay_whole()
+                self._stay_unsharded()
         if recomputing:
             if root.backward is not None and torch.is_grad_enabled():
-                for unit in (self, *self.owners):
+                for unit in (self, *self.owning_units):
                     root.backward.expect_recomputed(unit)
             return output
         if branching:
-            if root.branches.training:
-                root.branches.ran(self, with_graph=reached)
-            reached = root.branches.training
-            if root.branches.holds(self):
+            if root.conditional_units.training:
+                root.conditional_units.ran(self, with_graph=reached)
+            reached = root.conditional_units.training
+            if root.conditional_units.holds(self):
                 return output
-        self.end_turn(reached=reached, keep=keep)
+        self.finish_forward(reached=reached, keep=keep)
         return output
 
-    def end_turn(self, *, reached: bool, keep: bool = False) -> None:
+    def finish_forward(self, *, reached: bool, keep: bool = False) -> None:
         """This unit's part of the forward is over: free it, unless it is to `keep` its parameters.
 
         `reached`: a gradient can come to it.
         """
         if reached:
-            self.root.record.anchor(self)
-            for owner in self.owners:
-                self.root.record.anchor(owner)
-        elif self.root.branches.training:
+            self.root.record.leave(self)
+            for owning_unit in self.owning_units:
+                self.root.record.leave(owning_unit)
+        elif self.root.conditional_units.training:
             self.root.record.leave_without_graph(self)
-        if keep or self._lent or not self.reshards_after_forward:
-            for shown in self.shown:
-                shown.notice_writes()
+        if keep or self._in_use_by_sharing_unit or not self.reshards_after_forward:
+            for views in self.views:
+                views.track_writes()
         else:
             self.reshard_after_forward(self)
-        for owner in self.owners:
-            owner.lent_no_more(self)
+        for owning_unit in self.owning_units:
+            owning_unit.sharing_unit_finished(self)
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -372,53 +375,53 @@ class Unit(UnitData):
 
         The root's backward begins where its forward ends: unless a user says so, freeing them would gain nothing.
         """
-        chosen = self.choices.schedule.reshard_after_forward
+        chosen = self.options.schedule.reshard_after_forward
         if chosen is not None:
             return bool(chosen)
         return self.traits.reshard_after_forward and self is not self.root.unit
 
     def reshards_after_backward(self, *, reduced: bool) -> bool:
         """Whether the unsharded parameters are freed after a backward that `reduced` gradients or did not."""
-        chosen = self.choices.schedule.reshard_after_backward
+        chosen = self.options.schedule.reshard_after_backward
         return chosen if chosen is not None else reduced or self.traits.reshard_without_sync
 
-    def _anchor(self, root: Root, output: torch.Tensor, call: ForwardCall | None) -> None:
+    def _hook_outputs(self, root: Root, output: torch.Tensor, call: ForwardCall | None) -> None:
         """Begin this unit's backward when the gradient of `output` is there; that of its readers is over then."""
-        anchor = root.links.anchor(output)
-        anchor.returners.insert(0, (weakref.ref(self), call))
-        if len(anchor.returners) > 1:
+        output_hook = root.gradient_flow.output_hook(output)
+        output_hook.returners.insert(0, (weakref.ref(self), call))
+        if len(output_hook.returners) > 1:
             return
 
         # The graph holds the pass that it was made in. Not the root: an error of a backward that the root keeps holds
         # the graph, and no collector sees that circle.
         def reached(grad: torch.Tensor, made_in: ForwardPass | None = root.record.running) -> None:
-            anchor.reached()
+            output_hook.reached()
 
         registered = hooks.before_backward_of(output, reached)
         if output.grad_fn is None:
-            root.links.unhook_later([registered])
+            root.gradient_flow.unhook_later([registered])
 
     @property
-    def _lent(self) -> bool:
+    def _in_use_by_sharing_unit(self) -> bool:
         """Whether a unit that holds some of these parameters too is in its forward."""
-        return bool(self._borrowers) and any(unit.phase is FORWARD for unit in self._alive_borrowers())
+        return bool(self._sharing_units) and any(unit.phase is FORWARD for unit in self._alive_sharing_units())
 
-    def lent_no_more(self, borrower: Unit) -> None:
-        """`borrower`, which holds some of these parameters too, has run its forward: reshard, unless they are needed
-        still."""
-        in_use = self.phase in (FORWARD, SUMMONED) or self.needed_whole or self._lent
+    def sharing_unit_finished(self, sharing_unit: Unit) -> None:
+        """`sharing_unit`, which holds some of these parameters too, has run its forward: reshard, unless they are
+        needed still."""
+        in_use = self.phase in (FORWARD, SUMMONED) or self.keep_unsharded or self._in_use_by_sharing_unit
         if in_use:
             return
         if self.reshards_after_forward:
-            self.reshard_after_forward(self, borrower)
+            self.reshard_after_forward(self, sharing_unit)
         else:
-            self.notice_writes()
+            self.track_writes()
 
     def _own_output(self, output: Any) -> Any:
         """Outputs that are views of unsharded parameters become copies: their memory is about to be freed."""
         lent = {
-            handle.place.address
-            for unit in ((self, *self.owners) if self.owners else (self,))
+            handle.unsharded_buffer.address
+            for unit in ((self, *self.owning_units) if self.owning_units else (self,))
             for handle in unit.handles
             if handle.state is UNSHARDED and handle.owns_unsharded
         }
@@ -431,8 +434,8 @@ class Unit(UnitData):
 
         return own(output) if type(output) is torch.Tensor else map_tensors(own, output)
 
-    def _stay_whole(self) -> None:
-        if self.choices.schedule.branch is not None:
+    def _stay_unsharded(self) -> None:
+        if self.options.schedule.branch is not None:
             raise UsageError(
                 f"unit {self.label} has trainable parameters, but its forward returned no tensor that requires a "
                 "gradient (or returned them inside an object that flatfsdp cannot look into). It is of a part that was "
@@ -447,10 +450,10 @@ class Unit(UnitData):
                 "the end of backward. Return tensors in tuples, lists, dicts or dataclasses, or call it under "
                 "torch.no_grad() if it needs no gradient"
             )
-        self.needed_whole = True
-        self.foretell_backward()
+        self.keep_unsharded = True
+        self.unshard_at_first_gradient()
 
-    def foretell_backward(self) -> None:
+    def unshard_at_first_gradient(self) -> None:
         """Begin this unit's backward when the first of its gradients is about to come, if nothing else did."""
         self._watch_leaves()
         me = weakref.ref(self)
@@ -462,8 +465,8 @@ class Unit(UnitData):
 
         for handle in self.handles:
             for leaf in handle.leaves:
-                if leaf.requires_grad and id(leaf) not in self._foretelling:
-                    self._foretelling.add(id(leaf))
+                if leaf.requires_grad and id(leaf) not in self._first_gradient_hooks:
+                    self._first_gradient_hooks.add(id(leaf))
                     hooks.before_leaf(leaf, reached)
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -478,36 +481,36 @@ class Unit(UnitData):
                 "are written back later; leave the context first"
             )
         backward = root.begin_backward()
-        if self.completed and (self.is_through or self._reads_no_more(backward)):
+        if self.completed and (self.backward_finished or self._is_done_reading(backward)):
             return
-        backward.stepping.check_untouched(self, "its backward began again")
-        if call is not None and call.over_in is not None and call.over_in == _torch.graph_task():
+        backward.steps.check_not_stepped(self, "its backward began again")
+        if call is not None and call.finished_in_task is not None and call.finished_in_task == _torch.graph_task():
             call = None
-            if self.armed and not (self.is_whole or backward.has_yet_to_gather(self)):
+            if self.expects_gradients and not (self.is_unsharded or backward.has_yet_to_gather(self)):
                 return  # freed when that was over
-        elsewhere = self.completed and self._armed_in != _torch.graph_task()
+        elsewhere = self.completed and self._expecting_in_task != _torch.graph_task()
         if call is not None and call not in self._open_calls:
             self._open_calls.add(call)
-            self.needed_whole = self.needed_whole or call.outlasts
+            self.keep_unsharded = self.keep_unsharded or call.outlasts
             elsewhere = elsewhere or backward.in_inner_task()
         elif call is not None or self.phase is PRE_BACKWARD:
             elsewhere = False
         if elsewhere:
-            for unit in (self, *self.owners):
-                unit._late = unit._come_late()
-        if self.phase is PRE_BACKWARD and (self.is_whole or not self.choices.schedule.unshard_in_backward):
+            for unit in (self, *self.owning_units):
+                unit._late_gradients = unit._count_late_gradients()
+        if self.phase is PRE_BACKWARD and (self.is_unsharded or not self.options.schedule.unshard_in_backward):
             return
-        for shown in self.shown:
-            check_exposed(shown, self.name)
+        for views in self.views:
+            check_exposed(views, self.name)
         if call is None and self._may_be_read_after_its_gradients(backward):
-            self.needed_whole = True
+            self.keep_unsharded = True
         backward.gather(self)
         if not self.completed:
-            self.arm(backward, share=backward.is_over_with_gradients(self))
+            self.expect_gradients(backward, share=backward.is_over_with_gradients(self))
         self.enter_phase(PRE_BACKWARD)
-        self.note("backward")
+        self.record_event("backward")
 
-    def _come_late(self) -> int:
+    def _count_late_gradients(self) -> int:
         """How many gradients the running graph task brings that came before, or are awaited no more."""
         return sum(
             hooks.will_accumulate(handle.leaves[i])
@@ -515,23 +518,23 @@ class Unit(UnitData):
             for i in (grads.expected if self.completed else grads.arrived)
         )
 
-    def _reads_no_more(self, backward: Backward) -> bool:
+    def _is_done_reading(self, backward: Backward) -> bool:
         """Whether the running backward has read all parameters that modules of this unit hold, by what is known of
         their gradients: each has come, or is none that this backward computes.
 
         An output may be reached later than that: the hidden states beside what a head makes of them, or what the unit
         was given. Other ranks may not reach it, so nothing is gathered for it.
         """
-        return not backward.in_inner_task() and all(unit._has_its_gradients() for unit in (self, *self.owners))
+        return not backward.in_inner_task() and all(unit._has_its_gradients() for unit in (self, *self.owning_units))
 
     def _has_its_gradients(self) -> bool:
         # What came in a reentrant checkpoint's own graph task may come again in this one, of another call.
-        elsewhere = self._armed_in != _torch.graph_task()
-        return self._late <= 0 and not any(
-            shown.extended
+        elsewhere = self._expecting_in_task != _torch.graph_task()
+        return self._late_gradients <= 0 and not any(
+            views.extended
             or not leaf.requires_grad
             or ((elsewhere or i not in grads.arrived) and hooks.will_accumulate(leaf))
-            for handle, shown, grads in self.kinds
+            for handle, views, grads in self.kinds
             for i, leaf in enumerate(handle.leaves)
         )
 
@@ -551,15 +554,15 @@ class Unit(UnitData):
                     return True
         return False
 
-    def arm(self, backward: Backward, *, share: bool = False) -> None:
+    def expect_gradients(self, backward: Backward, *, share: bool = False) -> None:
         """Await the gradients of all leaves that require one. `share`: in the parameters' own places."""
-        hooked = self.choices.comm_hook is not None
+        hooked = self.options.comm_hook is not None
         for kind, (handle, _, grads) in enumerate(self.kinds):
-            grads.arm(
+            grads.expect_gradients(
                 handle.trainable_indices(),
                 world=left_to_average(self.groups) if hooked else self.groups.world,
-                divide_by=self.choices.schedule.divide_by,
-                weight=self.root.weight if self.choices.schedule.divide_by is None else min(self.root.weight, 1.0),
+                divide_by=self.options.schedule.divide_by,
+                weight=self.root.weight if self.options.schedule.divide_by is None else min(self.root.weight, 1.0),
                 sync=backward.reduces(self),
                 share=share,
                 hooked=hooked,
@@ -570,18 +573,18 @@ class Unit(UnitData):
             elif users:
                 hooks.defer_user_hooks(handle.leaves)
             grads.let_collect(backward.collecting)
-        self._armed_in = _torch.graph_task()
-        self._came_inside.clear()
+        self._expecting_in_task = _torch.graph_task()
+        self._arrived_in_inner_tasks.clear()
         self._expect(backward)
 
     def _expect(self, backward: Backward) -> None:
         for grads in self.grads:
-            if grads.awaited:
+            if grads.participates:
                 backward.expect(self)
                 return
 
     @property
-    def armed(self) -> bool:
+    def expects_gradients(self) -> bool:
         """Whether gradients are awaited (or all have come) in the running backward."""
         return self.phase is PRE_BACKWARD or self.completed
 
@@ -596,7 +599,7 @@ class Unit(UnitData):
         backward = root.backward
         if backward is None or not (self.phase is PRE_BACKWARD or self.completed):
             backward = root.begin_backward()
-            self.arm(backward)
+            self.expect_gradients(backward)
             self.enter_phase(PRE_BACKWARD)
         leaf = self.handles[kind].leaves[index]
         grad = leaf.grad
@@ -606,22 +609,22 @@ class Unit(UnitData):
         again = index in grads.arrived
         task = _torch.graph_task()
         if again or task != backward.task:
-            self.reads_once = False
+            self.single_use = False
         if again or self.completed:
-            self._late -= 1
-        if task == self._armed_in:
-            if self._came_inside:
-                self._came_inside.discard((kind, index))
+            self._late_gradients -= 1
+        if task == self._expecting_in_task:
+            if self._arrived_in_inner_tasks:
+                self._arrived_in_inner_tasks.discard((kind, index))
         elif not (again or self.completed):
-            self._came_inside.add((kind, index))
-        if not backward.fired:
+            self._arrived_in_inner_tasks.add((kind, index))
+        if not backward.gradient_has_arrived:
             backward.gradient_arrived(watched=root.detector is not None)
         if root.detector is not None:
             root.detector.gradient(self, kind, index, grad)
         grads.arrive(index, grad.detach() if grad.requires_grad else grad)
         del grad  # moved, or collected: what follows may take memory
         if self.completed:
-            backward.stepping.check_untouched(self, "a gradient came")
+            backward.steps.check_not_stepped(self, "a gradient came")
             self._expect(backward)  # a late one: a second reduction, at the end of the backward
         else:
             grads.let_collect(backward.collecting)
@@ -631,40 +634,40 @@ class Unit(UnitData):
     def _awaits_more(self) -> bool:
         """Whether gradients that came in tasks inside have another part to come, or may have: a segment that is
         recomputed there may share parameters with the rest of this unit's forward."""
-        if _torch.graph_task() != self._armed_in:
+        if _torch.graph_task() != self._expecting_in_task:
             return True
-        for kind, index in self._came_inside:
+        for kind, index in self._arrived_in_inner_tasks:
             if hooks.will_accumulate(self.handles[kind].leaves[index]):
                 self.grads[kind].missing.add(index)
-        self._came_inside.clear()
+        self._arrived_in_inner_tasks.clear()
         return any(grads.missing for grads in self.grads)
 
     def inputs_ready(self, call: ForwardCall) -> None:
         """The gradients of the inputs of one call are there."""
         self._open_calls.discard(call)
-        call.over_in = _torch.graph_task()
+        call.finished_in_task = _torch.graph_task()
         backward = self.root.backward
         if backward is not None and call.began is not None and call.began == backward.began.get(self):
-            self.is_through = True
-        if self.armed:
-            self.await_what_comes()
+            self.backward_finished = True
+        if self.expects_gradients:
+            self.reduce_if_complete()
 
-    def is_coming(self) -> bool:
+    def may_still_run(self) -> bool:
         """Whether the running graph task will go on with this unit's backward, or begin it."""
         return bool(self._open_calls) or self.awaits_gradients()
 
     def awaits_gradients(self) -> bool:
         """Whether the running graph task will bring gradients that this unit lacks."""
-        if not self.armed:
+        if not self.expects_gradients:
             return any(map(hooks.will_accumulate, self.trainable_leaves()))
         return any(hooks.will_accumulate(handle.leaves[i]) for handle, _, grads in self.kinds for i in grads.missing)
 
-    def await_what_comes(self) -> None:
+    def reduce_if_complete(self) -> None:
         """Reduce now if all has come that this backward computes, and reshard if nothing reads the parameters."""
-        self._excuse_absent()
+        self._skip_missing()
         self._advance()
 
-    def _excuse_absent(self) -> None:
+    def _skip_missing(self) -> None:
         """Where calls are over and gradients are missing: await none that this backward does not compute.
 
         Other ranks may use all parameters: they reduce now, and gather on only when this rank has reduced, too.
@@ -676,7 +679,7 @@ class Unit(UnitData):
         if backward is None or backward.in_inner_task() or not backward.brings_gradients():
             return
         for handle, grads in awaiting:
-            grads.excuse([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
+            grads.skip_missing([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
 
     def _advance(self) -> None:
         """Reduce when every gradient is there, and reshard, unless something in this backward can still read the
@@ -688,47 +691,47 @@ class Unit(UnitData):
         for grads in self.grads:
             expecting = expecting or bool(grads.expected)
             missing = missing or bool(grads.missing)
-        if expecting and not self.completed and not missing and self._late <= 0:
-            if self._came_inside and self._awaits_more():
+        if expecting and not self.completed and not missing and self._late_gradients <= 0:
+            if self._arrived_in_inner_tasks and self._awaits_more():
                 return
             self.completed = True
-            if self.reads_once is None:
-                self.reads_once = True
+            if self.single_use is None:
+                self.single_use = True
             self.enter_phase(POST_BACKWARD)
-            self.note("grads")
+            self.record_event("grads")
             # The parameters make way before the reduction takes memory.
             self._release(backward)
             backward.gradients_ready(self)
-        elif self._late <= 0 and (
+        elif self._late_gradients <= 0 and (
             self.completed or not expecting or not (backward.in_inner_task() or backward.brings_gradients())
         ):
             self._release(backward)
-        for owner in self.owners:
-            if owner.armed:
-                owner._advance()
+        for owning_unit in self.owning_units:
+            if owning_unit.expects_gradients:
+                owning_unit._advance()
 
     def _release(self, backward: Backward) -> None:
         """Reshard after the unit's part of the backward, unless the parameters are needed still."""
-        lent = bool(self._borrowers) and any(unit._open_calls for unit in self._alive_borrowers())
-        needed = lent or self.needed_whole or backward.keeps_whole(self)
+        lent = bool(self._sharing_units) and any(unit._open_calls for unit in self._alive_sharing_units())
+        needed = lent or self.keep_unsharded or backward.keeps_unsharded(self)
         if not needed and not backward.reaches_again(self):
-            self.reshard(GUARDED)
+            self.reshard(SHOWS_GUARDED)
             backward.released(self)
 
     @property
-    def may_linger(self) -> bool:
+    def can_finish_later(self) -> bool:
         """Whether what this unit reduces may be waited for after the backward: only readers of `.grad` need it."""
-        if self.choices.comm_hook is not None or hooks.user_hooked(self.parameters):
+        if self.options.comm_hook is not None or hooks.user_hooked(self.parameters):
             return False
-        return all(grads.may_linger for grads in self.grads if grads.reducing)
+        return all(grads.can_finish_later for grads in self.grads if grads.reducing)
 
     # -- the end of an iteration -------------------------------------------------------------------------------------
 
-    def rest(self, *, keep_whole: bool = False) -> None:
+    def reset_to_idle(self, *, keep_unsharded: bool = False) -> None:
         if self.phase is SUMMONED:  # the parameters are the user's; units around it may have run
             return
-        super().rest(keep_whole=keep_whole)
-        self.needed_whole = False
+        super().reset_to_idle(keep_unsharded=keep_unsharded)
+        self.keep_unsharded = False
         self._end_backward()
 
     def run_user_hooks(self, complete: Collection[FlatParamHandle]) -> None:
@@ -741,14 +744,14 @@ class Unit(UnitData):
             elif hooks.are_more_than_ours(self._watched[kind].values()):
                 hooks.run_user_hooks(handle.leaves)
 
-    def pause(self) -> None:
-        super().pause()
+    def retain_for_double_backward(self) -> None:
+        super().retain_for_double_backward()
         self._end_backward()
 
     def _end_backward(self) -> None:
-        self.completed = self.is_through = False
-        self._late = 0
-        self._came_inside.clear()
+        self.completed = self.backward_finished = False
+        self._late_gradients = 0
+        self._arrived_in_inner_tasks.clear()
         self._open_calls.clear()
 
 

@@ -32,15 +32,15 @@ from ..flat.host_cache import DEVICE, HOST
 from ..flat.reduction import Reduction, ReductionInput
 from ..flat.states import GATHERING, IDLE, PHASE_STEPS, SHARDED, SUMMONED, UNSHARDED, Phase, refuse_step
 from ..flat.views import (
-    NOTHING,
-    SHAPE,
-    SHARD,
-    WHOLE,
+    SHOWS_NOTHING,
+    SHOWS_SHAPE,
+    SHOWS_SHARD,
+    SHOWS_UNSHARDED,
     ParamRef,
     ParamViews,
     ViewMode,
     check_exposed,
-    check_homes,
+    check_param_refs,
     check_requested,
     refuse_functional_call,
 )
@@ -60,19 +60,20 @@ class UnitData:
     Attributes:
         name: path from the root's module; "" for the root.
         handles: one per kind of parameter, none if the unit owns no parameter.
-        shown, grads: for each handle, what its leaves show and its gradients; kinds: all three.
-        homes: where modules of this unit hold the handles' leaves.
-        owners: units that own parameters which modules of this unit hold too (tied); unsharded whenever this one is.
-        aliases: where modules of this unit hold those.
+        views, grads: for each handle, what its leaves show and its gradients; kinds: all three.
+        param_refs: where modules of this unit hold the handles' leaves.
+        owning_units: units that own parameters which modules of this unit hold too (tied); unsharded whenever this one
+            is.
+        shared_refs: where modules of this unit hold those.
         device_mesh: the mesh that `groups` are of, where a user gave one; pickles do not have it.
-        choices: what users chose.
+        options: what users chose.
         phase: [Note: lifecycle].
-        kept: stays unsharded between iterations, because a user said so.
-        doubtful: some ranks may have written to their shards, and others not.
-        beginnings: of the parameters, until they have been compared with the other ranks'.
+        persists_between_iterations: stays unsharded between iterations, because a user said so.
+        maybe_stale: some ranks may have written to their shards, and others not.
+        initial_checksums: of the parameters, until they have been compared with the other ranks'.
         gather, scatter, replicate: the transports for the collectives; replicate is None where there is one copy.
         reducers: the last two, or a communication hook in the place of one of them.
-        neighbours: the transport among those who keep portions after a forward; None where nobody does. [Note:
+        post_forward_gather: the transport among those who keep portions after a forward; None where nobody does. [Note:
             portions]
     """
 
@@ -85,55 +86,55 @@ class UnitData:
         self,
         module: nn.Module,
         handles: Sequence[FlatParamHandle],
-        homes: Sequence[ParamRef],
+        param_refs: Sequence[ParamRef],
         *,
         traits: Traits,
         groups: ProcessGroups,
         device_mesh: Any = None,
         mixed_precision: MixedPrecision,
         cpu_offload: CPUOffload,
-        owners: Sequence[UnitData] = (),
-        aliases: Sequence[ParamRef] = (),
+        owning_units: Sequence[UnitData] = (),
+        shared_refs: Sequence[ParamRef] = (),
         schedule: Schedule = AS_BUILT,
     ) -> None:
         self.name = ""
         self.module = module
         self.handles = list(handles)
-        self.homes = list(homes)
+        self.param_refs = list(param_refs)
         self.traits = traits
         self.groups = groups
         self.device_mesh = device_mesh
         self.mixed_precision = mixed_precision
         self.cpu_offload = cpu_offload
-        self.choices = UnitOptions(schedule)
-        self.owners: list[Any] = []
-        self._borrowers: list[weakref.ref[Any]] = []
+        self.options = UnitOptions(schedule)
+        self.owning_units: list[Any] = []
+        self._sharing_units: list[weakref.ref[Any]] = []
         self.tied_modules: list[nn.Module] = []  # those of the owners, in a copy: all are there once its root is
-        self.borrow_from(owners)
-        self.aliases = list(aliases)
+        self.share_params_of(owning_units)
+        self.shared_refs = list(shared_refs)
         self.phase = IDLE
-        self.shown = [ParamViews(handle) for handle in self.handles]
-        self.grads = [Gradients(handle, shown) for handle, shown in zip(self.handles, self.shown, strict=True)]
-        self.kinds = list(zip(self.handles, self.shown, self.grads, strict=True))
-        self.neighbours: Transport | None = None
+        self.views = [ParamViews(handle) for handle in self.handles]
+        self.grads = [Gradients(handle, views) for handle, views in zip(self.handles, self.views, strict=True)]
+        self.kinds = list(zip(self.handles, self.views, self.grads, strict=True))
+        self.post_forward_gather: Transport | None = None
         self._root: weakref.ref[Root] | None = None
         self.own_root: Root | None = None  # until the wrapper takes it: a root owns its units, and no cycle may remain
-        self.kept = False
-        self.doubtful = False
-        self._versions_asked: list[tuple[int, ...]] = []  # of the handles, when a user asked for them unsharded
-        self.beginnings: InitialChecksums | None = None
+        self.persists_between_iterations = False
+        self.maybe_stale = False
+        self._versions_at_request: list[tuple[int, ...]] = []  # of the handles, when a user asked for them unsharded
+        self.initial_checksums: InitialChecksums | None = None
 
     def extend(self, extended: Sequence[TransformedParam]) -> None:
         """Let modules see what extensions make of some leaves."""
-        for handle, shown, _ in self.kinds:
+        for handle, views, _ in self.kinds:
             leaves = set(map(id, handle.leaves))
-            shown.extended = [each for each in extended if id(each.leaf) in leaves]
+            views.extended = [each for each in extended if id(each.leaf) in leaves]
 
-    def borrow_from(self, owners: Sequence[UnitData]) -> None:
-        """Hold parameters of `owners` too."""
-        self.owners = list(owners)
-        for owner in self.owners:
-            owner._borrowers.append(weakref.ref(self))
+    def share_params_of(self, owning_units: Sequence[UnitData]) -> None:
+        """Hold parameters of `owning_units` too."""
+        self.owning_units = list(owning_units)
+        for owning_unit in self.owning_units:
+            owning_unit._sharing_units.append(weakref.ref(self))
 
     # -- identity ----------------------------------------------------------------------------------------------------
 
@@ -149,12 +150,12 @@ class UnitData:
             )
         return root
 
-    def join(self, root: Root) -> None:
+    def attach_to(self, root: Root) -> None:
         """Belong to `root` from now on."""
         self._root = weakref.ref(root)
-        self._trace = root.trace
+        self._events = root.events
         for handle in self.handles:
-            handle.move_to_ledger(root.ledger)
+            handle.move_to_tracker(root.tracker)
 
     @property
     def label(self) -> str:
@@ -164,35 +165,35 @@ class UnitData:
     def enter_phase(self, phase: Phase) -> None:
         """Change the phase, by the table."""
         if phase not in PHASE_STEPS[self.phase]:
-            refuse_step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self._trace)
+            refuse_step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self._events)
         self.phase = phase
 
-    def note(self, kind: str) -> None:
+    def record_event(self, kind: str) -> None:
         """Record an event of this unit."""
-        self._trace.append((kind, self.name, self.phase._value_))
+        self._events.append((kind, self.name, self.phase._value_))
 
     # -- choices -----------------------------------------------------------------------------------------------------
 
-    def choose(self, **changes: Any) -> None:
+    def set_options(self, **changes: Any) -> None:
         """Change what users chose."""
-        self.choices = replace(self.choices, **changes)
-        self.root.choices_changed()
+        self.options = replace(self.options, **changes)
+        self.root.options_changed()
 
-    def choose_schedule(self, **changes: Any) -> None:
+    def set_schedule(self, **changes: Any) -> None:
         """Change the schedule that users chose. [Note: schedule]"""
-        self.choose(schedule=replace(self.choices.schedule, **changes))
+        self.set_options(schedule=replace(self.options.schedule, **changes))
 
     @property
-    def hidden(self) -> list[ParamRef]:
+    def unregistered_refs(self) -> list[ParamRef]:
         """The homes and aliases that give up the registration, a flat parameter having it."""
         flattened = {
             id(leaf)
-            for unit in (self, *self.owners)
+            for unit in (self, *self.owning_units)
             for handle in unit.handles
             if not handle.use_orig_params
             for leaf in handle.leaves
         }
-        return [home for home in (*self.homes, *self.aliases) if id(home.leaf) in flattened]
+        return [param_ref for param_ref in (*self.param_refs, *self.shared_refs) if id(param_ref.leaf) in flattened]
 
     def trainable_leaves(self) -> list[nn.Parameter]:
         """The parameters that require a gradient."""
@@ -231,10 +232,10 @@ class UnitData:
     @property
     def is_tied(self) -> bool:
         """Whether modules of several units hold some of these parameters, or see them transformed."""
-        return bool(self.owners or self._borrowers) or any([shown.extended for shown in self.shown])
+        return bool(self.owning_units or self._sharing_units) or any([views.extended for views in self.views])
 
-    def _alive_borrowers(self) -> Iterator[Any]:
-        for ref in self._borrowers:
+    def _alive_sharing_units(self) -> Iterator[Any]:
+        for ref in self._sharing_units:
             if (unit := ref()) is not None:
                 yield unit
 
@@ -243,10 +244,10 @@ class UnitData:
     @property
     def is_sharded(self) -> bool:
         """Whether all data is sharded that does not stay on the device."""
-        return not [h for h in self.handles if h.state is not SHARDED and h.residence is not DEVICE]
+        return not [h for h in self.handles if h.state is not SHARDED and h.persistence is not DEVICE]
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether all data is unsharded, or on its way."""
         return SHARDED not in map(_state_of, self.handles)
 
@@ -256,18 +257,18 @@ class UnitData:
         root = self.root
         sharded = self.prepare_unshard(root, ahead=ahead)
         for handle in sharded:
-            if handle.portion is not None and _torch.in_backward():
-                handle.launch_unshard_nearby(root.lanes.unshard)
+            if handle.post_forward_shard is not None and _torch.in_backward():
+                handle.launch_unshard_post_forward(root.streams.unshard)
                 continue
-            handle.launch_unshard(self.gather, root.lanes.unshard, dtype=self.dtype_of(handle))
+            handle.launch_unshard(self.gather, root.streams.unshard, dtype=self.dtype_of(handle))
             if handle.offload:
-                root.limiter.note_upload()
+                root.limiter.record_upload()
         if sharded:
-            self.note_gather(root)
+            self.record_gather(root)
 
-    def note_gather(self, root: Root) -> None:
+    def record_gather(self, root: Root) -> None:
         """Gathers of this unit were issued."""
-        self.note("gather")
+        self.record_event("gather")
         if root.backward is not None:
             root.backward.gathered.append(self)
 
@@ -278,30 +279,30 @@ class UnitData:
         """
         sharded = []
         for handle, _, grads in self.kinds:
-            if grads.sharing and grads.arrived:
-                self._refuse_to_regain()
+            if grads.shares_slots and grads.arrived:
+                self._refuse_to_gather_again()
             if handle.state is SHARDED:
                 if grads.reducing:
                     grads.return_inputs()
                 if root.limiter.held:
                     root.limiter.make_room(handle.buffer(self._dtype_gathered(handle)), ahead=ahead)
-                self._drop_old_host_copy(handle)
-                if handle.host_copy is not None and handle.host_copy.dtype == self.dtype_of(handle):
-                    handle.launch_upload(root.lanes.unshard)
-                    root.limiter.note_upload()
-                    self.note("upload")
+                self._drop_stale_host_cache(handle)
+                if handle.host_cache is not None and handle.host_cache.dtype == self.dtype_of(handle):
+                    handle.launch_upload(root.streams.unshard)
+                    root.limiter.record_upload()
+                    self.record_event("upload")
                 else:
                     sharded.append(handle)
         return sharded
 
-    def take_writes(self) -> None:
+    def apply_shard_writes(self) -> None:
         """What was written to the shards earlier in this forward is what the unit is to compute with: free what was
         gathered before. [Note: shards by hand]"""
-        for handle, shown, _ in self.kinds:
-            if shown.exposure is not SHARD:
+        for handle, views, _ in self.kinds:
+            if views.mode is not SHOWS_SHARD:
                 continue
             if not (handle.use_orig_params or handle.flat_shows_shard):
-                shown.adopt_flat()
+                views.adopt_flat()
             if handle.state is not SHARDED and handle.was_written_since_gathered:
                 if handle.state is GATHERING:
                     handle.wait_unshard()
@@ -310,36 +311,36 @@ class UnitData:
     def wait_unshard(self) -> None:
         """Order the caller after the gathers and let the leaves show the whole."""
         arrived = False
-        for handle, shown, _ in self.kinds:
+        for handle, views, _ in self.kinds:
             if handle.state is GATHERING:
-                if shown.some_hidden:
-                    shown.unhide()
+                if views.some_hidden:
+                    views.unhide()
                 handle.wait_unshard()
                 arrived = True
         if arrived:
-            self.note("gathered")
-        for shown in self.shown:
-            shown.is_left = False
-            if shown.exposure is not WHOLE:
-                shown.show(WHOLE)
-            elif shown.notices_writes:
-                shown.unhide()
-            if shown.extended:
-                shown.install_extended()
+            self.record_event("gathered")
+        for views in self.views:
+            views.is_left_unsharded = False
+            if views.mode is not SHOWS_UNSHARDED:
+                views.show(SHOWS_UNSHARDED)
+            elif views.tracks_writes:
+                views.unhide()
+            if views.extended:
+                views.install_extended()
 
-    def notice_writes(self, *, described_as_whole: bool = False) -> None:
+    def track_writes(self, *, described_as_unsharded: bool = False) -> None:
         """What users write to the unsharded parameters until the unit computes again would be lost: notice it."""
-        for shown in self.shown:
-            shown.notice_writes(described_as_whole=described_as_whole)
+        for views in self.views:
+            views.track_writes(described_as_unsharded=described_as_unsharded)
 
-    def check_kept(self) -> None:
+    def check_left_unsharded(self) -> None:
         """Refuse what was written to the unsharded parameters that a forward has left, which are about to be freed.
 
         Precondition: no backward has reached the unit since.
         """
-        for shown in self.shown:
-            if shown.exposure is WHOLE and self.phase is not SUMMONED:
-                check_exposed(shown, self.name)
+        for views in self.views:
+            if views.mode is SHOWS_UNSHARDED and self.phase is not SUMMONED:
+                check_exposed(views, self.name)
 
     def reshard_unused(self) -> None:
         """Free what was gathered ahead and is not used after all."""
@@ -348,90 +349,94 @@ class UnitData:
             handle.wait_unshard()
             self.root.free(handle)
         if unused:
-            self.note("reshard")
+            self.record_event("reshard")
 
-    def launch_on_request(self) -> None:
+    def launch_requested(self) -> None:
         """Issue the all-gathers because a user asks for the parameters. Collective over the shard axis."""
         self.write_back()
-        self._versions_asked = [handle.versions for handle in self.handles]
-        self.kept = self.is_between() and self.groups.shard.size > 1
+        self._versions_at_request = [handle.versions for handle in self.handles]
+        self.persists_between_iterations = self.is_between_iterations() and self.groups.shard.size > 1
         self.launch_unshard(ahead=True)
 
-    def take_back(self, *, written: bool) -> None:
+    def retire_request(self, *, written: bool) -> None:
         """Check what a user had unsharded between iterations, and free it if the shard was `written` to since, or is
         about to be: it will be gathered anew.
 
         Raises UsageError for what a user put in its place.
         """
-        keeps = self.kept or (self.groups.shard.size == 1 and self.is_whole)
-        if keeps and not self.is_between():
+        keeps = self.persists_between_iterations or (self.groups.shard.size == 1 and self.is_unsharded)
+        if keeps and not self.is_between_iterations():
             stale = any([handle.is_stale for handle in self.handles])
             try:
-                for shown in self.shown:
-                    check_requested(shown, self.name)
+                for views in self.views:
+                    check_requested(views, self.name)
             finally:
                 if written or stale:
-                    self.reshard(SHARD)
+                    self.reshard(SHOWS_SHARD)
 
     def show_shapes(self) -> None:
         """A backward that does not read the parameters begins."""
-        for shown in self.shown:
-            shown.show(SHAPE)
+        for views in self.views:
+            views.show(SHOWS_SHAPE)
 
-    def reshard(self, exposure: ViewMode) -> None:
-        """Free the unsharded parameters; the leaves show `exposure` (the whole again where the shard is the whole, and
+    def reshard(self, mode: ViewMode) -> None:
+        """Free the unsharded parameters; the leaves show `mode` (the whole again where the shard is the whole, and
         residents of the device between forward and backward)."""
         freed = False
-        for handle, shown, grads in self.kinds:
+        for handle, views, grads in self.kinds:
             if handle.state is GATHERING:
                 handle.wait_unshard()
             if handle.state is UNSHARDED:
-                if handle.residence is DEVICE:
-                    if exposure is SHARD:
-                        shown.show(exposure)
-                    elif exposure is NOTHING:
-                        shown.notice_writes()
-                elif handle.owns_unsharded or exposure is SHARD:
+                if handle.persistence is DEVICE:
+                    if mode is SHOWS_SHARD:
+                        views.show(mode)
+                    elif mode is SHOWS_NOTHING:
+                        views.track_writes()
+                elif handle.owns_unsharded or mode is SHOWS_SHARD:
                     root = self.root
-                    if shown.notices_writes and root.backward is not None:
-                        check_exposed(shown, self.name)  # a backward that did not reach it, or not yet
-                    if grads.sharing and grads.take_place(functools.partial(root.limiter.give_back, handle.name)):
+                    if views.tracks_writes and root.backward is not None:
+                        check_exposed(views, self.name)  # a backward that did not reach it, or not yet
+                    if grads.shares_slots and grads.take_over_buffer(
+                        functools.partial(root.limiter.free_later, handle.name)
+                    ):
                         handle.reshard()
                     else:
                         root.free(handle)
-                    shown.show(exposure)
+                    views.show(mode)
                     freed = True
             else:
-                shown.show(exposure)
+                views.show(mode)
         if freed:
-            self.note("reshard")
+            self.record_event("reshard")
 
     def reshard_after_forward(self, *readers: Unit) -> None:
         """Free the unsharded parameters; where the backward of one of the `readers` is to come, they may stay among
         neighbours. [Note: portions]"""
-        if self.neighbours is not None and any(map(self.root.record.awaits, readers)):
+        if self.post_forward_gather is not None and any(map(self.root.record.awaits, readers)):
             for handle in self.handles:
-                if handle.state is UNSHARDED and handle.residence is None:
-                    handle.keep_portion(self.neighbours)
-            self.note("portion")
-        self.reshard(NOTHING)
+                if handle.state is UNSHARDED and handle.persistence is None:
+                    handle.keep_post_forward_shard(self.post_forward_gather)
+            self.record_event("portion")
+        self.reshard(SHOWS_NOTHING)
 
-    def drop_portions(self) -> None:
+    def drop_post_forward_shards(self) -> None:
         """A backward that still comes gathers over the shard axis."""
         for handle in self.handles:
-            handle.drop_portion()
+            handle.drop_post_forward_shard()
 
     @property
-    def holds_portions(self) -> bool:
+    def has_post_forward_shards(self) -> bool:
         """Whether the next backward gathers from neighbours."""
-        return self.neighbours is not None and any(handle.portion is not None for handle in self.handles)
+        return self.post_forward_gather is not None and any(
+            handle.post_forward_shard is not None for handle in self.handles
+        )
 
     @property
-    def places_are_taken(self) -> bool:
+    def gradients_occupy_params(self) -> bool:
         """Whether gradients lie in places of parameters while the unit is unsharded. [Note: slot sharing]"""
-        return bool([grads for grads in self.grads if grads.occupies_place])
+        return bool([grads for grads in self.grads if grads.occupies_params])
 
-    def _refuse_to_regain(self) -> NoReturn:
+    def _refuse_to_gather_again(self) -> NoReturn:
         fail(
             UsageError(
                 f"unit {self.label}: its forward runs again inside a backward, after gradients have taken the places "
@@ -442,124 +447,128 @@ class UnitData:
 
     def reduce(self) -> list[Reduction]:
         """Issue the reductions of all kinds that take part. Collective over the shard axis."""
-        lanes = self.root.lanes
+        streams = self.root.streams
         scatter, _ = self.reducers
         return [
-            Reduction([part], scatter, self.completed_by, lanes.reduce, lanes.replicate) for part in self.hand_over()
+            Reduction([part], scatter, self.second_stage_reducer, streams.reduce, streams.replicate)
+            for part in self.reduction_inputs()
         ]
 
-    def hand_over(self) -> list[ReductionInput]:
+    def reduction_inputs(self) -> list[ReductionInput]:
         """The gradients of all kinds that take part in a reduction, for it."""
-        if self.places_are_taken:
-            self.reshard(NOTHING)
-        self.note("reduce")
-        completes, hook = self.completes, self.choices.all_reduce_hook
-        return [grads.hand_over(completes=completes, hook=hook) for grads in self.grads if grads.awaited]
+        if self.gradients_occupy_params:
+            self.reshard(SHOWS_NOTHING)
+        self.record_event("reduce")
+        completes, hook = self.completes, self.options.all_reduce_hook
+        return [grads.start_reduction(completes=completes, hook=hook) for grads in self.grads if grads.participates]
 
     @property
     def completes(self) -> bool:
         """Whether a reduction brings the gradient, not a partial sum. [Note: partial sums]"""
-        return self.choices.schedule.all_reduce or self.reducers[1] is None
+        return self.options.schedule.all_reduce or self.reducers[1] is None
 
     @property
-    def brings_all(self) -> bool:
+    def has_all_gradients(self) -> bool:
         """Whether this rank brought gradients of all leaves to what it reduces, so that it need not hear of others."""
-        return all(grads.expected <= grads.brought for grads in self.grads)
+        return all(grads.expected <= grads.contributed for grads in self.grads)
 
     @property
-    def completed_by(self) -> Reducer | None:
+    def second_stage_reducer(self) -> Reducer | None:
         """What carries out the second stage of a reduction now; None where there is none."""
         return self.reducers[1] if self.completes else None
 
     # -- the end of an iteration -------------------------------------------------------------------------------------
 
-    def rest(self, *, keep_whole: bool = False) -> None:
+    def reset_to_idle(self, *, keep_unsharded: bool = False) -> None:
         """Return to between iterations: leaves show the shard; unsharded memory is freed unless it is to be kept."""
-        self.kept = (
-            keep_whole and self.choices.schedule.keeps_by_choice and self.groups.shard.size > 1 and self.is_whole
+        self.persists_between_iterations = (
+            keep_unsharded
+            and self.options.schedule.keeps_by_choice
+            and self.groups.shard.size > 1
+            and self.is_unsharded
         )
-        if keep_whole:
-            for handle, shown, _ in self.kinds:
+        if keep_unsharded:
+            for handle, views, _ in self.kinds:
                 if handle.state is GATHERING:
                     handle.wait_unshard()
-                shown.show(SHARD)
+                views.show(SHOWS_SHARD)
         else:
-            self.reshard(SHARD)
+            self.reshard(SHOWS_SHARD)
         for handle in self.handles:
-            if handle.portion is not None:
-                handle.drop_portion()
+            if handle.post_forward_shard is not None:
+                handle.drop_post_forward_shard()
         self.phase = IDLE
 
-    def pause(self) -> None:
+    def retain_for_double_backward(self) -> None:
         """A backward that will be differentiated again has ended: parameters stay whole, gradients stay in flight."""
         self.phase = IDLE
         for grads in self.grads:
-            grads.pause()
-        self.notice_writes()
+            grads.retain_for_double_backward()
+        self.track_writes()
 
-    def settle(self) -> list[FlatParamHandle]:
+    def finalize_grads(self) -> list[FlatParamHandle]:
         """Make the reduced gradients `.grad`; the handles of which that completes them."""
-        return [handle for handle, _, grads in self.kinds if grads.settle()]
+        return [handle for handle, _, grads in self.kinds if grads.finalize_grads()]
 
-    def settle_later(self) -> Iterator[Callable[[], None]]:
-        """`settle` without waiting for what is being reduced; what waits for it, by handle. [Note: awaited]"""
+    def finalize_grads_later(self) -> Iterator[Callable[[], None]]:
+        """`finalize_grads` without waiting for what is being reduced; what waits for it, by handle. [Note: awaited]"""
         for grads in self.grads:
             if grads.reducing:
-                yield grads.settle_later()
+                yield grads.finalize_grads_later()
             else:
-                grads.settle()
+                grads.finalize_grads()
 
-    def undo(self) -> bool:
+    def rollback(self) -> bool:
         """After a failed backward, at once: leaves show the shard, `.grad` is what it was. True if a window was lost.
 
         Runs where an exception is being raised: no waiting, no communication.
         """
         if self.phase is not SUMMONED:  # else the parameters are the user's, and the backward did not reach them
-            for shown in self.shown:
-                shown.show(SHARD)
+            for views in self.views:
+                views.show(SHOWS_SHARD)
             for grads in self.grads:
-                grads.restore()
+                grads.unstash_grads()
         return any(grads.window_open for grads in self.grads)
 
-    def is_between(self) -> bool:
+    def is_between_iterations(self) -> bool:
         """Whether the leaves show the shard, as between iterations."""
-        return all(shown.exposure is SHARD for shown in self.shown)
+        return all(views.mode is SHOWS_SHARD for views in self.views)
 
     def write_back(self) -> None:
         """Take over what the user put in the leaves' place; free a kept buffer that is out of date.
 
         Raises UsageError for changes that cannot be taken over.
         """
-        changed = ParamRef.changed(self.homes)
-        if self.aliases:
-            changed += ParamRef.changed(self.aliases)
+        changed = ParamRef.changed(self.param_refs)
+        if self.shared_refs:
+            changed += ParamRef.changed(self.shared_refs)
         if changed and _torch.in_functional_call():
             refuse_functional_call(changed, self.label)
-        if changed and self.is_between():
-            check_homes(changed, self.aliases, self.root.names_of_leaves(), self.label)
-        for kind, (handle, shown, _) in enumerate(self.kinds):
-            if shown.exposure is SHARD:
-                if shown.some_hidden:
-                    shown.unhide()
+        if changed and self.is_between_iterations():
+            check_param_refs(changed, self.shared_refs, self.root.names_of_leaves(), self.label)
+        for kind, (handle, views, _) in enumerate(self.kinds):
+            if views.mode is SHOWS_SHARD:
+                if views.some_hidden:
+                    views.unhide()
                 before = handle.precision
                 if handle.state is UNSHARDED and handle.flat_param.dtype != handle.shard.dtype:
                     self.root.free(handle)  # before its shard becomes another one
-                wrote = shown.write_back(changed)
+                wrote = views.write_back(changed)
                 if handle.precision is not before:
                     self.root.dtypes_changed()
-                if handle.state is UNSHARDED and (wrote or self._is_out_of_date(handle)):
+                if handle.state is UNSHARDED and (wrote or self._is_stale(handle)):
                     self.root.free(handle)
-                elif handle.state is GATHERING and handle.versions != self._versions_asked[kind]:
+                elif handle.state is GATHERING and handle.versions != self._versions_at_request[kind]:
                     handle.wait_unshard()
                     self.root.free(handle)
-                self._drop_old_host_copy(handle)
+                self._drop_stale_host_cache(handle)
             elif self.phase is not SUMMONED:  # else the parameters are the user's
-                check_exposed(shown, self.name)
+                check_exposed(views, self.name)
 
-    def _drop_old_host_copy(self, handle: FlatParamHandle) -> None:
-        copy = handle.host_copy
+    def _drop_stale_host_cache(self, handle: FlatParamHandle) -> None:
+        copy = handle.host_cache
         if copy is not None and handle.state is SHARDED and copy.versions != handle.versions:
-            handle.drop_host_copy()
+            handle.drop_host_cache()
 
     def fetch(self, kind: int) -> None:
         """Gather a resident of this unit, which is not where it stays. Collective over the shard axis.
@@ -571,32 +580,32 @@ class UnitData:
             self._launch_fetch(handle)
         if handle.state is GATHERING:
             handle.wait_unshard()
-        self.note("keep")
-        if handle.residence is HOST:
-            handle.keep_host_copy()
+        self.record_event("keep")
+        if handle.persistence is HOST:
+            handle.keep_host_cache()
             root.free(handle)
-            assert handle.host_copy is not None
-            handle.host_copy.versions = handle.versions
+            assert handle.host_cache is not None
+            handle.host_cache.versions = handle.versions
 
     def _launch_fetch(self, handle: FlatParamHandle) -> None:
         root, dtype = self.root, self.dtype_of(handle)
         if root.limiter.held:
             root.limiter.make_room(handle.buffer(dtype), ahead=False)
-        if handle.host_copy is not None and handle.host_copy.dtype == dtype:
-            handle.launch_upload(root.lanes.unshard)
-            root.limiter.note_upload()
+        if handle.host_cache is not None and handle.host_cache.dtype == dtype:
+            handle.launch_upload(root.streams.unshard)
+            root.limiter.record_upload()
         else:
-            handle.launch_unshard(self.gather, root.lanes.unshard, dtype=dtype)
+            handle.launch_unshard(self.gather, root.streams.unshard, dtype=dtype)
 
     def evict(self, kind: int) -> None:
         """Free what stays of a resident, at once unless a backward is to read it: then it is no resident any more."""
-        handle, shown = self.handles[kind], self.shown[kind]
-        handle.drop_host_copy()
-        if handle.residence is DEVICE and handle.state is UNSHARDED:
-            if shown.exposure is SHARD:
+        handle, views = self.handles[kind], self.views[kind]
+        handle.drop_host_cache()
+        if handle.persistence is DEVICE and handle.state is UNSHARDED:
+            if views.mode is SHOWS_SHARD:
                 self.root.free(handle)
             else:
-                handle.residence = None
+                handle.persistence = None
 
     def evict_all(self) -> None:
         """Free what stays of all residents; the next forward gathers it."""
@@ -604,8 +613,8 @@ class UnitData:
             self.evict(kind)
 
     def _dtype_gathered(self, handle: FlatParamHandle) -> torch.dtype:
-        if handle.portion is not None and _torch.in_backward():
-            return handle.portion.dtype
+        if handle.post_forward_shard is not None and _torch.in_backward():
+            return handle.post_forward_shard.dtype
         return self.dtype_of(handle)
 
     def dtype_of(self, handle: FlatParamHandle) -> torch.dtype:
@@ -614,7 +623,7 @@ class UnitData:
             return handle.precision.compute
         return handle.precision.master if self.root.in_full_precision(self) else handle.precision.compute
 
-    def _is_out_of_date(self, handle: FlatParamHandle) -> bool:
+    def _is_stale(self, handle: FlatParamHandle) -> bool:
         """Whether what was kept unsharded is not what a gather would bring: the shard was written to since, or the
         dtype is that of evaluation, and this is training."""
         return handle.is_stale or handle.unsharded.dtype != self.dtype_of(handle)

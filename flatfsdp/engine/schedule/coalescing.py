@@ -14,7 +14,9 @@ from typing import TypeVar
 U = TypeVar("U")
 
 
-def join(sequence: Iterable[U], key: Callable[[U], tuple[int, object] | None], *, most: int) -> Iterator[tuple[U, ...]]:
+def coalesce(
+    sequence: Iterable[U], key: Callable[[U], tuple[int, object] | None], *, most: int
+) -> Iterator[tuple[U, ...]]:
     """Cut `sequence` into groups of units that share their collectives; nothing is read beyond a group's end but one.
 
     Args:

@@ -41,7 +41,7 @@ class ParticipationSlot(Generic[U]):
         units: what is gathered, outer units before those inside: one unit, or all of a branch in any order.
     """
 
-    place: Place
+    position: Place
     around: U
     units: tuple[U, ...]
     any_order: bool
@@ -51,8 +51,8 @@ class ParticipationPlan(Generic[U]):
     """Where the units of a model have their places, and which turns there are.
 
     Attributes:
-        turn: of each unit of a branch.
-        place: of every unit.
+        slot: of each unit of a branch.
+        position: of every unit.
     """
 
     def __init__(
@@ -62,24 +62,24 @@ class ParticipationPlan(Generic[U]):
         units of branches whose place is right before another unit's, in place of their own."""
         self._around = dict(nesting)
         own = {unit: i for i, unit in enumerate(self._around)}
-        self.place: dict[U, Place] = {
+        self.position: dict[U, Place] = {
             unit: (own[before[unit]], 0, i) if unit in before else (i, 1, 0) for unit, i in own.items()
         }
         members: dict[object, list[U]] = {}
         for unit in self._around:
             if (branch := branches.get(unit)) is not None:
                 members.setdefault(branch if branch.any_order else unit, []).append(unit)
-        self.turn: dict[U, ParticipationSlot[U]] = {}
-        self._turns: dict[U, list[ParticipationSlot[U]]] = {}
+        self.slot: dict[U, ParticipationSlot[U]] = {}
+        self._slots: dict[U, list[ParticipationSlot[U]]] = {}
         for units in members.values():
             around = self._around[units[0]]
             if around is None:
                 continue
-            turn = ParticipationSlot(self.place[units[0]], around, tuple(units), branches[units[0]].any_order)
-            self.turn.update(dict.fromkeys(units, turn))
-            self._turns.setdefault(around, []).append(turn)
-        for turns in self._turns.values():
-            turns.sort(key=lambda turn: turn.place)
+            slot = ParticipationSlot(self.position[units[0]], around, tuple(units), branches[units[0]].any_order)
+            self.slot.update(dict.fromkeys(units, slot))
+            self._slots.setdefault(around, []).append(slot)
+        for slots in self._slots.values():
+            slots.sort(key=lambda slot: slot.position)
 
     def is_inside(self, unit: U, around: U) -> bool:
         """Whether `unit` is somewhere inside `around`."""
@@ -88,9 +88,9 @@ class ParticipationPlan(Generic[U]):
             found = self._around.get(found)
         return found is around
 
-    def walk(self, unit: U) -> ParticipationCursor[U]:
+    def cursor(self, unit: U) -> ParticipationCursor[U]:
         """A forward of `unit` begins."""
-        return ParticipationCursor(unit, tuple(self._turns.get(unit, ())))
+        return ParticipationCursor(unit, tuple(self._slots.get(unit, ())))
 
 
 class ParticipationCursor(Generic[U]):
@@ -100,25 +100,25 @@ class ParticipationCursor(Generic[U]):
         open: the turn with a branch in any order that has begun and is not over.
     """
 
-    def __init__(self, unit: U, turns: tuple[ParticipationSlot[U], ...]) -> None:
+    def __init__(self, unit: U, slots: tuple[ParticipationSlot[U], ...]) -> None:
         self.unit = unit
         self.open: ParticipationSlot[U] | None = None
-        self._turns = turns
+        self._slots = slots
         self._taken = 0
 
-    def has_passed(self, turn: ParticipationSlot[U]) -> bool:
+    def has_passed(self, slot: ParticipationSlot[U]) -> bool:
         """Whether it cannot be this turn any more, or is none of this forward."""
-        return turn not in self._turns[self._taken :]
+        return slot not in self._slots[self._taken :]
 
-    def next_before(self, place: Place | None) -> ParticipationSlot[U] | None:
-        """The next turn, if it comes before `place` (None: the end of the forward)."""
-        if self._taken == len(self._turns):
+    def next_before(self, position: Place | None) -> ParticipationSlot[U] | None:
+        """The next turn, if it comes before `position` (None: the end of the forward)."""
+        if self._taken == len(self._slots):
             return None
-        turn = self._turns[self._taken]
-        return turn if place is None or turn.place < place else None
+        slot = self._slots[self._taken]
+        return slot if position is None or slot.position < position else None
 
-    def take(self, turn: ParticipationSlot[U]) -> None:
+    def take(self, slot: ParticipationSlot[U]) -> None:
         """It is this turn, the next one."""
-        assert self._turns[self._taken] is turn
+        assert self._slots[self._taken] is slot
         self._taken += 1
-        self.open = turn if turn.any_order else None
+        self.open = slot if slot.any_order else None

@@ -39,7 +39,7 @@ class HalfwayTrigger(Generic[U]):
         self._missing[unit] = (elements + 1) // 2
         self._following[unit] = following
 
-    def came(self, unit: U, elements: int) -> Sequence[U]:
+    def gradient_elements_arrived(self, unit: U, elements: int) -> Sequence[U]:
         """So many more have come: what is to be gathered, if half of all have for the first time."""
         missing = self._missing.get(unit)
         if missing is None:

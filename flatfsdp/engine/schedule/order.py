@@ -209,17 +209,17 @@ class ForwardRecord(Generic[U]):
         together.ended = self._clock
         self._left.setdefault(unit, []).append((together, self._leave_segments(unit)))
 
-    def lend(self, owner: U) -> None:
-        """Parameters of `owner` are about to be used by another unit, in whose backward it takes part."""
-        self._entered.setdefault(owner)
-        self._now.began.setdefault(owner, self._tick(owner))
+    def enter_sharing(self, owning_unit: U) -> None:
+        """Parameters of `owning_unit` are about to be used by another unit, in whose backward it takes part."""
+        self._entered.setdefault(owning_unit)
+        self._now.began.setdefault(owning_unit, self._tick(owning_unit))
 
-    def lend_without_graph(self, owner: U) -> None:
-        """Parameters of `owner` are about to be used by a unit that began without a graph: gradients may come to them
-        from two recomputations, of that unit and of `owner`, or from one beside a graph."""
-        self._now.began.setdefault(owner, self._tick(owner))
-        self._now.again.add(owner)
-        self.begun_again.add(owner)
+    def enter_sharing_without_graph(self, owning_unit: U) -> None:
+        """Parameters of `owning_unit` are about to be used by a unit that began without a graph: gradients may come to
+        them from two recomputations, of that unit and of `owning_unit`, or from one beside a graph."""
+        self._now.began.setdefault(owning_unit, self._tick(owning_unit))
+        self._now.again.add(owning_unit)
+        self.begun_again.add(owning_unit)
 
     def _tick(self, unit: U) -> int:
         self._clock += 1
@@ -242,7 +242,7 @@ class ForwardRecord(Generic[U]):
         """`unit` runs again, beside units that a backward gathers with it."""
         self._now.again.add(unit)
 
-    def anchor(self, unit: U) -> None:
+    def leave(self, unit: U) -> None:
         """`unit` finished its forward and its output can bring it a gradient."""
         self._anchored.pop(unit, None)
         self._anchored[unit] = None
@@ -326,11 +326,11 @@ class GatherOrder(Generic[U]):
         anchored: tuple[U, ...],
         targets: Mapping[U, Sequence[U]] = MappingProxyType({}),
         *,
-        join: Cut[U] = _apart,
+        coalesce: Cut[U] = _apart,
         together: Mapping[U, Sequence[U]] = MappingProxyType({}),
     ) -> None:
         """`targets`: what is gathered right after a unit, where that is not left to the plan; others are none of it.
-        `join` cuts the sequence into groups. `together`: units that are gathered when one of them is needed."""
+        `coalesce` cuts the sequence into groups. `together`: units that are gathered when one of them is needed."""
         backwards = dict.fromkeys(reversed(anchored))
         sequence: dict[U, None] = {}
         for unit in backwards:
@@ -338,9 +338,9 @@ class GatherOrder(Generic[U]):
             for target in targets.get(unit, ()):
                 if target in backwards:
                     sequence.setdefault(target)
-        self._groups = tuple(join(sequence))
+        self._groups = tuple(coalesce(sequence))
         self._position = {unit: i for i, group in enumerate(self._groups) for unit in group}
-        self._together = together
+        self._coalesced = together
         self._next = 0
 
     def until(self, unit: U) -> Sequence[tuple[U, ...]]:
@@ -352,9 +352,9 @@ class GatherOrder(Generic[U]):
 
     def is_past(self, unit: U) -> bool:
         """Whether the group of `unit` was handed out, and of all that are gathered with it."""
-        if unit not in self._together:
+        if unit not in self._coalesced:
             return self._position.get(unit, self._next) < self._next
-        return all(self._position.get(each, self._next) < self._next for each in self._together[unit])
+        return all(self._position.get(each, self._next) < self._next for each in self._coalesced[unit])
 
     @property
     def is_over(self) -> bool:
@@ -363,8 +363,8 @@ class GatherOrder(Generic[U]):
 
     def through(self, units: Iterable[U]) -> Sequence[tuple[U, ...]]:
         """The groups to gather, in order, so that all of `units` are gathered that the plan is not past."""
-        if self._together:
-            units = [each for unit in units for each in self._together.get(unit, (unit,))]
+        if self._coalesced:
+            units = [each for unit in units for each in self._coalesced.get(unit, (unit,))]
         last = max([self._position.get(unit, -1) for unit in units], default=-1)
         due = self._groups[self._next : last + 1]
         self._next = max(self._next, last + 1)
@@ -399,7 +399,7 @@ class ReduceOrder(Generic[U]):
 
     def __init__(self, record: ForwardRecord[U]) -> None:
         self._record = record
-        self._joined: dict[U, tuple[U, ...]] = {}
+        self._coalesced: dict[U, tuple[U, ...]] = {}
         self._outstanding: dict[U, int] = {}
         self._in_order: list[U] | None = []  # the outstanding, the next last; None when it has to be sorted anew
         self._ready: set[U] = set()
@@ -420,11 +420,11 @@ class ReduceOrder(Generic[U]):
             self.expect(unit)
         self._ready.add(unit)
 
-    def join(self, cut: Cut[U]) -> None:
+    def coalesce(self, cut: Cut[U]) -> None:
         """Cut what is expected so far into groups; later expectations are none of them."""
         for group in cut(reversed(self._sorted())):
             if len(group) > 1:
-                self._joined.update(dict.fromkeys(group, group))
+                self._coalesced.update(dict.fromkeys(group, group))
 
     def outstanding(self) -> Iterator[U]:
         """What is expected and was not handed out, the next first."""
@@ -433,7 +433,7 @@ class ReduceOrder(Generic[U]):
     def at_the_end(self) -> tuple[U, ...]:
         """The last group of what is expected so far."""
         in_order = self._sorted()
-        return (self._joined.get(in_order[0]) or (in_order[0],)) if in_order else ()
+        return (self._coalesced.get(in_order[0]) or (in_order[0],)) if in_order else ()
 
     def due(self) -> list[tuple[U, ...]]:
         """The groups whose turn has come, in order; each is handed out once."""
@@ -459,7 +459,7 @@ class ReduceOrder(Generic[U]):
         if not in_order:
             return ()
         unit = in_order[-1]
-        return self._joined.get(unit) or (unit,)
+        return self._coalesced.get(unit) or (unit,)
 
     def _sorted(self) -> list[U]:
         if self._in_order is None:
@@ -474,7 +474,7 @@ class ReduceOrder(Generic[U]):
         for unit in group:
             del self._outstanding[unit]
             self._ready.discard(unit)
-            self._joined.pop(unit, None)
+            self._coalesced.pop(unit, None)
         return group
 
 

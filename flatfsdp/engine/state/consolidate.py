@@ -21,18 +21,18 @@ from ..runtime.unit import Unit
 from .owned_interval import OwnedInterval, RemoteElements
 
 
-def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transport, lane: Stream) -> torch.Tensor:
+def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transport, stream: Stream) -> torch.Tensor:
     """The whole of `shard` (1-D, one per rank of the shard axis) on the compute device, in new memory of
     (padded_numel,) elements of its dtype. Collective over the shard axis."""
     own = shard.to(handle.device)
     flat = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=handle.device)
-    lane.follow_compute()  # which has just written what travels
-    transport.all_gather_base(flat, own, lane).wait()
+    stream.follow_compute()  # which has just written what travels
+    transport.all_gather_base(flat, own, stream).wait()
     return flat
 
 
 @contextmanager
-def together(units: Iterable[Unit], call: str, *, always: bool = False) -> Iterator[None]:
+def collective_call(units: Iterable[Unit], call: str, *, always: bool = False) -> Iterator[None]:
     """All ranks make this `call`, which gathers the parameters of `units` or sends them; it is collective inside.
 
     `always`: ranks exchange something even where no unit is sharded.
@@ -47,7 +47,7 @@ def together(units: Iterable[Unit], call: str, *, always: bool = False) -> Itera
         for those in by_root.values():
             root = those[0].root
             root.lazy_init()
-            calls.enter_context(root.agreement.together(call, those, always=always))
+            calls.enter_context(root.agreement.collective_call(call, those, always=always))
         yield
 
 
@@ -61,9 +61,9 @@ def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> It
     handle = unit.handles[kind]
     with torch.no_grad():
         own = handle.shard.detach() if shard is None else shard
-        flat = gather_shard(handle, own, unit.gather, unit.root.lanes.unshard)
-    claim = handle.ledger.hold("consolidated", flat.numel() * flat.element_size())
-    unit.note("consolidate")
+        flat = gather_shard(handle, own, unit.gather, unit.root.streams.unshard)
+    claim = handle.tracker.allocate("consolidated", flat.numel() * flat.element_size())
+    unit.record_event("consolidate")
     try:
         yield full_views(flat, handle.layout)
     finally:
@@ -88,9 +88,9 @@ def is_first(unit: Unit) -> bool:
     return unit.groups.shard.rank == 0 and (replicate is None or replicate.rank == 0)
 
 
-def store(layout: FlatLayout, rank: int, shard: torch.Tensor, index: int, whole: torch.Tensor) -> None:
-    """Copy what `rank` owns of parameter `index` from `whole` (its shape, any strides, dtype and device) into `shard`
-    (1-D, shard_numel elements). No communication.
+def store(layout: FlatLayout, rank: int, shard: torch.Tensor, index: int, unsharded: torch.Tensor) -> None:
+    """Copy what `rank` owns of parameter `index` from `unsharded` (its shape, any strides, dtype and device) into
+    `shard` (1-D, shard_numel elements). No communication.
 
     An `OwnedInterval` will do if it is the interval that the rank owns.
     """
@@ -100,11 +100,11 @@ def store(layout: FlatLayout, rank: int, shard: torch.Tensor, index: int, whole:
         return
     target = OwnedInterval(shard[span.slice], spec, layout.span_in_param(index, rank))
     with torch.no_grad():
-        target.copy_(whole)
+        target.copy_(unsharded)
 
 
 def scatter(
-    unit: Unit, kind: int, whole: Sequence[torch.Tensor | None] | None, *, dtype: torch.dtype | None = None
+    unit: Unit, kind: int, unsharded: Sequence[torch.Tensor | None] | None, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Each rank's shard of what the first rank has whole. Collective over the shard and the replicate axis.
 
@@ -116,14 +116,14 @@ def scatter(
     Returns:
         A 1-D tensor of shard_numel elements on the compute device; padding is zero.
 
-    The first rank holds at most one shard besides `whole`, others hold their own.
+    The first rank holds at most one shard besides `unsharded`, others hold their own.
     """
     handle = unit.handles[kind]
     layout, axis, replicate = handle.layout, unit.gather, unit.replicate
 
     def assemble(rank: int) -> torch.Tensor:
         shard = torch.zeros(layout.shard_numel, dtype=dtype or handle.precision.master, device=handle.device)
-        for index, value in enumerate(whole or ()):
+        for index, value in enumerate(unsharded or ()):
             if value is not None:
                 store(layout, rank, shard, index, value)
         return shard

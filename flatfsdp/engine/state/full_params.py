@@ -17,14 +17,14 @@ from ..flat.flat_param import FlatParamHandle, full_views
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import assign_grad
 from ..runtime.unit import Unit
-from .consolidate import gather_shard, is_first, scatter, store, together
+from .consolidate import collective_call, gather_shard, is_first, scatter, store
 
 
 def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor]:
     """(the sharded gradient as one flat tensor, zero where there is none; which parameters have one, as 0/1)."""
     grads = [parameter.grad for parameter in handle.steppable]
     dtype = next((grad.dtype for grad in grads if grad is not None), handle.precision.grad)
-    flat = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.home)
+    flat = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard_device)
     present = torch.zeros(len(handle.leaves), dtype=torch.int32, device=handle.device)
     if not handle.use_orig_params:
         if grads[0] is not None:
@@ -35,7 +35,7 @@ def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor
         grad = grads[owned.index]
         if grad is not None:
             present[owned.index] = 1
-            if handle.whole:
+            if handle.is_unsharded_at_rest:
                 full_views(flat, handle.layout)[owned.index].copy_(grad)
             else:
                 flat[owned.in_shard.slice].copy_(grad)
@@ -49,24 +49,24 @@ class _SummonedHandle:
         self.unit = unit
         self.kind = kind
         self.handle = unit.handles[kind]
-        self.shown = unit.shown[kind]
+        self.views = unit.views[kind]
         self.keep = keep
-        lane = unit.root.lanes.unshard
+        stream = unit.root.streams.unshard
         handle = self.handle
         with torch.no_grad():
-            self.flat = gather_shard(handle, handle.shard.detach(), unit.gather, lane)
+            self.flat = gather_shard(handle, handle.shard.detach(), unit.gather, stream)
             self.grads: list[torch.Tensor | None] | None = None
             if with_grads:
                 shard, present = _gradient_shard(handle)
-                whole = gather_shard(handle, shard, unit.gather, lane)
+                unsharded = gather_shard(handle, shard, unit.gather, stream)
                 unit.gather.all_reduce_now(present, maximum=True)
-                self.grad_dtype = whole.dtype
-                views = full_views(whole.cpu() if offload_to_cpu else whole, handle.layout) if keep else []
+                self.grad_dtype = unsharded.dtype
+                views = full_views(unsharded.cpu() if offload_to_cpu else unsharded, handle.layout) if keep else []
                 self.grads = [view if there else None for view, there in zip(views, present.tolist(), strict=False)]
             if offload_to_cpu:
                 self.flat = self.flat.cpu() if self.flat.device.type != "cpu" else self.flat
         self.bytes = self.flat.numel() * self.flat.element_size()
-        handle.ledger.add("summoned", self.bytes)
+        handle.tracker.add("summoned", self.bytes)
         self._sharded_grads: list[torch.Tensor | None] = []
 
     def show(self) -> None:
@@ -75,9 +75,9 @@ class _SummonedHandle:
             self._sharded_grads = [leaf.grad for leaf in self.handle.leaves]
             for leaf in self.handle.leaves:
                 leaf.grad = None
-            self.shown.lend(full_views(self.flat, self.handle.layout))
+            self.views.show_borrowed_views(full_views(self.flat, self.handle.layout))
             if not self.handle.use_orig_params:
-                self.shown.lend_flat(self.flat[: self.handle.layout.numel])
+                self.views.show_borrowed_flat(self.flat[: self.handle.layout.numel])
             for leaf, grad in zip(self.handle.leaves, self.grads or [], strict=False):
                 if grad is not None:
                     assign_grad(leaf, grad)
@@ -102,55 +102,55 @@ class _SummonedHandle:
                         misfits.append(f"{spec.name} of unit {self.unit.label}: {tuple(leaf.shape)}, not {spec.shape}")
                     elif leaf.data_ptr() != view.data_ptr():
                         view.copy_(leaf)
-            whole_grads = [leaf.grad for leaf in handle.leaves] if self.keep and self.grads is not None else []
+            unsharded_grads = [leaf.grad for leaf in handle.leaves] if self.keep and self.grads is not None else []
             if self.keep:
                 for leaf in handle.leaves:
                     leaf.grad = None
-                self.shown.give_back()
+                self.views.end_borrowed_views()
                 for leaf, grad in zip(handle.leaves, self._sharded_grads, strict=True):
                     if grad is not None:
                         assign_grad(leaf, grad)
             if writeback:
-                self.unit.doubtful = True
+                self.unit.maybe_stale = True
                 if from_rank0:
                     own = scatter(self.unit, self.kind, full_views(self.flat, handle.layout) if self.keep else None)
                 else:
                     own = self.flat[handle.layout.shard(handle.rank).slice]
-                if not torch.equal(own.to(handle.home), handle.shard):
+                if not torch.equal(own.to(handle.shard_device), handle.shard):
                     handle.shard.copy_(own)
                 if self.grads is not None:
-                    self._write_grads(whole_grads, from_rank0=from_rank0)
-        handle.ledger.remove("summoned", self.bytes)
+                    self._write_grads(unsharded_grads, from_rank0=from_rank0)
+        handle.tracker.remove("summoned", self.bytes)
         return misfits
 
     def _take_flat(self) -> list[str]:
         """Copy what the user put in the place of the flat parameter's `.data`; what does not fit, in words."""
-        flat, whole = self.handle.flat_param, self.flat[: self.handle.layout.numel]
-        if flat.data_ptr() == whole.data_ptr():
+        flat, unsharded = self.handle.flat_param, self.flat[: self.handle.layout.numel]
+        if flat.data_ptr() == unsharded.data_ptr():
             return []
-        if flat.shape != whole.shape:
-            return [f"the flat parameter of unit {self.unit.label}: {tuple(flat.shape)}, not {tuple(whole.shape)}"]
-        whole.copy_(flat.detach())
+        if flat.shape != unsharded.shape:
+            return [f"the flat parameter of unit {self.unit.label}: {tuple(flat.shape)}, not {tuple(unsharded.shape)}"]
+        unsharded.copy_(flat.detach())
         return []
 
-    def _write_grads(self, whole: list[torch.Tensor | None], *, from_rank0: bool) -> None:
-        """Copy this rank's part of the user's `whole` gradients back. Collective if `from_rank0`."""
+    def _write_grads(self, unsharded: list[torch.Tensor | None], *, from_rank0: bool) -> None:
+        """Copy this rank's part of the user's `unsharded` gradients back. Collective if `from_rank0`."""
         handle = self.handle
         layout = handle.layout
         present = torch.zeros(len(layout.params), dtype=torch.int32, device=handle.device)
-        for index, grad in enumerate(whole):
+        for index, grad in enumerate(unsharded):
             present[index] = grad is not None
         if from_rank0:
             for axis in (self.unit.replicate, self.unit.gather):
                 if axis is not None:
                     axis.broadcast(present)
-            shard = scatter(self.unit, self.kind, whole, dtype=self.grad_dtype)
+            shard = scatter(self.unit, self.kind, unsharded, dtype=self.grad_dtype)
         else:
             shard = torch.zeros(layout.shard_numel, dtype=self.grad_dtype, device=handle.device)
-            for index, grad in enumerate(whole):
+            for index, grad in enumerate(unsharded):
                 if grad is not None:
                     store(layout, handle.rank, shard, index, grad)
-        pieces, there = handle.views_of_shard(shard.to(handle.home)), present.tolist()
+        pieces, there = handle.views_of_shard(shard.to(handle.shard_device)), present.tolist()
         for owned in layout.owned(handle.rank):
             if not there[owned.index]:
                 continue
@@ -179,7 +179,7 @@ def summon(
     for root in roots:
         root.lazy_init()
         if not _torch.in_backward():
-            root.settle_down()
+            root.finish_interrupted()
     for unit in units:
         if unit.phase is SUMMONED:
             raise UsageError(
@@ -198,11 +198,11 @@ def summon(
                 "no_sync(), or leave with_grads out"
             )
     for root in roots:
-        if not all(unit.is_between() for unit in units if unit.root is root):
-            root.come_to_rest()
+        if not all(unit.is_between_iterations() for unit in units if unit.root is root):
+            root.reset_to_idle()
     with ExitStack() as undo:
         summoned = []
-        with together(units, f"summon_full_params({'with_grads=True' if with_grads else ''})"):
+        with collective_call(units, f"summon_full_params({'with_grads=True' if with_grads else ''})"):
             for unit in units:
                 unit.write_back()
                 for kind in range(len(unit.handles)):
@@ -223,15 +223,15 @@ def summon(
         for each in summoned:
             each.show()
         for unit in units:
-            for home in unit.hidden:
-                home.register()
+            for param_ref in unit.unregistered_refs:
+                param_ref.register()
             undo.callback(_unregister, unit)
         misfits: list[str] = []
         try:
             yield
         finally:
             sends = writeback and rank0_only
-            with together(units, "the end of summon_full_params()") if sends else nullcontext():
+            with collective_call(units, "the end of summon_full_params()") if sends else nullcontext():
                 for each in summoned:
                     misfits += each.hide(writeback=writeback, from_rank0=rank0_only)
     if misfits:
@@ -246,8 +246,8 @@ def _end(unit: Unit) -> None:
 
 
 def _unregister(unit: Unit) -> None:
-    for home in unit.hidden:
-        home.unregister()
+    for param_ref in unit.unregistered_refs:
+        param_ref.unregister()
 
 
 def unwrap(unit: Unit) -> nn.Module:
@@ -257,13 +257,13 @@ def unwrap(unit: Unit) -> nn.Module:
     The undoing of a wrap: for a constructor that fails after some units were made.
     """
     unit.root.connect(unit)
-    for handle, shown in zip(unit.handles, unit.shown, strict=True):
+    for handle, views in zip(unit.handles, unit.views, strict=True):
         with torch.no_grad():
-            flat = gather_shard(handle, handle.shard.detach(), unit.gather, unit.root.lanes.unshard)
-        shown.lend([view.clone() for view in full_views(flat, handle.layout)])
-    for home in unit.hidden:
-        home.register()
-    for shown in unit.shown:
-        for extended in shown.extended:
+            flat = gather_shard(handle, handle.shard.detach(), unit.gather, unit.root.streams.unshard)
+        views.show_borrowed_views([view.clone() for view in full_views(flat, handle.layout)])
+    for param_ref in unit.unregistered_refs:
+        param_ref.register()
+    for views in unit.views:
+        for extended in views.extended:
             extended.dissolve()
     return unit.module

@@ -127,10 +127,10 @@ class OwnedInterval(torch.Tensor):
         piece = self.local[box.span.shift(-self.span.start).slice]
         return piece.view(box.sizes_in_memory).permute(box.back)
 
-    def take_from(self, whole: torch.Tensor) -> None:
+    def take_from(self, unsharded: torch.Tensor) -> None:
         """Copy this interval out of a tensor of the parameter's shape."""
         for box in boxes_of(self.spec, self.span):
-            self.data_of(box).copy_(block_of(whole, box))
+            self.data_of(box).copy_(block_of(unsharded, box))
 
     # -- what programs ask of DTensors and ShardedTensors ------------------------------------------------------------
 
@@ -231,11 +231,11 @@ class OwnedInterval(torch.Tensor):
         return carry_out(*args, **(kwargs or {}))
 
 
-def block_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of `whole` that `box` names."""
+def block_of(unsharded: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of `unsharded` that `box` names."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
+        unsharded = unsharded.narrow(dim, offset, size)
+    return unsharded
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

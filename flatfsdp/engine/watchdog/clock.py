@@ -18,11 +18,11 @@ class Timekeeper:
     """The thread beside one watch. [Note: silent store]"""
 
     def __init__(
-        self, board: StoreClient, *, period: Callable[[], float], patience: float, judge: Callable[[float], None]
+        self, store: StoreClient, *, period: Callable[[], float], patience: float, judge: Callable[[float], None]
     ) -> None:
         """Call `judge`, once per period, with the seconds for which the store has been silent, while these are more
         than `patience` periods."""
-        self._board = board
+        self._store = store
         self._period = period
         self._patience = patience
         self._judge = judge
@@ -46,13 +46,13 @@ class Timekeeper:
 
     def _run(self) -> None:
         while not self._over.wait(self._period()) and self._goes_on():
-            silent = self._board.silent_for()
+            silent = self._store.silent_for()
             if silent > self._patience * self._period():
                 self._judge(silent)
 
     def _goes_on(self) -> bool:
         with self._lock:
-            if self._wanted() or self._board.silent_for():
+            if self._wanted() or self._store.silent_for():
                 return True
             self._thread = None
             return False

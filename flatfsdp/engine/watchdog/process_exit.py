@@ -15,19 +15,19 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-Farewell = Callable[["BaseException | None"], None]
+ExitCallback = Callable[["BaseException | None"], None]
 
 explainers: list[Callable[[BaseException], str]] = []
 """What has words for exceptions of others that end the program, printed after them; "" for none."""
 
-_farewells: list[Farewell] = []
+_callbacks: list[ExitCallback] = []
 _process: int | None = None  # that has to be told of; a fork of it ends on its own account
 
 
-def at_end(farewell: Farewell) -> None:
-    """Call `farewell` once, when this process ends, with the exception that ends it or None."""
+def at_end(callback: ExitCallback) -> None:
+    """Call `callback` once, when this process ends, with the exception that ends it or None."""
     global _process
-    _farewells.append(farewell)
+    _callbacks.append(callback)
     if _process is None:
         _process = os.getpid()
         _chain_excepthook()
@@ -50,7 +50,7 @@ def _chain_excepthook() -> None:
                 if words := explain(error):
                     print(words, file=sys.stderr, flush=True)
         finally:
-            _tell(error)
+            _notify(error)
 
     sys.excepthook = hook
 
@@ -62,9 +62,9 @@ def _at_end_of_process() -> None:
             error = error.__context__
         elif not error.code:
             error = None
-    _tell(error)
+    _notify(error)
 
 
-def _tell(error: BaseException | None) -> None:
-    while _farewells and _process == os.getpid():
-        _farewells.pop()(error)
+def _notify(error: BaseException | None) -> None:
+    while _callbacks and _process == os.getpid():
+        _callbacks.pop()(error)

@@ -205,7 +205,7 @@ class StatusPoll:
     """One rank's side of the roll calls of a world. [Note: roll call]"""
 
     def __init__(self, notes: StoreClient, *, rank: int, world: int) -> None:
-        self._board = notes
+        self._store = notes
         self._rank = rank
         self._world = world
         self._open: list[_OpenPoll] = []
@@ -229,43 +229,43 @@ class StatusPoll:
             self._refused_at, self._refusals = heard, 0
         # A rank that won and is not heard of has died at once.
         claim = f"asks/{heard}/{self._refusals // REFUSALS}"
-        if self._board.first(claim, str(self._rank)) == str(self._rank):
-            number = self._board.count("rolls")
-            self._board.sound(json.dumps(["roll", number, self._rank, purpose]))
-            self._board.erase(f"asks/{heard - 2}/0")
+        if self._store.set_if_absent(claim, str(self._rank)) == str(self._rank):
+            number = self._store.count("rolls")
+            self._store.raise_alarm(json.dumps(["roll", number, self._rank, purpose]))
+            self._store.erase(f"asks/{heard - 2}/0")
         else:
             self._refusals += 1
 
-    def hear(self, number: int, by: int, purpose: Purpose, answer: RankStatus) -> None:
+    def answer(self, number: int, by: int, purpose: Purpose, answer: RankStatus) -> None:
         """Roll call `number` was heard of: answer it."""
-        self._board.post(f"roll/{number}/{self._rank}", answer.to_text())
-        self._board.count(f"roll/{number}/here")
+        self._store.post(f"roll/{number}/{self._rank}", answer.to_text())
+        self._store.count(f"roll/{number}/here")
         self._open.append(_OpenPoll(number, by, purpose, time.monotonic()))
 
     def results(self) -> Iterator[tuple[int, StatusReport]]:
         """The roll calls, by number, that have a result now."""
-        for roll in list(self._open):
-            waited = time.monotonic() - roll.began
-            if roll.by == self._rank:
-                self._collect(roll, late=waited > ANSWER * self.period)
-            if (text := self._board.read(f"roll/{roll.number}/result")) is not None:
-                self._open.remove(roll)
+        for poll in list(self._open):
+            waited = time.monotonic() - poll.began
+            if poll.by == self._rank:
+                self._collect(poll, late=waited > ANSWER * self.period)
+            if (text := self._store.read(f"roll/{poll.number}/result")) is not None:
+                self._open.remove(poll)
                 if (result := StatusReport.of(text)) is not None:
-                    yield roll.number, result
+                    yield poll.number, result
             elif waited > 2 * ANSWER * self.period:  # who asked has ended
-                self._open.remove(roll)
+                self._open.remove(poll)
 
     def let_all_read(self, place: str, readers: int | None = None) -> None:
         """Give the others time to read what is at `place`, before an error ends this process and perhaps the store with
         it. `readers`: how many they are with this one; all but one without."""
         readers = self._world - 1 if readers is None else readers
-        self._board.count(f"{place}/read")
-        self._board.wait(lambda: self._board.count(f"{place}/read", 0) >= readers, self.period * ANSWER / 2)
+        self._store.count(f"{place}/read")
+        self._store.wait(lambda: self._store.count(f"{place}/read", 0) >= readers, self.period * ANSWER / 2)
 
-    def _collect(self, roll: _OpenPoll, *, late: bool) -> None:
-        place = f"roll/{roll.number}"
-        answered = self._board.count(f"{place}/here", 0)
-        ended = ExitRecord.read_all(self._board)
+    def _collect(self, poll: _OpenPoll, *, late: bool) -> None:
+        place = f"roll/{poll.number}"
+        answered = self._store.count(f"{place}/here", 0)
+        ended = ExitRecord.read_all(self._store)
         if answered + len(ended) < self._world and not late:
             return
         answers: dict[int, RankStatus] = {}
@@ -274,17 +274,17 @@ class StatusPoll:
         for rank in range(self._world):
             if rank in ended:
                 continue
-            if (answer := RankStatus.of(self._board.read(f"{place}/{rank}"))) is not None:
+            if (answer := RankStatus.of(self._store.read(f"{place}/{rank}"))) is not None:
                 answers[rank] = answer
-            elif (process := ProcessIdentity.of(self._board.read(f"here/{rank}"))) is not None:
+            elif (process := ProcessIdentity.of(self._store.read(f"here/{rank}"))) is not None:
                 silent[rank] = process
             else:
                 absent.append(rank)
         if (silent or absent) and not late:  # some answered and ended
             return
         result = StatusReport(
-            roll.purpose,
-            roll.by,
+            poll.purpose,
+            poll.by,
             lines=[
                 *lines_of(answers),
                 *(f"rank {rank}: {each.words}" for rank, each in ended.items()),
@@ -300,9 +300,9 @@ class StatusPoll:
             answered=len(answers),
             standing=standing(answers) if len(answers) == self._world else "",
         )
-        self._board.post(f"{place}/result", result.to_text())
-        old = f"roll/{roll.number - 2}"
-        self._board.erase(*(f"{old}/{each}" for each in (*range(self._world), "here", "result", "read")))
+        self._store.post(f"{place}/result", result.to_text())
+        old = f"roll/{poll.number - 2}"
+        self._store.erase(*(f"{old}/{each}" for each in (*range(self._world), "here", "result", "read")))
 
 
 @dataclass(frozen=True)
@@ -318,12 +318,12 @@ class ExitRecord:
     words: str
     cause: str | None = None
 
-    def leave(self, notes: StoreClient, *, alarm: bool) -> None:
+    def publish(self, notes: StoreClient, *, alarm: bool) -> None:
         """Write it down, for the watches of the others with `alarm`."""
         number = notes.count("ended")
         notes.post(f"ended/{number}", json.dumps(astuple(self)))
         if alarm:
-            notes.sound(json.dumps(["ended", number]))
+            notes.raise_alarm(json.dumps(["ended", number]))
 
     @classmethod
     def read(cls, notes: StoreClient, number: int) -> ExitRecord | None:
@@ -350,14 +350,14 @@ def _are_ranks(values: Sequence[object]) -> bool:
     return all(type(each) is int for each in values)
 
 
-def in_one_sentence(obituaries: Sequence[ExitRecord]) -> str:
+def in_one_sentence(exit_records: Sequence[ExitRecord]) -> str:
     """Whose end the others cannot go on after."""
-    for each in obituaries:
+    for each in exit_records:
         if each.cause is not None:
             return each.cause
-    told = "; ".join(f"rank {each.rank} {each.words}" for each in obituaries)
-    uneven = any(each.words.startswith(QUIETLY) for each in obituaries)
-    return f"{told}. The others cannot go on without it{UNEVEN if uneven else ''}"
+    reported = "; ".join(f"rank {each.rank} {each.words}" for each in exit_records)
+    uneven = any(each.words.startswith(QUIETLY) for each in exit_records)
+    return f"{reported}. The others cannot go on without it{UNEVEN if uneven else ''}"
 
 
 def lines_of(answers: dict[int, RankStatus]) -> list[str]:

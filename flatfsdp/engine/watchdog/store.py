@@ -42,16 +42,16 @@ class StoreClient:
         self._given: Any = store
         self._connecting = threading.Lock()
         self._store: Any = None  # connected by the first request, as that asks the server, too
-        self._line: socket.socket | None = None
-        self._asked: dict[int, float] = {}  # by thread: since when it has been waiting for an answer
+        self._connection: socket.socket | None = None
+        self._requests: dict[int, float] = {}  # by thread: since when it has been waiting for an answer
 
     def silent_for(self) -> float:
         """For how many seconds the store has owed an answer to some thread; 0 where it owes none."""
-        return max(0.0, time.monotonic() - min(list(self._asked.values()), default=math.inf))
+        return max(0.0, time.monotonic() - min(list(self._requests.values()), default=math.inf))
 
     def asked_since(self, thread: threading.Thread) -> float:
         """Since when this thread has been waiting for an answer, by `time.monotonic()`; infinity where it has not."""
-        return self._asked.get(thread.ident or 0, math.inf)
+        return self._requests.get(thread.ident or 0, math.inf)
 
     def post(self, key: str, text: str) -> None:
         """Write `text` at `key`."""
@@ -65,7 +65,7 @@ class StoreClient:
             text = _decoded(store.compare_set(key, _NOTHING, _NOTHING))
         return None if text == _NOTHING else text
 
-    def first(self, key: str, text: str) -> str:
+    def set_if_absent(self, key: str, text: str) -> str:
         """Write `text` at `key` unless something stands there; what stands there now."""
         with self._asking() as store:
             return _decoded(store.compare_set(key, "", text))
@@ -93,7 +93,7 @@ class StoreClient:
             with self._asking() as store:
                 store.delete_key(key)
 
-    def sound(self, alarm: str) -> None:
+    def raise_alarm(self, alarm: str) -> None:
         """Let the watch of every rank consider `alarm`."""
         number = self.count("alarms")
         self.post(f"alarm/{number}", alarm)
@@ -114,20 +114,20 @@ class StoreClient:
     def _asking(self) -> Iterator[Any]:
         """The store, for one request of this thread's."""
         thread = threading.get_ident()
-        self._asked[thread] = time.monotonic()
+        self._requests[thread] = time.monotonic()
         try:
             yield self._reachable()
         finally:
-            del self._asked[thread]
+            del self._requests[thread]
 
     def _reachable(self) -> Any:
         if self._store is None:
             with self._connecting:
                 if self._store is None:
-                    self._line = _line_to(self._given)
+                    self._connection = _line_to(self._given)
                     self._store = dist.PrefixStore("flatfsdp", self._given.clone())
                     self._given = None  # its end tells that of the process group
-        if self._line is not None and _is_closed(self._line):
+        if self._connection is not None and _is_closed(self._connection):
             raise StoreGone(f"the store of the process group{where_it_was()} is gone, and the process that served it")
         return self._store
 

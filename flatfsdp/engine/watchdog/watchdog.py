@@ -124,12 +124,12 @@ class AnnouncedWait:
 class Watchdog:
     """The thread of one default process group, and who is watched."""
 
-    def __init__(self, board: StoreClient, *, rank: int, world: int, time_limit: float = math.inf) -> None:
+    def __init__(self, store: StoreClient, *, rank: int, world: int, time_limit: float = math.inf) -> None:
         """`time_limit`: the seconds that the process group gives an operation."""
-        self.board = board
+        self.store = store
         self._rank = rank
         self._time_limit = time_limit
-        self._calls = StatusPoll(board, rank=rank, world=world)
+        self._calls = StatusPoll(store, rank=rank, world=world)
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last_words: list[tuple[weakref.ref[Any], Callable[[], None]]] = []  # of which models
         self._gap_since = math.inf  # when an alarm was found counted, but not written
@@ -144,26 +144,28 @@ class Watchdog:
         self._inside: list[str] = []  # of blocks, those that the main thread is in
         self._failures: list[BlockFailure] = []  # of other ranks, in blocks that this one may be in
         self._errands: list[Callable[[], bool]] = []  # of others, done when the thread looks
-        self._next_roll = 0.0  # seconds into a wait of the kind above, at which to ask again
+        self._next_poll = 0.0  # seconds into a wait of the kind above, at which to ask again
         self._reported: float | None = None  # since when the wait lasts that was reported
         self._standing, self._standing_since = "", 0.0  # where all ranks were found waiting [Note: deadlock]
-        self._asked: Callable[[], Any] | None = None  # the main thread lost a connection, and waits until this is true
-        self._asked_why: Purpose = "lost"
+        self._requested_poll: Callable[[], Any] | None = (
+            None  # the main thread lost a connection, and waits until this is true
+        )
+        self._poll_reason: Purpose = "lost"
         self._lost: AgreementError | None = None  # what it is to raise
         self._timekeeper = Timekeeper(
-            board, period=lambda: self._calls.period, patience=SILENCE, judge=self._judge_in_silence
+            store, period=lambda: self._calls.period, patience=SILENCE, judge=self._judge_in_silence
         )
         atexit.register(_close, weakref.ref(self))
         self._timekeeper.start(self._runs)
-        self._heard = board.count("alarms", 0)
-        board.post(f"here/{rank}", ProcessIdentity.this().to_text())
+        self._received = store.count("alarms", 0)
+        store.post(f"here/{rank}", ProcessIdentity.this().to_text())
 
-    def add(self, watched: Watched, leave_word: Callable[[], None] = lambda: None) -> None:
+    def add(self, watched: Watched, publish: Callable[[], None] = lambda: None) -> None:
         """Look after `watched` until it is gone; starts the thread if none runs. When it is gone, or the watch ends,
-        `leave_word`, which must not hold it, writes to the store what others may still ask of it."""
+        `publish`, which must not hold it, writes to the store what others may still ask of it."""
         with self._lock:
             self._watched.add(watched)
-            self._last_words.append((weakref.ref(watched), leave_word))
+            self._last_words.append((weakref.ref(watched), publish))
             weakref.finalize(watched, self._wake.set).atexit = False
             self._start()
 
@@ -216,7 +218,7 @@ class Watchdog:
             told = True
             with contextlib.suppress(RuntimeError):  # the store is gone; what is under way matters more
                 words = f"failed in {what} with {in_words(error)}"
-                self.board.sound(json.dumps(["failed", block, self._rank, words]))
+                self.store.raise_alarm(json.dumps(["failed", block, self._rank, words]))
 
         with self._lock:
             self._inside.append(block)
@@ -234,18 +236,18 @@ class Watchdog:
         """What is behind `error`, a lost connection. Waits for the others' answers, some seconds at most, or until
         `otherwise()` is true."""
         broken = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self._asked_why = "timeout" if _RAN_OUT.search(broken) else "lost"
-        self._asked = lambda: self._lost or otherwise()
+        self._poll_reason = "timeout" if _RAN_OUT.search(broken) else "lost"
+        self._requested_poll = lambda: self._lost or otherwise()
         self._wake.set()
-        self.board.wait(lambda: self._lost or otherwise() or not self._hears, 4 * ANSWER * self._calls.period)
-        self._asked = None
+        self.store.wait(lambda: self._lost or otherwise() or not self._is_alive, 4 * ANSWER * self._calls.period)
+        self._requested_poll = None
         if self._lost is not None:
             return self._lost
-        silent = self.board.silent_for()
+        silent = self.store.silent_for()
         if silent > self._calls.period:
             return LostRankError(f"a connection to another rank broke: {broken}. {_does_not_answer(silent)}")
         try:
-            self.board.count("alarms", 0)
+            self.store.count("alarms", 0)
         except RuntimeError as gone:
             return LostRankError(f"{gone}: {_server_ended()}. A connection to another rank broke: {broken}")
         return LostRankError(
@@ -262,19 +264,19 @@ class Watchdog:
         """Stop the threads: at the end of the interpreter they would die in the middle of a call."""
         self._closed = True
         self._wake.set()
-        if self.board.silent_for() < self._calls.period:
+        if self.store.silent_for() < self._calls.period:
             with contextlib.suppress(RuntimeError):  # the store is gone
-                self._leave_last_words(of_all=True)
+                self._publish_last_words(of_all=True)
         deadline = time.monotonic() + JOIN
         for thread in (self._thread, self._timekeeper.stop()):
             while thread not in (None, threading.current_thread()) and thread.is_alive():
                 # One that waits for a silent store stays until the process ends.
-                if time.monotonic() > deadline or self.board.silent_for() > self._calls.period:
+                if time.monotonic() > deadline or self.store.silent_for() > self._calls.period:
                     break
                 thread.join(timeout=0.1)
-        if self._errands and not self.board.silent_for():
+        if self._errands and not self.store.silent_for():
             with contextlib.suppress(RuntimeError):  # the store is gone
-                self.board.wait(self._run_errands, LAST_ERRANDS)
+                self.store.wait(self._run_errands, LAST_ERRANDS)
 
     @property
     def failure(self) -> AgreementError | None:
@@ -282,7 +284,7 @@ class Watchdog:
         return self._lost
 
     @property
-    def _hears(self) -> bool:
+    def _is_alive(self) -> bool:
         """Whether the thread can still be told anything."""
         return self._thread is not None and not self._store_is_gone
 
@@ -305,7 +307,7 @@ class Watchdog:
                 if not self._closed:
                     self.look()
             if not self._closed:
-                self._leave_last_words()
+                self._publish_last_words()
         except RuntimeError:  # the store is gone, and with it whatever it could tell
             self._store_is_gone = True
             self._outlive_the_store()
@@ -319,22 +321,22 @@ class Watchdog:
 
     def look(self) -> None:
         """Hear what is new, and say what is to be said."""
-        self._hear()
+        self._receive()
         self._judge_failures()
         for number, result in self._calls.results():
             self._follow(number, result)
         purpose = self._suspicion()
         if purpose is not None:
-            self._calls.ask(purpose, heard=self._heard)
+            self._calls.ask(purpose, heard=self._received)
         self._run_errands()
-        self._leave_last_words()
+        self._publish_last_words()
 
-    def _leave_last_words(self, *, of_all: bool = False) -> None:
+    def _publish_last_words(self, *, of_all: bool = False) -> None:
         with self._lock:  # the main thread, at the end, may meet the watch's here
             gone = [words for words in self._last_words if of_all or words[0]() is None]
             self._last_words = [words for words in self._last_words if words not in gone]
-        for _, leave_word in gone:
-            leave_word()
+        for _, publish in gone:
+            publish()
 
     def _run_errands(self) -> bool:
         """Go on with what others asked for; True when all of it is done."""
@@ -343,23 +345,23 @@ class Watchdog:
                 self._errands.remove(errand)
         return not self._errands
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         ended = []
-        sounded = self.board.count("alarms", 0)
-        if not sounded - KEPT <= self._heard <= sounded:  # those before were erased; or somebody else counted
-            self._heard = max(0, sounded - KEPT)
-        while self._heard < sounded:
-            alarm = self.board.read(f"alarm/{self._heard + 1}")
+        sounded = self.store.count("alarms", 0)
+        if not sounded - KEPT <= self._received <= sounded:  # those before were erased; or somebody else counted
+            self._received = max(0, sounded - KEPT)
+        while self._received < sounded:
+            alarm = self.store.read(f"alarm/{self._received + 1}")
             if alarm is None:  # counted, not written yet; or somebody else counted
                 self._gap_since = min(self._gap_since, time.monotonic())
                 if time.monotonic() - self._gap_since < 2 * self._calls.period:
                     break
             else:
                 self._gap_since = math.inf
-            self._heard += 1
+            self._received += 1
             match parse(alarm):
                 case ["roll", int(number), int(by), str(purpose)] if purpose in PURPOSES:
-                    self._calls.hear(number, by, cast(Purpose, purpose), self._answer())
+                    self._calls.answer(number, by, cast(Purpose, purpose), self._answer())
                 case ["ended", int(number)]:
                     ended.append(number)
                 case ["failed", str(block), int(rank), str(words)]:
@@ -369,23 +371,23 @@ class Watchdog:
         watched = list(self._watched)
         self._open = [alarm for alarm in self._open if not all([each.consider(alarm) for each in watched])]
         for number in ended:  # after the alarms that led to it
-            obituary = ExitRecord.read(self.board, number)
-            if obituary is not None and obituary.rank != self._rank:
-                self._lose([obituary], leave=functools.partial(self._calls.let_all_read, f"ended/{number}"))
+            exit_record = ExitRecord.read(self.store, number)
+            if exit_record is not None and exit_record.rank != self._rank:
+                self._lose([exit_record], leave=functools.partial(self._calls.let_all_read, f"ended/{number}"))
 
     def _judge_failures(self) -> None:
         """Does this rank wait, in a block, for one that failed there? All may fail alike, each in its time."""
         self._failures = [each for each in self._failures if each.block in self._inside and each.rank != self._rank]
         if self._failures and time.monotonic() - self._waited()[0] > ANSWER * self._calls.period:
-            told = "; ".join(f"rank {each.rank} {each.words}" for each in self._failures)
+            reported = "; ".join(f"rank {each.rank} {each.words}" for each in self._failures)
             ranks = [each.rank for each in self._failures]
             self._failures = []
-            self._fail(AgreementError(f"{told}. The others cannot go on without it"), ranks)
+            self._fail(AgreementError(f"{reported}. The others cannot go on without it"), ranks)
 
     def _waited(self) -> tuple[float, AnnouncedWait | None]:
         """Since when this process waits (infinity if it does not), and the wait that was announced, if one was."""
         announced = min(list(self._waits.values()), key=lambda wait: wait.since, default=None)
-        since = min(waits.blocked_since(), self.board.asked_since(threading.main_thread()))
+        since = min(waits.blocked_since(), self.store.asked_since(threading.main_thread()))
         return (since, None) if announced is None else (min(since, announced.since), announced)
 
     def _passed(self) -> tuple[Purpose, float] | None:
@@ -419,10 +421,10 @@ class Watchdog:
         since, announced = self._waited()
         waited = time.monotonic() - since
         if self._reported is not None and since != self._reported:
-            speak(f"[flatfsdp, rank {self._rank}] goes on after {time.monotonic() - self._reported:.0f} s")
+            print_immediately(f"[flatfsdp, rank {self._rank}] goes on after {time.monotonic() - self._reported:.0f} s")
             self._reported = None
-        if self._asked is not None and not self._asked():
-            return self._asked_why
+        if self._requested_poll is not None and not self._requested_poll():
+            return self._poll_reason
         if (passed := self._passed()) is not None:
             return passed[0]
         if waited > waits.limits.report_after and self._reported is None:
@@ -431,9 +433,9 @@ class Watchdog:
         if self._standing and math.isfinite(since) and time.monotonic() - self._standing_since > between_proofs:
             return "prove"
         if announced is None or waited < 2 * self._calls.period:
-            self._next_roll = 2 * self._calls.period
-        elif waited > self._next_roll:
-            self._next_roll = 2 * waited
+            self._next_poll = 2 * self._calls.period
+        elif waited > self._next_poll:
+            self._next_poll = 2 * waited
             return "meet"
         return None
 
@@ -445,11 +447,13 @@ class Watchdog:
         if result.purpose == "report":
             where = f"waited for {waited:.0f} s" if waited > 2 * self._calls.period else "others wait"
             lines = "\n".join(f"    {line}" for line in result.lines)
-            speak(f"[flatfsdp, rank {self._rank}] {where}. What the ranks do (asked by rank {result.by}):\n{lines}")
+            print_immediately(
+                f"[flatfsdp, rank {self._rank}] {where}. What the ranks do (asked by rank {result.by}):\n{lines}"
+            )
             self._reported = since if math.isfinite(since) else None
         for rank, process in result.silent_processes():
-            if process.is_gone() and self.board.first(f"gone/{rank}", "told") == "told":
-                ExitRecord(rank, f"was killed, or crashed: {process} is gone").leave(self.board, alarm=True)
+            if process.is_gone() and self.store.set_if_absent(f"gone/{rank}", "told") == "told":
+                ExitRecord(rank, f"was killed, or crashed: {process} is gone").publish(self.store, alarm=True)
         error: AgreementError | None = None
         if result.parted and announced is not None:
             error = AgreementError(
@@ -481,7 +485,7 @@ class Watchdog:
             ]
         if lost:
             self._lose(lost, leave=leave)
-        elif result.purpose == "lost" and self._asked is not None:
+        elif result.purpose == "lost" and self._requested_poll is not None:
             self._lost = LostRankError(
                 f"a connection to another rank broke, though all ranks answer: {'; '.join(result.lines)}. A rank may "
                 "have destroyed its process group, or its network failed"
@@ -508,7 +512,7 @@ class Watchdog:
         if concerned or waits_in_vain:
             self._lost = error
         if waits_in_vain and math.isfinite(since):
-            speak(f"[flatfsdp, rank {self._rank}] {type(error).__name__}: {error}")
+            print_immediately(f"[flatfsdp, rank {self._rank}] {type(error).__name__}: {error}")
             end_process_unless(lambda: self._waited()[0] != since)
 
     def _outlive_the_store(self) -> None:
@@ -535,11 +539,11 @@ class Watchdog:
         doing = "waiting for the store" if asks else self._answer().doing
         if waited > waits.limits.report_after and self._reported != since:
             self._reported = since
-            speak(f"[flatfsdp, rank {self._rank}] {doing}, for {waited:.0f} s. {_does_not_answer(silent)}")
+            print_immediately(f"[flatfsdp, rank {self._rank}] {doing}, for {waited:.0f} s. {_does_not_answer(silent)}")
         if (passed := self._passed()) is not None:
             limit = "set_wait(raise_after=...)" if passed[0] == "raise" else "the time limit of the process group"
-            told = f"this rank waited for {passed[1]:.0f} s ({limit}), {doing}. {_does_not_answer(silent)}"
-            self._fail(WaitError(told), None)
+            reported = f"this rank waited for {passed[1]:.0f} s ({limit}), {doing}. {_does_not_answer(silent)}"
+            self._fail(WaitError(reported), None)
 
 
 def _server_ended() -> str:
@@ -566,7 +570,7 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not is_ours and "gloo" in str(error).lower()
 
 
-def speak(sentence: str) -> None:
+def print_immediately(sentence: str) -> None:
     """Print `sentence` at once, whatever the main thread is doing."""
     with contextlib.suppress(OSError, ValueError):
         print(sentence, file=sys.stderr, flush=True)
@@ -592,24 +596,26 @@ def current_watch() -> Watchdog:
     world = dist.group.WORLD
     found = _watches.get(world)
     if found is None:
-        board, rank = StoreClient(), dist.get_rank()
+        store, rank = StoreClient(), dist.get_rank()
         limit = _torch.time_limit(world)
-        found = _watches[world] = Watchdog(board, rank=rank, world=dist.get_world_size(), time_limit=limit)
-        at_end(functools.partial(_leave_word, weakref.ref(found), board, rank))
+        found = _watches[world] = Watchdog(store, rank=rank, world=dist.get_world_size(), time_limit=limit)
+        at_end(functools.partial(_publish_exit_record, weakref.ref(found), store, rank))
         _torch.when_destroyed(world, functools.partial(_close, weakref.ref(found)))
     return found
 
 
-def _leave_word(watch: weakref.ref[Watchdog], board: StoreClient, rank: int, error: BaseException | None) -> None:
+def _publish_exit_record(
+    watch: weakref.ref[Watchdog], store: StoreClient, rank: int, error: BaseException | None
+) -> None:
     """The process ends: tell the others, also those who look for this rank after it destroyed its process group."""
     found = watch()
     last = found.last_step() if found is not None else ""
     words = f"{QUIETLY}{last}" if error is None else f"ended with {in_words(error)}{last}"
     cause = str(error) if isinstance(error, AgreementError) else None
-    if board.silent_for() > 1.0:  # this process would not come to its end
+    if store.silent_for() > 1.0:  # this process would not come to its end
         return
     with contextlib.suppress(RuntimeError):
-        ExitRecord(rank, words, cause).leave(board, alarm=error is not None)
+        ExitRecord(rank, words, cause).publish(store, alarm=error is not None)
 
 
 def _close(watch: weakref.ref[Watchdog]) -> None:

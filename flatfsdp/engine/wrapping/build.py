@@ -22,22 +22,22 @@ from ..config.schedule_options import AS_BUILT, Schedule, reshard_choice
 from ..config.strategy import traits
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
-from ..features.local_clipping import tell_of_local_clipping
-from ..features.unstepped import tell_if_unstepped
+from ..features.local_clipping import warn_of_local_clipping
+from ..features.unstepped import warn_if_unstepped
 from ..flat.extensions import can_transform, transform
 from ..flat.flat_param import FlatParamHandle
 from ..flat.quantized import is_packed
 from ..flat.views import ParamRef
 from ..runtime.device_checks import compute_device, move_buffers
 from ..runtime.model import Root, RootSettings
-from ..runtime.module_tree import homes_of, ignored_of, leave_alone, leaves_of, modules_of, units_in
+from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in
 from ..runtime.optimizer_hooks import guard_optimizers
 from ..runtime.param_registry import extended, own, owner_of, roots, unit_around
 from ..runtime.unit import Unit
 from ..state.model.submodules import watch
 from ..state.optim.stamp import stamp_state_dicts
-from .init_sync import failing_together, meeting_axes, synchronise
-from .materialize import materialise
+from .init_sync import failing_together, meeting_axes, synchronize
+from .materialize import materialize
 
 
 def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Unit:
@@ -55,30 +55,30 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         reshard = reshard_choice("reshard_after_forward", config.reshard_after_forward, shards=groups.shard.size)
         ignored_modules, ignored_params = ignored_of(module, config)
         modules = modules_of(module, ignored_modules)
-        materialise(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
-        homes, aliases, ignored_homes = _homes(module, config, ignored_modules, ignored_params)
-        check_called(module, [home.path for home in homes])
-        _check_untransformed(homes)
+        materialize(modules, device, config.param_init_fn, skip=ignored_params, owner_of=owner_of)
+        param_refs, shared_refs, ignored_refs = _homes(module, config, ignored_modules, ignored_params)
+        check_called(module, [param_ref.path for param_ref in param_refs])
+        _check_untransformed(param_refs)
         if not can_transform():
-            _check_plain(homes)
+            _check_plain(param_refs)
         move_buffers(modules, device)
-    synchronise(module, modules, leaves_of(homes), axes)
-    ledger = MemoryTracker()
+    synchronize(module, modules, leaves_of(param_refs), axes)
+    tracker = MemoryTracker()
     with ExitStack() as undo:
-        for home in homes:
-            undo.callback(home.register)
-        homes, transformed = transform(homes)
-        _check_plain(homes)
-        leaves = leaves_of(homes)
-        beginnings = InitialChecksums(leaves) if config.check_values != "off" else None
-        packed = {id(home.leaf) for home in homes if is_packed(home)}
-        handles = _flatten(leaves, packed, config, groups, device, ledger)
+        for param_ref in param_refs:
+            undo.callback(param_ref.register)
+        param_refs, transformed = transform(param_refs)
+        _check_plain(param_refs)
+        leaves = leaves_of(param_refs)
+        initial_checksums = InitialChecksums(leaves) if config.check_values != "off" else None
+        packed = {id(param_ref.leaf) for param_ref in param_refs if is_packed(param_ref)}
+        handles = _flatten(leaves, packed, config, groups, device, tracker)
         undo.pop_all()
     _drop_gradients(leaves)
     unit = Unit(
         module,
         handles,
-        homes,
+        param_refs,
         traits=traits(config.sharding_strategy),
         groups=groups,
         device_mesh=config.device_mesh,
@@ -87,24 +87,28 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         backward_prefetch=config.backward_prefetch,
         forward_prefetch=config.forward_prefetch,
         modules=[each for _, each in modules],
-        owners=list(dict.fromkeys(owner for home in aliases if (owner := owner_of(home.leaf)) is not None)),
-        aliases=aliases,
+        owning_units=list(
+            dict.fromkeys(
+                owning_unit for param_ref in shared_refs if (owning_unit := owner_of(param_ref.leaf)) is not None
+            )
+        ),
+        shared_refs=shared_refs,
         island=island,
         schedule=AS_BUILT if reshard is None else Schedule(reshard_after_forward=reshard),
     )
     unit.extend(transformed)
-    if beginnings is not None:
-        beginnings.seal(handles)
-    unit.beginnings = beginnings
-    watch((*homes, *aliases))
-    for home in unit.hidden:
-        home.unregister()
+    if initial_checksums is not None:
+        initial_checksums.seal(handles)
+    unit.initial_checksums = initial_checksums
+    watch((*param_refs, *shared_refs))
+    for param_ref in unit.unregistered_refs:
+        param_ref.unregister()
     for each in ignored_modules:
-        leave_alone(each, None)
-    for each, attributes in ignored_homes.items():
-        leave_alone(each, attributes)
+        ignore(each, None)
+    for each, attributes in ignored_refs.items():
+        ignore(each, attributes)
     settings = RootSettings(device, config.limit_all_gathers, config.check_values, config.join_units_below)
-    new_root(unit, device, ledger, settings, nested)
+    new_root(unit, device, tracker, settings, nested)
     return unit
 
 
@@ -112,25 +116,25 @@ def _homes(
     module: nn.Module, config: Config, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
 ) -> tuple[list[ParamRef], list[ParamRef], dict[nn.Module, set[str]]]:
     """(homes of what the unit will own, homes of what other units own, attributes that hold ignored parameters)."""
-    homes: list[ParamRef] = []
-    aliases: list[ParamRef] = []
+    param_refs: list[ParamRef] = []
+    shared_refs: list[ParamRef] = []
     ignored: dict[nn.Module, set[str]] = {}
-    for holder, attribute, path in homes_of(module, ignored_modules):
+    for holder, attribute, path in param_refs_of(module, ignored_modules):
         leaf = holder._parameters[attribute]
         assert leaf is not None
         if leaf in ignored_params:
             ignored.setdefault(holder, set()).add(attribute)
-        elif (owner := owner_of(leaf)) is not None:
-            _check_tie(owner, module, path, config)
-            aliases.append(ParamRef(holder, attribute, path, leaf))
+        elif (owning_unit := owner_of(leaf)) is not None:
+            _check_tie(owning_unit, module, path, config)
+            shared_refs.append(ParamRef(holder, attribute, path, leaf))
         elif getattr(leaf, "_fsdp_flattened", False):
             raise UsageError(
                 f"{path!r} is a FlatParameter: the module is wrapped by FullyShardedDataParallel already. Wrap the "
                 "original module, once"
             )
         else:
-            homes.append(ParamRef(holder, attribute, path, leaf))
-    return homes, aliases, ignored
+            param_refs.append(ParamRef(holder, attribute, path, leaf))
+    return param_refs, shared_refs, ignored
 
 
 def _flatten(
@@ -139,7 +143,7 @@ def _flatten(
     config: Config,
     groups: ProcessGroups,
     device: torch.device,
-    ledger: MemoryTracker,
+    tracker: MemoryTracker,
 ) -> list[FlatParamHandle]:
     """A handle for each kind among `leaves`, given with their paths. They still show their own memory.
 
@@ -160,25 +164,25 @@ def _flatten(
             pin_memory=config.cpu_offload.pin_memory,
             use_orig_params=config.use_orig_params,
             packed=is_packed_kind,
-            ledger=ledger,
+            tracker=tracker,
         )
         for (_, _, is_packed_kind), members in kinds.items()
     ]
 
 
 def new_root(
-    unit: Unit, device: torch.device, ledger: MemoryTracker, settings: RootSettings, nested: list[Unit]
+    unit: Unit, device: torch.device, tracker: MemoryTracker, settings: RootSettings, nested: list[Unit]
 ) -> Root:
-    """A root over `unit`, whose handles count in `ledger`, and the units nested in it."""
-    root = Root(unit, Device(device), ledger=ledger, settings=settings)
+    """A root over `unit`, whose handles count in `tracker`, and the units nested in it."""
+    root = Root(unit, Device(device), tracker=tracker, settings=settings)
     unit.own_root = root
-    unit.join(root)
+    unit.attach_to(root)
     root.adopt(nested)
     own(unit)
     roots.add(root)
     guard_optimizers()
-    tell_if_unstepped(root)
-    tell_of_local_clipping(root)
+    warn_if_unstepped(root)
+    warn_of_local_clipping(root)
     stamp_state_dicts()
     return root
 
@@ -202,41 +206,41 @@ def _check_unwrapped(module: nn.Module) -> None:
 def _check_unattended(nested: Iterable[Unit]) -> None:
     """Refuse to take units from a root by which others go: they would lose them without a word."""
     for unit in nested:
-        if unit.root.steppers.every or unit.root.detector is not None:
-            what = "optimizer_in_backward()" if unit.root.steppers.every else "detect_nonfinite()"
+        if unit.root.backward_optimizers.all or unit.root.detector is not None:
+            what = "optimizer_in_backward()" if unit.root.backward_optimizers.all else "detect_nonfinite()"
             raise UsageError(
                 f"module: {type(unit.module).__name__} inside is of a model that was given to {what}, and cannot "
                 "become part of a larger one. Wrap the whole model first, and call it on the outermost wrapper"
             )
 
 
-def _check_tie(owner: Unit, module: nn.Module, path: str, config: Config) -> None:
-    if owner.groups.shard.ranks != plan_groups(config, owner.handles[0].device).shard.ranks:
+def _check_tie(owning_unit: Unit, module: nn.Module, path: str, config: Config) -> None:
+    if owning_unit.groups.shard.ranks != plan_groups(config, owning_unit.handles[0].device).shard.ranks:
         raise UsageError(
             f"{path!r} of {type(module).__name__} is tied to a parameter of another unit "
-            f"({type(owner.module).__name__}) that is sharded over other ranks, so no order of gathers serves both. "
-            "Put both modules into one unit, or wrap them with the same process group"
+            f"({type(owning_unit.module).__name__}) that is sharded over other ranks, so no order of gathers serves "
+            "both. Put both modules into one unit, or wrap them with the same process group"
         )
 
 
-def _check_untransformed(homes: Iterable[ParamRef]) -> None:
+def _check_untransformed(param_refs: Iterable[ParamRef]) -> None:
     for unit in extended:
-        for each in (each for shown in unit.shown for each in shown.extended):
-            for home in homes:
-                if each.replaced(home.leaf):
+        for each in (each for views in unit.views for each in views.extended):
+            for param_ref in param_refs:
+                if each.replaced(param_ref.leaf):
                     raise UsageError(
-                        f"{home.path!r} is tied to a parameter of another unit ({type(unit.module).__name__}) that an "
-                        "extension transformed. Put both modules into one unit"
+                        f"{param_ref.path!r} is tied to a parameter of another unit ({type(unit.module).__name__}) "
+                        "that an extension transformed. Put both modules into one unit"
                     )
 
 
-def _check_plain(homes: Iterable[ParamRef]) -> None:
-    for home in homes:
-        if hasattr(type(home.leaf), "__tensor_flatten__"):
+def _check_plain(param_refs: Iterable[ParamRef]) -> None:
+    for param_ref in param_refs:
+        if hasattr(type(param_ref.leaf), "__tensor_flatten__"):
             raise UsageError(
-                f"{home.path!r} is a {type(home.leaf).__name__}, a tensor made of others: a flat parameter holds plain "
-                "elements. Name its module in ignored_modules=, which leaves it whole on each rank, or say what is "
-                "stored of it with flatfsdp.extensions.set_extensions()"
+                f"{param_ref.path!r} is a {type(param_ref.leaf).__name__}, a tensor made of others: a flat parameter "
+                "holds plain elements. Name its module in ignored_modules=, which leaves it whole on each rank, or say "
+                "what is stored of it with flatfsdp.extensions.set_extensions()"
             )
 
 

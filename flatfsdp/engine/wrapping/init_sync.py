@@ -21,9 +21,9 @@ from ..device.streams import Device
 
 def meeting_axes(groups: ProcessGroups, device: Device) -> list[Transport]:
     """The axes over which the constructors of a unit meet. [Note: constructors]"""
-    traffic, ledger = CommStats(), MemoryTracker()
+    comm_stats, tracker = CommStats(), MemoryTracker()
     return [
-        transport(axis, device, traffic=traffic, ledger=ledger)
+        transport(axis, device, comm_stats=comm_stats, tracker=tracker)
         for axis in (groups.scatter, groups.replicate)
         if axis is not None and axis.size > 1
     ]
@@ -31,7 +31,7 @@ def meeting_axes(groups: ProcessGroups, device: Device) -> list[Transport]:
 
 @contextmanager
 def failing_together(axes: list[Transport]) -> Iterator[None]:
-    """Where the enclosed code fails on this rank, ranks that come to `synchronise` are told, and fail as well.
+    """Where the enclosed code fails on this rank, ranks that come to `synchronize` are told, and fail as well.
 
     Collective over `axes` where it fails.
     """
@@ -57,7 +57,7 @@ def agree_to_undo(count: int, axes: list[Transport], error: BaseException | None
     compare_facts(axes, facts, reason=failure, doing=f"undoes its wrapping of {count} modules after {failure}")
 
 
-def synchronise(
+def synchronize(
     module: nn.Module,
     modules: list[tuple[str, nn.Module]],
     leaves: list[tuple[nn.Parameter, str]],

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from ..runtime.unit import Unit
 
 
-def materialise(
+def materialize(
     modules: Iterable[tuple[str, nn.Module]],
     device: torch.device,
-    initialise: Callable[[nn.Module], Any] | None,
+    initialize: Callable[[nn.Module], Any] | None,
     *,
     skip: set[nn.Parameter],
     owner_of: Callable[[torch.Tensor], Unit | None],
 ) -> None:
     """Give memory and values to modules that hold parameters or buffers on the meta device.
 
-    `initialise(module)` is called for each, or the module's `reset_parameters()`. What the module holds elsewhere keeps
+    `initialize(module)` is called for each, or the module's `reset_parameters()`. What the module holds elsewhere keeps
     its values. Parameters in `skip` are left where they are; those with an owner belong to a unit already.
     """
     if is_memoryless():
@@ -41,7 +41,7 @@ def materialise(
     for path, module in modules:
         if not any(tensor.is_meta and tensor not in skip for _, _, tensor in _held(module)):
             continue
-        if initialise is None and not callable(getattr(module, "reset_parameters", None)):
+        if initialize is None and not callable(getattr(module, "reset_parameters", None)):
             raise UsageError(
                 f"module {path or '<root>'!r} ({type(module).__name__}) is on the meta device and has no "
                 "reset_parameters(); give it one, or pass param_init_fn=, a function of the module that fills its own "
@@ -57,14 +57,14 @@ def materialise(
                 if tensor.is_meta and tensor not in skip:
                     undo.callback(_give_memory(module, tensor, device))
                     from_meta.append(name)
-                elif (owner := owner_of(tensor)) is not None:
-                    after.callback(_lend_stand_in(registry, name, tensor, owner))
+                elif (owning_unit := owner_of(tensor)) is not None:
+                    after.callback(_substitute_stand_in(registry, name, tensor, owning_unit))
                 else:
                     after.callback(tensor.copy_, tensor.clone())
-            if initialise is None:
+            if initialize is None:
                 module.reset_parameters()  # type: ignore[operator]  # checked above
             else:
-                _initialise_by(initialise, module, path, from_meta)
+                _initialize_by(initialize, module, path, from_meta)
             left = [name for _, name, tensor in _held(module) if tensor.is_meta and tensor not in skip]
             if left:
                 raise UsageError(
@@ -114,11 +114,14 @@ def _give_memory(module: nn.Module, tensor: torch.Tensor, device: torch.device) 
         return lambda: put(tensor)
 
 
-def _lend_stand_in(registry: dict[str, Any], name: str, leaf: torch.Tensor, owner: Unit) -> Callable[[], None]:
-    """A scratch tensor of the whole shape in place of `leaf`, of which `owner` shows a shard; returns what ends it."""
+def _substitute_stand_in(
+    registry: dict[str, Any], name: str, leaf: torch.Tensor, owning_unit: Unit
+) -> Callable[[], None]:
+    """A scratch tensor of the whole shape in place of `leaf`, of which `owning_unit` shows a shard; returns what ends
+    it."""
     spec = next(
         handle.layout.params[index]
-        for handle in owner.handles
+        for handle in owning_unit.handles
         for index, other in enumerate(handle.leaves)
         if other is leaf
     )
@@ -126,17 +129,17 @@ def _lend_stand_in(registry: dict[str, Any], name: str, leaf: torch.Tensor, owne
     return lambda: registry.__setitem__(name, leaf)
 
 
-def _initialise_by(initialise: Callable[[nn.Module], Any], module: nn.Module, path: str, names: list[str]) -> None:
-    """Call `initialise` as if the tensors of these names were still on the meta device.
+def _initialize_by(initialize: Callable[[nn.Module], Any], module: nn.Module, path: str, names: list[str]) -> None:
+    """Call `initialize` as if the tensors of these names were still on the meta device.
 
     A function that looks at their devices, to create others there, must see the true ones. So it is told otherwise only
     when it has done nothing.
     """
     tensors = [getattr(module, name) for name in names]
     for device in (False, True):
-        with MetaDeviceMode(tensors, device=device) as told:
-            initialise(module)
-        untouched = told.untouched()
+        with MetaDeviceMode(tensors, device=device) as reported:
+            initialize(module)
+        untouched = reported.untouched()
         replaced = any(getattr(module, name) is not tensor for name, tensor in zip(names, tensors, strict=True))
         if replaced or len(untouched) < len(tensors) or not any(tensor.numel() for tensor in tensors):
             return

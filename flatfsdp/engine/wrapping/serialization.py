@@ -26,8 +26,8 @@ from ..device.memory import MemoryTracker
 from ..flat.extensions import TransformedParam
 from ..flat.flat_param import FlatParamHandle
 from ..flat.states import IDLE
-from ..flat.views import NOTHING, SHARD, ParamRef
-from ..runtime.module_tree import leave_alone, left_alone_in, units_in
+from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, ParamRef
+from ..runtime.module_tree import ignore, ignored_in, units_in
 from ..runtime.unit import Unit
 from .build import new_root
 from .wrapper_support import keep_root, register_flat_params
@@ -71,17 +71,22 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
                 }
                 for handle in unit.handles
             ],
-            "homes": [(home.module, home.attribute, home.path, home.leaf) for home in unit.homes],
-            "aliases": [(home.module, home.attribute, home.path, home.leaf) for home in unit.aliases],
-            "extended": [(e.leaf, e.state, e.extensions) for shown in unit.shown for e in shown.extended],
+            "homes": [
+                (param_ref.module, param_ref.attribute, param_ref.path, param_ref.leaf) for param_ref in unit.param_refs
+            ],
+            "aliases": [
+                (param_ref.module, param_ref.attribute, param_ref.path, param_ref.leaf)
+                for param_ref in unit.shared_refs
+            ],
+            "extended": [(e.leaf, e.state, e.extensions) for views in unit.views for e in views.extended],
             "modules": unit.modules,
-            "left_alone": left_alone_in(unit.module),
-            "tied": [owner.module for owner in unit.owners],
+            "left_alone": ignored_in(unit.module),
+            "tied": [owning_unit.module for owning_unit in unit.owning_units],
             "groups": unit.groups,
             "root": unit.root.settings,
             "is_last_backward": unit.root.is_last_backward,
-            "schedule": unit.choices.schedule,
-            "state_dict": unit.choices.state_dict,
+            "schedule": unit.options.schedule,
+            "state_dict": unit.options.state_dict,
             **{name: getattr(unit, name) for name in _SETTINGS},
         },
     }
@@ -91,11 +96,11 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     """Make `wrapper`, a blank instance, what `state` says."""
     wrapper.__dict__.update(state["attributes"])
     plan = state["unit"]
-    ledger = MemoryTracker()
+    tracker = MemoryTracker()
     handles = []
     for entry in plan["handles"]:
         settings = {name: entry[name] for name in _HANDLE_SETTINGS if name != "layout"}
-        handles.append(FlatParamHandle(entry["leaves"], entry["layout"], entry["shard"], ledger=ledger, **settings))
+        handles.append(FlatParamHandle(entry["leaves"], entry["layout"], entry["shard"], tracker=tracker, **settings))
         expected = plan["groups"].shard.rank
         if entry["rank"] != expected:
             raise UsageError(
@@ -109,25 +114,27 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         groups=plan["groups"],
         schedule=plan["schedule"],
         modules=plan["modules"],
-        aliases=[ParamRef(module, attribute, path, leaf) for module, attribute, path, leaf in plan["aliases"]],
+        shared_refs=[ParamRef(module, attribute, path, leaf) for module, attribute, path, leaf in plan["aliases"]],
         **{name: plan[name] for name in _SETTINGS},
     )
-    unit.choices = replace(unit.choices, state_dict=plan["state_dict"])
+    unit.options = replace(unit.options, state_dict=plan["state_dict"])
     unit.extend(
         [
-            TransformedParam(leaf, state, extensions, [home for home in unit.homes if home.leaf is leaf])
+            TransformedParam(
+                leaf, state, extensions, [param_ref for param_ref in unit.param_refs if param_ref.leaf is leaf]
+            )
             for leaf, state, extensions in plan["extended"]
         ]
     )
     wrapper.__dict__["_unit"] = unit
     for module, attributes in plan["left_alone"]:
-        leave_alone(module, attributes)
+        ignore(module, attributes)
     nested = units_in(unit.module)
-    root = new_root(unit, handles[0].device if handles else plan["root"].device, ledger, plan["root"], nested)
+    root = new_root(unit, handles[0].device if handles else plan["root"].device, tracker, plan["root"], nested)
     root.is_last_backward = plan["is_last_backward"]
     unit.tied_modules = plan["tied"]
     for each in [*nested, unit]:
-        each.borrow_from([other for other in nested for module in each.tied_modules if other.module is module])
+        each.share_params_of([other for other in nested for module in each.tied_modules if other.module is module])
     keep_root(wrapper, unit)
     register_flat_params(wrapper, unit)
 
@@ -136,15 +143,15 @@ def _at_rest(wrapper: nn.Module) -> list[Unit]:
     """The units inside, at rest: what a user put in a parameter's place lies in their shards."""
     units = units_in(wrapper)
     for unit in units:
-        unit.root.await_gradients()
-        unit.root.forget_failure()
+        unit.root.wait_for_gradients()
+        unit.root.clear_failure()
         if unit.phase is not IDLE:
             raise UsageError(
                 f"a wrapped model can be copied or pickled between steps only; unit {unit.label} is in "
                 f"{unit.phase.value}. Do so after its forward or backward"
             )
-        if not unit.is_between():
-            unit.root.come_to_rest()
+        if not unit.is_between_iterations():
+            unit.root.reset_to_idle()
         if any(grads.pending for grads in unit.grads):
             raise UsageError(
                 "a wrapped model cannot be copied or pickled while gradients accumulate under no_sync(), or without "
@@ -166,9 +173,9 @@ def deep_copy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
         memo[id(old.flat_param)] = new.flat_param  # an optimizer copied with the model follows it
     memo.update({id(group): group for group in unit.groups.process_groups})
     copied.device_mesh = unit.device_mesh
-    copied.choose(
-        comm_hook=_copied_hook(unit.choices.comm_hook, memo, "register_comm_hook()"),
-        all_reduce_hook=_copied_hook(unit.choices.all_reduce_hook, memo, "set_all_reduce_hook()"),
+    copied.set_options(
+        comm_hook=_copied_hook(unit.options.comm_hook, memo, "register_comm_hook()"),
+        all_reduce_hook=_copied_hook(unit.options.all_reduce_hook, memo, "set_all_reduce_hook()"),
     )
     _set_lists(units_in(twin), _lists_of(units))
     return twin
@@ -195,14 +202,14 @@ def _lists_of(units: list[Unit]) -> _Lists:
     def known(targets: PrefetchTargets) -> list[int]:
         return [places[unit] for unit in targets.units() if unit in places]
 
-    return [[known(getattr(unit.choices, name)) for name in _NAMING] for unit in units]
+    return [[known(getattr(unit.options, name)) for name in _NAMING] for unit in units]
 
 
 def _set_lists(units: list[Unit], lists: _Lists) -> None:
     for unit, named in zip(units, lists, strict=True):
         if any(named):
             targets = (PrefetchTargets(units[place] for place in each) for each in named)
-            unit.choose(**dict(zip(_NAMING, targets, strict=True)))
+            unit.set_options(**dict(zip(_NAMING, targets, strict=True)))
 
 
 def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
@@ -211,23 +218,23 @@ def reduce(wrapper: nn.Module) -> tuple[Any, ...]:
     if _inside:
         return _blank, (type(wrapper),), state_of(wrapper)
     units = _at_rest(wrapper)
-    if any(unit.choices.comm_hook is not None or unit.choices.all_reduce_hook is not None for unit in units):
+    if any(unit.options.comm_hook is not None or unit.options.all_reduce_hook is not None for unit in units):
         warn_once_per_job(
             "the pickle of a wrapped model does not have its communication and all-reduce hooks. Register them again "
             "when it is loaded, before it trains"
         )
     buffer = io.BytesIO()
     for unit in units:
-        for shown in unit.shown:
-            shown.show(NOTHING)
+        for views in unit.views:
+            views.show(SHOWS_NOTHING)
     _inside = True
     try:
         torch.save((type(wrapper), state_of(wrapper), _lists_of(units)), buffer)
     finally:
         _inside = False
         for unit in units:
-            for shown in unit.shown:
-                shown.show(SHARD)
+            for views in unit.views:
+                views.show(SHOWS_SHARD)
     return _load, (buffer.getvalue(),)
 
 

@@ -48,7 +48,7 @@ def root_of(unit: Unit, method: str) -> Root:
     check_outermost(unit, method)
     root = unit.root
     root.lazy_init()
-    root.settle_down()
+    root.finish_interrupted()
     return root
 
 
@@ -67,22 +67,22 @@ def register_comm_hook(unit: Unit, state: Any, function: Callable[..., Any]) -> 
     check_outside(unit, method)
     check_outermost(unit, method)
     root = unit.root
-    root.settle_down()
+    root.finish_interrupted()
     for each in root.units:
         _check_hookable(each, method)
     hook = CommHook.of(state, function)
     for each in root.units:
-        each.choose(comm_hook=hook)
+        each.set_options(comm_hook=hook)
         if root.ready:
             root.connect(each)
 
 
 def _check_hookable(unit: Unit, method: str) -> None:
-    if unit.choices.comm_hook is not None:
+    if unit.options.comm_hook is not None:
         problem = "it has one already. Register one for the whole life of the model, on its outermost wrapper"
     elif any(grads.pending for grads in unit.grads):
         problem = "gradients accumulate, not reduced yet. Run a backward that reduces them first"
-    elif unit.choices.schedule.divide_by is not None:
+    elif unit.options.schedule.divide_by is not None:
         problem = "set_gradient_divide_factor() was called, but a hook scales gradients itself. Divide there instead"
     elif unit.groups.shard.size == 1 and unit.traits.shards and unit.groups.replicate is not None:
         problem = "its shard group, over which a hook reduces, is this rank alone. Use NO_SHARD over the replicas"

@@ -103,7 +103,7 @@ def files_of(model: nn.Module, tokenizer: Any = None) -> Callable[[Path], None] 
     return write if saved else None
 
 
-def initialiser_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
+def initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
     """`param_init_fn` for a model with models of transformers in it; None where there are none.
 
     Raises (what it returns):
@@ -116,7 +116,7 @@ def initialiser_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
     if not owners:
         return None
 
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         floating = [(name, tensor) for name, tensor in own if tensor.is_floating_point()]
         for _, tensor in floating:
@@ -132,7 +132,7 @@ def initialiser_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
                 f"{type(owners.get(module, module)).__name__}. Build the model on the CPU, or pass param_init_fn="
             )
 
-    return initialise
+    return initialize
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:

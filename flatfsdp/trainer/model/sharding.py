@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import refuse_value
 from flatfsdp.trainer.arguments import STRATEGIES, FSDPArguments
-from flatfsdp.trainer.model.hugging_face import initialiser_of
+from flatfsdp.trainer.model.hugging_face import initializer_of
 from flatfsdp.trainer.model.recomputation import recompute_units
 from flatfsdp.trainer.model.units import policy_for
 from flatfsdp.trainer.ranks import warn_for_all
@@ -58,7 +58,7 @@ def shard(
         auto_wrap_policy=policy,
         backward_prefetch=None if arguments.backward_prefetch is None else arguments.backward_prefetch.upper(),
         mixed_precision=_precision_of(arguments),
-        param_init_fn=param_init_fn or initialiser_of(model),
+        param_init_fn=param_init_fn or initializer_of(model),
         device_id=None if device.type == "cpu" else device,
         sync_module_states=arguments.sync_module_states,
         forward_prefetch=arguments.forward_prefetch,

@@ -113,9 +113,9 @@ class FusedRun:
         """
         for name, value in self.state.items():
             if not (isinstance(value, PLAIN) or self.is_shaped(value) or is_number(value)):
-                told = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                reported = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise UsageError(
-                    f"step_flat(): the optimizer keeps {name!r} ({told}) for {self.parameter.numel()} elements of "
+                    f"step_flat(): the optimizer keeps {name!r} ({reported}) for {self.parameter.numel()} elements of "
                     f"{len(self.members)} parameters; expected a number, or a tensor with an element for each. It "
                     "cannot step on parameters together: leave step_flat() out"
                 )
@@ -154,9 +154,9 @@ class StepCounts:
         self._name = name
         self._runs = runs
         of_first: torch.Tensor = runs[0].state[name]
-        owners = [number for number, run in enumerate(runs) for _ in run.members]
-        self._owners = torch.tensor(owners, device=of_first.device)
-        self.tensor = of_first.new_empty(len(owners))
+        owning_units = [number for number, run in enumerate(runs) for _ in run.members]
+        self._owners = torch.tensor(owning_units, device=of_first.device)
+        self.tensor = of_first.new_empty(len(owning_units))
         members = chain.from_iterable(run.members for run in runs)
         for each, element in zip(members, self.tensor.unbind(), strict=True):
             states[each][name] = element

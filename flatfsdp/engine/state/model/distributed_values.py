@@ -21,14 +21,14 @@ from .lazy_values import LazyValue
 
 
 class DistributedValue(LazyValue):
-    """A DTensor or a ShardedTensor as a value to be loaded. `held`: it."""
+    """A DTensor or a ShardedTensor as a value to be loaded. `value`: it."""
 
-    def arrive(self, target: torch.Tensor) -> None:
+    def fetch_into(self, target: torch.Tensor) -> None:
         target.copy_(self.whole())
 
     def whole(self) -> torch.Tensor:
         """All of it. Collective over its mesh, or its process group."""
-        return whole_of(self.held)
+        return whole_of(self.value)
 
 
 def is_distributed(value: Any) -> bool:
@@ -55,17 +55,17 @@ def _whole_of_shards(value: Any) -> torch.Tensor:
     shards, metadata = value.local_shards(), value.metadata()
     group = _torch.group_of_sharded_tensor(value)
     device = accelerator() if "nccl" in str(dist.get_backend(group)) else torch.device("cpu")
-    whole = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
+    unsharded = torch.zeros(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
     for shard in shards:
-        block = whole
+        block = unsharded
         sizes = shard.metadata.shard_sizes
         for dim, (offset, size) in enumerate(zip(shard.metadata.shard_offsets, sizes, strict=True)):
             block = block.narrow(dim, offset, size)
         block.copy_(shard.tensor.view(sizes))
     # Each byte comes from one rank, all others add zeros to it: as bytes, because -0.0 + 0.0 is 0.0.
     with blocked():
-        dist.all_reduce(whole.view(-1).view(torch.uint8), group=group)
-    return whole
+        dist.all_reduce(unsharded.view(-1).view(torch.uint8), group=group)
+    return unsharded
 
 
 def _require_ranks(axis: Axis) -> None:
@@ -91,8 +91,8 @@ def carrier_of(unit: Unit, sharded_as: str) -> str:
     return "sharded_tensor" if unit.device_mesh is None else "dtensor"
 
 
-def rows_of(whole: torch.Tensor, unit: Unit, *, as_dtensor: bool, offload_to_cpu: bool = False) -> Any:
-    """This rank's rows of `whole` as a DTensor or a ShardedTensor, in (host) memory of its own.
+def rows_of(unsharded: torch.Tensor, unit: Unit, *, as_dtensor: bool, offload_to_cpu: bool = False) -> Any:
+    """This rank's rows of `unsharded` as a DTensor or a ShardedTensor, in (host) memory of its own.
 
     Rows are split over the shard axis of `unit` as `torch.chunk` does, the last ranks may have none. What has no rows
     stays a tensor (DTensor: replicated where it has no dimensions). A DTensor lies on the mesh that the unit was given,
@@ -100,13 +100,19 @@ def rows_of(whole: torch.Tensor, unit: Unit, *, as_dtensor: bool, offload_to_cpu
     """
     axis = unit.groups.shard
     _require_ranks(axis)
-    chunks = whole.chunk(axis.size, 0) if whole.dim() else ()
-    own = chunks[axis.rank].clone() if axis.rank < len(chunks) else whole[:0].clone() if whole.dim() else whole.clone()
+    chunks = unsharded.chunk(axis.size, 0) if unsharded.dim() else ()
+    own = (
+        chunks[axis.rank].clone()
+        if axis.rank < len(chunks)
+        else unsharded[:0].clone()
+        if unsharded.dim()
+        else unsharded.clone()
+    )
     if as_dtensor:
-        made = _torch.dtensor_of_rows(own, whole, axis.process_group, unit.device_mesh)
+        made = _torch.dtensor_of_rows(own, unsharded, axis.process_group, unit.device_mesh)
         return made.cpu() if offload_to_cpu else made  # its mesh stays where it is
     own = own.cpu() if offload_to_cpu else own
-    if not whole.dim() or not whole.shape[0]:
+    if not unsharded.dim() or not unsharded.shape[0]:
         return own  # of nothing torch makes no ShardedTensor
     first = sum(chunk.shape[0] for chunk in chunks[: axis.rank])
-    return _torch.sharded_tensor_of_rows(own, first, whole.shape, axis.process_group)
+    return _torch.sharded_tensor_of_rows(own, first, unsharded.shape, axis.process_group)

@@ -61,8 +61,8 @@ def named_state(module: nn.Module) -> list[NamedParam]:
     }
     held: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for unit in units:
-        for home in (*unit.homes, *unit.aliases):
-            held.setdefault(id(home.module), []).append((home.attribute, home.leaf))
+        for param_ref in (*unit.param_refs, *unit.shared_refs):
+            held.setdefault(id(param_ref.module), []).append((param_ref.attribute, param_ref.leaf))
     flat = {id(handle.flat_param) for unit in units for handle in unit.handles}
     names: dict[int, list[str]] = {}
     leaves: dict[int, nn.Parameter] = {}
@@ -76,8 +76,8 @@ def named_state(module: nn.Module) -> list[NamedParam]:
             names.setdefault(id(leaf), []).append(f"{path}{attribute}")
     out = []
     for key, found in names.items():
-        owner, kind, index = places.get(key, (None, 0, 0))
-        out.append(NamedParam(found[0], tuple(found), owner, kind, index, leaves[key]))
+        owning_unit, kind, index = places.get(key, (None, 0, 0))
+        out.append(NamedParam(found[0], tuple(found), owning_unit, kind, index, leaves[key]))
     return out
 
 

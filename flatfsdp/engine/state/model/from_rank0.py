@@ -24,19 +24,21 @@ class FromRank0(LazyValue):
     """A value of the first rank's state dict.
 
     Attributes:
-        held: the value there, None on other ranks.
+        value: the value there, None on other ranks.
         unit: over whose axes it is sent.
     """
 
-    held: torch.Tensor | None
+    value: torch.Tensor | None
     unit: Unit
     why = "only rank 0 has"
 
-    def arrive(self, target: torch.Tensor) -> None:
-        travelling = (target if self.held is None else self.held).to(self.unit.groups.device, target.dtype).contiguous()
+    def fetch_into(self, target: torch.Tensor) -> None:
+        traveling = (
+            (target if self.value is None else self.value).to(self.unit.groups.device, target.dtype).contiguous()
+        )
         for axis in axes_of(self.unit):
-            axis.broadcast(travelling)
-        target.copy_(travelling)
+            axis.broadcast(traveling)
+        target.copy_(traveling)
 
 
 def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
@@ -51,12 +53,12 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     if any(isinstance(state_dict[key], FromRank0) for key in keys):
         return
     first = is_first(unit)
-    told: list[tuple[str, Any, Any]] = []
+    reported: list[tuple[str, Any, Any]] = []
     for key in keys if first else ():
         value = state_dict[key]
         is_tensor = isinstance(value, torch.Tensor)
-        told.append((key, tuple(value.shape), value.dtype) if is_tensor else (key, None, value))
-    content = encode(_refusal(told, state_dict) or told, objects=True)
+        reported.append((key, tuple(value.shape), value.dtype) if is_tensor else (key, None, value))
+    content = encode(_refusal(reported, state_dict) or reported, objects=True)
     known = decode(firsts([*axes_of(unit)], content), objects=True)
     if isinstance(known, str):
         raise UsageError(f"load_state_dict() from rank 0: {known}")
@@ -69,9 +71,9 @@ def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
             state_dict[key].unit = unit
 
 
-def _refusal(told: list[tuple[str, Any, Any]], state_dict: dict[str, Any]) -> str | None:
+def _refusal(reported: list[tuple[str, Any, Any]], state_dict: dict[str, Any]) -> str | None:
     """Why the first rank's values cannot be sent, in words; None if they can."""
-    for key, shape, what in told:
+    for key, shape, what in reported:
         value = state_dict[key]
         if shape is not None and (value.is_meta or value.layout != torch.strided):
             return f"{key!r} is a {value.layout} tensor on {value.device}, expected a dense one with values"

@@ -17,21 +17,21 @@ class LazyValue(torch.Tensor):
     it is carried out at once, in the order in which modules load, which is the same on all ranks.
 
     Attributes:
-        held: what it is made of.
+        value: what it is made of.
         why: completes "a value that ...".
     """
 
-    held: Any
+    value: Any
     why = "takes communication"
 
     @classmethod
     def of(cls, held: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
         """The value, of this shape and dtype, without memory."""
         self = torch.empty((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
-        self.held = held
+        self.value = held
         return self
 
-    def arrive(self, target: torch.Tensor) -> None:
+    def fetch_into(self, target: torch.Tensor) -> None:
         """Fill `target`. Collective."""
         raise InternalError(f"{type(self).__name__} does not say how it arrives")
 
@@ -52,7 +52,7 @@ class LazyValue(torch.Tensor):
                 target.received = source
             else:
                 with torch.no_grad(), _torch.as_plain_tensors():
-                    source.arrive(target)
+                    source.fetch_into(target)
             return target
         raise UsageError(
             f"{name} of a value that {cls.why}, while its state dict is loaded: a hook or a _load_from_state_dict of "

@@ -28,7 +28,7 @@ from ...flat.placeholder import PlaceholderReadError
 from ...flat.states import SUMMONED
 from ...runtime.module_tree import units_in
 from ...runtime.unit import Unit
-from ..consolidate import is_first, scatter, store, together
+from ..consolidate import collective_call, is_first, scatter, store
 from ..full_params import summon
 from ..owned_interval import OwnedInterval
 from .distributed_values import DistributedValue, defer_distributed
@@ -57,29 +57,37 @@ class UnitLoad:
     ) -> None:
         self.unit = unit
         self.errors = errors
-        self._told = len(errors)
-        self._whole = ExitStack()
-        self._stand_ins: Placeholders | None = None
+        self._warned_of_dtypes = len(errors)
+        self._unsharded = ExitStack()
+        self._placeholders: Placeholders | None = None
         if has_own_classes(unit) or unit in _read_values or (within is None and not _asked.get() and _may_read(unit)):
             taken = self._take_intervals(state_dict, prefix, within)
-            self._whole.enter_context(
+            self._unsharded.enter_context(
                 summon([unit], writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False)
             )
             state_dict.update((key, leaf.detach().clone()) for key, leaf in taken.items())
         else:
-            self._stand_ins = Placeholders(unit, receives=True, within=within)
+            self._placeholders = Placeholders(unit, receives=True, within=within)
 
     def _take_intervals(
         self, state_dict: dict[str, Any], prefix: str, within: nn.Module | None
     ) -> dict[str, nn.Parameter]:
         """Store the intervals that this rank owns, before modules are shown whole values; the leaves, by their keys."""
-        homes = {id(home.leaf): home for home in self.unit.homes if within is None or home.module is within}
+        param_refs = {
+            id(param_ref.leaf): param_ref
+            for param_ref in self.unit.param_refs
+            if within is None or param_ref.module is within
+        }
         taken: dict[str, nn.Parameter] = {}
         for handle in self.unit.handles:
             values: dict[int, Any] = {}
             for index, leaf in enumerate(handle.leaves):
-                home = homes.get(id(leaf))
-                key = f"{prefix}{home.path if within is None else home.attribute}" if home is not None else ""
+                param_ref = param_refs.get(id(leaf))
+                key = (
+                    f"{prefix}{param_ref.path if within is None else param_ref.attribute}"
+                    if param_ref is not None
+                    else ""
+                )
                 if isinstance(state_dict.get(key), OwnedInterval):
                     values[index] = state_dict[key]
                     taken[key] = leaf
@@ -88,32 +96,32 @@ class UnitLoad:
 
     def close(self) -> None:
         """Store what was received. Collective if it comes from the first rank, or in distributed tensors."""
-        self._whole.close()
-        if self._stand_ins is None:
+        self._unsharded.close()
+        if self._placeholders is None:
             return
-        received = self._stand_ins.remove()
+        received = self._placeholders.remove()
         with torch.no_grad():
-            for owner in (self.unit, *self.unit.owners):
-                for kind, handle in enumerate(owner.handles):
+            for owning_unit in (self.unit, *self.unit.owning_units):
+                for kind, handle in enumerate(owning_unit.handles):
                     values = {i: received[id(leaf)] for i, leaf in enumerate(handle.leaves) if id(leaf) in received}
                     if any(isinstance(value, FromRank0) for value in values.values()):
-                        self._store_from_first(owner, kind, handle, values)
+                        self._store_from_first(owning_unit, kind, handle, values)
                     else:
-                        self._store_each(owner, handle, values)
+                        self._store_each(owning_unit, handle, values)
 
     def _store_from_first(
-        self, owner: Unit, kind: int, handle: FlatParamHandle, values: dict[int, torch.Tensor]
+        self, owning_unit: Unit, kind: int, handle: FlatParamHandle, values: dict[int, torch.Tensor]
     ) -> None:
-        whole: list[torch.Tensor | None] = [None] * len(handle.leaves)
+        unsharded: list[torch.Tensor | None] = [None] * len(handle.leaves)
         for index, value in values.items():
-            whole[index] = value.held if isinstance(value, FromRank0) else value
-        shard = scatter(owner, kind, whole)
+            unsharded[index] = value.value if isinstance(value, FromRank0) else value
+        shard = scatter(owning_unit, kind, unsharded)
         for owned in handle.layout.owned(handle.rank):
             if owned.index in values:
                 handle.shard[owned.in_shard.slice].copy_(shard[owned.in_shard.slice])
         torch.autograd.graph.increment_version([handle.shard])  # also where this rank owns none
 
-    def _store_each(self, owner: Unit, handle: FlatParamHandle, values: dict[int, torch.Tensor]) -> None:
+    def _store_each(self, owning_unit: Unit, handle: FlatParamHandle, values: dict[int, torch.Tensor]) -> None:
         for index, value in values.items():
             try:
                 given = value.whole() if isinstance(value, DistributedValue) else value
@@ -124,23 +132,23 @@ class UnitLoad:
                 store(handle.layout, handle.rank, handle.shard, index, given)
             except Exception as error:
                 name = handle.layout.params[index].name
-                self.errors.append(f"{name!r} of unit {owner.label} keeps its value: {error}")
+                self.errors.append(f"{name!r} of unit {owning_unit.label} keeps its value: {error}")
         if values:
             torch.autograd.graph.increment_version([handle.shard])  # also where this rank owns none
 
     def abandon(self) -> None:
         """Forget what was received: something raised on the way."""
-        if self._stand_ins is not None:
-            self._stand_ins.remove()
-        self._whole.close()
+        if self._placeholders is not None:
+            self._placeholders.remove()
+        self._unsharded.close()
 
     def clean_errors(self) -> None:
         """Drop wrappers' names from what torch complains of."""
-        self.errors[self._told :] = [clean_text(text) for text in self.errors[self._told :]]
+        self.errors[self._warned_of_dtypes :] = [clean_text(text) for text in self.errors[self._warned_of_dtypes :]]
 
 
 def _may_read(unit: Unit) -> bool:
-    return any(not _torch.loads_as_usual(home.module) for home in (*unit.homes, *unit.aliases))
+    return any(not _torch.loads_as_usual(param_ref.module) for param_ref in (*unit.param_refs, *unit.shared_refs))
 
 
 def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any) -> Any:
@@ -151,12 +159,12 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
     unit: Unit = wrapper.__dict__["_unit"]
     if isinstance(state_dict, Mapping) and unit.phase is not SUMMONED:
         state_dict = _with_metadata(wrapper, state_dict)
-    config = unit.choices.state_dict.state_dict_config
+    config = unit.options.state_dict.state_dict_config
     sends = isinstance(config, FullStateDictConfig) and config.rank0_only and unit.phase is not SUMMONED
     while True:
         token = _asked.set(True)
         try:
-            with together(units_in(wrapper), "load_state_dict()") if sends else nullcontext():
+            with collective_call(units_in(wrapper), "load_state_dict()") if sends else nullcontext():
                 return load(_of_first(unit, state_dict) if sends else state_dict)
         except PlaceholderReadError:
             reading = [each for each in _under_way(wrapper) if each.unit not in _read_values]
@@ -225,7 +233,7 @@ def begin(
         _rename(state_dict, prefix, wrapper)
         return
     begin_unit(unit, state_dict)
-    config = unit.choices.state_dict.state_dict_config
+    config = unit.options.state_dict.state_dict_config
     if isinstance(config, FullStateDictConfig) and config.rank0_only:
         unit.root.lazy_init()
         spread(unit, state_dict, prefix)
@@ -233,15 +241,15 @@ def begin(
     wrapper.__dict__[UNDER_WAY] = UnitLoad(unit, state_dict, prefix, errors)
     _rename(state_dict, prefix, wrapper)
     if local_metadata.get("assign_to_params_buffers"):
-        _tell_dtypes(unit, state_dict, prefix)
+        _warn_of_dtypes(unit, state_dict, prefix)
 
 
 def begin_unit(unit: Unit, state_dict: dict[str, Any]) -> None:
     """Bring `unit` to rest, and make of `state_dict` one that modules can load."""
     check_between("load_state_dict()", [unit])
     unit.root.agreement.loaded = True
-    if not unit.is_between():
-        unit.root.come_to_rest()
+    if not unit.is_between_iterations():
+        unit.root.reset_to_idle()
     unit.write_back()
     defer_distributed(state_dict)
 
@@ -313,15 +321,17 @@ def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
         flat = _flat_of(value, handle, key)
         shard = torch.zeros(layout.shard_numel, dtype=flat.dtype, device=flat.device)
         shard[: flat.numel()] = flat
-        homes = {id(leaf): [home for home in unit.homes if home.leaf is leaf] for leaf in handle.leaves}
+        param_refs = {
+            id(leaf): [param_ref for param_ref in unit.param_refs if param_ref.leaf is leaf] for leaf in handle.leaves
+        }
         for index, leaf in enumerate(handle.leaves):
             local = shard[layout.span_in_shard(index, handle.rank).slice]
             interval = OwnedInterval(local, layout.params[index], layout.span_in_param(index, handle.rank))
-            for home in homes[id(leaf)]:
-                state_dict[f"{prefix}{home.path}"] = interval  # FSDP1 may have put its 1-D shard there
-    if unit.choices.state_dict.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        for home in unit.aliases:  # their values come with the flat shards of other units
-            state_dict.setdefault(f"{prefix}{home.path}", stand_in(home.leaf, unit.owners))
+            for param_ref in param_refs[id(leaf)]:
+                state_dict[f"{prefix}{param_ref.path}"] = interval  # FSDP1 may have put its 1-D shard there
+    if unit.options.state_dict.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        for param_ref in unit.shared_refs:  # their values come with the flat shards of other units
+            state_dict.setdefault(f"{prefix}{param_ref.path}", stand_in(param_ref.leaf, unit.owning_units))
 
 
 def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
@@ -330,7 +340,7 @@ def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
     Raises:
         UsageError: it is of another layout.
     """
-    value = value.held if isinstance(value, DistributedValue) else value
+    value = value.value if isinstance(value, DistributedValue) else value
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
     what = (
@@ -356,7 +366,7 @@ def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
     raise UsageError(f"{what}; found a {type(value).__name__}, which is no value of such a state dict")
 
 
-def _tell_dtypes(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
+def _warn_of_dtypes(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     """Say that `assign=True` does not change dtypes here."""
     inside = f"{prefix}{WRAPPED}."
     for handle in unit.handles:

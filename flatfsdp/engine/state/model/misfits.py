@@ -13,10 +13,10 @@ _NAME = re.compile(r'"[^"]*"')
 def in_brief(error: RuntimeError) -> RuntimeError | None:
     """`error` with some names of each kind, where torch says that a state dict does not fit; None if it is as short, or
     says something else."""
-    told = str(error)
-    if type(error) is not RuntimeError or not told.startswith(_BEGIN):
+    reported = str(error)
+    if type(error) is not RuntimeError or not reported.startswith(_BEGIN):
         return None
-    first, *lines = told.split("\n")
+    first, *lines = reported.split("\n")
     kept: list[str] = []
     shapes = 0
     for line in lines:
@@ -30,6 +30,6 @@ def in_brief(error: RuntimeError) -> RuntimeError | None:
     if shapes > _MOST:
         kept.append(f"\tand {shapes - _MOST} more of other shapes. ")
     short = "\n".join([first, *kept])
-    if len(short) == len(told):
+    if len(short) == len(reported):
         return None
     return RuntimeError(f"{short}\n\tIt is of another model; strict=False returns the names of all keys.")

@@ -27,44 +27,44 @@ class Placeholders:
 
     def __init__(self, unit: Unit, *, receives: bool, within: nn.Module | None = None) -> None:
         self.unit = unit
-        self._held: list[tuple[ParamRef, bool, Any]] = []  # what was there, and whether it was registered
+        self._replaced: list[tuple[ParamRef, bool, Any]] = []  # what was there, and whether it was registered
         self._placeholders: dict[int, Placeholder] = {}
-        places = _places((unit, *unit.owners))
-        for home in (*unit.homes, *unit.aliases):
-            if within is not None and home.module is not within:
+        places = _places((unit, *unit.owning_units))
+        for param_ref in (*unit.param_refs, *unit.shared_refs):
+            if within is not None and param_ref.module is not within:
                 continue
-            placeholder = _standing.get(id(home.leaf))
+            placeholder = _standing.get(id(param_ref.leaf))
             if placeholder is None:
-                placeholder = _made(home.leaf, places, receives=receives)
-                _standing[id(home.leaf)] = self._placeholders[id(home.leaf)] = placeholder
-            registered = home.attribute in home.module._parameters
-            self._held.append((home, registered, home.held))
-            home.module.__dict__.pop(home.attribute, None)
-            home.module._parameters[home.attribute] = placeholder
+                placeholder = _made(param_ref.leaf, places, receives=receives)
+                _standing[id(param_ref.leaf)] = self._placeholders[id(param_ref.leaf)] = placeholder
+            registered = param_ref.attribute in param_ref.module._parameters
+            self._replaced.append((param_ref, registered, param_ref.current))
+            param_ref.module.__dict__.pop(param_ref.attribute, None)
+            param_ref.module._parameters[param_ref.attribute] = placeholder
 
     def remove(self) -> dict[int, torch.Tensor]:
         """Put back what was there; returns what parameters have received, or what was assigned in their place, by the
         id of the leaf."""
         received = {key: each.received for key, each in self._placeholders.items() if each.received is not None}
-        for home, registered, held in reversed(self._held):
-            now = home.module._parameters.get(home.attribute)
+        for param_ref, registered, held in reversed(self._replaced):
+            now = param_ref.module._parameters.get(param_ref.attribute)
             if now is not None and type(now) is not Placeholder:
-                received[id(home.leaf)] = now.detach()
+                received[id(param_ref.leaf)] = now.detach()
             if registered:
-                home.module._parameters[home.attribute] = held  # in its place among the others
+                param_ref.module._parameters[param_ref.attribute] = held  # in its place among the others
             else:
-                home.module._parameters.pop(home.attribute, None)
-                home.module.__dict__[home.attribute] = held
-        self._held.clear()
+                param_ref.module._parameters.pop(param_ref.attribute, None)
+                param_ref.module.__dict__[param_ref.attribute] = held
+        self._replaced.clear()
         for key in self._placeholders:
             _standing.pop(key, None)
         self._placeholders.clear()
         return received
 
 
-def stand_in(leaf: nn.Parameter, owners: Iterable[Unit]) -> Placeholder:
-    """A placeholder for `leaf`, which one of `owners` owns; it receives nothing."""
-    return _made(leaf, _places(owners), receives=False)
+def stand_in(leaf: nn.Parameter, owning_units: Iterable[Unit]) -> Placeholder:
+    """A placeholder for `leaf`, which one of `owning_units` owns; it receives nothing."""
+    return _made(leaf, _places(owning_units), receives=False)
 
 
 def _places(units: Iterable[Unit]) -> dict[int, tuple[FlatParamHandle, int]]:

@@ -33,7 +33,7 @@ from ...flat.states import IDLE, SUMMONED
 from ...layout.layout import ParamSpec
 from ...runtime.module_tree import units_in
 from ...runtime.unit import Unit
-from ..consolidate import consolidated, is_first, others_of, together
+from ..consolidate import collective_call, consolidated, is_first, others_of
 from ..full_params import summon
 from ..owned_interval import OwnedInterval, RemoteElements
 from .distributed_values import carrier_of, flat_of, rows_of
@@ -41,7 +41,7 @@ from .fqns import clean
 from .placeholders import Placeholders, stand_in
 from .rank0_buffers import take_firsts
 from .types import settings_of
-from .zero_copy import lends
+from .zero_copy import shares_memory
 
 FLAT = "_flat_param"
 
@@ -73,7 +73,7 @@ class StateDictCall:
         return isinstance(config, FullStateDictConfig) and config.rank0_only
 
     @property
-    def is_silent(self) -> bool:
+    def is_without_communication(self) -> bool:
         """Whether nothing is to be communicated."""
         config = self.settings.state_dict_config
         return self.settings.state_dict_type is not StateDictType.FULL_STATE_DICT and (
@@ -88,7 +88,7 @@ class StateDictCall:
         return carrier_of(unit, carrier) != "whole"
 
     @property
-    def spreads_buffers(self) -> bool:
+    def broadcasts_buffers(self) -> bool:
         """Whether every rank is to have the first one's buffers. [Note: buffers of ranks]"""
         return self.settings.state_dict_type is StateDictType.FULL_STATE_DICT and not self.rank0_only
 
@@ -118,9 +118,9 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
     start = len(destination)
     token = _job.set(job)
     try:
-        with nullcontext() if job.is_silent else together(units, "state_dict()"):
+        with nullcontext() if job.is_without_communication else collective_call(units, "state_dict()"):
             _add(job, wrapper, destination, prefix)
-            if job.spreads_buffers:
+            if job.broadcasts_buffers:
                 take_firsts(unit, units, wrapper, destination, prefix)
     finally:
         _job.reset(token)
@@ -133,13 +133,13 @@ def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> State
     job = StateDictCall(chosen, is_first(unit))
     check_between("state_dict()", units)
     for root in {id(each.root): each.root for each in units}.values():
-        if not job.is_silent:
+        if not job.is_without_communication:
             root.lazy_init()
-            root.settle_down()
+            root.finish_interrupted()
     for each in units:
-        if not job.is_silent and not each.is_between():
-            each.root.come_to_rest()
-        if each.is_between():
+        if not job.is_without_communication and not each.is_between_iterations():
+            each.root.reset_to_idle()
+        if each.is_between_iterations():
             each.write_back()
     return job
 
@@ -147,7 +147,7 @@ def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> State
 def check_between(what: str, units: Sequence[Unit]) -> None:
     """Refuse `what` while a unit computes."""
     for root in {id(unit.root): unit.root for unit in units}.values():
-        root.forget_failure()  # after which nothing does
+        root.clear_failure()  # after which nothing does
     for unit in units:
         if unit.phase is not IDLE:
             hint = "; leave summon_full_params() first, or call it on the whole model inside" * (unit.phase is SUMMONED)
@@ -193,7 +193,7 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
 def has_own_classes(unit: Unit) -> bool:
     """Whether parameters are of users' classes, of which modules may ask more than any parameter has."""
     return any(type(leaf) is not nn.Parameter for handle in unit.handles for leaf in handle.leaves) and (
-        unit.is_between()
+        unit.is_between_iterations()
     )
 
 
@@ -237,20 +237,20 @@ def fill(job: StateDictCall, unit: Unit, destination: Any, among: Sequence[str],
     for key in among:
         if type(value := destination[key]) is Placeholder:
             waiting.setdefault(id(value.leaf), []).append(key)
-    for owner in (unit, *(each for each in unit.owners if each not in job.active)):
-        local = job.is_flat(owner)
-        for kind, handle in enumerate(owner.handles):
+    for owning_unit in (unit, *(each for each in unit.owning_units if each not in job.active)):
+        local = job.is_flat(owning_unit)
+        for kind, handle in enumerate(owning_unit.handles):
             wanted = {index: waiting[id(leaf)] for index, leaf in enumerate(handle.leaves) if id(leaf) in waiting}
             if local:
                 for key in (key for keys in wanted.values() for key in keys):
                     del destination[key]
-                if owner is unit:
+                if owning_unit is unit:
                     name = f"{prefix}{FLAT}" if kind == 0 else f"{prefix}{FLAT}_{kind}"
-                    _put(job, destination, name, _flat(job, name, owner, handle))
+                    _put(job, destination, name, _flat(job, name, owning_unit, handle))
                 continue
             missing = [index for index in wanted if id(handle.leaves[index]) not in job.values]
             if missing:
-                for index, value in _values(job, owner, kind, missing, wanted):
+                for index, value in _values(job, owning_unit, kind, missing, wanted):
                     job.values[id(handle.leaves[index])] = value
             for index, keys in wanted.items():
                 for key in keys:
@@ -267,22 +267,22 @@ def _values(
 ) -> Iterator[tuple[int, Any]]:
     """(index, value) of some parameters of one handle. Collective over the shard axis unless the job is silent."""
     config = job.settings.state_dict_config
-    if job.is_silent:
+    if job.is_without_communication:
         for index in indices:
             yield index, _owned(job, unit, kind, index, names[index][0])
         return
     carrier = carrier_of(unit, config.sharded_as) if isinstance(config, ShardedStateDictConfig) else "whole"
-    with consolidated(unit, kind) as whole:
+    with consolidated(unit, kind) as unsharded:
         for index in indices:
             if carrier == "whole":
-                yield index, job.copy(whole[index]) if job.first or not job.rank0_only else None
+                yield index, job.copy(unsharded[index]) if job.first or not job.rank0_only else None
             else:
                 as_dtensor, offload = carrier == "dtensor", config.offload_to_cpu
-                yield index, rows_of(whole[index], unit, as_dtensor=as_dtensor, offload_to_cpu=offload)
+                yield index, rows_of(unsharded[index], unit, as_dtensor=as_dtensor, offload_to_cpu=offload)
 
 
 def _shard_of(job: StateDictCall, handle: FlatParamHandle) -> torch.Tensor:
-    if lends():
+    if shares_memory():
         return handle.shard.detach()
     if id(handle) not in job.copies:
         job.copies[id(handle)] = job.copy(handle.shard)
@@ -307,7 +307,7 @@ def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) ->
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
     local = _shard_of(job, handle)[: span.numel]
-    if isinstance(job.settings.state_dict_config, LocalStateDictConfig) and not job.is_silent:
+    if isinstance(job.settings.state_dict_config, LocalStateDictConfig) and not job.is_without_communication:
         return flat_of(local, span.start, layout.unpadded_numel, unit.groups.shard)
     # The name tells the layout.
     spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.unpadded_numel,))
@@ -320,7 +320,7 @@ def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) ->
 
 
 def _finish(job: StateDictCall, destination: Any, start: int, *, keep_vars: bool) -> None:
-    offload = job.settings.state_dict_config.offload_to_cpu and not lends()
+    offload = job.settings.state_dict_config.offload_to_cpu and not shares_memory()
     for key, value in list(islice(destination.items(), start, None)):
         if job.rank0_only and not job.first:
             del destination[key]

@@ -21,7 +21,7 @@ from ...flat.states import SUMMONED
 from ...flat.views import ParamRef
 from ...runtime.param_registry import unit_around
 from ...runtime.unit import Unit
-from ..consolidate import together
+from ..consolidate import collective_call
 from .loading import UnitLoad, begin_unit
 from .placeholders import Placeholders
 from .rank0_buffers import take_firsts
@@ -30,9 +30,9 @@ from .saving import StateDictCall, begin, fill
 _UNDER_WAY = "_part_under_way"
 
 
-def watch(homes: Iterable[ParamRef]) -> None:
-    """Let the modules of `homes` answer for themselves."""
-    for module in {id(home.module): home.module for home in homes}.values():
+def watch(param_refs: Iterable[ParamRef]) -> None:
+    """Let the modules of `param_refs` answer for themselves."""
+    for module in {id(param_ref.module): param_ref.module for param_ref in param_refs}.values():
         if before_saving not in module._state_dict_pre_hooks.values():
             module.register_state_dict_pre_hook(before_saving)
             module.register_state_dict_post_hook(after_saving)
@@ -52,13 +52,13 @@ def _asked(module: nn.Module) -> Unit | None:
 
 class _Saving:
     def __init__(self, unit: Unit, module: nn.Module) -> None:
-        chosen = unit.choices.state_dict
+        chosen = unit.options.state_dict
         if chosen.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             _refuse(unit, module, "has no flat parameter of its own (LOCAL_STATE_DICT)")
         if not _torch.saves_as_usual(module):
             _refuse(unit, module, "has a _save_to_state_dict of its own, which may read values")
         self.unit = unit
-        self.job: StateDictCall = begin(unit, [unit, *unit.owners], chosen)
+        self.job: StateDictCall = begin(unit, [unit, *unit.owning_units], chosen)
         self.stand_ins = Placeholders(unit, receives=False, within=module)
 
     def abandon(self) -> None:
@@ -87,10 +87,10 @@ def after_saving(module: nn.Module, destination: Any, prefix: str, metadata: Any
     under_way.stand_ins.remove()
     keys = [key for key, value in destination.items() if key.startswith(prefix) and type(value) is Placeholder]
     job, unit = under_way.job, under_way.unit
-    with nullcontext() if job.is_silent else together([unit], "state_dict()"):
+    with nullcontext() if job.is_without_communication else collective_call([unit], "state_dict()"):
         fill(job, unit, destination, keys, prefix)
-        if job.spreads_buffers:
-            take_firsts(unit, [unit, *unit.owners], module, destination, prefix)
+        if job.broadcasts_buffers:
+            take_firsts(unit, [unit, *unit.owning_units], module, destination, prefix)
     if job.rank0_only and not job.first:
         for key in keys:
             del destination[key]
@@ -110,7 +110,7 @@ def before_loading(
     unit = _asked(module)
     if unit is None:
         return
-    config = unit.choices.state_dict.state_dict_config
+    config = unit.options.state_dict.state_dict_config
     if isinstance(config, FullStateDictConfig) and config.rank0_only:
         _refuse(unit, module, "is to be loaded from rank 0 (rank0_only=True), which takes its wrapper")
     begin_unit(unit, state_dict)

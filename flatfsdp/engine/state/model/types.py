@@ -22,7 +22,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
         UsageError: they differ.
     """
     units = units_in(module)
-    found = [unit.choices.state_dict for unit in units]
+    found = [unit.options.state_dict for unit in units]
     for unit, other in zip(units, found, strict=True):
         if other != found[-1]:
             raise UsageError(
@@ -44,7 +44,7 @@ def set_type(module: nn.Module, state_dict_type: Any, config: Any, optim_config:
 def type_for_a_while(module: nn.Module, state_dict_type: Any, config: Any, optim_config: Any) -> Iterator[None]:
     """Choose inside the context; afterwards each wrapper has again what it had. No communication."""
     units = units_in(module)
-    before = [unit.choices.state_dict for unit in units]
+    before = [unit.options.state_dict for unit in units]
     _choose(units, settings(state_dict_type, config, optim_config))
     try:
         yield
@@ -55,7 +55,7 @@ def type_for_a_while(module: nn.Module, state_dict_type: Any, config: Any, optim
 
 def _choose(units: list[Unit], chosen: StateDictSettings) -> None:
     for unit in units:
-        unit.choices = replace(unit.choices, state_dict=chosen)
+        unit.options = replace(unit.options, state_dict=chosen)
 
 
 def _told(unit: Unit) -> str:

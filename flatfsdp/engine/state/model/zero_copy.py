@@ -1,7 +1,7 @@
 """State dicts for whoever is done with them before anybody steps.
 
-[Note: lent values] A checkpoint that is written at once needs no copies. Inside `lending()`, what this rank owns of
-parameters, and of an optimizer's states, is shown where it lies; whole values are gathered, and copies as ever.
+[Note: lent values] A checkpoint that is written at once needs no copies. Inside `sharing_memory()`, what this rank owns
+of parameters, and of an optimizer's states, is shown where it lies; whole values are gathered, and copies as ever.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_lends: ContextVar[bool] = ContextVar("values of state dicts are lent", default=False)
+_shares_memory: ContextVar[bool] = ContextVar("values of state dicts are lent", default=False)
 
 
 @contextmanager
-def lending() -> Iterator[None]:
+def sharing_memory() -> Iterator[None]:
     """Inside, values of sharded state dicts share memory with what they are of. [Note: lent values]"""
-    token = _lends.set(True)
+    token = _shares_memory.set(True)
     try:
         yield
     finally:
-        _lends.reset(token)
+        _shares_memory.reset(token)
 
 
-def lends() -> bool:
-    """Whether the caller is inside `lending()`."""
-    return _lends.get()
+def shares_memory() -> bool:
+    """Whether the caller is inside `sharing_memory()`."""
+    return _shares_memory.get()

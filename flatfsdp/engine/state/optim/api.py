@@ -67,9 +67,9 @@ class OptimStates:
         """
         settings = settings_of(model)
         config = settings.optim_state_dict_config
-        whole = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        unsharded = settings.state_dict_type is StateDictType.FULL_STATE_DICT
         wanted = StateDictRequest(
-            "whole" if whole else getattr(config, "sharded_as", "interval"),
+            "whole" if unsharded else getattr(config, "sharded_as", "interval"),
             offload_to_cpu=config.offload_to_cpu,
             rank0_only=getattr(config, "rank0_only", False),
         )

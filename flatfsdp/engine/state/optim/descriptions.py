@@ -62,7 +62,7 @@ def facts_of(held: OptimizedParam, state: Mapping[str, Any]) -> Facts:
         elif not _holds_tensors(value):
             facts[name] = value_of(value)
         elif held.keeps_any_shape:
-            facts[name] = OtherState(None if handle is None or handle.whole else value_of(value))
+            facts[name] = OtherState(None if handle is None or handle.is_unsharded_at_rest else value_of(value))
         else:
             facts[name] = UnsupportedState(_words(value, held))
     return facts
@@ -86,11 +86,11 @@ def agree(reports: Mapping[int, Sequence[ParamReport]]) -> dict[str, Facts]:
         AgreementError: ranks differ in which states there are, in their dtypes, or in values.
         UsageError: a tensor that cannot be put together.
     """
-    told: dict[str, dict[int, Facts | None]] = {}
+    reported: dict[str, dict[int, Facts | None]] = {}
     for rank, each in reports.items():
         for report in each:
-            told.setdefault(report.name, {})[rank] = report.facts
-    return {name: facts for name, by_rank in told.items() if (facts := _agreed(name, by_rank))}
+            reported.setdefault(report.name, {})[rank] = report.facts
+    return {name: facts for name, by_rank in reported.items() if (facts := _agreed(name, by_rank))}
 
 
 def _agreed(name: str, by_rank: Mapping[int, Facts | None]) -> Facts:

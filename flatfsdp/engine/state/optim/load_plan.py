@@ -285,8 +285,8 @@ def _cut_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[str,
         _check_interval(named, state, value)
         dtypes.setdefault(value.dtype, named.name)
     if len(dtypes) > 1:
-        told = ", ".join(f"{dtype} for {name!r}" for dtype, name in dtypes.items())
-        raise ConfigValueError(f"optim_state_dict: state {state!r} has different dtypes: {told}. {_SHARE}")
+        reported = ", ".join(f"{dtype} for {name!r}" for dtype, name in dtypes.items())
+        raise ConfigValueError(f"optim_state_dict: state {state!r} has different dtypes: {reported}. {_SHARE}")
     return ShardedState(next(iter(dtypes)))
 
 
@@ -309,8 +309,8 @@ def _value_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[st
 
 def _check_interval(named: NamedParam, state: str, value: TensorSpec) -> None:
     span = span_in_param(named)
-    whole = (0, spec_of(named).numel)
-    if value.span is not None and not span.is_empty and value.span not in ((span.start, span.stop), whole):
+    unsharded = (0, spec_of(named).numel)
+    if value.span is not None and not span.is_empty and value.span not in ((span.start, span.stop), unsharded):
         raise ConfigValueError(
             f"optim_state_dict: state {state!r} of {named.name!r} holds elements [{value.span[0]}, {value.span[1]}), "
             f"but this rank owns {span}: it was made on another number of ranks, or for another wrapping. Save and "

@@ -15,12 +15,12 @@ from torch import nn
 
 from ....errors import AgreementError, ConfigValueError, UsageError
 from ...agreement.object_collectives import all_or_none, by_ranks, firsts, is_first_of, ranks_over
-from ...base.hashing import number
+from ...base.hashing import hash63
 from ...base.plain_data import decode, encode
 from ...comm.transport import Transport
 from ...flat.flat_param import full_views
 from ...runtime.module_tree import units_in
-from ..consolidate import is_first, scatter, store, together
+from ..consolidate import collective_call, is_first, scatter, store
 from ..model.distributed_values import is_distributed, whole_of
 from ..model.fqns import NamedParam
 from .descriptions import value_of
@@ -58,7 +58,7 @@ def load(
         ConfigTypeError, ConfigValueError: what is wrong with the dict; on all ranks that are asked.
         AgreementError: ranks have different dicts, or another rank has a wrong one.
     """
-    agreeing = nullcontext() if alone else together(units_in(model), "optim_state_dict_to_load()", always=True)
+    agreeing = nullcontext() if alone else collective_call(units_in(model), "optim_state_dict_to_load()", always=True)
     with agreeing:
         return _load(
             model,
@@ -115,7 +115,7 @@ def _load(
             described.append(describe(state_dict))
         holder = ParamMap(model, groups_of(model, optim, optim_input), by_name=by_name)
         made.append((holder, plan(holder, described[0], frozenset(others_of(optim)))))
-        return number(repr(_told(holder, described[0])))
+        return hash63(repr(_told(holder, described[0])))
 
     digests = all_or_none(axes, prepare, doing=DOING)
     ((holder, planned),) = made
@@ -130,17 +130,17 @@ def _load(
 def _told(holder: ParamMap, description: StateDictSpec) -> list[tuple[str, str]]:
     """What ranks must have in common, where each has a dict: (name, tensors in words) of what is in units."""
     outside = {name for named in holder.params if named.unit is None for name in named.names}
-    told = []
+    reported = []
     for name, values in description.state.items():
         if isinstance(values, dict) and name not in outside:
             tensors = sorted(f"{s} {v.shape} {v.dtype}" for s, v in values.items() if isinstance(v, TensorSpec))
-            told.append((str(name), ", ".join(tensors) or "no tensors"))
-    return sorted(told)
+            reported.append((str(name), ", ".join(tensors) or "no tensors"))
+    return sorted(reported)
 
 
-def _refuse_difference(told: Mapping[int, list[tuple[str, str]]]) -> NoReturn:
+def _refuse_difference(reported: Mapping[int, list[tuple[str, str]]]) -> NoReturn:
     """Raise an AgreementError with the first difference between what ranks hand in."""
-    by_name = {rank: dict(each) for rank, each in told.items()}
+    by_name = {rank: dict(each) for rank, each in reported.items()}
     for name in sorted({name for each in by_name.values() for name in each}):
         found = {rank: f" {each.get(name, 'no state')}" for rank, each in by_name.items()}
         if len(set(found.values())) > 1:
@@ -222,8 +222,8 @@ class _Filler:
             whole: list[torch.Tensor | None] = [None] * len(handle.leaves)
             for named in wanted:
                 whole[named.index] = self._value(named, state)
-            return scatter(unit, kind, whole, dtype=dtype).to(handle.home)
-        shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.home)
+            return scatter(unit, kind, whole, dtype=dtype).to(handle.shard_device)
+        shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard_device)
         for named in wanted:
             value = self._value(named, state)
             if value is not None:
@@ -234,18 +234,18 @@ class _Filler:
     def _taken(self, held: OptimizedParam, state: str, value: ReplicatedState) -> torch.Tensor:
         """A tensor as the dict has it, where the parameter is."""
         handle = held.handle
-        home = held.parameter.device if handle is None else handle.home
+        param_ref = held.parameter.device if handle is None else handle.shard_device
         if not self._from_first:
             found = self._value(held.params[0], state)
             if is_distributed(found) and not is_distributed(held.parameter):
                 found = whole_of(found)
-            return found.detach().to(home, copy=True)
+            return found.detach().to(param_ref, copy=True)
         tensor = torch.empty(value.shape, dtype=value.dtype, device=self._axes[0].device.device)
         if is_first_of(self._axes):
             tensor.copy_(self._value(held.params[0], state))
         for axis in self._axes:
             axis.broadcast(tensor)
-        return tensor.to(home)
+        return tensor.to(param_ref)
 
 
 def _piece(held: OptimizedParam, shard: torch.Tensor) -> torch.Tensor:
@@ -254,6 +254,6 @@ def _piece(held: OptimizedParam, shard: torch.Tensor) -> torch.Tensor:
     assert handle is not None
     if held.is_flat:
         return shard
-    if handle.whole:
+    if handle.is_unsharded_at_rest:
         return full_views(shard, handle.layout)[held.params[0].index].clone()
     return shard[span_in_shard(held.params[0]).slice].clone()

@@ -57,7 +57,7 @@ class OptimizedParam:
         if self.is_flat:
             return (handle.layout.shard_numel,)
         named = self.params[0]
-        return spec_of(named).shape if handle.whole else (span_in_shard(named).numel,)
+        return spec_of(named).shape if handle.is_unsharded_at_rest else (span_in_shard(named).numel,)
 
     @property
     def reports(self) -> bool:
@@ -70,7 +70,11 @@ class OptimizedParam:
         if self.is_flat:
             return False
         handle = self.handle
-        return handle is None or handle.whole or span_in_shard(self.params[0]).numel == spec_of(self.params[0]).numel
+        return (
+            handle is None
+            or handle.is_unsharded_at_rest
+            or span_in_shard(self.params[0]).numel == spec_of(self.params[0]).numel
+        )
 
 
 def handle_of(named: NamedParam) -> FlatParamHandle | None:

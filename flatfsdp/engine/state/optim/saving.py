@@ -21,10 +21,10 @@ from ...agreement.object_collectives import all_or_none, is_first_of, ranks_over
 from ...comm.transport import Axis, Transport
 from ...flat.flat_param import dense
 from ...runtime.module_tree import units_in
-from ..consolidate import consolidated, others_of, store, together
+from ..consolidate import collective_call, consolidated, others_of, store
 from ..model.distributed_values import carrier_of, rows_of
 from ..model.fqns import NamedParam
-from ..model.zero_copy import lends
+from ..model.zero_copy import shares_memory
 from ..owned_interval import OwnedInterval
 from .descriptions import Facts, OtherState, ParamReport, ParamShaped, agree, facts_of, value_of
 from .initial_state import state_before_first_step
@@ -84,7 +84,7 @@ def state_by_name(
 
     Collective over the axes of the model's units. No value shares memory with the optimizer's.
     """
-    with together(units_in(model), "optim_state_dict()", always=True):
+    with collective_call(units_in(model), "optim_state_dict()", always=True):
         return _state_by_name(model, optim, state_dict, wanted, optim_input=optim_input, group=group)
 
 
@@ -113,7 +113,7 @@ def _state_by_name(
 
     answers = all_or_none(axes, tell, doing=doing, objects=True)
     if any(has_state for has_state, _ in answers.values()):
-        facts = agree({rank: told for rank, (_, told) in answers.items()})
+        facts = agree({rank: reported for rank, (_, reported) in answers.items()})
     else:
         facts = agree(all_or_none(axes, step, doing=f"{doing}, before its first step", objects=True))
     own = made[-1]
@@ -134,7 +134,9 @@ def _state_by_name(
     for held in own.holder:
         if held.handle is None and (values := own.state.get(held.key)):
             state[held.name] = {
-                name: value.detach() if lends() and isinstance(value, torch.Tensor) else _copied(value, wanted.device)
+                name: value.detach()
+                if shares_memory() and isinstance(value, torch.Tensor)
+                else _copied(value, wanted.device)
                 for name, value in values.items()
             }
     ordered: dict[Any, Any] = {named.name: state[named.name] for named in own.holder.params if named.name in state}
@@ -147,7 +149,7 @@ def axes_of(model: nn.Module) -> list[Transport]:
     units = units_in(model)
     for root in {id(unit.root): unit.root for unit in units}.values():
         root.lazy_init()
-        root.settle_down()
+        root.finish_interrupted()
     found: dict[int, Transport] = {}
     for unit in units:
         for axis in (unit.replicate, unit.gather):
@@ -227,7 +229,7 @@ class _LocalState:
         """What this rank tells the others: of every parameter in units of which it has elements."""
         out = []
         for members in self.holder.by_unit():
-            for named in _tellers(members):
+            for named in _reporting_ranks(members):
                 held = self._held.get(named.name)
                 if held is None:
                     if has_elements(named):
@@ -261,7 +263,7 @@ class _LocalState:
         return {"param_groups": out}
 
 
-def _tellers(members: Sequence[NamedParam]) -> Sequence[NamedParam]:
+def _reporting_ranks(members: Sequence[NamedParam]) -> Sequence[NamedParam]:
     """Of the parameters of one handle those by whose names states are told: all, or the first for a flat parameter."""
     handle = handle_of(members[0])
     assert handle is not None
@@ -270,7 +272,7 @@ def _tellers(members: Sequence[NamedParam]) -> Sequence[NamedParam]:
 
 def _by_name(members: Sequence[NamedParam], facts: Mapping[str, Facts]) -> dict[str, Facts]:
     """What was agreed on, for each parameter of one handle."""
-    tellers = _tellers(members)
+    tellers = _reporting_ranks(members)
     if len(tellers) == len(members):
         return {named.name: facts[named.name] for named in members if named.name in facts}
     found = facts.get(tellers[0].name)
@@ -318,13 +320,13 @@ def _shard_of(own: _LocalState, having: Sequence[NamedParam], name: str, dtype: 
     if first is not None and first.is_flat:
         flat: torch.Tensor = own.state[first.key][name].detach()
         return flat
-    shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.home)
+    shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard_device)
     for named in having:
         held = own.held(named)
         if held is None or not has_elements(named):
             continue
         value = own.state[held.key][name].detach()
-        if handle.whole:
+        if handle.is_unsharded_at_rest:
             store(handle.layout, handle.rank, shard, named.index, value)
         else:
             shard[span_in_shard(named).slice].copy_(value)
@@ -347,7 +349,7 @@ def _add_intervals(
             if isinstance(fact, ParamShaped):
                 span = span_in_param(named)
                 owned = torch.empty(0, dtype=fact.dtype) if span.is_empty else _owned(own, named, name)
-                local = owned if lends() else owned.to(wanted.device or handle.home, copy=True)
+                local = owned if shares_memory() else owned.to(wanted.device or handle.shard_device, copy=True)
                 interval = OwnedInterval(local, spec_of(named), span, names_empty=handle.rank == 0, others=others)
                 state.setdefault(named.name, {})[name] = interval
 
@@ -360,7 +362,7 @@ def _owned(own: _LocalState, named: NamedParam, state: str) -> torch.Tensor:
     value: torch.Tensor = own.state[held.key][state].detach()
     if held.is_flat:
         return value[span_in_shard(named).slice]
-    if not handle.whole:
+    if not handle.is_unsharded_at_rest:
         return value
     spec = spec_of(named)
     if value.is_contiguous() if spec.stride is None else value.stride() == spec.stride:
