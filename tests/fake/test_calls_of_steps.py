@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel
 from tests.harness.calls import calls_of
@@ -69,3 +70,30 @@ def test_calls_of_units_and_steps(strategy: str, clips: bool) -> None:
     of_a_step = few - FEW * of_a_unit
     most_of_a_unit, most_of_a_step = MOST[strategy, clips]
     assert of_a_unit <= most_of_a_unit and of_a_step <= most_of_a_step, (of_a_unit, of_a_step)
+
+
+def test_a_checkpoint_more_takes_as_many_calls_in_a_deep_model() -> None:
+    class Deep(nn.Module):
+        def __init__(self, blocks: int) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    def calls(blocks: int) -> int:
+        model = FullyShardedDataParallel(Deep(blocks), auto_wrap_policy={Block}, use_orig_params=True)
+
+        def step() -> None:
+            model(torch.ones(2, WIDTH)).sum().backward()
+
+        for _ in range(4):
+            step()
+            model.zero_grad()
+        return calls_of(step)
+
+    with fake_world(2):
+        few, some, many = (calls(blocks) for blocks in (4, 8, 40))
+    assert (many - some) / 32 <= (some - few) / 4 + 1, (few, some, many)

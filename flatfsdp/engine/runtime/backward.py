@@ -106,7 +106,8 @@ class Backward:
         stays_unsharded: units that stay unsharded after their part, and when it is over.
         deferred: units whose gradients are reduced still when it is over. [Note: awaited]
         double: `create_graph`: the parameters are needed again.
-        gradient_has_arrived: a gradient of a leaf arrived (`torch.autograd.grad` brings none).
+        gradient_has_arrived: a gradient of a leaf arrived (`torch.autograd.grad` brings none), or this rank reduces
+            what other ranks' backwards brought.
         gathered, reduced: the units whose collectives were issued, in order. [Note: issued alike]
         recomputes: whether units ran without a graph, which reentrant checkpoints may still make.
         collecting: the graph task in which nothing but their arrival is to be noted of gradients; None until that is
@@ -129,8 +130,7 @@ class Backward:
         last: bool,
     ) -> None:
         """Plan it. `unreduced`: units that add their gradients up unsharded; `stays_unsharded`: those that stay whole
-        after it;
-        `last`: whether it ends with all of its reductions."""
+        after it; `last`: whether it ends with all of its reductions."""
         targets = {unit: tuple(chosen.units()) for unit in record.anchored if (chosen := unit.options.backward_targets)}
         self.record = record
         self.sync = sync

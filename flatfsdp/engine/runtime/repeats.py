@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Container, Mapping, Sequence
 
@@ -26,6 +27,9 @@ class RecomputedUnits:
         self.used_repeatedly: dict[Unit, int] = {}
         self._span = span
         self._began = began
+        lasting = [each for each in self.segments if each.ended > each.began]
+        self._begins = sorted(each.began for each in lasting)
+        self._ends = sorted(each.ended for each in lasting)
         self._runs: dict[Unit, int] = {}  # how many times those of the plan have run again
         self._runs_in_first_call: dict[Unit, int] = {}  # while the backward of the first of their calls went on
         self._used_in: dict[Unit, int] = {}  # the node whose backward ran them again last, or lent them
@@ -39,7 +43,8 @@ class RecomputedUnits:
     def are_over(self, unit: Unit) -> bool:
         """Whether all checkpoints around its first call have run `unit` again: each runs what is inside of it once."""
         own = self._began.get(unit, math.inf)
-        around = sum(each.began <= own < each.ended for each in self.segments)
+        # Those that had begun by then, less those that had ended: not one by one, since every unit asks.
+        around = bisect.bisect_right(self._begins, own) - bisect.bisect_right(self._ends, own)
         if unit not in self._span.again:
             return self._runs.get(unit, 0) >= around
         return self._runs_in_first_call.get(unit, 0) >= around or self._runs.get(unit, 0) >= self._of_all_calls(unit)
