@@ -118,10 +118,9 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
     ) -> torch.Tensor:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         ids = set(map(id, given))
-        # Wrappers inside others were roots before.
         units = {unit for root in registry.roots for unit in root.units}
-        handles = [(unit.root, handle) for unit in units for handle in unit.handles]
-        found = {root for root, handle in handles if not ids.isdisjoint(map(id, handle.steppable))}
+        # Wrappers inside others were roots before, so units are asked for theirs; those of other units may be collected.
+        found = {unit.root for unit in units if any(not ids.isdisjoint(map(id, h.steppable)) for h in unit.handles)}
         if not found:
             return torchs_own(given, max_norm, norm_type, error_if_nonfinite, foreach)
         if len(found) > 1:
