@@ -119,7 +119,7 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         ids = set(map(id, given))
         units = {unit for root in registry.roots for unit in root.units}
-        # Wrappers inside others were roots before, so units are asked for theirs; those of other units may be collected.
+        # Wrappers inside others were roots before: units are asked for theirs. Those of other units may be collected.
         found = {unit.root for unit in units if any(not ids.isdisjoint(map(id, h.steppable)) for h in unit.handles)}
         if not found:
             return torchs_own(given, max_norm, norm_type, error_if_nonfinite, foreach)
