@@ -369,12 +369,12 @@ def waits_for_gradients(model: Any) -> bool:
 
 def drop_observers(model: Any) -> None:
     """Let nothing look on when backwards have ended."""
-    _root(model).observers.clear()
+    _root(model).observers.set()
 
 
 def non_finite_detector(model: Any) -> Any:
     """What looks for values that are not finite, None where nobody asked for it."""
-    return _root(model).detector
+    return next((each for each in _root(model).observers.all if each.requested_by == "detect_nonfinite()"), None)
 
 
 def replicate_stream(model: Any) -> Any:

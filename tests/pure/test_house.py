@@ -41,7 +41,7 @@ CLASSES = {
     "engine/flat/flat_param FlatParamHandle": (47, 40),
     "engine/flat/gradients Gradients": (34, 30),
     "engine/runtime/backward Backward": (47, 39),
-    "engine/runtime/model Root": (55, 40),
+    "engine/runtime/model Root": (55, 39),
     "engine/runtime/unit Unit": (45, 19),
     "engine/runtime/unit_data UnitData": (57, 26),
     "engine/watchdog/watchdog Watchdog": (28, 27),

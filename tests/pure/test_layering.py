@@ -211,11 +211,9 @@ engine/agreement/replicas: engine/runtime/model engine/runtime/unit
 engine/agreement/unused_params: engine/runtime/unit_data
 engine/comm/comm_hook: engine/runtime/unit
 engine/config/unit_options: engine/runtime/unit
-engine/features/nonfinite: engine/agreement/model_check engine/runtime/model engine/runtime/unit
 engine/flat/views: engine/flat/extensions
 engine/runtime/device_checks: engine/runtime/model
 engine/runtime/gradient_counter: engine/runtime/unit
-engine/runtime/model: engine/features/nonfinite
 engine/runtime/persistent_params: engine/runtime/model
 engine/runtime/unit: engine/runtime/backward engine/runtime/model
 engine/runtime/unit_data: engine/runtime/model engine/runtime/unit

@@ -1,9 +1,13 @@
-"""The engine's story: a bounded list of events for error messages, tests and profilers.
+"""The engine's story: a bounded list of events for error messages, tests and profilers; and who looks on as it happens.
 
 [Note: trace] An event is (kind, unit, phase). Kinds come in the order in which a unit lives: `gather` (all-gather
 issued), `gathered` (its result is in use), `forward`, `reshard`, `backward` (gradient computation of the unit begins),
 `grads` (its last expected gradient arrived), `reduce` (reduction issued), `reduced` (its result is a shard), `step` (an
 optimizer in backward steps), `end` (of a backward, unit "").
+
+[Note: observers] An *observer* is attached from outside and sees values at a few points of a step; the model knows none
+by its type. At each point are called the methods of those observers that have one there, so what nobody looks at costs
+no call.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 KEPT = 512
 
@@ -66,3 +70,72 @@ class EventLog:
             self._listeners.remove(hear)
             if not self._listeners:
                 self.append = self._events.append
+
+
+class Observer:
+    """Looks on, from outside; a class has methods of its own for the points that it wants to see. [Note: observers]
+
+    Attributes:
+        requested_by: the public function by which every rank attached it, which ranks compare and which keeps units in
+            their model; "" for what needs neither.
+    """
+
+    requested_by = ""
+
+    def forward_begins(self, unit: Any, inputs: Any, *, outermost: bool) -> None:
+        """The forward of `unit` is given `inputs`; not where it runs again for a backward."""
+
+    def forward_ended(self, unit: Any, output: Any, *, outermost: bool) -> None:
+        """The forward of `unit` has made `output`; not where it runs again for a backward."""
+
+    def gradient_came(self, unit: Any, kind: int, index: int, grad: Any) -> None:
+        """This rank's gradient of a whole parameter has come: that of the leaf `index` of a handle of `unit`."""
+
+    def reduced(self, unit: Any) -> None:
+        """Gradients of `unit`, which an optimizer steps on while the backward goes on, were reduced."""
+
+    def backward_ends(self) -> None:
+        """All gradients of a backward are reduced; none has become `.grad`, but those that were stepped on."""
+
+    def backward_ended(self, backward: Any) -> None:
+        """The gradients of `backward` are there, but those of units that finish later."""
+
+
+POINTS = tuple(name for name, value in vars(Observer).items() if callable(value))
+
+
+class Observers:
+    """The observers of one model: at each point, what is to be called there.
+
+    An observer may leave while it is called.
+    """
+
+    forward_begins: tuple[Callable[..., None], ...]
+    forward_ended: tuple[Callable[..., None], ...]
+    gradient_came: tuple[Callable[..., None], ...]
+    reduced: tuple[Callable[..., None], ...]
+    backward_ends: tuple[Callable[..., None], ...]
+    backward_ended: tuple[Callable[..., None], ...]
+
+    def __init__(self) -> None:
+        self.set()
+
+    def set(self, *observers: Observer) -> None:
+        """Have these, and no others."""
+        self.all = observers
+        for point in POINTS:
+            those = [each for each in observers if getattr(type(each), point) is not getattr(Observer, point)]
+            setattr(self, point, tuple(getattr(each, point) for each in those))
+
+    def add(self, observer: Observer) -> None:
+        """Call `observer` from now on."""
+        self.set(*self.all, observer)
+
+    def remove(self, observer: Observer) -> None:
+        """Call it no more."""
+        self.set(*[each for each in self.all if each is not observer])
+
+    @property
+    def requested_by(self) -> list[str]:
+        """The public functions by which every rank attached one."""
+        return [each.requested_by for each in self.all if each.requested_by]

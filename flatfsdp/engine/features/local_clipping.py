@@ -23,6 +23,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import warn
+from ..base.events import Observer
 from ..base.foreign_text import parse
 from ..watchdog.process_exit import at_end
 from ..watchdog.watchdog import current_watch
@@ -50,7 +51,7 @@ _installed = False
 
 def warn_of_local_clipping(root: Root) -> None:
     """Look after the gradients of `root`, if it has shards, for as long as it lives."""
-    root.observers.append(LocalClipping(root))
+    root.observers.add(LocalClipping(root))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -105,7 +106,7 @@ class GradientSample(NamedTuple):
     values: torch.Tensor
 
 
-class LocalClipping:
+class LocalClipping(Observer):
     """Looks after the gradients of one model. [Note: sampled steps]"""
 
     def __init__(self, root: Root) -> None:
@@ -116,7 +117,7 @@ class LocalClipping:
         self._group: Axis | None = None  # that shares the parameters
         self._sample: GradientSample | None = None
 
-    def after_backward(self, backward: Backward) -> None:
+    def backward_ended(self, backward: Backward) -> None:
         """Gradients of a backward are there."""
         root = self._root()
         if root is None or not backward.sync:

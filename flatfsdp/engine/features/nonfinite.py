@@ -19,6 +19,7 @@ from torch import nn
 
 from ...errors import NonFiniteError, UsageError, fail, ranks_in_words, refuse_type
 from ..base import _torch
+from ..base.events import Observer
 from ..base.nested_tensors import tensors_in
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.module_tree import outermost_unit
@@ -96,8 +97,10 @@ class Finding:
         return f"{'nan' if self.is_nan else 'inf'} in {self.stage.words.format(name)}"
 
 
-class NonFiniteDetector:
+class NonFiniteDetector(Observer):
     """Looks for the first value that is not finite, for as long as somebody asks for it."""
+
+    requested_by = "detect_nonfinite()"
 
     def __init__(self, root: Root, *, infinities: bool) -> None:
         self._agreement = root.agreement
@@ -107,48 +110,48 @@ class NonFiniteDetector:
         self._looked = 0
         self._found: Finding | None = None
 
-    def begin(self) -> None:
-        """The outermost forward begins: look at all parameters."""
-        self._looked, self._found = 0, None
+    def forward_begins(self, unit: Unit, inputs: Any, *, outermost: bool) -> None:
+        """Looks at all parameters where the outermost forward begins, and at the inputs of each."""
+        if outermost:
+            self._looked, self._found = 0, None
+            self._look_at_parameters()
+        for tensor in tensors_in(inputs):
+            self._look(ValueKind.INPUT, unit, tensor)
+
+    def _look_at_parameters(self) -> None:
         for each in self._units:
             for kind, handle in enumerate(each.handles):
                 for index, view in enumerate(handle.sharded_views):
                     self._look(ValueKind.PARAMETER, each, view, kind, index)
 
-    def inputs(self, unit: Unit, inputs: Any) -> None:
-        """The forward of `unit` is given these."""
-        for tensor in tensors_in(inputs):
-            self._look(ValueKind.INPUT, unit, tensor)
-
-    def outputs(self, unit: Unit, outputs: Any) -> None:
-        """The forward of `unit` has made these."""
-        for tensor in tensors_in(outputs):
-            self._look(ValueKind.OUTPUT, unit, tensor)
-
-    def gradient(self, unit: Unit, kind: int, index: int, grad: torch.Tensor) -> None:
-        """This rank's gradient of a whole parameter has come."""
-        self._look(ValueKind.GRADIENT, unit, grad, kind, index)
-
-    def reduced(self, unit: Unit) -> None:
-        """The gradients of `unit` were reduced, and are not settled yet."""
-        for kind, (handle, grads) in enumerate(zip(unit.handles, unit.grads, strict=True)):
-            for flat in grads.reduced:
-                for index, view in enumerate(handle.views_of_shard(flat)):
-                    self._look(ValueKind.REDUCED, unit, view, kind, index)
-
-    def end_forward(self) -> None:
-        """The outermost forward ends. Collective over all axes, where forwards are at all.
+    def forward_ended(self, unit: Unit, output: Any, *, outermost: bool) -> None:
+        """Where the outermost forward ends: collective over all axes, where forwards are at all.
 
         Raises:
-            NonFiniteError: on every rank.
+            NonFiniteError: then, on every rank.
         """
+        for tensor in tensors_in(output):
+            self._look(ValueKind.OUTPUT, unit, tensor)
+        if not outermost:
+            return
         if self._agreement.compares_forwards and not self._agreement.silent:
             self._raise_together("a forward")
         elif self._found is not None and not torch.is_grad_enabled():
             raise NonFiniteError(f"this rank's forward has {self._found.describe(self._units)}")
 
-    def end_backward(self) -> None:
-        """The backward ends, and gradients are not settled yet. Collective over all axes.
+    def gradient_came(self, unit: Unit, kind: int, index: int, grad: torch.Tensor) -> None:
+        """The gradient as this rank computed it."""
+        self._look(ValueKind.GRADIENT, unit, grad, kind, index)
+
+    def reduced(self, unit: Unit) -> None:
+        """What the reduction over ranks made of it."""
+        for kind, (handle, grads) in enumerate(zip(unit.handles, unit.grads, strict=True)):
+            for flat in grads.reduced:
+                for index, view in enumerate(handle.views_of_shard(flat)):
+                    self._look(ValueKind.REDUCED, unit, view, kind, index)
+
+    def backward_ends(self) -> None:
+        """Collective over all axes.
 
         Raises:
             NonFiniteError: on every rank.
@@ -248,12 +251,13 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
         refuse_type(f"{name}: infinities", infinities, "True or False")
     root = unit.root
     check_outside(unit, f"{name}()")
-    if root.detector is not None:
+    if f"{name}()" in root.observers.requested_by:
         raise UsageError(f"{name}() was entered inside itself; one context is enough")
-    root.detector = NonFiniteDetector(root, infinities=infinities)
+    detector = NonFiniteDetector(root, infinities=infinities)
+    root.observers.add(detector)
     root.options_changed()
     try:
         yield
     finally:
-        root.detector = None
+        root.observers.remove(detector)
         root.options_changed()

@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import few, one_voice, warn_once
+from ..base.events import Observer
 
 if TYPE_CHECKING:
     from ..flat.flat_param import FlatParamHandle
@@ -37,7 +38,7 @@ def warn_if_unstepped(root: Root) -> None:
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
-    root.observers.append(UnsteppedCheck(root))
+    root.observers.add(UnsteppedCheck(root))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -62,7 +63,7 @@ class _ParamSnapshot:
         return shard.detach()[:: max(1, shard.numel() // SAMPLED)].clone()
 
 
-class UnsteppedCheck:
+class UnsteppedCheck(Observer):
     """Looks after one model from its first gradients to the backward after an optimizer's first step."""
 
     def __init__(self, root: Root) -> None:
@@ -71,7 +72,7 @@ class UnsteppedCheck:
         self._stepped = False  # any optimizer, since then
         self._in_vain = ""  # one that found no gradient, in words
 
-    def after_backward(self, backward: Backward) -> None:
+    def backward_ended(self, backward: Backward) -> None:
         """Gradients of a backward are there."""
         root = self._root()
         if root is None or not backward.sync:

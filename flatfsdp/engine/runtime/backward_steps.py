@@ -170,8 +170,8 @@ class BackwardSteps:
             return
         root = unit.root
         root.streams.await_downloads()
-        if root.detector is not None:
-            root.detector.reduced(unit)
+        for observe in root.observers.reduced:
+            observe(unit)
         modes = [views.mode for views in unit.views]
         for views in unit.views:
             views.show(SHOWS_SHARD)

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -24,7 +23,7 @@ from ..agreement.once_per_job import warn_once_per_job
 from ..agreement.replicas import verify
 from ..base import _torch
 from ..base import autograd as hooks
-from ..base.events import EventLog
+from ..base.events import EventLog, Observers
 from ..comm.comm_hook import check_all_or_none, reducers
 from ..comm.process_groups import extent_of, groups_in_words, post_forward_axis
 from ..comm.transport import Axis, CommStats, Transport, transport
@@ -50,10 +49,6 @@ from .persistent_params import PersistentParams
 from .profiler_ranges import follow_profiler
 from .unit import Unit
 from .unit_data import UnitData
-
-if TYPE_CHECKING:
-    from ..features.nonfinite import NonFiniteDetector
-
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -82,13 +77,6 @@ class RootSettings:
     join_units_below: int
 
 
-class Observer(Protocol):
-    """Looks on, from outside."""
-
-    def after_backward(self, backward: Backward) -> None:
-        """A backward has ended, and its gradients are there, but those of units that linger."""
-
-
 def _unshard_stream(device: Device, *, on_callers: bool) -> Stream:
     return device.callers_stream("unshard") if on_callers else device.new_stream("unshard", high_priority=True)
 
@@ -106,8 +94,7 @@ class Root:
         depth: forwards of units that run, one in the other.
         weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
         backward_optimizers: optimizers that step in backwards. [Note: stepping]
-        detector: looks for values that are not finite; None if nobody asked for it. [Note: findings]
-        observers: told of each backward that has ended, once its gradients are there; some end before the model does.
+        observers: who looks on. [Note: observers]
     """
 
     def __init__(self, unit: Unit, device: Device, *, tracker: MemoryTracker, settings: RootSettings) -> None:
@@ -137,8 +124,7 @@ class Root:
         self.backward_optimizers = BackwardOptimizers()
         self.conditional_units = ConditionalUnits()
         self.accumulators = GradAccumulators()
-        self.detector: NonFiniteDetector | None = None
-        self.observers: list[Observer] = []
+        self.observers = Observers()
         self.depth = 0
         self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
         self._requested: dict[
@@ -306,8 +292,7 @@ class Root:
             ]
             if self.backward_optimizers.active:
                 reported.append(self.backward_optimizers.description)
-            if self.detector is not None:
-                reported.append("detect_nonfinite()")
+            reported += self.observers.requested_by
             self._schedule_description = "; ".join(reported)
         return self._schedule_description
 
@@ -588,7 +573,7 @@ class Root:
             coalescer=self._coalescer,
             optimizers=self.backward_optimizers.active,
             branches=self.conditional_units,
-            last=self.is_last_backward or self.detector is not None,
+            last=self.is_last_backward or bool(self.observers.backward_ends),
         )
         backward.double = torch.is_grad_enabled()
         self.follow_profiler()
@@ -634,8 +619,8 @@ class Root:
             return
         try:
             backward.flush()
-            if self.detector is not None:
-                self.detector.end_backward()
+            for observe in self.observers.backward_ends:
+                observe()
             if not backward.double:
                 self._check_unreached()
             self.backward = None
@@ -688,8 +673,8 @@ class Root:
             if self.accumulators.expects_gradients:
                 self.accumulators.run(complete)
         if backward is not None:
-            for observer in [*self.observers]:
-                observer.after_backward(backward)
+            for observe in self.observers.backward_ended:
+                observe(backward)
 
     def _can_defer_gradients(self, unit: Unit) -> bool:
         """Whether nobody looks at gradients of `unit` but by reading `.grad`, which can be made to wait."""

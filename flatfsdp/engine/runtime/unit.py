@@ -159,10 +159,9 @@ class Unit(UnitData):
             if root.conditional_units.cursors and not recomputing:
                 root.conditional_units.finish(self)
             output = self._after_forward(root, recomputing, call, output, stays=method is None)
-            if root.detector is not None and not recomputing:
-                root.detector.outputs(self, output)
-                if outermost:
-                    root.detector.end_forward()
+            if not recomputing:
+                for observe in root.observers.forward_ended:
+                    observe(self, output, outermost=outermost)
         except BaseException as error:
             self.phase = phase
             if recomputing:
@@ -231,10 +230,9 @@ class Unit(UnitData):
         dtype = self._input_dtype(root)
         if dtype is not None:
             args, kwargs = cast_floating((args, kwargs), dtype)
-        if root.detector is not None and not recomputing:
-            if outermost:
-                root.detector.begin()
-            root.detector.inputs(self, (args, kwargs))
+        if not recomputing:
+            for observe in root.observers.forward_begins:
+                observe(self, (args, kwargs), outermost=outermost)
         if not torch.is_grad_enabled():
             return None, args, kwargs
         self._watch_leaves()
@@ -618,9 +616,9 @@ class Unit(UnitData):
         elif not (again or self.completed):
             self._arrived_in_inner_tasks.add((kind, index))
         if not backward.gradient_has_arrived:
-            backward.gradient_arrived(watched=root.detector is not None)
-        if root.detector is not None:
-            root.detector.gradient(self, kind, index, grad)
+            backward.gradient_arrived(watched=bool(root.observers.gradient_came))
+        for observe in root.observers.gradient_came:
+            observe(self, kind, index, grad)
         grads.arrive(index, grad.detach() if grad.requires_grad else grad)
         del grad  # moved, or collected: what follows may take memory
         if self.completed:

@@ -206,10 +206,11 @@ def _check_unwrapped(module: nn.Module) -> None:
 def _check_unattended(nested: Iterable[Unit]) -> None:
     """Refuse to take units from a root by which others go: they would lose them without a word."""
     for unit in nested:
-        if unit.root.backward_optimizers.all or unit.root.detector is not None:
-            what = "optimizer_in_backward()" if unit.root.backward_optimizers.all else "detect_nonfinite()"
+        root = unit.root
+        given = ["optimizer_in_backward()"] if root.backward_optimizers.all else root.observers.requested_by
+        if given:
             raise UsageError(
-                f"module: {type(unit.module).__name__} inside is of a model that was given to {what}, and cannot "
+                f"module: {type(unit.module).__name__} inside is of a model that was given to {given[0]}, and cannot "
                 "become part of a larger one. Wrap the whole model first, and call it on the outermost wrapper"
             )
 
