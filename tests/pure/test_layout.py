@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy
 
-from flatfsdp.engine.layout.layout import FlatLayout, Owned, ParamSpec, Route, Span, routes
+from flatfsdp.engine.layout.layout import FlatLayout, Owned, ParamSpec, Span
 from flatfsdp.errors import ConfigValueError, InternalError
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
@@ -142,7 +142,7 @@ def test_layout_equals_painting(seed: int) -> None:
         shapes, (world, align, pad_total) = random_shapes(rng), random_packing(rng)
         layout = packed(shapes, world, align, pad_total)
         cells, numel = paint(shapes, world, align, pad_total)
-        assert (layout.numel, layout.unpadded_numel, layout.padded_numel) == (numel, numel, len(cells))
+        assert (layout.numel, layout.padded_numel) == (numel, len(cells))
         assert layout.shard_numel * world == len(cells)
         for index, span in enumerate(layout.spans):
             assert cells[span.slice] == [(index, element) for element in range(span.numel)]
@@ -157,27 +157,6 @@ def test_layout_equals_painting(seed: int) -> None:
                 assert 0 <= span.start <= span.stop <= layout.shard_numel
                 assert span == in_shard.get(index, span)
                 assert span.is_empty == (index not in in_shard)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_routes_carry_every_element_once(seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(30):
-        shapes, first, second = random_shapes(rng), random_packing(rng), random_packing(rng)
-        source, target = packed(shapes, *first), packed(shapes, *second)
-        before, after = paint(shapes, *first)[0], paint(shapes, *second)[0]
-        arrived: list[Cell] = [None] * len(after)
-        taken = 0
-        for route in routes(source, target):
-            assert route.source_span.numel == route.target_span.numel > 0
-            start = route.source_rank * source.shard_numel
-            cells = before[start : start + source.shard_numel][route.source_span.slice]
-            assert {cell[0] for cell in cells if cell} == {route.index}
-            start = target.shard(route.target_rank).start
-            arrived[start + route.target_span.start : start + route.target_span.stop] = cells
-            taken += len(cells)
-        assert arrived == after
-        assert taken == sum(prod(shape) for shape in shapes)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -197,29 +176,9 @@ def test_fewer_shards_hold_the_same_cells(seed: int) -> None:
                 assert over.shard(rank) == Span(
                     layout.shard(rank * each).start, layout.shard((rank + 1) * each - 1).stop
                 )
-            for route in routes(layout, over):
-                assert route.target_rank == route.source_rank // each
         for count in (0, -1, 2 * world, *(count for count in range(1, world) if world % count)):
             with pytest.raises(ConfigValueError, match=f"a divisor of the {world} shards of a layout, found {count}"):
                 layout.over(count)
-
-
-def test_routes_by_hand() -> None:
-    params = [ParamSpec("weight", (6,))]
-    two, three = FlatLayout.pack(params, world=2), FlatLayout.pack(params, world=3)
-    assert list(routes(two, three)) == [
-        Route(0, Span(0, 2), 0, Span(0, 2), 0),
-        Route(0, Span(2, 3), 1, Span(0, 1), 0),
-        Route(1, Span(0, 1), 1, Span(1, 2), 0),
-        Route(1, Span(1, 3), 2, Span(0, 2), 0),
-    ]
-
-
-def test_routes_need_the_same_parameters() -> None:
-    one = FlatLayout.pack([ParamSpec("weight", (6,))], world=2)
-    for params in ([ParamSpec("weight", (2, 3))], [ParamSpec("weight", (6,)), ParamSpec("bias", ())], []):
-        with pytest.raises(ConfigValueError, match=r"expected two layouts of the same parameters, but number \d"):
-            routes(one, FlatLayout.pack(params, world=2))
 
 
 # --- special cases by hand --------------------------------------------------------------------------------------------
@@ -310,15 +269,6 @@ def test_digest_sees_every_difference() -> None:
     assert len(layouts[0].digest()) == 64
 
 
-def test_describe() -> None:
-    layout = FlatLayout.pack([ParamSpec("weight", (2, 3), (1, 2)), ParamSpec("bias", ())], world=2, align=4)
-    assert layout.describe() == (
-        "2 parameters of 7 elements, 3 of padding, in 2 shards of 5\n"
-        "  weight (2, 3) stride (1, 2) at [0, 6)\n"
-        "  bias () at [8, 9)"
-    )
-
-
 # --- against torch ----------------------------------------------------------------------------------------------------
 
 
@@ -366,7 +316,7 @@ def test_layout_equals_fsdp1(world: int, dtype: torch.dtype, use_orig_params: bo
         with fake_world(world, rank) as group:
             flat_param = torch_handle(module, group, use_orig_params=use_orig_params).flat_param
         assert list(flat_param._fqns) == [param.name for param in layout.params]
-        assert flat_param._unpadded_unsharded_size.numel() == layout.unpadded_numel
+        assert flat_param._unpadded_unsharded_size.numel() == layout.numel
         assert flat_param._sharded_size.numel() == layout.shard_numel
         owned = {part.index: part for part in layout.owned(rank)}
         for index, info in enumerate(flat_param._shard_param_infos):

@@ -84,7 +84,7 @@ class FlatParameter(TracksWrites, nn.Parameter):
 
     @property
     def _unpadded_unsharded_size(self) -> torch.Size:
-        return torch.Size((self._handle.layout.unpadded_numel,))
+        return torch.Size((self._handle.layout.numel,))
 
 
 @dataclass
@@ -522,7 +522,7 @@ class FlatParamHandle:
             )
         buffer = (self._active or self._refuse_sharded()).buffer
         assert buffer is not None
-        numel = self.layout.unpadded_numel
+        numel = self.layout.numel
         on_cpu = torch.empty(numel, dtype=buffer.tensor.dtype, device="cpu")
         on_cpu.copy_(buffer.tensor[:numel])
         shown = [leaf.data for leaf in self.leaves]

@@ -24,12 +24,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
 from math import prod
 
 from ...errors import ConfigValueError, InternalError
 
-__all__ = ["FlatLayout", "Owned", "ParamSpec", "Route", "Span", "routes"]
+__all__ = ["FlatLayout", "Owned", "ParamSpec", "Span"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +130,6 @@ class Owned:
     in_shard: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Elements of parameter ``index`` that move from a shard of one layout to a shard of another.
-
-    ``source_span`` lies in the shard of ``source_rank``, ``target_span`` in that of ``target_rank``; equal lengths.
-    """
-
-    source_rank: int
-    source_span: Span
-    target_rank: int
-    target_span: Span
-    index: int
-
-
 @dataclass(frozen=True)
 class FlatLayout:
     """Where every parameter of one flat parameter lies, and what each of ``world`` ranks keeps of it.
@@ -227,11 +212,6 @@ class FlatLayout:
             raise InternalError(f"a parameter has one place, but these names occur more than once: {twice}")
 
     @property
-    def unpadded_numel(self) -> int:
-        """`numel` by the name that contrasts with `padded_numel`."""
-        return self.numel
-
-    @property
     def padded_numel(self) -> int:
         """Elements of the unsharded buffer: all shards together."""
         return self.shard_numel * self.world
@@ -287,18 +267,6 @@ class FlatLayout:
         """SHA-256 in hex over everything the layout says: equal on two ranks exactly when their layouts are equal."""
         return hashlib.sha256("\n".join(self._facts()).encode()).hexdigest()
 
-    def describe(self) -> str:
-        """The layout in lines for people: a headline, then one line for each parameter."""
-        weights = sum(param.numel for param in self.params)
-        lines = [
-            f"{len(self.params)} parameters of {weights} elements, {self.padded_numel - weights} of padding, "
-            f"in {self.world} shards of {self.shard_numel}"
-        ]
-        for param, span in zip(self.params, self.spans, strict=True):
-            stride = "" if param.stride is None else f" stride {param.stride}"
-            lines.append(f"  {param.name} {param.shape}{stride} at {span}")
-        return "\n".join(lines)
-
     def _facts(self) -> Iterator[str]:
         yield f"world {self.world} numel {self.numel} shard {self.shard_numel} align {self.align}"
         for param, span in zip(self.params, self.spans, strict=True):
@@ -331,42 +299,6 @@ class FlatLayout:
     @cached_property
     def _over_worlds(self) -> dict[int, FlatLayout]:
         return {}
-
-
-def routes(source: FlatLayout, target: FlatLayout) -> Iterator[Route]:
-    """The moves that turn the shards of ``source`` into the shards of ``target``: every element once, padding never.
-
-    Both layouts hold the same parameters in the same order; world size, alignment and padding may differ. Moves come in
-    the order of parameters and elements, O(parameters + both worlds) of them.
-
-    Raises:
-        ConfigValueError: the layouts hold different parameters (the first difference is named).
-    """
-    for index, (old, new) in enumerate(zip_longest(source.params, target.params)):
-        if old != new:
-            raise ConfigValueError(
-                f"expected two layouts of the same parameters, but number {index} is {old} in the source "
-                f"and {new} in the target"
-            )
-    return _routes(source, target)
-
-
-def _routes(source: FlatLayout, target: FlatLayout) -> Iterator[Route]:
-    for index, (old, new) in enumerate(zip(source.spans, target.spans, strict=True)):
-        done = 0
-        while done < old.numel:
-            source_rank, target_rank = source.rank_of(old.start + done), target.rank_of(new.start + done)
-            source_shard, target_shard = source.shard(source_rank), target.shard(target_rank)
-            stop = min(old.numel, source_shard.stop - old.start, target_shard.stop - new.start)
-            piece = Span(done, stop)
-            yield Route(
-                source_rank,
-                piece.shift(old.start - source_shard.start),
-                target_rank,
-                piece.shift(new.start - target_shard.start),
-                index,
-            )
-            done = stop
 
 
 def _round_up(number: int, multiple: int) -> int:

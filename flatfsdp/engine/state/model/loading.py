@@ -358,7 +358,7 @@ def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
         local = shards[0].tensor.reshape(-1) if shards else handle.shard.new_empty(0)
         offset = shards[0].metadata.shard_offsets[0] if shards else span.start
         numel = value.metadata().size.numel()
-        if (numel, local.numel(), offset) != (layout.unpadded_numel, span.numel, span.start):
+        if (numel, local.numel(), offset) != (layout.numel, span.numel, span.start):
             raise UsageError(
                 f"{what}; found elements [{offset}, {offset + local.numel()}) of a flat parameter of {numel}{remedy}"
             )

@@ -308,9 +308,9 @@ def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) ->
     span = layout.unpadded_part(handle.rank)
     local = _shard_of(job, handle)[: span.numel]
     if isinstance(job.settings.state_dict_config, LocalStateDictConfig) and not job.is_without_communication:
-        return flat_of(local, span.start, layout.unpadded_numel, unit.groups.shard)
+        return flat_of(local, span.start, layout.numel, unit.groups.shard)
     # The name tells the layout.
-    spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.unpadded_numel,))
+    spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.numel,))
     others = RemoteElements(
         unit.groups.shard.process_group,
         unit.groups.device,
