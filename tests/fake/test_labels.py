@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.runtime import profiler_ranges as labels
+from flatfsdp.engine.features import profiler_ranges as labels
 from flatfsdp.errors import logger
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world

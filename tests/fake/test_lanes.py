@@ -137,9 +137,9 @@ WAITS: list[tuple[str, Callable[[], AbstractContextManager[Any]], str]] = [
 
 def _impatient(reduction: Reduction) -> None:
     """`Reduction.release_input` that does not wait."""
-    if not reduction._halfway:
-        reduction._halfway = True
-        for part in reduction._parts:
+    if not reduction.input_is_released:
+        reduction.input_is_released = True
+        for part in reduction.parts:
             part.release_buffer()
 
 

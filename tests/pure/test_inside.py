@@ -28,8 +28,6 @@ OF_SINGLE_CLASSES = frozenset(
     """
     fake/test_downloads.py:_event
     fake/test_downloads.py:_keep
-    fake/test_lanes.py:_halfway
-    fake/test_lanes.py:_parts
     fake/test_lanes.py:_stream
     fake/test_step_flat.py:_stepper
     harness/fake_device.py:_kind

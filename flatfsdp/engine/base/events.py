@@ -82,6 +82,11 @@ class Observer:
 
     requested_by = ""
 
+    def step_begins(self, model: Any) -> bool:
+        """An outermost forward, or a backward, of `model` is about to begin. True if methods of its units are others
+        from now on: the call of the unit that runs is made again."""
+        return False
+
     def forward_begins(self, unit: Any, inputs: Any, *, outermost: bool) -> None:
         """The forward of `unit` is given `inputs`; not where it runs again for a backward."""
 
@@ -110,6 +115,7 @@ class Observers:
     An observer may leave while it is called.
     """
 
+    step_begins: tuple[Callable[[Any], bool], ...]
     forward_begins: tuple[Callable[..., None], ...]
     forward_ended: tuple[Callable[..., None], ...]
     gradient_came: tuple[Callable[..., None], ...]
@@ -134,6 +140,10 @@ class Observers:
     def remove(self, observer: Observer) -> None:
         """Call it no more."""
         self.set(*[each for each in self.all if each is not observer])
+
+    def begin_step(self, model: Any) -> bool:
+        """An outermost forward, or a backward, of `model` is about to begin. True if its units' methods changed."""
+        return any([observe(model) for observe in self.step_begins])
 
     @property
     def requested_by(self) -> list[str]:

@@ -142,7 +142,12 @@ class ReductionInput:
 
 
 class Reduction:
-    """One exchange of gradients: those of one handle."""
+    """One exchange of gradients: those of one handle.
+
+    Attributes:
+        parts: the gradients, none when they have been reduced.
+        input_is_released: the first stage was waited for.
+    """
 
     def __init__(
         self,
@@ -153,12 +158,12 @@ class Reduction:
         across: Stream,
     ) -> None:
         """Issue the first stage. Collective over its axis; `across` is the replicate axis's lane."""
-        self._parts = parts
+        self.parts = parts
         self._replicate = replicate
         self._stream = stream  # of the stage that was issued last
         self._across = across
         self._first = self._second = DONE
-        self._halfway = False
+        self.input_is_released = False
         self._result = self._place_result()
         for part in parts:  # before anything may fail: what was made is found and discarded by its parts
             part.reduction = self
@@ -169,7 +174,7 @@ class Reduction:
 
     def _place_result(self) -> torch.Tensor:
         """Where the first stage brings its result: in place where the shard is the whole."""
-        (part,) = self._parts
+        (part,) = self.parts
         assert part.buffer is not None
         full = part.buffer.tensor
         part.in_place = part.handle.is_unsharded_at_rest
@@ -177,7 +182,7 @@ class Reduction:
         return part.result
 
     def _start(self, scatter: Reducer) -> PendingWork:
-        (part,) = self._parts
+        (part,) = self.parts
         assert part.buffer is not None
         if part.in_place:
             return self._all_reduce()
@@ -186,7 +191,12 @@ class Reduction:
     @property
     def input_bytes(self) -> int:
         """Bytes that the first stage reads and that are held for it."""
-        return sum(part.input_bytes for part in self._parts)
+        return sum(part.input_bytes for part in self.parts)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a second stage is to be waited for."""
+        return self._replicate is not None or not self._second.done
 
     @property
     def has_more_to_issue(self) -> bool:
@@ -195,18 +205,18 @@ class Reduction:
 
     def release_input(self) -> None:
         """Wait for the first stage, free its input and issue the second. Collective over the replicate axis."""
-        if self._halfway:
+        if self.input_is_released:
             return
-        self._halfway = True
+        self.input_is_released = True
         first, self._first = self._first, DONE  # one that fails is not waited for again
         first.wait()
         self._second = self._all_reduce()
-        for part in self._parts:
+        for part in self.parts:
             part.release_buffer()
 
     def _all_reduce(self) -> PendingWork:
         """Sum the result and what came earlier over replicas, once."""
-        for part in self._parts:
+        for part in self.parts:
             if part.earlier is not None:
                 with self._stream.running():
                     part.result.add_(part.earlier)
@@ -227,16 +237,16 @@ class Reduction:
 
     def finish(self) -> None:
         """Wait for both stages, and run the hooks. Collective over the replicate axis, and over what hooks use."""
-        if not self._parts:
+        if not self.parts:
             return
-        if not self._halfway:
+        if not self.input_is_released:
             self.release_input()
         second, self._second = self._second, DONE
         second.wait()
         self._scale()
-        for part in self._parts:
+        for part in self.parts:
             part.finish(self._stream)
-        self._parts = ()  # which know their reduction: in a circle, gradients would live until the collector comes
+        self.parts = ()  # which know their reduction: in a circle, gradients would live until the collector comes
 
 
 class CoalescedReduction(Reduction):
@@ -255,25 +265,25 @@ class CoalescedReduction(Reduction):
         super().__init__(parts, transport, replicate, stream, across)
 
     def _place_result(self) -> torch.Tensor:
-        sizes = [part.handle.layout.shard_numel for part in self._parts]
+        sizes = [part.handle.layout.shard_numel for part in self.parts]
         result = self._fulls()[0].new_empty(sum(sizes))
-        for part, piece in zip(self._parts, result.split(sizes), strict=True):
+        for part, piece in zip(self.parts, result.split(sizes), strict=True):
             part.result = piece.data  # a version counter of its own: writing to one gradient is not writing to all
         return result
 
     def _start(self, scatter: Reducer) -> PendingWork:
         arriving = self._transport.reduce_scatter_coalesced(self._result, self._fulls(), self._stream)
-        if not self._parts[0].handle.is_unsharded_at_rest:
+        if not self.parts[0].handle.is_unsharded_at_rest:
             return arriving
         arriving.wait()  # a copy, no message
         return self._all_reduce()
 
     def _scale(self) -> None:
-        scales = {part.scale for part in self._parts}
-        if len(scales) == 1 and not any(part.downloads for part in self._parts):
+        scales = {part.scale for part in self.parts}
+        if len(scales) == 1 and not any(part.downloads for part in self.parts):
             self._result.mul_(scales.pop())
-            for part in self._parts:
+            for part in self.parts:
                 part.scale = 1.0
 
     def _fulls(self) -> list[torch.Tensor]:
-        return [part.buffer.tensor for part in self._parts if part.buffer is not None]
+        return [part.buffer.tensor for part in self.parts if part.buffer is not None]

@@ -39,7 +39,6 @@ from ..flat.reduction import Reduction
 from ..flat.views import SHOWS_NOTHING
 from ..schedule.mid_backward import HalfwayTrigger
 from ..schedule.order import CheckpointRegion, ForwardRecord, GatherOrder, ReduceOrder
-from . import coalesced_collectives as joining
 from .backward_steps import BackwardOptimizer, BackwardSteps
 from .coalesced_collectives import Coalescer
 from .conditional_units import ConditionalUnits
@@ -242,7 +241,7 @@ class Backward:
         """Issue the gathers of `unit` and of all whose turn comes before. Collective over the shard axis."""
         if not (self._gathers.has_turn(unit) or unit.is_unsharded):
             self._gather_at_halfway(self._halfway.end_all())
-        _launch(self._gathers.until(unit))
+        self._coalescer.launch_in_backward(self._gathers.until(unit))
 
     def gather_again(self, unit: Unit) -> None:
         """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
@@ -296,14 +295,14 @@ class Backward:
             return  # recomputed once more: other ranks may not come to this run, and do not make up for it
         targets = unit.options.backward_targets
         if targets:
-            _launch(self._gathers.through(targets.units()), ahead=True)
+            self._coalescer.launch_in_backward(self._gathers.through(targets.units()), ahead=True)
         elif unit.backward_prefetch is BACKWARD_PRE and not unit.options.schedule.unshard_async_op:
             self._prefetch(unit)
         elif unit.backward_prefetch is BACKWARD_MID:
             self._begin_halfway(unit)
 
     def _prefetch(self, unit: Unit) -> None:
-        _launch(self._gathers.ahead(unit), ahead=True)
+        self._coalescer.launch_in_backward(self._gathers.ahead(unit), ahead=True)
 
     def _begin_halfway(self, unit: Unit) -> None:
         """Await half of the gradients of `unit`, unless none will come, it is around the next, or it is outside of the
@@ -327,7 +326,7 @@ class Backward:
         due = self._gathers.through(following)
         if any(_is_to_be_gathered(unit) for group in due for unit in group):
             self._release_inputs()
-        _launch(due, ahead=True)
+        self._coalescer.launch_in_backward(due, ahead=True)
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
@@ -403,7 +402,7 @@ class Backward:
             newer.release_input()
             if self.agreement.unused.foreseen is not None:
                 self.agreement.unused.before_reduction(group)
-            self._in_flight = newer, InFlightReductions(group, joining.reduce(group))
+            self._in_flight = newer, InFlightReductions(group, self._coalescer.reduce(group))
             self.reduced += group
             self._step(older)  # beside what was issued just now
         older, newer = self._in_flight
@@ -423,7 +422,7 @@ class Backward:
         while self._ended < len(sequence) and due.get(sequence[self._ended], NEVER) > began:
             self._ended += 1
         if self._ended > before:
-            _launch(self._gathers.through(self._sequence[before : self._ended]), ahead=True)
+            self._coalescer.launch_in_backward(self._gathers.through(self._sequence[before : self._ended]), ahead=True)
 
     def _release_inputs(self) -> None:
         """Let no reduction hold what it reads. Collective over both axes, and over what hooks use."""
@@ -485,7 +484,7 @@ class Backward:
             return
         for unit in self._sequence:
             if not self._gathers.is_past(unit):
-                _launch(self._gathers.until(unit))
+                self._coalescer.launch_in_backward(self._gathers.until(unit))
                 if not self.double:
                     unit.reshard(SHOWS_NOTHING)
 
@@ -593,7 +592,7 @@ class Backward:
                 over.append(each)
         missed = [each for each in over if not each.completed]
         if missed:  # ranks whose branches get gradients run all of `unit` again before they reduce any of these
-            _launch(self._gathers.through(units_in(unit.module)), ahead=True)
+            self._coalescer.launch_in_backward(self._gathers.through(units_in(unit.module)), ahead=True)
         for each in over:
             if not each.completed:
                 self._complete(each, keep=True)
@@ -625,13 +624,13 @@ class Backward:
         ended = self._end_of(unit)
         for each in self._sequence:
             if not (self._gathers.is_past(each) and each.expects_gradients) and self._due.get(each, NEVER) >= ended:
-                _launch(self._gathers.through((each,)), ahead=True)
+                self._coalescer.launch_in_backward(self._gathers.through((each,)), ahead=True)
                 self._prefetch_after(each)
 
     def _complete(self, unit: Unit, *, keep: bool = False) -> None:
         if not unit.expects_gradients:
             # Not again where it was gathered with others and freed since: those that reach it have it still.
-            _launch(self._gathers.through((unit,)))
+            self._coalescer.launch_in_backward(self._gathers.through((unit,)))
             unit.expect_gradients(self)
         unit.completed = True
         if not self._waits_for_first_call(unit):
@@ -640,14 +639,6 @@ class Backward:
             return
         if not self._repeats.hold(unit, self._begun):
             unit.reshard(SHOWS_NOTHING)
-
-
-def _launch(groups: Iterable[Sequence[Unit]], *, ahead: bool = False) -> None:
-    """Gather those units of `groups` whose backward reads the parameters."""
-    for group in groups:
-        reading = [unit for unit in group if unit.options.schedule.unshard_in_backward]
-        if reading:
-            joining.launch_unshard(reading, ahead=ahead)
 
 
 def _is_to_be_gathered(unit: Unit) -> bool:

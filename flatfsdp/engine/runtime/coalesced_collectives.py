@@ -11,7 +11,6 @@ import torch
 from ..flat.flat_param import FlatParamHandle
 from ..flat.reduction import CoalescedReduction, Reduction, ReductionInput
 from ..schedule.coalescing import coalesce
-from .profiler_ranges import around, follow
 from .unit import Unit
 
 REMEMBERED = 64  # sequences of units whose groups are known
@@ -32,7 +31,7 @@ def apart() -> Iterator[None]:
 
 
 class Coalescer:
-    """Which units of a model share their collectives."""
+    """Which units of a model share their collectives, and those collectives."""
 
     def __init__(self, *, most: int) -> None:
         """`most`: bytes of unsharded parameters that a group of units has; 0 to join none."""
@@ -101,55 +100,58 @@ class Coalescer:
             else None
         )
 
+    # -- collectives -------------------------------------------------------------------------------------------------
 
-def launch_unshard(units: Sequence[Unit], *, ahead: bool) -> None:
-    """Issue the all-gathers of whatever is sharded of a group of `units`; `ahead`: before their use. Collective over
-    the shard axis."""
-    if len(units) == 1:
-        units[0].launch_unshard(ahead=ahead)
-        return
-    with around("gather", units):
-        _launch_coalesced(units, ahead=ahead)
+    def launch_in_backward(self, groups: Iterable[Sequence[Unit]], *, ahead: bool = False) -> None:
+        """Gather those units of `groups` whose backward reads the parameters. Collective over the shard axis."""
+        for group in groups:
+            reading = [unit for unit in group if unit.options.schedule.unshard_in_backward]
+            if reading:
+                self.launch_unshard(reading, ahead=ahead)
 
+    def launch_unshard(self, units: Sequence[Unit], *, ahead: bool) -> None:
+        """Issue the all-gathers of whatever is sharded of a group of `units`; `ahead`: before their use. Collective
+        over the shard axis."""
+        if len(units) == 1:
+            units[0].launch_unshard(ahead=ahead)
+        else:
+            self.launch_coalesced(units, ahead=ahead)
 
-def _launch_coalesced(units: Sequence[Unit], *, ahead: bool) -> None:
-    root = units[0].root
-    stream = root.streams.unshard
-    by_dtype: dict[torch.dtype, list[FlatParamHandle]] = defaultdict(list)
-    for unit in units:
-        sharded = unit.prepare_unshard(root, ahead=ahead)
-        for handle in sharded:
-            by_dtype[unit.dtype_of(handle)].append(handle)
-        if sharded:
-            unit.record_gather(root)
-    for dtype, handles in by_dtype.items():
-        flats = [flat for handle in handles if (flat := handle.open_unshard(stream, dtype=dtype)) is not None]
-        pending = units[0].gather.all_gather_coalesced(flats, [handle.shard for handle in handles], stream)
-        for handle in handles:
-            handle.await_unshard(pending)
-        if any(handle.offload for handle in handles):
-            root.limiter.record_upload()
+    def launch_coalesced(self, units: Sequence[Unit], *, ahead: bool) -> None:
+        """`launch_unshard` of several."""
+        root = units[0].root
+        stream = root.streams.unshard
+        by_dtype: dict[torch.dtype, list[FlatParamHandle]] = defaultdict(list)
+        for unit in units:
+            sharded = unit.prepare_unshard(root, ahead=ahead)
+            for handle in sharded:
+                by_dtype[unit.dtype_of(handle)].append(handle)
+            if sharded:
+                unit.record_gather(root)
+        for dtype, handles in by_dtype.items():
+            flats = [flat for handle in handles if (flat := handle.open_unshard(stream, dtype=dtype)) is not None]
+            pending = units[0].gather.all_gather_coalesced(flats, [handle.shard for handle in handles], stream)
+            for handle in handles:
+                handle.await_unshard(pending)
+            if any(handle.offload for handle in handles):
+                root.limiter.record_upload()
 
+    def reduce(self, units: Sequence[Unit]) -> Sequence[Reduction]:
+        """Issue the reductions of a group of `units`. Collective over the shard axis."""
+        return units[0].reduce() if len(units) == 1 else self.reduce_coalesced(units)
 
-def reduce(units: Sequence[Unit]) -> list[Reduction]:
-    """Issue the reductions of a group of `units`. Collective over the shard axis."""
-    if len(units) == 1:
-        return units[0].reduce()
-    with around("reduce", units):
-        return follow(units, _reduce_coalesced(units))
-
-
-def _reduce_coalesced(units: Sequence[Unit]) -> list[Reduction]:
-    first = units[0]
-    by_dtype: dict[torch.dtype, list[ReductionInput]] = defaultdict(list)
-    for unit in units:
-        for part in unit.reduction_inputs():
-            by_dtype[part.dtype].append(part)
-    streams = first.root.streams
-    return [
-        CoalescedReduction(parts, first.scatter, first.second_stage_reducer, streams.reduce, streams.replicate)
-        for parts in by_dtype.values()
-    ]
+    def reduce_coalesced(self, units: Sequence[Unit]) -> Sequence[Reduction]:
+        """`reduce` of several."""
+        first = units[0]
+        by_dtype: dict[torch.dtype, list[ReductionInput]] = defaultdict(list)
+        for unit in units:
+            for part in unit.reduction_inputs():
+                by_dtype[part.dtype].append(part)
+        streams = first.root.streams
+        return [
+            CoalescedReduction(parts, first.scatter, first.second_stage_reducer, streams.reduce, streams.replicate)
+            for parts in by_dtype.values()
+        ]
 
 
 def _unsharded_bytes(handle: FlatParamHandle) -> int:

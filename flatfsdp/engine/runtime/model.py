@@ -36,7 +36,6 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, check_left
 from ..schedule.order import ForwardOrder, ForwardRecord
-from . import coalesced_collectives as joining
 from .backward import Backward
 from .backward_steps import NO_STEPPING, BackwardOptimizers
 from .coalesced_collectives import Coalescer
@@ -46,7 +45,6 @@ from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
 from .module_tree import entries
 from .persistent_params import PersistentParams
-from .profiler_ranges import follow_profiler
 from .unit import Unit
 from .unit_data import UnitData
 
@@ -94,6 +92,7 @@ class Root:
         depth: forwards of units that run, one in the other.
         weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
         backward_optimizers: optimizers that step in backwards. [Note: stepping]
+        coalescer: which units share their collectives.
         observers: who looks on. [Note: observers]
     """
 
@@ -120,7 +119,7 @@ class Root:
         self.limiter = Limiter(device, self.streams.unshard, limit=settings.limit_all_gathers)
         self.gradient_flow = GradientFlow()
         self.persistent_params = PersistentParams()
-        self._coalescer = Coalescer(most=settings.join_units_below)
+        self.coalescer = Coalescer(most=settings.join_units_below)
         self.backward_optimizers = BackwardOptimizers()
         self.conditional_units = ConditionalUnits()
         self.accumulators = GradAccumulators()
@@ -218,7 +217,7 @@ class Root:
     def _check_placed(self) -> None:
         check_registered(self)
         check_placed(self)
-        self._coalescer.measure(self.units)
+        self.coalescer.measure(self.units)
         self.placed = True
 
     def connect(self, unit: Unit) -> None:
@@ -241,12 +240,12 @@ class Root:
         self._exceptions_by_sync.clear()
         self._post_forward_axes_due = True
         self.persistent_params.options_changed()
-        self._coalescer.forget()
+        self.coalescer.forget()
         self.conditional_units.forget()
 
     def dtypes_changed(self) -> None:
         """A shard has become another dtype: units weigh more, or less."""
-        self._coalescer.measure(self.units)
+        self.coalescer.measure(self.units)
 
     def set_limit(self, limit: bool) -> None:
         """Let gathers wait until memory is free, or not. No communication: each rank may choose."""
@@ -295,10 +294,6 @@ class Root:
             reported += self.observers.requested_by
             self._schedule_description = "; ".join(reported)
         return self._schedule_description
-
-    def follow_profiler(self) -> bool:
-        """Label what units do if a profiler records it; True if that is a change. [Note: labels]"""
-        return follow_profiler(self.units)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -451,8 +446,8 @@ class Root:
         """Gather `unit`, and small ones that are `following` it."""
         if unit.is_unsharded:
             return
-        group = self._coalescer.first_gather(unit, following)
-        joining.launch_unshard(group, ahead=ahead)
+        group = self.coalescer.first_gather(unit, following)
+        self.coalescer.launch_unshard(group, ahead=ahead)
         self._ahead.update(dict.fromkeys(group if ahead else group[1:]))
 
     def _prefetch_in_forward(self, unit: Unit) -> None:
@@ -570,13 +565,13 @@ class Root:
             stays_unsharded=kept,
             sync=sync,
             agreement=self.agreement,
-            coalescer=self._coalescer,
+            coalescer=self.coalescer,
             optimizers=self.backward_optimizers.active,
             branches=self.conditional_units,
             last=self.is_last_backward or bool(self.observers.backward_ends),
         )
         backward.double = torch.is_grad_enabled()
-        self.follow_profiler()
+        self.observers.begin_step(self)
         # Bound to this backward: on an accelerator a failed one may be let go late, by another thread.
         hooks.at_end_of_backward(
             functools.partial(self.end_backward, backward), functools.partial(self.fail_backward, backward)

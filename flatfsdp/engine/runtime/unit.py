@@ -142,8 +142,8 @@ class Unit(UnitData):
         """The module's forward, or another `method`, with the parameters unsharded around it. Collective over the shard
         axis."""
         root = self.root
-        if root.depth == 0 and root.follow_profiler():
-            return self.run(args, kwargs, method=method)  # by the class that it has now
+        if root.depth == 0 and root.observers.begin_step(root):
+            return self.run(args, kwargs, method=method)
         if self.phase is SUMMONED:
             return self._run_summoned(root, args, kwargs, method)
         outermost = root.enter(self)

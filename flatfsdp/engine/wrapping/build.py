@@ -23,6 +23,7 @@ from ..config.strategy import traits
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
 from ..features.local_clipping import warn_of_local_clipping
+from ..features.profiler_ranges import label_for_profilers
 from ..features.unstepped import warn_if_unstepped
 from ..flat.extensions import can_transform, transform
 from ..flat.flat_param import FlatParamHandle
@@ -181,6 +182,7 @@ def new_root(
     own(unit)
     roots.add(root)
     guard_optimizers()
+    label_for_profilers(root)
     warn_if_unstepped(root)
     warn_of_local_clipping(root)
     stamp_state_dicts()
