@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from ..device.fake_tensors import is_memoryless
-
-if TYPE_CHECKING:
-    from ..flat.flat_param import FlatParamHandle
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -34,22 +30,13 @@ class InitialChecksums:
     def __init__(self, leaves: Iterable[tuple[torch.Tensor, str]]) -> None:
         """Sum up whole parameters (with their paths), before they are sharded."""
         self._whole = {path: checksum(leaf) for leaf, path in leaves}
-        self._pieces: list[dict[int, int]] = []
+        self._pieces: dict[str, int] = {}
 
-    def seal(self, handles: Sequence[FlatParamHandle]) -> None:
-        """Sum up this rank's pieces, right after sharding."""
-        self._pieces = [_pieces(handle) for handle in handles]
+    def seal(self, pieces: Mapping[str, torch.Tensor]) -> None:
+        """Sum up this rank's pieces, by path, right after sharding."""
+        self._pieces = {path: checksum(piece) for path, piece in pieces.items()}
 
-    def unchanged(self, handles: Sequence[FlatParamHandle]) -> list[tuple[str, int | None]]:
-        """Per parameter in layout order: its path, and its checksum unless this rank's piece was written to since."""
-        out: list[tuple[str, int | None]] = []
-        for handle, before in zip(handles, self._pieces, strict=True):
-            now = _pieces(handle)
-            for index, spec in enumerate(handle.layout.params):
-                unwritten = before.get(index) == now.get(index)
-                out.append((spec.name, self._whole[spec.name] if unwritten else None))
-        return out
-
-
-def _pieces(handle: FlatParamHandle) -> dict[int, int]:
-    return {owned.index: checksum(handle.shard[owned.in_shard.slice]) for owned in handle.layout.owned(handle.rank)}
+    def unchanged(self, paths: Iterable[str], pieces: Mapping[str, torch.Tensor]) -> list[tuple[str, int | None]]:
+        """For each of the `paths` its checksum, unless this rank's piece was written to since."""
+        now = {path: checksum(piece) for path, piece in pieces.items()}
+        return [(path, self._whole[path] if self._pieces.get(path) == now.get(path) else None) for path in paths]

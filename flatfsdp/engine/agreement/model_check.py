@@ -4,134 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from ...api import MixedPrecision
 from ...errors import AgreementError, few, one_voice, ranks_in_words, warn
 from ..base.foreign_text import parse
 from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..watchdog.watchdog import expecting
 from .collective_calls import meet
-from .op_sequence import Op, OpSequence
 from .rank_exchange import NO_ANSWER, RankExchange
-
-if TYPE_CHECKING:
-    from ..runtime.model import Root
-
-
-class Agreement(OpSequence):
-    """One rank's side of the agreement of one model: what it is, what it begins with, and the order of what it does.
-
-    Attributes:
-        check_values: "warn", "raise" or "off": what becomes of ranks that begin from different values.
-        values_differ: they did, and it was said.
-    """
-
-    def __init__(self, *, check_values: str) -> None:
-        super().__init__()
-        self.check_values = check_values
-        self._values_due = check_values != "off"
-        self.values_differ = False
-
-    def compare(self, root: Root, *, training: bool) -> None:
-        """Compare the units of all ranks, and with `training` the values they begin with. Collective over all axes.
-
-        Raises:
-            AgreementError: on every rank, naming the first difference.
-        """
-        self._over(_axes(root))
-        if not self._axes:
-            return
-        self._flow(root)
-        facts = describe(root)
-        values = self._values(root) if training else []
-        members = sorted({rank for axis in self._axes for rank in axis.group.ranks})
-        with expecting(members, f"compares its model with that of ranks {', '.join(map(str, members))}"):
-            _meet(self._axes)
-            answers = self._exchange(_fingerprint(facts), hash63(str(values)) if values else 0)
-        if answers is None:
-            return
-        watch = self._know(list(answers))
-        self.unused.connect(
-            self._rank, self.ranks, self._scope, watch, numbers=self._numbers, check=self._raise_verdict
-        )
-        watch.add(self, self.unused.publish_last_words)
-        models = {rank: answer[0] for rank, answer in answers.items()}
-        if len(set(models.values())) > 1:
-            texts = self._publish(json.dumps(facts), models)
-            self._fail(AgreementError(_first_difference({ranks: _facts(text) for ranks, text in texts.items()})))
-        if training:
-            self._judge_values(root, values, {rank: answer[1] for rank, answer in answers.items()})
-
-    def compare_values(self, root: Root) -> None:
-        """Compare the values that ranks began with, once. Collective over all axes at the first call, free after it."""
-        if not self._values_due or not self._axes:
-            return
-        values = self._values(root)
-        answers = self._exchange(hash63("values"), hash63(str(values)))
-        if answers is not None:
-            self._require_same({rank: answer[0] for rank, answer in answers.items()}, Op(0, "began to train"))
-            self._judge_values(root, values, {rank: answer[1] for rank, answer in answers.items()})
-
-    def numbers_of_ranks(self, code: int, extra: int) -> dict[int, tuple[int, int]]:
-        """Every rank's two numbers; this rank's own where there is no other. Collective over all axes."""
-        answers = self._exchange(code, extra) if self._axes else None
-        return {self._rank: (code, extra)} if answers is None else answers
-
-    def rows_of_ranks(self, row: Sequence[int]) -> dict[int, list[int]]:
-        """Every rank's row of numbers, as many on each; this rank's own where there is no other. Collective over all
-        axes."""
-        block = torch.tensor([self._rank, *row], device=self._axes[0].device.device if self._axes else None)
-        for axis in self._axes:
-            block = axis.gather_now(block)
-        return {rank: found for rank, *found in block.view(-1, len(row) + 1).tolist()}
-
-    @property
-    def compares_forwards(self) -> bool:
-        """Whether all ranks run the same forwards; where nothing is sharded several need not."""
-        return self._sharded or not self._axes
-
-    def _values(self, root: Root) -> list[tuple[str, int | None]]:
-        if not self._values_due:
-            return []
-        self._values_due = False
-        out = []
-        for unit in root.units:
-            if unit.initial_checksums is not None:
-                prefix = f"{unit.name}." if unit.name else ""
-                out += [(prefix + path, value) for path, value in unit.initial_checksums.unchanged(unit.handles)]
-                unit.initial_checksums = None
-        return out
-
-    def _judge_values(self, root: Root, values: list[tuple[str, int | None]], sums: dict[int, int]) -> None:
-        if len(set(sums.values())) == 1 or 0 in sums.values():
-            return  # equal, or a rank does not train: what it does instead is compared next
-        # Ranks may merely hold different ones: now that all know it, each shows its own.
-        block = torch.tensor([[value is not None, value or 0] for _, value in values], device=root.device.device)
-        for axis in self._axes:
-            block = axis.gather_now(block)
-        block = block.view(len(sums), len(values), 2).cpu()
-        held, found = block[..., 0].bool().all(0), block[..., 1]
-        different = ((found != found[0]).any(0) & held).tolist()
-        names = [path for (path, _), is_different in zip(values, different, strict=True) if is_different]
-        if not names:
-            return
-        message = (
-            f"ranks begin with different values of {len(names)} of {len(values)} parameters: {few(names)}. What they "
-            "gather is pieced together from different models. Pass sync_module_states=True, give all ranks the same "
-            'seed, or load a checkpoint before the first step; check_values="off" if it is meant'
-        )
-        self.values_differ = True
-        if self.check_values == "raise":
-            raise AgreementError(message)
-        with one_voice(speaks=self.is_first):
-            warn(message)
-
 
 # A value that ranks must have in common: what it is of, the value, and whether the first has to be called the same.
 # Parameters need not be: FSDP1 compares their order and shapes, and ranks that ignore different numbers of modules in a
@@ -147,6 +30,10 @@ def _fingerprint(facts: Iterable[Fact]) -> int:
     return hash63(json.dumps(_compared(facts)))
 
 
+# Checksums of the values that a rank begins with, by parameter; None for one that was written to since.
+Checksums = list[tuple[str, int | None]]
+
+
 def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, reason: str | None = None) -> None:
     """Compare `facts`, in a fixed order, inside constructors. Collective over all axes.
 
@@ -159,80 +46,90 @@ def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, r
     if not axes:
         return
     peers = RankExchange()
-    peers._over(axes)
-    (subject, value, named), *rest = facts
-    members = sorted({rank for axis in axes for rank in axis.group.ranks})
-    with expecting(members, doing):
-        _meet(axes)
-        answers = peers._exchange(_fingerprint(facts))
+    peers.spread_over(axes)
+    answers = exchange_facts(peers, facts, doing=doing)
     if answers is not None and len({code for code, _ in answers.values()}) > 1:
-        peers._know(list(answers))
-        reported = [(subject, value if reason is None else f"{value}: {reason}", named), *rest]
-        texts = peers._publish(json.dumps(reported), {rank: code for rank, (code, _) in answers.items()})
-        peers._fail(AgreementError(_first_difference({ranks: _facts(text) for ranks, text in texts.items()})))
+        peers.know(list(answers))
+        (subject, value, named), *rest = facts
+        refuse_differences(
+            peers, [(subject, value if reason is None else f"{value}: {reason}", named), *rest], answers
+        )
 
 
-def _meet(axes: Sequence[Transport]) -> None:
-    """Comparisons meet each other, be it in constructors or at the first forward. [Note: calls]"""
-    for axis in axes:
-        meet(axis.group.process_group, axis.group.ranks, "compares its model")
+def exchange_facts(
+    peers: RankExchange, facts: Sequence[Fact], *, doing: str = "", extra: int = 0
+) -> dict[int, tuple[int, int]] | None:
+    """Every rank's number for its `facts`, and an `extra` one; None where process groups move nothing. Collective over
+    all axes."""
+    members = sorted({rank for axis in peers.axes for rank in axis.group.ranks})
+    with expecting(members, doing or f"compares its model with that of ranks {', '.join(map(str, members))}"):
+        # Comparisons meet each other, be it in constructors or at the first forward. [Note: calls]
+        for axis in peers.axes:
+            meet(axis.group.process_group, axis.group.ranks, "compares its model")
+        return peers.exchange(_fingerprint(facts), extra)
 
 
-def _axes(root: Root) -> list[Transport]:
-    """The axes over which the model is spread, each once."""
-    found: dict[int, Transport] = {}
-    for unit in reversed(root.units):
-        for axis in (unit.scatter, unit.replicate):
-            if axis is not None and axis.group.size > 1:
-                found.setdefault(id(axis.group.process_group), axis)
-    return list(found.values())
+def refuse_differences(peers: RankExchange, facts: Sequence[Fact], answers: Mapping[int, tuple[int, int]]) -> None:
+    """Raise an AgreementError with the first of the `facts` in which ranks differ, if some do by their `answers`."""
+    codes = {rank: code for rank, (code, _) in answers.items()}
+    if len(set(codes.values())) > 1:
+        texts = peers.publish(json.dumps(facts), codes)
+        peers.fail_with(AgreementError(_first_difference({ranks: _facts(text) for ranks, text in texts.items()})))
 
 
-def describe(root: Root) -> list[Fact]:
-    """All that the ranks of a model must have in common, in a fixed order."""
-    facts = [("construction", "succeeded", True), ("check_values", root.agreement.check_values, True)]
-    facts.append(("join_units_below", str(root.settings.join_units_below), True))
-    places = {unit: str(place) for place, unit in enumerate(root.units)}
-    for unit in root.units:
-        subject = f"unit {unit.label}"
-        groups = unit.groups
-        facts += [
-            (subject, f"of class {type(unit.module).__name__}", False),
-            (f"{subject}, sharding_strategy", groups.strategy.name, False),
-            (
-                f"{subject}, ranks",
-                f"{groups.shard.size} x {groups.replicate.size if groups.replicate is not None else 1}",
-                False,
-            ),
-            (
-                f"{subject}, use_orig_params",
-                ", ".join(str(handle.use_orig_params) for handle in unit.handles[:1]),
-                False,
-            ),
-            (f"{subject}, mixed_precision", _unlike_default(unit.mixed_precision), False),
-            (f"{subject}, backward_prefetch", str(unit.backward_prefetch), False),
-            (f"{subject}, forward_prefetch", str(unit.forward_prefetch), False),
-            (f"{subject}, schedule", "; ".join(unit.options.describe()) or "as built", False),
-            (
-                f"{subject}, tied to units in places",
-                ", ".join(places[owning_unit] for owning_unit in unit.owning_units),
-                False,
-            ),
-        ]
-        for handle in unit.handles:
-            for spec, leaf in zip(handle.layout.params, handle.leaves, strict=True):
-                dtype = str(handle.shard.dtype).removeprefix("torch.")
-                grad = "requires_grad" if leaf.requires_grad else "no requires_grad"
-                stride = "" if spec.stride is None else f" strides {spec.stride}"
-                shape = f"{dtype} {spec.shape}{stride}, {grad}"
-                facts.append((f"{subject}, parameter {spec.name}", shape, False))
-    return facts
+class InitialValues:
+    """Whether all ranks begin from the same values.
 
+    Attributes:
+        check: "warn", "raise" or "off": what becomes of ranks that do not.
+        due: they have not been compared yet.
+        differ: they were different, and all ranks know it.
+    """
 
-def _unlike_default(precision: MixedPrecision) -> str:
-    plain = MixedPrecision()
-    settings = [(field.name, getattr(precision, field.name)) for field in fields(precision)]
-    return ", ".join(f"{name}={value}" for name, value in settings if value != getattr(plain, name)) or "none"
+    def __init__(self, check: str) -> None:
+        self.check = check
+        self.due = check != "off"
+        self.differ = False
+
+    def take(self, checksums: Callable[[], Checksums]) -> Checksums:
+        """This rank's `checksums`, the first time; none after it, or where nothing is compared."""
+        if not self.due:
+            return []
+        self.due = False
+        return checksums()
+
+    def compare(self, peers: RankExchange, own: Checksums, sums: Mapping[int, int]) -> None:
+        """Judge the values of ranks, of which the checksums have these `sums`. Collective over all axes if they differ.
+
+        Raises:
+            AgreementError: they differ, and `check` is "raise"; on every rank.
+        """
+        if len(set(sums.values())) == 1 or 0 in sums.values():
+            return  # equal, or a rank does not train: what it does instead is compared next
+        # Ranks may merely hold different ones: now that all know it, each shows its own.
+        axes = peers.axes
+        block = torch.tensor([[value is not None, value or 0] for _, value in own], device=axes[0].device.device)
+        for axis in axes:
+            block = axis.gather_now(block)
+        block = block.view(len(sums), len(own), 2).cpu()
+        held, found = block[..., 0].bool().all(0), block[..., 1]
+        different = ((found != found[0]).any(0) & held).tolist()
+        names = [path for (path, _), is_different in zip(own, different, strict=True) if is_different]
+        if names:
+            self.differ = True
+            self.report(
+                peers,
+                f"ranks begin with different values of {len(names)} of {len(own)} parameters: {few(names)}. What they "
+                "gather is pieced together from different models. Pass sync_module_states=True, give all ranks the "
+                'same seed, or load a checkpoint before the first step; check_values="off" if it is meant',
+            )
+
+    def report(self, peers: RankExchange, message: str) -> None:
+        """Raise or warn, as `check` has it: ranks hold different values, and all of them have found it out."""
+        if self.check == "raise":
+            raise AgreementError(message)
+        with one_voice(speaks=peers.rank == min(peers.ranks, default=peers.rank)):
+            warn(message)
 
 
 def _facts(text: str) -> list[Fact]:

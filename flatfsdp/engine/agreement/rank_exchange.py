@@ -33,63 +33,77 @@ class RankExchange:
     """The ranks over which a model is spread.
 
     Attributes:
-        ranks: the global ranks that take part, once they have been heard from.
-        busy: whether this rank is inside an iteration, where it may wait for others.
+        axes: what exchanges run over, one after the other; none where this rank is alone.
+        rank, ranks: this rank, and the global ranks that take part, once they have answered.
+        scope: names this model in the store, the same on all its ranks; "" where there is no other rank.
+        watch: the watchdog where there is another rank, else None.
+        verdict: why nothing goes on, the ranks having diverged; None as long as they have not.
+        was_raised: the main thread has raised that.
     """
 
     def __init__(self) -> None:
+        self.axes: Sequence[Transport] = ()
+        self.rank = 0
         self.ranks: tuple[int, ...] = ()
-        self.busy = False
-        self._rank = 0
-        self._axes: list[Transport] = []
-        self._watch: Watchdog | None = None  # where there is another rank to hear from
-        self._scope = ""  # names this model in the store
+        self.scope = ""
+        self.watch: Watchdog | None = None
+        self.verdict: AgreementError | None = None
+        self.was_raised = False
         self._exchanges = 0
-        self._verdict: AgreementError | None = None  # the ranks have parted: nothing goes on
-        self._was_raised = False  # the main thread has raised it
 
-    def _over(self, axes: list[Transport]) -> None:
-        """Exchange over `axes` from now on, one after the other; none where this rank is alone."""
-        self._axes = axes
+    def spread_over(self, axes: Sequence[Transport]) -> None:
+        """Exchange over `axes` from now on."""
+        self.axes = axes
         if axes:
-            self._rank = axes[0].group.ranks[axes[0].group.rank]
+            self.rank = axes[0].group.ranks[axes[0].group.rank]
 
-    @property
-    def scope(self) -> str:
-        """Names this model in the store, the same on all its ranks; "" where there is no other to hear from."""
-        return self._scope
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank is the lowest of those that were heard from, or the only one."""
-        return self._rank == min(self.ranks, default=self._rank)
+    def know(self, ranks: Sequence[int]) -> Watchdog:
+        """These ranks have answered: notes may be left for them, in the watchdog that this returns."""
+        self.ranks = tuple(sorted(ranks))
+        self.scope = f"{hash63(str(self.ranks)):x}.{next(_models[self.ranks])}"
+        self.watch = current_watch()
+        return self.watch
 
     @property
     def time_limit(self) -> float:
         """Seconds that the process groups give an operation."""
-        return max((_torch.time_limit(axis.group.process_group) for axis in self._axes), default=0.0)
+        return max((_torch.time_limit(axis.group.process_group) for axis in self.axes), default=0.0)
 
-    def _know(self, ranks: Sequence[int]) -> Watchdog:
-        """These ranks have answered: notes may be left for them, in the watch that this returns."""
-        self.ranks = tuple(sorted(ranks))
-        self._scope = f"{hash63(str(self.ranks)):x}.{next(_models[self.ranks])}"
-        self._watch = current_watch()
-        return self._watch
+    @property
+    def store(self) -> StoreClient:
+        """Where notes are left. Precondition: there is another rank."""
+        assert self.watch is not None
+        return self.watch.store
 
-    def _exchange(self, code: int, extra: int = 0) -> dict[int, tuple[int, int]] | None:
+    # -- exchanges ---------------------------------------------------------------------------------------------------
+
+    def exchange(self, code: int, extra: int = 0) -> dict[int, tuple[int, int]] | None:
         """Every rank's two numbers, None where process groups move nothing. Collective, always of one size."""
         self._exchanges += 1
-        block = torch.tensor([self._rank, code, extra], device=self._axes[0].device.device)
-        for axis in self._axes:
+        block = torch.tensor([self.rank, code, extra], device=self.axes[0].device.device)
+        for axis in self.axes:
             block = axis.gather_now(block)
-        if any(axis.group.backend == "fake" for axis in self._axes):
+        if any(axis.group.backend == "fake" for axis in self.axes):
             return None
         return {rank: (code, extra) for rank, code, extra in block.view(-1, 3).tolist()}
 
-    def _publish(self, text: str, codes: dict[int, int]) -> dict[tuple[int, ...], str]:
+    def numbers_of_ranks(self, code: int, extra: int = 0) -> dict[int, tuple[int, int]]:
+        """Every rank's two numbers; this rank's own where there is no other. Collective over all axes."""
+        answers = self.exchange(code, extra) if self.axes else None
+        return {self.rank: (code, extra)} if answers is None else answers
+
+    def rows_of_ranks(self, row: Sequence[int]) -> dict[int, list[int]]:
+        """Every rank's row of numbers, as many on each; this rank's own where there is no other. Collective over all
+        axes."""
+        block = torch.tensor([self.rank, *row], device=self.axes[0].device.device if self.axes else None)
+        for axis in self.axes:
+            block = axis.gather_now(block)
+        return {rank: found for rank, *found in block.view(-1, len(row) + 1).tolist()}
+
+    def publish(self, text: str, codes: dict[int, int]) -> dict[tuple[int, ...], str]:
         """The texts of ranks whose codes differ, by the ranks that share one. All ranks call it."""
-        notes, place = self._store, f"{self._scope}/x{self._exchanges}"
-        notes.post(f"{place}/{self._rank}", text)
+        notes, place = self.store, f"{self.scope}/x{self._exchanges}"
+        notes.post(f"{place}/{self.rank}", text)
         alike: dict[int, list[int]] = {}
         for rank in sorted(codes):
             alike.setdefault(codes[rank], []).append(rank)
@@ -98,26 +112,32 @@ class RankExchange:
             key = f"{place}/{ranks[0]}"
             found = notes.wait(functools.partial(notes.read, key), 10 * board.PERIOD)
             texts[tuple(ranks)] = found or NO_ANSWER
-        self._let_all_read(place)
+        self.let_all_read(place)
         return texts
 
-    def _fail(self, error: AgreementError) -> NoReturn:
-        self._verdict = error
-        self._was_raised = True
-        fail(error)
-
-    @property
-    def _store(self) -> StoreClient:
-        assert self._watch is not None
-        return self._watch.store
-
-    def _let_all_read(self, place: str) -> None:
+    def let_all_read(self, place: str) -> None:
         """Give the others time to read, before an error ends this process and perhaps the store with it."""
-        notes = self._store
+        notes = self.store
         notes.count(f"{place}/read")
         notes.wait(lambda: notes.count(f"{place}/read", 0) >= len(self.ranks), 2.5 * board.PERIOD)
 
-    def _raise_verdict(self, cause: BaseException | None = None) -> None:
-        if self._verdict is not None:
-            self._was_raised = True
-            raise self._verdict from cause
+    # -- the verdict -------------------------------------------------------------------------------------------------
+
+    def fail_with(self, error: AgreementError) -> NoReturn:
+        """The ranks have diverged, and `error` describes how: raise it here, and with every later step."""
+        self.verdict = error
+        self.was_raised = True
+        fail(error)
+
+    def raise_verdict(self, cause: BaseException | None = None) -> None:
+        """Raise the verdict if there is one."""
+        if self.verdict is not None:
+            self.was_raised = True
+            raise self.verdict from cause
+
+    def give_up(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
+        """Go on with nothing that needs one of `ranks` (None: any other), because of `error`; whether that is so."""
+        concerned = ranks is None or not set(ranks).isdisjoint(self.ranks)
+        if concerned and self.verdict is None:
+            self.verdict = error
+        return concerned

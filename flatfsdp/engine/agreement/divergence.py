@@ -1,0 +1,89 @@
+"""The sentence for ranks that did different things at one place of their sequence; pure."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...errors import few, ranks_in_words
+from .conditions import differences
+from .ops import IN_FORWARD, ISSUED, Op, UnitEntry
+
+Ranks = tuple[int, ...]
+
+_REMEDY = ", except in what is given to ensure_unit_participation()"
+_MIXED = (
+    "Values of different units were exchanged for each other, so what this backward brought is wrong: go on from the "
+    "checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units by "
+    "itself, not of several together or one inside another; otherwise please report this"
+)
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """What messages call the units of a model, and its parameters (found when they are needed)."""
+
+    units: Sequence[UnitEntry] = ()
+    parameters: Callable[[], Iterable[str]] = tuple
+
+
+def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
+    """What ranks did in this step, and what to do about it."""
+    alike = {op.words for op in ops.values()}
+    if len(alike) == 1:
+        reported = f"ranks part ways in step {max(1, step)}, in which all {alike.pop()}"
+        if unlike := differences({ranks: op.conditions for ranks, op in ops.items()}):
+            return f"{reported}. {unlike}"
+    else:
+        did = "; ".join(f"{ranks_in_words(ranks)} {op.words}" for ranks, op in ops.items())
+        reported = f"ranks part ways in step {max(1, step)}: {did}"
+    if all(op.words.startswith(ISSUED) for op in ops.values()):
+        return f"{reported}. {_MIXED}"
+    if differently := _trained_differently(ops, names):
+        return f"{reported}. {differently}"
+    remedy = _REMEDY if all(op.words.startswith(IN_FORWARD) for op in ops.values()) else ""
+    return (
+        f"{reported}. All ranks must run the same units in the same order, as many forwards and backwards, and catch "
+        "an exception at the same point or not at all; what depends on a rank's own data must not decide"
+        f"{remedy}"
+    )
+
+
+def _trained_differently(ops: Mapping[Ranks, Op], names: ModelNames) -> str:
+    """Which parameters of units that ran on all ranks require gradients on some of them, "" for none."""
+    backwards = {ranks: op for ranks, op in ops.items() if op.ran and op.trained}
+    sets = {ranks: int(op.trained, 16) for ranks, op in backwards.items()}
+    differ = functools.reduce(operator.or_, sets.values(), 0) & ~functools.reduce(operator.and_, sets.values(), -1)
+    differ = functools.reduce(operator.and_, (int(op.ran, 16) for op in backwards.values()), differ)
+    different = [name for index, name in enumerate(names.parameters()) if differ >> index & 1]
+    if not different:
+        return ""
+    first = differ & -differ
+    if all(bits & first or int(backwards[those].unreached or "0", 16) & first for those, bits in sets.items()):
+        return _cut_off(first.bit_length() - 1, sets, names.units)
+    some, others = _with_and_without(first, sets)
+    return (
+        f"Parameter {different[0]!r} requires a gradient on {some}, and none on {others}"
+        f"{f'; ranks differ in {few(different[1:])}, too' if different[1:] else ''}. Set requires_grad alike on all "
+        "ranks, between the same two steps"
+    )
+
+
+def _cut_off(index: int, sets: Mapping[Ranks, int], units: Sequence[UnitEntry]) -> str:
+    """Outputs of the unit that has parameter `index` need a gradient on some ranks only."""
+    unit = next(each for each in units if index in each.parameters)
+    some, others = _with_and_without(1 << index, sets)
+    return (
+        f"The outputs of unit {unit.label} need a gradient on {some}, and none on {others}, where "
+        "its parameters require one as well: something ends the graph there, as detach(), torch.no_grad() or "
+        "another choice of outputs does. Do that on all ranks, or on none"
+    )
+
+
+def _with_and_without(bit: int, sets: Mapping[Ranks, int]) -> tuple[str, str]:
+    """The ranks whose sets have `bit`, and the others."""
+    some = sorted(rank for ranks, bits in sets.items() if bits & bit for rank in ranks)
+    others = sorted(rank for ranks, bits in sets.items() if not bits & bit for rank in ranks)
+    return ranks_in_words(some), ranks_in_words(others)

@@ -1,0 +1,188 @@
+"""What a model does together with other ranks, step by step: an *op* for each, with a code and its words; pure.
+
+Its code is equal on all ranks that do the same. Units and parameters are numbers here: a unit's place among those of
+the model, and a parameter's bit in a number.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import string
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ..base.foreign_text import one_line, parse
+from ..base.hashing import hash63
+from .conditions import StepConditions
+
+TRAINING, EVALUATION = "a training", "an evaluation"  # kinds of forward, with and without gradients
+PLANS = 64  # of backwards, whose ops are known
+
+
+class UnitEntry(NamedTuple):
+    """A unit, as ranks name it: its label in messages, and its parameters among those of the model."""
+
+    label: str
+    parameters: range
+
+    @property
+    def mask(self) -> int:
+        """A bit for each of its parameters."""
+        return (1 << self.parameters.stop) - (1 << self.parameters.start)
+
+
+class BackwardPlan(NamedTuple):
+    """A backward as ranks compare it.
+
+    Attributes:
+        sync: False under `no_sync()`.
+        begun, ended: units in the order in which they began their forward, and in which they last ended it with an
+            output that can bring them a gradient.
+        flats: flat gradients that it can bring, as (unit, kind).
+        trained: a bit for each parameter that requires a gradient.
+        post_forward: units that are gathered from a post-forward shard.
+        schedule: what users set, in words.
+    """
+
+    sync: bool
+    begun: list[int]
+    ended: list[int]
+    flats: list[tuple[int, int]]
+    trained: int
+    post_forward: list[int]
+    schedule: str
+
+
+class Op(NamedTuple):
+    """One step of the sequence: a number that is equal on all ranks, and its words.
+
+    `ran`, `trained`: of a backward, which parameters of the model are of units that ran in its forwards, and which it
+    is to bring gradients; of a training forward all, and which require gradients. One bit each, as numbers in base 16.
+    `conditions`: those of a forward or a backward. [Note: conditions]
+    `unreached`: of a backward, which parameters are of units that ran, and whose outputs needed no gradient; as a note,
+    those among them that required one themselves.
+    """
+
+    code: int
+    words: str
+    ran: str = ""
+    trained: str = ""
+    conditions: StepConditions = StepConditions()
+    unreached: str = ""
+
+    def to_text(self, required: Sequence[bool] = ()) -> str:
+        """What others read of it. `required`: which parameters required a gradient in the forward."""
+        if self.unreached:
+            return self._replace(unreached=f"{int(self.unreached, 16) & bits_of(required):x}")._as_text()
+        return self._as_text()
+
+    def _as_text(self) -> str:
+        return json.dumps(self[1:])
+
+    @classmethod
+    def of(cls, text: str) -> Op:
+        """What a rank wrote; words only where that is no op. [Note: trust]"""
+        match parse(text):
+            case [
+                str(words),
+                str(ran),
+                str(trained),
+                [bool(stepped), bool(loaded), str(autocast)],
+                str(unreached),
+            ] if set(ran + trained + unreached) <= set(string.hexdigits):
+                return cls(-1, words, ran, trained, StepConditions(stepped, loaded, autocast), unreached)
+        return cls(-1, one_line(text))
+
+
+class LoggedOp(NamedTuple):
+    """An op, its place in the sequence, and how many iterations had begun before it."""
+
+    at: int
+    op: Op
+    step: int
+
+
+CAME = Op(hash63("came"), "computed gradients of parameters in its backward")
+NONE_CAME = Op(hash63("none came"), "ended a backward that computed no gradient of a parameter")
+ENDED = {kind: Op(hash63(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
+IN_FORWARD = ("entered unit ", "ended its forward")  # where ranks differ in nothing but which units a forward runs
+ISSUED = "gathered in its backward the units"
+
+
+def entered(index: int, unit: UnitEntry) -> Op:
+    """A forward has come to a unit."""
+    return Op(hash63(f"unit {index}"), f"entered unit {unit.label}")
+
+
+def requested(index: int, unit: UnitEntry, method: str) -> Op:
+    """A user calls a `method` that gathers or frees a unit."""
+    return Op(hash63(f"{method} {index}"), f"called {method}() of unit {unit.label}")
+
+
+def called(call: str, indices: Sequence[int], units: Sequence[UnitEntry]) -> Op:
+    """A user's `call`, for these of the `units`; for none, or all, it is of the model."""
+    if not indices or len(indices) == len(units):
+        return Op(hash63(call), f"called {call}")
+    others = f" and {len(indices) - 1} inside" if len(indices) > 1 else ""
+    return Op(hash63(f"{call} {[*indices]}"), f"called {call} of unit {units[indices[0]].label}{others}")
+
+
+@functools.lru_cache(maxsize=PLANS)
+def opening(
+    kind: str, unit: int, label: str, schedule: str, conditions: StepConditions, flags: tuple[bool, ...]
+) -> Op:
+    """A forward of this kind begins; `flags`: which parameters require gradients in it."""
+    trained = f"{bits_of(flags):x}" if flags else ""
+    code = hash63(f"{kind} {unit} {schedule} {conditions} {trained}")
+    words = f"began {kind} forward at unit {label}{_with(schedule)}"
+    return Op(code, words, f"{(1 << len(flags)) - 1:x}" if flags else "", trained, conditions)
+
+
+def backward(
+    plan: BackwardPlan, units: Sequence[UnitEntry], begun_with: tuple[StepConditions, Sequence[bool]] | None
+) -> Op:
+    """A backward begins. `begun_with`: the conditions of its forward, and which parameters required gradients in it,
+    where forwards are not compared."""
+    conditions, trained = StepConditions(), plan.trained
+    if begun_with is not None:
+        conditions, flags = begun_with
+        trained &= bits_of(flags)  # what was frozen in the forward gets no gradient, either
+    how = "" if plan.sync else " under no_sync()"
+    words = f"began a backward{how} through {len(plan.ended)} units, {len(plan.flats)} flat gradients"
+    words += _with(plan.schedule)
+    if plan.post_forward:
+        words += f"; {len(plan.post_forward)} units kept nearby"
+    ran, unreached = (
+        f"{sum(units[index].mask for index in indices):x}"
+        for indices in (set(plan.begun), set(plan.begun).difference(plan.ended))
+    )
+    compared = f"{plan.sync} {plan.begun} {plan.ended} {plan.flats} {plan.post_forward} {plan.schedule}"
+    return Op(hash63(f"{compared} {trained:x} {conditions}"), words, ran, f"{trained:x}", conditions, unreached)
+
+
+def issued(gathered: Sequence[int], reduced: Sequence[int], units: Sequence[UnitEntry]) -> Op:
+    """A backward has issued the collectives of these units."""
+    reported = [", ".join(units[index].label for index in indices) or "none" for indices in (gathered, reduced)]
+    code = hash63(f"issued {[*gathered, None, *reduced]}")
+    return Op(code, f"{ISSUED} {reported[0]}, and reduced {reported[1]}")
+
+
+def only_gathered(gathered: Sequence[int], units: Sequence[UnitEntry]) -> Op:
+    """A backward in which no gradient came has gathered these units."""
+    reported = ", ".join(units[index].label for index in gathered) or "no unit"
+    return Op(hash63(f"gathered {[*gathered]}"), f"{NONE_CAME.words}, and gathered {reported}")
+
+
+def abandoned(issued: int, doing: str, because: str) -> Op:
+    """An exception ended an iteration, after so many collectives were `issued` in it."""
+    return Op(hash63(f"abandoned {issued}"), f"abandoned its iteration in {doing}{because}")
+
+
+def bits_of(flags: Iterable[bool]) -> int:
+    """A number with a bit for each flag, the lowest first."""
+    return sum(flag << position for position, flag in enumerate(flags))
+
+
+def _with(schedule: str) -> str:
+    return f" with {schedule}" if schedule else ""
