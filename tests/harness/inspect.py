@@ -414,7 +414,7 @@ def memory_of(transport: Any) -> Memory:
 def verdict_of(model: Any) -> Callable[[], BaseException | None]:
     """Asks for the error that ends everything that the ranks do together; None while there is none."""
     agreement = _root(model).agreement
-    return lambda: agreement._verdict
+    return lambda: agreement.peers.verdict
 
 
 def doing() -> str:
@@ -424,10 +424,10 @@ def doing() -> str:
 
 def meetings(model: Any) -> int:
     """At how many places this rank left a note because something unexpected happened."""
-    return len(_root(model).agreement._met)
+    return len(_root(model).agreement.sequence.meetings.places)
 
 
 def note(model: Any, key: str) -> str | None:
     """What stands at `key` in the store, None if nothing does."""
-    found: str | None = _root(model).agreement._store.read(key)
+    found: str | None = _root(model).agreement.peers.store.read(key)
     return found

@@ -18,7 +18,6 @@ SLACK = 25  # lines by which a number of a file may be too high before it has to
 # Files with more lines.
 FILES = {
     "checkpoint/hugging_face": 475,
-    "engine/agreement/op_sequence": 775,
     "engine/base/_torch": 500,
     "engine/comm/transport": 575,
     "engine/flat/flat_param": 675,
@@ -34,8 +33,6 @@ FILES = {
 }
 # Classes with more methods, or more fields that methods assign.
 CLASSES = {
-    "engine/agreement/op_sequence OpSequence": (44, 34),
-    "engine/agreement/unused_params UnusedParams": (20, 24),
     "engine/facade/fsdp1_compat FSDP1Names": (38, 1),
     "engine/features/flat_optimizer/stepper RunPlan": (6, 26),
     "engine/flat/flat_param FlatParamHandle": (47, 40),
@@ -43,7 +40,7 @@ CLASSES = {
     "engine/runtime/backward Backward": (47, 39),
     "engine/runtime/model Root": (54, 39),
     "engine/runtime/unit Unit": (45, 19),
-    "engine/runtime/unit_data UnitData": (57, 26),
+    "engine/runtime/unit_data UnitData": (57, 30),
     "engine/watchdog/watchdog Watchdog": (28, 27),
     "trainer/trainer Trainer": (23, 26),
 }
@@ -54,7 +51,7 @@ FUNCTIONS = {
     "engine/features/clip clip_grad_norm": 65,
     "engine/flat/flat_param __init__": 51,
     "engine/runtime/backward __init__": 61,
-    "engine/runtime/model begin_backward": 62,
+    "engine/runtime/model begin_backward": 57,
     "engine/state/full_params summon": 72,
     "engine/state/optim/loading _load": 52,
     "engine/state/optim/saving _state_by_name": 54,
@@ -64,13 +61,14 @@ FUNCTIONS = {
 # Lines of a part (newlines of its files): at e07bc83; and what the issue "Corrections" brings, rounded up to 250 while
 # it is open. At 760b326: engine 3,932, of these core 1,010, checkpoint 1,192, trainer 324, all 5,515, in 23 files more.
 # Then what the packages of the engine bring: their docstrings, the table of old module names, longer import lines.
-# Then lines that longer names break in two.
+# Then lines that longer names break in two. Then what the agreement's parts bring, of classes of their own with what
+# they take as values, until the parts of the runtime are as small.
 LINES = {
-    "engine": (23_715, 4_250, 220, 180),
-    "core": (11_350, 1_250, 100),
+    "engine": (23_715, 4_250, 220, 180, 360),
+    "core": (11_350, 1_250, 100, 200),
     "checkpoint": (4_103, 1_250),
     "trainer": (7_762, 500),
-    "all": (36_122, 6_000, 220, 250),
+    "all": (36_122, 6_000, 220, 250, 360),
 }
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
 # What a maintainer must know to change the engine: its packages for order, layout, configuration, device,

@@ -204,11 +204,6 @@ def test_imports_run_in_no_circle() -> None:
 
 # Imports for annotations that point up, or close a circle of files: importer, then what it imports. It may only shrink.
 TYPING_DEBT = """
-engine/agreement/checksums: engine/flat/flat_param
-engine/agreement/model_check: engine/runtime/model
-engine/agreement/op_sequence: engine/runtime/model engine/runtime/unit engine/runtime/unit_data
-engine/agreement/replicas: engine/runtime/model engine/runtime/unit
-engine/agreement/unused_params: engine/runtime/unit_data
 engine/comm/comm_hook: engine/runtime/unit
 engine/config/unit_options: engine/runtime/unit
 engine/flat/views: engine/flat/extensions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+from ...errors import FlatFSDPError
 from ..base.events import EventLog
 from ..base.wait_limits import blocked_since
 from ..comm.transport import CommStats
@@ -16,11 +17,13 @@ class Activity:
     Attributes:
         busy: whether this rank is inside an iteration, where it may wait for others.
         doing: the part that runs, in words; None between iterations.
+        refused: why a part that autograd runs cannot go on, as this rank has reported it.
     """
 
     def __init__(self) -> None:
         self.busy = False
         self.doing: str | None = None
+        self.refused = ""
         self._last = ""  # the part that ran last
         self._since = time.monotonic()  # when this rank began what it does, or came back from it
         self._issued_before = 0
@@ -33,8 +36,13 @@ class Activity:
 
     def start(self, doing: str) -> None:
         """This part begins."""
-        self.doing, self._since = doing, time.monotonic()
+        self.doing, self._since, self.refused = doing, time.monotonic(), ""
         self._issued_before = self._comm_stats.issued
+
+    def refuse(self, error: BaseException) -> None:
+        """`error` was raised inside a backward, from which autograd brings none: if it is ours others shall hear it."""
+        if isinstance(error, FlatFSDPError):
+            self.refused = f" after {type(error).__name__}: {error}"
 
     def rest(self) -> None:
         """Back to between iterations, where this rank waits for nobody."""

@@ -20,13 +20,12 @@ from .ops import CAME, ENDED, EVALUATION, NONE_CAME, PLANS, TRAINING, BackwardPl
 from .rank_exchange import RankExchange
 
 
-
 class Agreement:
     """What the ranks of one model must have in common: what it is, what it begins with, and the order of what it does.
 
     Attributes:
         peers: the other ranks; sequence: the order agreed with them; unused: which parameters no rank brings gradients
-            to.
+            to; rest: called when this rank is back between iterations, where it waits for nobody.
         initial_values: whether ranks begin from the same ones.
         stepped, loaded: an optimizer stepped, or a state dict was loaded, since a step began with it; noted where it
             happens.
@@ -37,6 +36,8 @@ class Agreement:
         self.peers = RankExchange()
         self.sequence = OpSequence(self.peers)
         self.unused = self.sequence.unused
+        self._activity = self.sequence.activity
+        self.rest = self._activity.rest
         self.initial_values = InitialValues(check_values)
         self.stepped = self.loaded = False
         self.forwards_are_silent = False
@@ -67,13 +68,13 @@ class Agreement:
         self.peers.spread_over(axes)
         self._sharded = sharded
         self._names = self.sequence.meetings.names = names
-        self.sequence.activity.follow(comm_stats, events)
+        self._activity.follow(comm_stats, events)
         self._entered = [ops.entered(index, unit) for index, unit in enumerate(names.units)]
         self._forwards = [f"the forward of unit {unit.label}" for unit in names.units]
 
-    def compare(self, facts: Sequence[Fact], values: Callable[[], Checksums] | None) -> None:
-        """Compare the models of all ranks; with checksums of the `values` that they begin with, where those matter now.
-        Collective over all axes.
+    def compare(self, facts: Callable[[], Sequence[Fact]], values: Callable[[], Checksums] | None) -> None:
+        """Compare the models of all ranks: `facts` has what must be the same. With checksums of the `values` that they
+        begin with, where those matter now. Collective over all axes.
 
         Raises:
             AgreementError: on every rank, naming the first difference.
@@ -82,12 +83,13 @@ class Agreement:
         if not peers.axes:
             return
         own = self.initial_values.take(values) if values is not None else []
-        answers = exchange_facts(peers, facts, extra=hash63(str(own)) if own else 0)
+        described = facts()
+        answers = exchange_facts(peers, described, extra=hash63(str(own)) if own else 0)
         if answers is None:
             return
         peers.know(list(answers))
         self.sequence.connect()
-        refuse_differences(peers, facts, answers)
+        refuse_differences(peers, described, answers)
         if values is not None:
             self.initial_values.compare(peers, own, {rank: extra for rank, (_, extra) in answers.items()})
 
@@ -120,14 +122,14 @@ class Agreement:
         """
         if not self.peers.axes or self.forwards_are_silent:
             return
-        self.sequence.activity.busy = True
+        self._activity.busy = True
         self._kind = self._opening = TRAINING if training else EVALUATION
         if training or self._sharded:
             self._autocast = autocast_on(device_type)
             self._flags = self.sequence.meetings.required = trained() if training else ()
         self.sequence.meet_abandoned()
         if self._sharded:
-            self.sequence.start("the beginning of a forward")
+            self._activity.start("the beginning of a forward")
 
     def check_order(self, unit: int, *, schedule: str) -> None:
         """This unit is about to be gathered: is it the one that all ranks gather? Collective in the first iteration.
@@ -145,10 +147,10 @@ class Agreement:
             label = self._names.units[unit].label
             opening = ops.opening(self._opening, op.code, label, schedule, self._conditions(), self._flags)
             self._opening = None
-            self.sequence.start(self._forwards[unit])
+            self._activity.start(self._forwards[unit])
             self.sequence.next(opening, unit=op.code, opens=True)
         else:
-            self.sequence.activity.doing = self._forwards[unit]
+            self._activity.doing = self._forwards[unit]
             self.sequence.next(op, unit=op.code)
 
     def check_request(self, unit: int, method: str) -> None:
@@ -161,7 +163,7 @@ class Agreement:
             return
         entry = self._names.units[unit]
         op = ops.requested(unit, entry, method)
-        if self.sequence.activity.doing is not None:
+        if self._activity.doing is not None:
             self.sequence.next(op, unit=op.code)
         else:
             with self.waiting(f"{method}() of unit {entry.label}"):
@@ -170,7 +172,7 @@ class Agreement:
 
     def end_forward(self) -> None:
         """The outermost forward has ended."""
-        if self.sequence.activity.doing is not None:
+        if self._activity.doing is not None:
             self.sequence.next(ENDED[self._kind], completes=self._kind != TRAINING)
         self.rest()
 
@@ -193,9 +195,9 @@ class Agreement:
         if op is None:
             op = ops.backward(describe(), self._names.units, begun_with)
             _remember(self._backwards, (plan, begun_with), op)
-        self.sequence.activity.busy = True
+        self._activity.busy = True
         self.sequence.meet_abandoned()
-        self.sequence.start("a backward")
+        self._activity.start("a backward")
         self.sequence.next(op, opens=not self._sharded, completes=not reduces)
         if reduces:
             self.unused.begin(self.sequence.position, op.code)
@@ -229,7 +231,7 @@ class Agreement:
             return
         self.peers.raise_verdict()
         if not came:
-            self.sequence.show(NONE_CAME, issued=self.sequence.activity.issued)
+            self.sequence.show(NONE_CAME, issued=self._activity.issued)
         elif self.sequence.expects(CAME, NONE_CAME):
             self.sequence.show(CAME)
 
@@ -247,7 +249,7 @@ class Agreement:
         op = self._issues.get(issued)
         if op is None:
             op = _remember(self._issues, issued, ops.only_gathered(gathered, self._names.units))
-        self.sequence.show(op, issued=self.sequence.activity.issued)
+        self.sequence.show(op, issued=self._activity.issued)
 
     # -- between iterations ------------------------------------------------------------------------------------------
 
@@ -259,7 +261,7 @@ class Agreement:
         Raises:
             AgreementError: on every rank, within seconds where the others do something else.
         """
-        if self.sequence.activity.doing is not None or not (self._sharded or (always and self.peers.axes)):
+        if self._activity.doing is not None or not (self._sharded or (always and self.peers.axes)):
             yield
             return
         with self.waiting(call):
@@ -304,11 +306,11 @@ class Agreement:
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
         """Inside, this rank may wait for others, in an iteration or between them."""
-        if self.sequence.activity.doing is not None or not self.peers.axes:
+        if self._activity.doing is not None or not self.peers.axes:
             yield
             return
-        self.sequence.activity.busy = True
-        self.sequence.start(doing)
+        self._activity.busy = True
+        self._activity.start(doing)
         try:
             yield
         except RuntimeError as error:
@@ -318,10 +320,6 @@ class Agreement:
             self.rest()
 
     # -- ends --------------------------------------------------------------------------------------------------------
-
-    def rest(self) -> None:
-        """Back to between iterations, where this rank waits for nobody."""
-        self.sequence.activity.rest()
 
     def abandon(self, error: BaseException | None) -> None:
         """`error` ended a forward: let the others know, or raise the disagreement that it stems from."""
@@ -333,10 +331,6 @@ class Agreement:
         """An iteration ends here by an exception: let the others know, without waiting for them or raising."""
         self._opening = None
         self.sequence.publish_abandoned(error)
-
-    def refuse(self, error: BaseException) -> None:
-        """`error` was raised inside a backward, from which autograd brings none: if it is ours others shall hear it."""
-        self.sequence.refuse(error)
 
     def explain(self, error: BaseException) -> None:
         """Raise the `AgreementError` behind `error`, if it is a failure of the communication."""

@@ -51,9 +51,7 @@ def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, r
     if answers is not None and len({code for code, _ in answers.values()}) > 1:
         peers.know(list(answers))
         (subject, value, named), *rest = facts
-        refuse_differences(
-            peers, [(subject, value if reason is None else f"{value}: {reason}", named), *rest], answers
-        )
+        refuse_differences(peers, [(subject, value if reason is None else f"{value}: {reason}", named), *rest], answers)
 
 
 def exchange_facts(

@@ -49,7 +49,6 @@ class OpSequence:
         self._logged: deque[tuple[int, Op, int]] = deque(maxlen=REMEMBERED)  # made `LoggedOp` when somebody looks
         self._step = 0
         self._abandoned: LoggedOp | None = None
-        self._refused = ""  # why a part that autograd runs cannot go on, as this rank has reported it
 
     def connect(self) -> None:
         """All ranks have answered: let the watchdog answer for this one."""
@@ -59,11 +58,6 @@ class OpSequence:
         peers.watch.add(self, self.unused.answers.publish_last_words)
 
     # -- ops ---------------------------------------------------------------------------------------------------------
-
-    def start(self, doing: str) -> None:
-        """A part of an iteration begins, or a wait between iterations."""
-        self._refused = ""
-        self.activity.start(doing)
 
     def next(self, op: Op, *, unit: int | None = None, opens: bool = False, completes: bool = False) -> None:
         """This rank does `op`. Collective where nothing let the ranks expect it.
@@ -145,18 +139,13 @@ class OpSequence:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
         issued = self.activity.issued
-        because = f" after {type(error).__name__}: {error}" if error is not None else self._refused
+        because = f" after {type(error).__name__}: {error}" if error is not None else self.activity.refused
         op = ops.abandoned(issued, doing, because)
         self._abandoned = LoggedOp(self.position, op, self._step)
         try:
             self.meetings.announce(self.position, op, issued=issued)
         except RuntimeError as lost:  # the store is gone; the exception under way matters more
             logger.debug("could not tell the other ranks that an iteration was abandoned: %s", lost)
-
-    def refuse(self, error: BaseException) -> None:
-        """`error` was raised inside a backward, from which autograd brings none: if it is ours others shall hear it."""
-        if isinstance(error, FlatFSDPError):
-            self._refused = f" after {type(error).__name__}: {error}"
 
     def explain(self, error: BaseException) -> None:
         """Raise the `AgreementError` behind `error`, if it is a failure of the communication."""

@@ -129,9 +129,7 @@ def called(call: str, indices: Sequence[int], units: Sequence[UnitEntry]) -> Op:
 
 
 @functools.lru_cache(maxsize=PLANS)
-def opening(
-    kind: str, unit: int, label: str, schedule: str, conditions: StepConditions, flags: tuple[bool, ...]
-) -> Op:
+def opening(kind: str, unit: int, label: str, schedule: str, conditions: StepConditions, flags: tuple[bool, ...]) -> Op:
     """A forward of this kind begins; `flags`: which parameters require gradients in it."""
     trained = f"{bits_of(flags):x}" if flags else ""
     code = hash63(f"{kind} {unit} {schedule} {conditions} {trained}")

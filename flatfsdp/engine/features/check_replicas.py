@@ -7,6 +7,7 @@ from torch import nn
 from ...errors import AgreementError
 from ..agreement.replicas import differences
 from ..runtime.module_tree import outermost_unit
+from ..runtime.replica_checks import replicated_pieces
 from ..runtime.rest import check_outside
 
 
@@ -34,6 +35,6 @@ def check_replicas(model: nn.Module) -> None:
     for each in root.units:
         each.write_back()
     with root.agreement.collective_call("check_replicas()", always=True):
-        found = differences(root)
+        found = differences(root.agreement.peers, replicated_pieces(root.units))
     if found:
         raise AgreementError(found)

@@ -95,7 +95,7 @@ def _begin(roots: list[Root], units: list[Unit], max_bytes: int | None) -> None:
         for root in roots:
             root.streams.unshard.follow_compute()
             root.persistent_params.pin(root, [ref for ref in refs if ref.unit.root is root])
-            root.agreement.silent = all(
+            root.agreement.forwards_are_silent = all(
                 HandleRef(unit, kind) in refs
                 for unit in root.units
                 if unit.groups.shard.size > 1
@@ -106,7 +106,7 @@ def _begin(roots: list[Root], units: list[Unit], max_bytes: int | None) -> None:
 def _end(root: Root) -> None:
     if root.persistent_params.pinned is None:
         return
-    root.agreement.silent = False
+    root.agreement.forwards_are_silent = False
     root.reset_to_idle()
     root.persistent_params.unpin(root)
     for unit in root.units:

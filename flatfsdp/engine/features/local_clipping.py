@@ -126,7 +126,7 @@ class LocalClipping(Observer):
         self._due = self._due or self._steps <= FIRST or self._steps % RHYTHM == 0
         if not self._due or backward.deferred:
             return
-        if self._pieces == [] or not root.agreement.scope:  # nothing to compare, or nobody to compare it with
+        if self._pieces == [] or not root.agreement.peers.scope:  # nothing to compare, or nobody to compare it with
             self._due = False
         elif not root.backward_optimizers.active:
             self._take(root)
@@ -181,7 +181,7 @@ class LocalClipping(Observer):
             max(info.tiny for info in infos),
         )
         watch = current_watch()
-        watch.run(ScaleComparison(watch.store, root.agreement.scope, self._group, finding))
+        watch.run(ScaleComparison(watch.store, root.agreement.peers.scope, self._group, finding))
 
 
 class SampleOnHost(NamedTuple):

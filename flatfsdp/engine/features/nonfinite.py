@@ -26,7 +26,7 @@ from ..runtime.module_tree import outermost_unit
 from ..runtime.rest import check_outside
 
 if TYPE_CHECKING:
-    from ..agreement.model_check import Agreement
+    from ..agreement.agreement import Agreement
     from ..runtime.model import Root
     from ..runtime.unit import Unit
 
@@ -134,7 +134,7 @@ class NonFiniteDetector(Observer):
             self._look(ValueKind.OUTPUT, unit, tensor)
         if not outermost:
             return
-        if self._agreement.compares_forwards and not self._agreement.silent:
+        if self._agreement.compares_forwards and not self._agreement.forwards_are_silent:
             self._raise_together("a forward")
         elif self._found is not None and not torch.is_grad_enabled():
             raise NonFiniteError(f"this rank's forward has {self._found.describe(self._units)}")
@@ -174,7 +174,7 @@ class NonFiniteDetector(Observer):
 def of_all_ranks(mine: Finding | None, agreement: Agreement, units: Sequence[Unit]) -> str:
     """What which ranks found, in words, the first first; "" if nobody found anything. Collective over all axes."""
     code, extra = (mine.order + 1, mine.number) if mine is not None else (0, 0)
-    answers = agreement.numbers_of_ranks(code, extra)
+    answers = agreement.peers.numbers_of_ranks(code, extra)
     found = {rank: Finding.of(code - 1, extra) for rank, (code, extra) in answers.items() if code}
     if not found:
         return ""

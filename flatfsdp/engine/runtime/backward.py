@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec
@@ -32,7 +33,7 @@ from typing import Concatenate, ParamSpec
 import torch
 
 from ...api import BackwardPrefetch
-from ..agreement.model_check import Agreement
+from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..base import autograd as hooks
 from ..flat.reduction import Reduction
@@ -42,6 +43,7 @@ from ..schedule.order import CheckpointRegion, ForwardRecord, GatherOrder, Reduc
 from .backward_steps import BackwardOptimizer, BackwardSteps
 from .coalesced_collectives import Coalescer
 from .conditional_units import ConditionalUnits
+from .model_facts import lacking_in, leave_out, parameters_of
 from .module_tree import units_in
 from .repeats import RecomputedUnits
 from .unit import Unit
@@ -107,7 +109,8 @@ class Backward:
         double: `create_graph`: the parameters are needed again.
         gradient_has_arrived: a gradient of a leaf arrived (`torch.autograd.grad` brings none), or this rank reduces
             what other ranks' backwards brought.
-        gathered, reduced: the units whose collectives were issued, in order. [Note: issued alike]
+        gathered, reduced: the units whose collectives were issued, in order; the former by their places. [Note: issued
+            alike]
         recomputes: whether units ran without a graph, which reentrant checkpoints may still make.
         collecting: the graph task in which nothing but their arrival is to be noted of gradients; None until that is
             known.
@@ -172,7 +175,7 @@ class Backward:
         self.double = False
         self.gradient_has_arrived = False
         self._no_gradients_came = False  # and that was said
-        self.gathered: list[UnitData] = []
+        self.gathered: list[int] = []
         self.reduced: list[UnitData] = []
         self.collecting: int | None = None
         # Of the units before the last and of the last: their all-reduces and their inputs are in flight.
@@ -361,7 +364,7 @@ class Backward:
 
     def _waits_for_all(self, unit: Unit) -> bool:
         """Whether the host of each rank waits for the reduction of `unit`, to which no other rank can be missing."""
-        alike = unit.groups.world == len(self.agreement.ranks) and unit.options.comm_hook is None
+        alike = unit.groups.world == len(self.agreement.peers.ranks) and unit.options.comm_hook is None
         return alike and not unit.root.device.has_streams
 
     def gradient_arrived(self, *, watched: bool) -> None:
@@ -401,7 +404,8 @@ class Backward:
             older.finish()
             newer.release_input()
             if self.agreement.unused.foreseen is not None:
-                self.agreement.unused.before_reduction(group)
+                completed = [unit for unit in group if unit.completes]
+                self.agreement.unused.before_reduction((parameters_of(unit), lacking_in(unit)) for unit in completed)
             self._in_flight = newer, InFlightReductions(group, self._coalescer.reduce(group))
             self.reduced += group
             self._step(older)  # beside what was issued just now
@@ -476,7 +480,7 @@ class Backward:
                 self.agreement.check_gathered(self.gathered)
         if self.sync and self.reduced:  # on all ranks, or on none
             self._leave_out_what_no_rank_used()
-            self.agreement.check_issued(self.gathered, self.reduced)
+            self.agreement.check_issued(self.gathered, [unit.index for unit in self.reduced])
 
     def _gather_what_others_reached(self) -> None:
         """No gradient completes units here: gather those that other ranks may have, where branches tell them apart."""
@@ -490,12 +494,14 @@ class Backward:
 
     def _leave_out_what_no_rank_used(self) -> None:
         """Parameters to which no rank's gradients came get none, as in one process. [Note: unused]"""
-        lacking: dict[UnitData, None] = {}
+        lacking: dict[UnitData, int] = {}
         for unit in self.reduced:
             for grads in unit.grads:
                 if not grads.expected <= grads.contributed and unit.completes:
-                    lacking[unit] = None
-        self.agreement.unused.settle([*lacking])
+                    lacking[unit] = lacking_in(unit)
+        absent = self.agreement.unused.settle(functools.reduce(operator.or_, lacking.values(), 0))
+        for unit in lacking:
+            leave_out(unit, absent)
 
     def _complete_plan(self) -> None:
         """Do for units that this rank's backward did not reach, or not all of, what the other ranks' backwards did.

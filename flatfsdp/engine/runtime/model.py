@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-import operator
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from ...errors import InternalError, UsageError, is_new, logger
-from ..agreement.model_check import Agreement
+from ..agreement.agreement import Agreement
+from ..agreement.divergence import ModelNames
 from ..agreement.once_per_job import warn_once_per_job
-from ..agreement.replicas import verify
 from ..base import _torch
 from ..base import autograd as hooks
 from ..base.events import EventLog, Observers
@@ -30,7 +28,7 @@ from ..comm.transport import Axis, CommStats, Transport, transport
 from ..config.arguments import has_forward
 from ..device.memory import MemoryTracker
 from ..device.rate_limiter import Limiter
-from ..device.streams import Device, Stream
+from ..device.streams import Device
 from ..flat.deferred_grad import PendingGradients, can_defer
 from ..flat.flat_param import FlatParamHandle
 from ..flat.states import IDLE, SUMMONED
@@ -43,40 +41,23 @@ from .conditional_units import ConditionalUnits
 from .device_checks import check_placed, check_registered
 from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
+from .model_facts import (
+    Flags,
+    axes_of,
+    backward_plan,
+    describe,
+    initial_checksums,
+    names_in,
+    names_of_leaves,
+    trained_parameters,
+    unit_entries,
+)
 from .module_tree import entries
 from .persistent_params import PersistentParams
+from .replica_checks import ReplicaChecks
+from .resources import RootSettings, Streams, unshard_stream
 from .unit import Unit
 from .unit_data import UnitData
-
-_requires_grad = operator.attrgetter("requires_grad")
-
-
-@dataclass
-class Streams:
-    """The orders of execution beside compute."""
-
-    unshard: Stream
-    reduce: Stream
-    replicate: Stream  # an all-reduce runs beside the next reduce-scatter
-
-    def await_downloads(self) -> None:
-        """Keep the host until all gradients that are to be there have come."""
-        self.reduce.await_downloads()
-        self.replicate.await_downloads()
-
-
-@dataclass(frozen=True)
-class RootSettings:
-    """The outermost wrapper's arguments that concern the whole tree."""
-
-    device: torch.device
-    limit_all_gathers: bool
-    check_values: str
-    join_units_below: int
-
-
-def _unshard_stream(device: Device, *, on_callers: bool) -> Stream:
-    return device.callers_stream("unshard") if on_callers else device.new_stream("unshard", high_priority=True)
 
 
 class Root:
@@ -114,7 +95,7 @@ class Root:
         self.backward: Backward | None = None
         self._gathers_on_callers_stream = False  # set_unshard_async_op()
         self.streams = Streams(
-            _unshard_stream(device, on_callers=False), device.new_stream("reduce"), device.new_stream("replicate")
+            unshard_stream(device, on_callers=False), device.new_stream("reduce"), device.new_stream("replicate")
         )
         self.limiter = Limiter(device, self.streams.unshard, limit=settings.limit_all_gathers)
         self.gradient_flow = GradientFlow()
@@ -138,8 +119,7 @@ class Root:
         self.agreement = Agreement(check_values=settings.check_values)
         self._schedule_description: str | None = None  # what was set, None when it has to be put together anew
         self._exceptions_by_sync: dict[bool, tuple[frozenset[Unit], frozenset[Unit]]] = {}  # found before, by `sync`
-        # After how many backwards that reduce replicas are compared again; None: they were not yet. [Note: replicas]
-        self._replicas_due: float | None = None if settings.check_values != "off" else math.inf
+        self._replica_checks = ReplicaChecks(self.agreement)
         self._post_forward_axes_due = True  # units are to be told anew who keeps portions with them
 
     # -- construction and lazy init ----------------------------------------------------------------------------------
@@ -168,10 +148,12 @@ class Root:
         if self.ready:
             return
         names = {id(module): name for name, module in self.unit.module.named_modules()}
-        for unit in self.units:
-            unit.name = names.get(id(unit.module), "")
+        parameters = 0
+        for index, unit in enumerate(self.units):
+            unit.identify(names.get(id(unit.module), ""), index, parameters)
             for handle in unit.handles:
                 handle.name = unit.name
+                parameters += len(handle.leaves)
             self.connect(unit)
         self.entries = entries(self.unit)
         check_all_or_none(self.units)
@@ -185,7 +167,22 @@ class Root:
         if training:
             for unit in self.units:
                 unit.write_back()  # what a user put in a parameter's place is no value of the beginning
-        self.agreement.compare(self, training=training)
+        self.agreement.connect(
+            axes_of(self.units),
+            ModelNames(unit_entries(self.units), names_in(self.units)),
+            sharded=any(unit.groups.shard.size > 1 for unit in self.units),
+            comm_stats=self.comm_stats,
+            events=self.events,
+        )
+        self.agreement.compare(
+            functools.partial(
+                describe,
+                self.units,
+                check_values=self.settings.check_values,
+                join_units_below=self.settings.join_units_below,
+            ),
+            functools.partial(initial_checksums, self.units) if training else None,
+        )
         self.ready = True
         for plan in {id(unit.groups): unit.groups for unit in self.units if unit.groups.replicate is not None}.values():
             logger.info("%s over %s: %s", plan.strategy.name, extent_of(plan), groups_in_words(plan))
@@ -193,21 +190,7 @@ class Root:
 
     def names_of_leaves(self) -> dict[int, str]:
         """The path of every parameter of the model, by its id."""
-        return {
-            id(leaf): f"{unit.name}.{spec.name}" if unit.name else spec.name
-            for unit in self.units
-            for handle in unit.handles
-            for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)
-        }
-
-    def trained(self) -> tuple[bool, ...]:
-        """Which parameters of the model require a gradient."""
-        leaves: list[torch.Tensor] = []
-        for unit in self.units:
-            for handle in unit.handles:
-                leaves += handle.leaves
-        with _torch.as_plain_tensors():  # leaves may be hidden
-            return tuple(map(_requires_grad, leaves))
+        return names_of_leaves(self.units)
 
     @property
     def steppable(self) -> Iterator[torch.Tensor]:
@@ -273,7 +256,7 @@ class Root:
                 )
         if on_callers is not self._gathers_on_callers_stream:
             self._gathers_on_callers_stream = on_callers
-            self.streams.unshard = _unshard_stream(self.device, on_callers=on_callers)
+            self.streams.unshard = unshard_stream(self.device, on_callers=on_callers)
             self.limiter = Limiter(self.device, self.streams.unshard, limit=self.settings.limit_all_gathers)
 
     @property
@@ -324,7 +307,11 @@ class Root:
                 f"a forward of unit {unit.label} inside inference() has gradients enabled; parameters are kept there "
                 "for forwards without. Leave the context to train"
             )
-        self.agreement.begin_forward(self, training=torch.is_grad_enabled())
+        self.agreement.begin_forward(
+            functools.partial(trained_parameters, self.units),
+            training=torch.is_grad_enabled(),
+            device_type=self.device.device.type,
+        )
         self.finish_interrupted()
         try:
             if self._is_idle:
@@ -333,7 +320,7 @@ class Root:
                 each.write_back()
             if torch.is_grad_enabled():
                 self.accumulators.look_before_forward(self.units)
-                self.agreement.compare_values(self)
+                self.agreement.compare_values(functools.partial(initial_checksums, self.units))
         except BaseException:
             self.abandon()
             raise
@@ -397,12 +384,12 @@ class Root:
         schedule = self.schedule_description
         if first and (persistent_params := self.persistent_params.follow(self.units)):
             schedule += f"; {persistent_params}" if schedule else persistent_params
-        self.agreement.check_order(unit, schedule=schedule)
-        if first and not self.agreement.silent:
+        self.agreement.check_order(unit.index, schedule=schedule)
+        if first and not self.agreement.forwards_are_silent:
             if self._post_forward_axes_due:
                 self._connect_post_forward_axes()
-            if self._replicas_due is None and torch.is_grad_enabled() and self.agreement.compares_forwards:
-                self._replicas_due = verify(self, again=False)  # all ranks are known to train
+            if torch.is_grad_enabled() and self.agreement.compares_forwards:
+                self._replica_checks.at_first(self.units)
             self._follow_other_ranks()
             self.persistent_params.fetch(self)
         if torch.is_grad_enabled() or (self.conditional_units.training and unit.options.schedule.branch is not None):
@@ -477,7 +464,7 @@ class Root:
             self.finish_interrupted()
             if torch.is_grad_enabled():
                 self.accumulators.look_before_forward(self.units)
-        self.agreement.check_request(unit, "unshard")
+        self.agreement.check_request(unit.index, "unshard")
         if not self.in_forward:
             self.streams.unshard.follow_compute()
         for each in (*unit.owning_units, unit):
@@ -504,7 +491,7 @@ class Root:
                 f"reshard() of unit {unit.label}: its parameters are still read, by its own forward or by a backward "
                 "that needs them as they are. Call it after that"
             )
-        self.agreement.check_request(unit, "reshard")
+        self.agreement.check_request(unit.index, "reshard")
         if self._is_idle:
             unit.retire_request(written=True)
         unit.check_left_unsharded()
@@ -549,13 +536,8 @@ class Root:
             trained = {unit: unit.trained() for unit in self.record.anchored}
         unreduced, kept = self._exceptions()
         sync = len(unreduced) < len(self.units)
-        self.agreement.check_backward(self, trained, reduces=sync)
-        if self._replicas_due is None:
-            self._replicas_due = verify(self, again=False)
-        elif sync:
-            self._replicas_due -= 1
-            if not self._replicas_due:
-                self._replicas_due = verify(self, again=True)
+        self._check_backward(trained, reduces=sync)
+        self._replica_checks.before_backward(self.units, reduces=sync)
         if self._is_idle:  # a graph older than the last rest
             self._follow_writes()
         self.record.consumed = True
@@ -590,6 +572,20 @@ class Root:
                 backward.expect(unit)
         backward.join_reductions()
         return backward
+
+    def _check_backward(self, trained: dict[Unit, Flags], *, reduces: bool) -> None:
+        post_forward = tuple(
+            unit.index for unit in self.units if unit.post_forward_gather and unit.has_post_forward_shards
+        )
+        begun, anchored = self.record.entered, self.record.anchored
+        # Hashed at every step: units by identity, and no dict.
+        reduced = tuple(trained), tuple(trained.values())
+        plan = self.sync, begun, anchored, reduced, post_forward, self.schedule_description
+        self.agreement.check_backward(
+            plan,
+            lambda: backward_plan(self.sync, begun, anchored, trained, post_forward, self.schedule_description),
+            reduces=reduces,
+        )
 
     def _exceptions(self) -> tuple[frozenset[Unit], frozenset[Unit]]:
         """The units of which the next backward does not reduce gradients, and those that stay unsharded after it."""

@@ -165,7 +165,7 @@ class Unit(UnitData):
         except BaseException as error:
             self.phase = phase
             if recomputing:
-                root.agreement.refuse(error)
+                root.agreement.sequence.activity.refuse(error)
             root.leave(self, failed=True)
             raise
         if recomputing:

@@ -58,7 +58,9 @@ class UnitData:
     """The parameters that one wrapped module and no nested unit owns.
 
     Attributes:
-        name: path from the root's module; "" for the root.
+        name: path from the root's module, "" for the root; with it `label`, its name in messages, and `prefix`, that
+            of its parameters' names.
+        index, first_parameter: places of the unit and of its first parameter among those of the model.
         handles: one per kind of parameter, none if the unit owns no parameter.
         views, grads: for each handle, what its leaves show and its gradients; kinds: all three.
         param_refs: where modules of this unit hold the handles' leaves.
@@ -97,7 +99,7 @@ class UnitData:
         shared_refs: Sequence[ParamRef] = (),
         schedule: Schedule = AS_BUILT,
     ) -> None:
-        self.name = ""
+        self.identify("", 0, 0)
         self.module = module
         self.handles = list(handles)
         self.param_refs = list(param_refs)
@@ -157,10 +159,11 @@ class UnitData:
         for handle in self.handles:
             handle.move_to_tracker(root.tracker)
 
-    @property
-    def label(self) -> str:
-        """The unit's name for messages."""
-        return repr(self.name) if self.name else "<root>"
+    def identify(self, name: str, index: int, first_parameter: int) -> None:
+        """Give the unit its path in the model, and its place there."""
+        self.name, self.index, self.first_parameter = name, index, first_parameter
+        self.label = repr(name) if name else "<root>"
+        self.prefix = f"{name}." if name else ""
 
     def enter_phase(self, phase: Phase) -> None:
         """Change the phase, by the table."""
@@ -270,7 +273,7 @@ class UnitData:
         """Gathers of this unit were issued."""
         self.record_event("gather")
         if root.backward is not None:
-            root.backward.gathered.append(self)
+            root.backward.gathered.append(self.index)
 
     def prepare_unshard(self, root: Root, *, ahead: bool) -> list[FlatParamHandle]:
         """The handles that are sharded, and may take memory to be gathered now, maybe `ahead` of their use.

@@ -47,7 +47,7 @@ def collective_call(units: Iterable[Unit], call: str, *, always: bool = False) -
         for those in by_root.values():
             root = those[0].root
             root.lazy_init()
-            calls.enter_context(root.agreement.collective_call(call, those, always=always))
+            calls.enter_context(root.agreement.collective_call(call, [unit.index for unit in those], always=always))
         yield
 
 

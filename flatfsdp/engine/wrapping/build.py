@@ -30,10 +30,12 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.quantized import is_packed
 from ..flat.views import ParamRef
 from ..runtime.device_checks import compute_device, move_buffers
-from ..runtime.model import Root, RootSettings
+from ..runtime.model import Root
+from ..runtime.model_facts import own_pieces
 from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in
 from ..runtime.optimizer_hooks import guard_optimizers
 from ..runtime.param_registry import extended, own, owner_of, roots, unit_around
+from ..runtime.resources import RootSettings
 from ..runtime.unit import Unit
 from ..state.model.submodules import watch
 from ..state.optim.stamp import stamp_state_dicts
@@ -99,7 +101,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     )
     unit.extend(transformed)
     if initial_checksums is not None:
-        initial_checksums.seal(handles)
+        initial_checksums.seal(own_pieces(unit))
     unit.initial_checksums = initial_checksums
     watch((*param_refs, *shared_refs))
     for param_ref in unit.unregistered_refs:

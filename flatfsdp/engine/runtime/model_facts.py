@@ -1,0 +1,192 @@
+"""What ranks compare of a model, as the values that `agreement` takes: numbers, bits and words for units."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+
+from torch import Tensor
+
+from ...api import MixedPrecision
+from ..agreement.model_check import Checksums, Fact
+from ..agreement.ops import BackwardPlan, UnitEntry, bits_of
+from ..base import _torch
+from ..comm.transport import Transport
+from .unit import Unit
+from .unit_data import UnitData
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+Flags = tuple[tuple[bool, ...], ...]  # of the leaves of a unit, by handle
+
+
+def axes_of(units: Sequence[Unit]) -> list[Transport]:
+    """The axes over which the model of `units` is spread, each once."""
+    found: dict[int, Transport] = {}
+    for unit in reversed(units):
+        for axis in (unit.scatter, unit.replicate):
+            if axis is not None and axis.group.size > 1:
+                found.setdefault(id(axis.group.process_group), axis)
+    return list(found.values())
+
+
+def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int) -> list[Fact]:
+    """All that the ranks of a model must have in common, in a fixed order."""
+    facts = [("construction", "succeeded", True), ("check_values", check_values, True)]
+    facts.append(("join_units_below", str(join_units_below), True))
+    places = {unit: str(place) for place, unit in enumerate(units)}
+    for unit in units:
+        subject, groups = f"unit {unit.label}", unit.groups
+        facts += [
+            (subject, f"of class {type(unit.module).__name__}", False),
+            (f"{subject}, sharding_strategy", groups.strategy.name, False),
+            (
+                f"{subject}, ranks",
+                f"{groups.shard.size} x {groups.replicate.size if groups.replicate is not None else 1}",
+                False,
+            ),
+            (
+                f"{subject}, use_orig_params",
+                ", ".join(str(handle.use_orig_params) for handle in unit.handles[:1]),
+                False,
+            ),
+            (f"{subject}, mixed_precision", _unlike_default(unit.mixed_precision), False),
+            (f"{subject}, backward_prefetch", str(unit.backward_prefetch), False),
+            (f"{subject}, forward_prefetch", str(unit.forward_prefetch), False),
+            (f"{subject}, schedule", "; ".join(unit.options.describe()) or "as built", False),
+            (
+                f"{subject}, tied to units in places",
+                ", ".join(places[owning_unit] for owning_unit in unit.owning_units),
+                False,
+            ),
+        ]
+        for handle in unit.handles:
+            for spec, leaf in zip(handle.layout.params, handle.leaves, strict=True):
+                dtype = str(handle.shard.dtype).removeprefix("torch.")
+                grad = "requires_grad" if leaf.requires_grad else "no requires_grad"
+                stride = "" if spec.stride is None else f" strides {spec.stride}"
+                shape = f"{dtype} {spec.shape}{stride}, {grad}"
+                facts.append((f"{subject}, parameter {spec.name}", shape, False))
+    return facts
+
+
+def _unlike_default(precision: MixedPrecision) -> str:
+    plain = MixedPrecision()
+    settings = [(field.name, getattr(precision, field.name)) for field in fields(precision)]
+    return ", ".join(f"{name}={value}" for name, value in settings if value != getattr(plain, name)) or "none"
+
+
+def unit_entries(units: Iterable[Unit]) -> list[UnitEntry]:
+    """What ranks call `units`, and which parameters of the model are theirs."""
+    return [UnitEntry(unit.label, range(unit.first_parameter, unit.first_parameter + _count(unit))) for unit in units]
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def initial_checksums(units: Sequence[Unit]) -> Checksums:
+    """Of the values that `units` begin with, as long as nothing has written to them; forgotten by this."""
+    out: Checksums = []
+    for unit in units:
+        known, unit.initial_checksums = unit.initial_checksums, None
+        if known is not None:
+            paths = [spec.name for handle in unit.handles for spec in handle.layout.params]
+            found = known.unchanged(paths, own_pieces(unit))
+            out += [(unit.prefix + path, value) for path, value in found]
+    return out
+
+
+def own_pieces(unit: UnitData) -> dict[str, Tensor]:
+    """This rank's piece of each parameter of which it has one, 1-D, by path inside the unit."""
+    return {
+        handle.layout.params[owned.index].name: handle.shard[owned.in_shard.slice]
+        for handle in unit.handles
+        for owned in handle.layout.owned(handle.rank)
+    }
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+def trained_parameters(units: Iterable[Unit]) -> tuple[bool, ...]:
+    """Which parameters of `units` require a gradient."""
+    leaves: list[Tensor] = []
+    for unit in units:
+        for handle in unit.handles:
+            leaves += handle.leaves
+    with _torch.as_plain_tensors():  # leaves may be hidden
+        return tuple(map(_requires_grad, leaves))
+
+
+def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
+    """The path of every parameter of `units` in their model, by its id."""
+    return {
+        id(leaf): unit.prefix + spec.name
+        for unit in units
+        for handle in unit.handles
+        for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)
+    }
+
+
+def names_in(units: Iterable[Unit]) -> Callable[[], Iterable[str]]:
+    """Gives the paths of the parameters of `units`, as long as these live: who asks must not hold them."""
+    alive = [weakref.ref(unit) for unit in units]
+
+    def names() -> Iterable[str]:
+        return names_of_leaves(unit for ref in alive if (unit := ref()) is not None).values()
+
+    return names
+
+
+# -- backwards ---------------------------------------------------------------------------------------------------------
+
+
+def backward_plan(
+    sync: bool,
+    entered: Iterable[Unit],
+    anchored: Iterable[Unit],
+    trained: Mapping[Unit, Flags],
+    post_forward: Sequence[int],
+    schedule: str,
+) -> BackwardPlan:
+    """A backward of these units in numbers. `trained`: which of their parameters require a gradient."""
+    return BackwardPlan(
+        sync,
+        [unit.index for unit in entered],
+        [unit.index for unit in anchored],
+        [(unit.index, kind) for unit, flags in trained.items() for kind, each in enumerate(flags) if any(each)],
+        sum(bits_of(itertools.chain(*flags)) << unit.first_parameter for unit, flags in trained.items()),
+        [*post_forward],
+        schedule,
+    )
+
+
+def parameters_of(unit: UnitData) -> int:
+    """The parameters of `unit` among those of the model, a bit for each."""
+    return ((1 << _count(unit)) - 1) << unit.first_parameter
+
+
+def _count(unit: UnitData) -> int:
+    return sum(len(handle.leaves) for handle in unit.handles)
+
+
+def lacking_in(unit: UnitData) -> int:
+    """Which parameters of `unit` this rank brought no gradient to, in what is reduced: a bit for each, as among those
+    of the model. [Note: unused]"""
+    bits, start = 0, unit.first_parameter
+    for grads in unit.grads:
+        for index in grads.missing_contributions():
+            bits |= 1 << start + index
+        start += len(grads.handle.leaves)
+    return bits
+
+
+def leave_out(unit: UnitData, absent: int) -> None:
+    """No rank brought gradients to these parameters: `unit` gives them none."""
+    start = unit.first_parameter
+    for grads in unit.grads:
+        grads.absent = frozenset(i for i in grads.missing_contributions() if absent >> start + i & 1)
+        start += len(grads.handle.leaves)
