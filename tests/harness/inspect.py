@@ -283,17 +283,17 @@ def _root(model: Any) -> Any:
 
 def events(model: Any) -> Events:
     """What happens in `model` from now on."""
-    return Events(_root(model).events)
+    return Events(_root(model).resources.events)
 
 
 def memory(model: Any) -> Memory:
     """The live bytes of `model`."""
-    return Memory(_root(model).tracker)
+    return Memory(_root(model).resources.tracker)
 
 
 def comm_stats(model: Any) -> CommStats:
     """What `model` has communicated."""
-    return CommStats(_root(model).comm_stats)
+    return CommStats(_root(model).resources.comm_stats)
 
 
 def units(model: Any) -> list[Unit]:
@@ -335,12 +335,12 @@ def begin(model: Any, *, training: bool = False) -> None:
 
 def move(model: Any, device: torch.device) -> None:
     """Let the engine take `device` for the one where `model` computes."""
-    _root(model).device.device = device
+    _root(model).resources.device.device = device
 
 
 def limits_gathers(model: Any) -> bool:
     """Whether gathers wait until memory is free."""
-    found: bool = _root(model).limiter.limit
+    found: bool = _root(model).resources.limiter.limit
     return found
 
 
@@ -379,7 +379,7 @@ def non_finite_detector(model: Any) -> Any:
 
 def replicate_stream(model: Any) -> Any:
     """The stream of sums over replicas."""
-    return _root(model).streams.replicate._stream
+    return _root(model).resources.streams.replicate._stream
 
 
 @contextmanager

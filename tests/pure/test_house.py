@@ -23,8 +23,8 @@ FILES = {
     "engine/flat/flat_param": 675,
     "engine/flat/gradients": 600,
     "engine/flat/views": 525,
-    "engine/runtime/backward": 650,
-    "engine/runtime/model": 850,
+    "engine/runtime/backward": 675,
+    "engine/runtime/model": 800,
     "engine/runtime/unit": 775,
     "engine/runtime/unit_data": 675,
     "engine/schedule/order": 525,
@@ -33,12 +33,12 @@ FILES = {
 }
 # Classes with more methods, or more fields that methods assign.
 CLASSES = {
-    "engine/facade/fsdp1_compat FSDP1Names": (38, 1),
+    "engine/facade/fsdp1_compat FSDP1Names": (38, 0),
     "engine/features/flat_optimizer/stepper RunPlan": (6, 26),
     "engine/flat/flat_param FlatParamHandle": (47, 40),
     "engine/flat/gradients Gradients": (34, 30),
     "engine/runtime/backward Backward": (47, 39),
-    "engine/runtime/model Root": (54, 39),
+    "engine/runtime/model Root": (51, 32),
     "engine/runtime/unit Unit": (45, 19),
     "engine/runtime/unit_data UnitData": (57, 30),
     "engine/watchdog/watchdog Watchdog": (28, 27),
@@ -64,7 +64,7 @@ FUNCTIONS = {
 # Then lines that longer names break in two. Then what the agreement's parts bring, of classes of their own with what
 # they take as values, until the parts of the runtime are as small.
 LINES = {
-    "engine": (23_715, 4_250, 220, 180, 360),
+    "engine": (23_715, 4_250, 220, 180, 400),
     "core": (11_350, 1_250, 100, 200),
     "checkpoint": (4_103, 1_250),
     "trainer": (7_762, 500),

@@ -207,7 +207,6 @@ TYPING_DEBT = """
 engine/comm/comm_hook: engine/runtime/unit
 engine/config/unit_options: engine/runtime/unit
 engine/flat/views: engine/flat/extensions
-engine/runtime/device_checks: engine/runtime/model
 engine/runtime/gradient_counter: engine/runtime/unit
 engine/runtime/persistent_params: engine/runtime/model
 engine/runtime/unit: engine/runtime/backward engine/runtime/model

@@ -135,13 +135,13 @@ class FSDP1Names:
     def limit_all_gathers(self) -> bool:
         """Whether gathers of the model wait until memory is free. May be set between iterations, on any wrapper of the
         model, for all of them."""
-        return self._unit.root.settings.limit_all_gathers
+        return self._unit.resources.limiter.limit
 
     @limit_all_gathers.setter
     def limit_all_gathers(self, value: bool) -> None:
         check_bool("limit_all_gathers", value)
         check_outside(self._unit, "limit_all_gathers")
-        self._unit.root.set_limit(value)
+        self._unit.resources.limiter.limit = value
 
     @property
     def _use_orig_params(self) -> bool:
@@ -220,7 +220,7 @@ class FSDP1Names:
     @property
     def compute_device(self) -> torch.device:
         """Where this unit computes."""
-        return self._unit.root.device.device
+        return self._unit.root.resources.device.device
 
     @property
     def training_state(self) -> TrainingState:

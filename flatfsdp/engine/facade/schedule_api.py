@@ -166,7 +166,7 @@ class ScheduleControls:
         method, unit = "set_all_reduce_hook", self._unit
         if hook is not None and not callable(hook):
             refuse_type(f"{method}: hook", hook, "a callable that takes a tensor, or None")
-        device = unit.root.device
+        device = unit.resources.device
         if stream is not None and (unit.groups.replicate is not None or not device.has_streams):
             refuse_value(f"{method}: stream", stream, "None, unless on an accelerator and without replicas")
         check_outside(unit, method)

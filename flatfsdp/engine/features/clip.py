@@ -57,7 +57,7 @@ def clip_grad_norm(
         raise ConfigTypeError(f"norm_type: got {norm_type!r}. Accepted: a number, or 'inf'") from None
     if math.isnan(p) or p < 0:
         raise ConfigValueError(f"norm_type: got {norm_type!r}. Accepted: 0, a positive number, or inf")
-    device = root.device.device
+    device = root.resources.device.device
     sharded: dict[int, list[torch.Tensor]] = {}
     axes = {}
     unsharded: list[torch.Tensor] = []

@@ -93,7 +93,7 @@ def _begin(roots: list[Root], units: list[Unit], max_bytes: int | None) -> None:
         for unit in units:
             unit.write_back()
         for root in roots:
-            root.streams.unshard.follow_compute()
+            root.resources.streams.unshard.follow_compute()
             root.persistent_params.pin(root, [ref for ref in refs if ref.unit.root is root])
             root.agreement.forwards_are_silent = all(
                 HandleRef(unit, kind) in refs
@@ -111,7 +111,7 @@ def _end(root: Root) -> None:
     root.persistent_params.unpin(root)
     for unit in root.units:
         unit.persists_between_iterations = False
-    root.limiter.free_all()
+    root.resources.limiter.free_all()
 
 
 def _chosen(units: list[Unit], max_bytes: int | None) -> list[HandleRef]:

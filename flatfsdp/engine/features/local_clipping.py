@@ -175,8 +175,8 @@ class LocalClipping(Observer):
         finding = SampleOnHost(
             sample.step,
             frozenset(piece.number for piece in pieces),
-            *root.device.to_host(values),
-            root.device,
+            *root.resources.device.to_host(values),
+            root.resources.device,
             tolerance(max(info.eps for info in infos)),
             max(info.tiny for info in infos),
         )

@@ -182,7 +182,7 @@ class Stats:
     @property
     def bytes_params(self) -> int:
         """Bytes of this rank's shards, padding included."""
-        return sum(root.tracker.live["shard"] for root in self._roots())
+        return sum(root.resources.tracker.live["shard"] for root in self._roots())
 
     @property
     def bytes_grads(self) -> int:
@@ -193,18 +193,18 @@ class Stats:
     @property
     def bytes_unsharded(self) -> int:
         """Bytes of unsharded parameters alive now, besides the shards."""
-        return sum(root.tracker.live["unsharded"] for root in self._roots())
+        return sum(root.resources.tracker.live["unsharded"] for root in self._roots())
 
     @property
     def bytes_unsharded_peak(self) -> int:
         """The most of `bytes_unsharded` at one time since the last `reset()`."""
-        return sum(root.tracker.peak("unsharded") for root in self._roots())
+        return sum(root.resources.tracker.peak("unsharded") for root in self._roots())
 
     @property
     def bytes_peak(self) -> int:
         """The most bytes of all kinds at one time since the last `reset()`: shards, unsharded parameters, gradients on
         their way, buffers of collectives. Not `.grad`, nor what the program and its optimizer hold."""
-        return sum(root.tracker.peak_total for root in self._roots())
+        return sum(root.resources.tracker.peak_total for root in self._roots())
 
     @property
     def bytes_at_peak(self) -> dict[str, int]:
@@ -217,7 +217,7 @@ class Stats:
         """
         found: dict[str, int] = {}
         for root in self._roots():
-            for kind, count in root.tracker.at_peak.items():
+            for kind, count in root.resources.tracker.at_peak.items():
                 if count:
                     found[kind] = found.get(kind, 0) + count
         return found
@@ -232,16 +232,16 @@ class Stats:
         """
         found: dict[str, tuple[int, int]] = {}
         for root in self._roots():
-            for kind, count in root.comm_stats.counts.items():
+            for kind, count in root.resources.comm_stats.counts.items():
                 calls, size = found.get(kind, (0, 0))
-                found[kind] = (calls + count, size + root.comm_stats.bytes[kind])
+                found[kind] = (calls + count, size + root.resources.comm_stats.bytes[kind])
         return found
 
     def reset(self) -> None:
         """Start counting collectives, and measuring peaks, from now."""
         for root in self._roots():
-            root.comm_stats.reset()
-            root.tracker.reset_peaks()
+            root.resources.comm_stats.reset()
+            root.resources.tracker.reset_peaks()
 
     def __repr__(self) -> str:
         names = ("units", "bytes_params", "bytes_grads", "bytes_unsharded", "bytes_unsharded_peak", "comm")

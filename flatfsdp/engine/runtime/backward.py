@@ -365,7 +365,7 @@ class Backward:
     def _waits_for_all(self, unit: Unit) -> bool:
         """Whether the host of each rank waits for the reduction of `unit`, to which no other rank can be missing."""
         alike = unit.groups.world == len(self.agreement.peers.ranks) and unit.options.comm_hook is None
-        return alike and not unit.root.device.has_streams
+        return alike and not unit.resources.device.has_streams
 
     def gradient_arrived(self, *, watched: bool) -> None:
         """The first gradient of a parameter is there. `watched`: somebody looks at each."""

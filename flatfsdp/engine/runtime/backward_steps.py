@@ -169,7 +169,7 @@ class BackwardSteps:
         if unit in self.stepped:
             return
         root = unit.root
-        root.streams.await_downloads()
+        root.resources.streams.await_downloads()
         for observe in root.observers.reduced:
             observe(unit)
         modes = [views.mode for views in unit.views]

@@ -119,22 +119,22 @@ class Coalescer:
 
     def launch_coalesced(self, units: Sequence[Unit], *, ahead: bool) -> None:
         """`launch_unshard` of several."""
-        root = units[0].root
-        stream = root.streams.unshard
+        resources = units[0].resources
+        stream = resources.streams.unshard
         by_dtype: dict[torch.dtype, list[FlatParamHandle]] = defaultdict(list)
         for unit in units:
-            sharded = unit.prepare_unshard(root, ahead=ahead)
+            sharded = unit.prepare_unshard(ahead=ahead)
             for handle in sharded:
                 by_dtype[unit.dtype_of(handle)].append(handle)
             if sharded:
-                unit.record_gather(root)
+                unit.record_gather()
         for dtype, handles in by_dtype.items():
             flats = [flat for handle in handles if (flat := handle.open_unshard(stream, dtype=dtype)) is not None]
             pending = units[0].gather.all_gather_coalesced(flats, [handle.shard for handle in handles], stream)
             for handle in handles:
                 handle.await_unshard(pending)
             if any(handle.offload for handle in handles):
-                root.limiter.record_upload()
+                resources.limiter.record_upload()
 
     def reduce(self, units: Sequence[Unit]) -> Sequence[Reduction]:
         """Issue the reductions of a group of `units`. Collective over the shard axis."""
@@ -147,7 +147,7 @@ class Coalescer:
         for unit in units:
             for part in unit.reduction_inputs():
                 by_dtype[part.dtype].append(part)
-        streams = first.root.streams
+        streams = first.resources.streams
         return [
             CoalescedReduction(parts, first.scatter, first.second_stage_reducer, streams.reduce, streams.replicate)
             for parts in by_dtype.values()

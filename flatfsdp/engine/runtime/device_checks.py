@@ -3,8 +3,8 @@ forward that everything is in a unit, and on the device where it computes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from ..device.fake_tensors import is_memoryless
 from ..device.streams import accelerator, concrete
 from .module_tree import unmanaged_parameters
 from .unit import Unit
-
-if TYPE_CHECKING:
-    from .model import Root
 
 
 def compute_device(module: nn.Module, config: Config) -> torch.device:
@@ -120,13 +117,13 @@ def _changes(unit: Unit, change: Callable[[torch.Tensor], torch.Tensor]) -> bool
     return any((made.dtype, made.device) != (tensor.dtype, tensor.device) for tensor, made in probed)
 
 
-def check_registered(root: Root) -> None:
-    """Refuse to compute with parameters that were registered after wrapping: no unit holds them.
+def check_registered(module: nn.Module, units: Sequence[Unit]) -> None:
+    """Refuse to compute with parameters of `module` that were registered after wrapping: none of its units holds them.
 
     Raises:
         UsageError: naming all of them.
     """
-    found = unmanaged_parameters(root.unit.module, root.units)
+    found = unmanaged_parameters(module, units)
     if found:
         raise UsageError(
             f"these parameters were registered after wrapping: {', '.join(found)}. No unit holds them, so they are not "
@@ -135,8 +132,9 @@ def check_registered(root: Root) -> None:
         )
 
 
-def check_placed(root: Root) -> None:
-    """Refuse to compute while something is on the meta device, or on another device than its unit computes on.
+def check_placed(root: nn.Module, units: Sequence[Unit], device: torch.device) -> None:
+    """Refuse to compute while something of `root` is on the meta device, or on another one than `device`, where its
+    units compute.
 
     Ignored parameters and buffers may be on any real device: they are the user's.
 
@@ -146,22 +144,21 @@ def check_placed(root: Root) -> None:
     on_meta: list[str] = []
     elsewhere: list[str] = []
     managed: set[int] = set()
-    for unit in root.units:
-        prefix = f"{unit.name}." if unit.name else ""
+    for unit in units:
         for handle in unit.handles:
             managed.update(map(id, handle.leaves))
             managed.add(id(handle.flat_param))
-            found, expected = handle.shard.device, torch.device("cpu") if handle.offload else root.device.device
+            found, expected = handle.shard.device, torch.device("cpu") if handle.offload else device
             for spec in handle.layout.params:
                 if found.type == "meta":
-                    on_meta.append(prefix + spec.name)
+                    on_meta.append(unit.prefix + spec.name)
                 elif found != expected:
-                    elsewhere.append(f"{prefix}{spec.name} ({found}, expected {expected})")
+                    elsewhere.append(f"{unit.prefix}{spec.name} ({found}, expected {expected})")
         for module in unit.modules:
             for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta and buffer.device != root.device.device:
+                if buffer is not None and not buffer.is_meta and buffer.device != device:
                     elsewhere.append(f"buffer {name} of {type(module).__name__} ({buffer.device})")
-    for name, tensor in [*root.unit.module.named_parameters(), *root.unit.module.named_buffers()]:
+    for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         if tensor.is_meta and id(tensor) not in managed:
             on_meta.append(name)
     if on_meta:
@@ -172,6 +169,6 @@ def check_placed(root: Root) -> None:
         )
     if elsewhere:
         raise UsageError(
-            f"the model computes on {root.device.device}, but these are elsewhere: {', '.join(elsewhere)}. Move the "
+            f"the model computes on {device}, but these are elsewhere: {', '.join(elsewhere)}. Move the "
             "whole model with model.to(device) before wrapping, or pass device_id="
         )

@@ -11,7 +11,6 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
@@ -21,16 +20,11 @@ from ..agreement.divergence import ModelNames
 from ..agreement.once_per_job import warn_once_per_job
 from ..base import _torch
 from ..base import autograd as hooks
-from ..base.events import EventLog, Observers
+from ..base.events import Observers
 from ..comm.comm_hook import check_all_or_none, reducers
 from ..comm.process_groups import extent_of, groups_in_words, post_forward_axis
-from ..comm.transport import Axis, CommStats, Transport, transport
 from ..config.arguments import has_forward
-from ..device.memory import MemoryTracker
-from ..device.rate_limiter import Limiter
-from ..device.streams import Device
 from ..flat.deferred_grad import PendingGradients, can_defer
-from ..flat.flat_param import FlatParamHandle
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, check_left
 from ..schedule.order import ForwardOrder, ForwardRecord
@@ -55,7 +49,7 @@ from .model_facts import (
 from .module_tree import entries
 from .persistent_params import PersistentParams
 from .replica_checks import ReplicaChecks
-from .resources import RootSettings, Streams, unshard_stream
+from .resources import Resources, RootSettings
 from .unit import Unit
 from .unit_data import UnitData
 
@@ -66,7 +60,7 @@ class Root:
     Attributes:
         unit: the outermost unit; units: all, children before parents as wrapped, the root last.
         entries: the units whose forward users call: the outermost one, or those inside it where it has no forward.
-        tracker, comm_stats, events: bytes by kind, collectives by kind, events.
+        resources: what the units share as values.
         record: the forward passes that the next backward may cover.
         sync: False inside `no_sync()`.
         is_last_backward: whether backwards end with all of their reductions. [Note: awaited]
@@ -77,15 +71,12 @@ class Root:
         observers: who looks on. [Note: observers]
     """
 
-    def __init__(self, unit: Unit, device: Device, *, tracker: MemoryTracker, settings: RootSettings) -> None:
+    def __init__(self, unit: Unit, resources: Resources, settings: RootSettings) -> None:
         self.unit = unit
         self.units: list[Unit] = [unit]
         self.entries: frozenset[Unit] = frozenset()
-        self.device = device
         self.settings = settings
-        self.tracker = tracker
-        self.comm_stats = CommStats()
-        self.events = EventLog()
+        self.resources = resources
         self.sync = True
         self.is_last_backward = True
         self.weight = 1.0
@@ -93,11 +84,6 @@ class Root:
         self.placed = False  # whether everything was found where it computes since it last moved
         self.record: ForwardRecord[Unit] = ForwardRecord()
         self.backward: Backward | None = None
-        self._gathers_on_callers_stream = False  # set_unshard_async_op()
-        self.streams = Streams(
-            unshard_stream(device, on_callers=False), device.new_stream("reduce"), device.new_stream("replicate")
-        )
-        self.limiter = Limiter(device, self.streams.unshard, limit=settings.limit_all_gathers)
         self.gradient_flow = GradientFlow()
         self.persistent_params = PersistentParams()
         self.coalescer = Coalescer(most=settings.join_units_below)
@@ -111,7 +97,6 @@ class Root:
             Unit, None
         ] = {}  # unsharded by users, who may compute with parameters outside of a forward
         self._order: ForwardOrder[Unit] = ForwardOrder()
-        self._transports: dict[tuple[int, str], Transport] = {}
         self._failed = False
         self._is_idle = True  # between iterations, where shards may be written to
         self._retained_for_double_backward = False
@@ -134,13 +119,6 @@ class Root:
             self.accumulators.adopt(unit.root.accumulators)
             self.is_last_backward = self.is_last_backward and unit.root.is_last_backward
             unit.attach_to(self)
-
-    def transport(self, group: Axis, role: str) -> Transport:
-        """The transport over `group`; one per group and role."""
-        key = (id(group.process_group), role)
-        if key not in self._transports:
-            self._transports[key] = transport(group, self.device, comm_stats=self.comm_stats, tracker=self.tracker)
-        return self._transports[key]
 
     def lazy_init(self, *, training: bool = False) -> None:
         """At the first forward: name and connect the units, and agree with the other ranks. Collective over all
@@ -171,8 +149,8 @@ class Root:
             axes_of(self.units),
             ModelNames(unit_entries(self.units), names_in(self.units)),
             sharded=any(unit.groups.shard.size > 1 for unit in self.units),
-            comm_stats=self.comm_stats,
-            events=self.events,
+            comm_stats=self.resources.comm_stats,
+            events=self.resources.events,
         )
         self.agreement.compare(
             functools.partial(
@@ -198,17 +176,18 @@ class Root:
         return (each for unit in self.units for handle in unit.handles for each in handle.steppable)
 
     def _check_placed(self) -> None:
-        check_registered(self)
-        check_placed(self)
+        check_registered(self.unit.module, self.units)
+        check_placed(self.unit.module, self.units, self.resources.device.device)
         self.coalescer.measure(self.units)
         self.placed = True
 
     def connect(self, unit: Unit) -> None:
         """Give `unit` its transports. [Note: communication hooks]"""
         groups, hook = unit.groups, unit.options.comm_hook
-        unit.gather = self.transport(groups.shard if hook is None else groups.scatter, "gather")
-        unit.scatter = self.transport(groups.scatter, "scatter")
-        unit.replicate = self.transport(groups.replicate, "replicate") if groups.replicate is not None else None
+        transport = self.resources.transport
+        unit.gather = transport(groups.shard if hook is None else groups.scatter, "gather")
+        unit.scatter = transport(groups.scatter, "scatter")
+        unit.replicate = transport(groups.replicate, "replicate") if groups.replicate is not None else None
         unit.reducers = unit.scatter, unit.replicate
         if hook is not None:
             unit.reducers = reducers(hook, groups, unit.scatter, unit.replicate)
@@ -230,11 +209,6 @@ class Root:
         """A shard has become another dtype: units weigh more, or less."""
         self.coalescer.measure(self.units)
 
-    def set_limit(self, limit: bool) -> None:
-        """Let gathers wait until memory is free, or not. No communication: each rank may choose."""
-        self.settings = replace(self.settings, limit_all_gathers=limit)
-        self.limiter.limit = limit
-
     def set_unshard_async_op(self, async_op: bool) -> None:
         """Issue gathers on the caller's stream, and ahead only where a user says so; or on a lane of their own."""
         if self.ready:
@@ -254,10 +228,7 @@ class Root:
                     f"outer {type(self.unit.module).__name__} was wrapped around later. Gathers of a model share one "
                     "order: call it on the outermost wrapper, when all are made"
                 )
-        if on_callers is not self._gathers_on_callers_stream:
-            self._gathers_on_callers_stream = on_callers
-            self.streams.unshard = unshard_stream(self.device, on_callers=on_callers)
-            self.limiter = Limiter(self.device, self.streams.unshard, limit=self.settings.limit_all_gathers)
+        self.resources.gather_on_callers_stream(on_callers)
 
     @property
     def schedule_description(self) -> str:
@@ -310,7 +281,7 @@ class Root:
         self.agreement.begin_forward(
             functools.partial(trained_parameters, self.units),
             training=torch.is_grad_enabled(),
-            device_type=self.device.device.type,
+            device_type=self.resources.device.device.type,
         )
         self.finish_interrupted()
         try:
@@ -363,7 +334,7 @@ class Root:
             for each in self.units:
                 if not each.keep_unsharded:
                     each.reset_to_idle(keep_unsharded=each.options.schedule.reshard_after_forward is False)
-            self.limiter.free_all()
+            self.resources.limiter.free_all()
 
     def gather_for_forward(self, unit: Unit) -> None:
         """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
@@ -421,9 +392,9 @@ class Root:
         Collective over these ranks where a group is made, and so not before all ranks are known to have chosen alike.
         """
         for unit in self.units:
-            count = unit.options.schedule.post_forward_ranks
-            axis = post_forward_axis(unit.groups.shard, count, self.device.device) if count is not None else None
-            found = self.transport(axis, "neighbours") if axis is not None else None
+            count, device = unit.options.schedule.post_forward_ranks, self.resources.device.device
+            axis = post_forward_axis(unit.groups.shard, count, device) if count is not None else None
+            found = self.resources.transport(axis, "neighbours") if axis is not None else None
             if found is not unit.post_forward_gather:
                 unit.drop_post_forward_shards()
                 unit.post_forward_gather = found
@@ -466,7 +437,7 @@ class Root:
                 self.accumulators.look_before_forward(self.units)
         self.agreement.check_request(unit.index, "unshard")
         if not self.in_forward:
-            self.streams.unshard.follow_compute()
+            self.resources.streams.unshard.follow_compute()
         for each in (*unit.owning_units, unit):
             each.launch_requested()
             self._ahead[each] = None
@@ -509,7 +480,7 @@ class Root:
         self._requested.clear()
         for unit in self.units:
             unit.reset_to_idle()
-        self.limiter.free_all()
+        self.resources.limiter.free_all()
         self.agreement.rest()
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -642,7 +613,7 @@ class Root:
         self._failed = True  # until the gradients have settled
         for unit in self.units:
             unit.reset_to_idle(keep_unsharded=backward is not None and unit in backward.stays_unsharded)
-        self.streams.await_downloads()
+        self.resources.streams.await_downloads()
         stepping = backward.steps if backward is not None else NO_STEPPING
         steps = bool(stepping)
         deferred = backward.deferred if backward is not None else ()
@@ -655,10 +626,10 @@ class Root:
                 finished.append((unit, complete))
         if awaited:
             self._defer_gradients(awaited)
-        self.limiter.free_all()
+        self.resources.limiter.free_all()
         self._failed = False
         self.agreement.rest()
-        self.events.record("end", "", IDLE.value)
+        self.resources.events.record("end", "", IDLE.value)
         for unit, complete in finished:
             unit.run_user_hooks(complete)
             if self.accumulators.expects_gradients:
@@ -690,7 +661,7 @@ class Root:
             awaited.wait()
 
     def __del__(self) -> None:
-        if self.device.has_streams:  # whose memory would go back while a lane writes to it
+        if self.resources.device.has_streams:  # whose memory would go back while a lane writes to it
             self.wait_for_gradients()
 
     def fail_backward(self, backward: Backward) -> None:
@@ -761,7 +732,7 @@ class Root:
             for grads in unit.grads:
                 grads.drop()
             unit.reset_to_idle()
-        self.limiter.free_all()
+        self.resources.limiter.free_all()
         return True
 
     @property
@@ -800,21 +771,15 @@ class Root:
         finally:
             for unit in self.units:
                 unit.reset_to_idle()
-            self.limiter.free_all()
+            self.resources.limiter.free_all()
             self._is_idle = True
 
     def _follow_writes(self) -> None:
         """Order the next gathers after what was written to the shards at rest, by an optimizer say."""
-        self.streams.unshard.follow_compute()
+        self.resources.streams.unshard.follow_compute()
         self._is_idle = False
 
     # -- memory ------------------------------------------------------------------------------------------------------
-
-    def free(self, handle: FlatParamHandle) -> None:
-        """Reshard `handle`; its memory may be reused once the caller's stream is done with it."""
-        buffer = handle.reshard()
-        if buffer is not None:
-            self.limiter.free_later(handle.name, buffer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -132,7 +132,7 @@ class PersistentParams:
             handle = ref.handle
             handle.persistence = persistence_of(ref.unit, handle)
             if handle.persistence is not DEVICE and handle.state is UNSHARDED:
-                root.free(handle)
+                root.resources.free(handle)
 
     def _check_pinned(self, pinned: Iterable[HandleRef]) -> None:
         for ref in pinned:

@@ -1,4 +1,4 @@
-"""What the units of one model share: the device, its streams, and what counts bytes and collectives."""
+"""What the units of one model share as values: the device and its streams, memory, transports, and what counts them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,22 @@ from dataclasses import dataclass
 
 import torch
 
+from ..base.events import EventLog
+from ..comm.transport import Axis, CommStats, Transport, transport
+from ..device.memory import MemoryTracker
+from ..device.rate_limiter import Limiter
 from ..device.streams import Device, Stream
+from ..flat.flat_param import FlatParamHandle
+
+
+@dataclass(frozen=True)
+class RootSettings:
+    """The outermost wrapper's arguments that concern the whole tree."""
+
+    device: torch.device
+    limit_all_gathers: bool
+    check_values: str
+    join_units_below: int
 
 
 @dataclass
@@ -23,15 +38,46 @@ class Streams:
         self.replicate.await_downloads()
 
 
-@dataclass(frozen=True)
-class RootSettings:
-    """The outermost wrapper's arguments that concern the whole tree."""
+class Resources:
+    """What the units of one model work with. It holds no unit, so that units can hold it.
 
-    device: torch.device
-    limit_all_gathers: bool
-    check_values: str
-    join_units_below: int
+    Attributes:
+        device, streams, limiter: where the model computes, and the orders of execution and of memory there.
+        tracker, comm_stats, events: bytes by kind, collectives by kind, events.
+    """
+
+    def __init__(self, device: Device, tracker: MemoryTracker, *, limit_all_gathers: bool) -> None:
+        self.device = device
+        self.tracker = tracker
+        self.comm_stats = CommStats()
+        self.events = EventLog()
+        self._transports: dict[tuple[int, str], Transport] = {}
+        self.streams = Streams(
+            _unshard_stream(device, on_callers=False), device.new_stream("reduce"), device.new_stream("replicate")
+        )
+        self.limiter = Limiter(device, self.streams.unshard, limit=limit_all_gathers)
+        self._gathers_on_callers = False
+
+    def transport(self, axis: Axis, role: str) -> Transport:
+        """The transport over `axis`; one per process group and role."""
+        key = (id(axis.process_group), role)
+        if key not in self._transports:
+            self._transports[key] = transport(axis, self.device, comm_stats=self.comm_stats, tracker=self.tracker)
+        return self._transports[key]
+
+    def gather_on_callers_stream(self, on_callers: bool) -> None:
+        """Issue gathers on the caller's stream from now on, or on a stream of their own."""
+        if on_callers is not self._gathers_on_callers:
+            self._gathers_on_callers = on_callers
+            self.streams.unshard = _unshard_stream(self.device, on_callers=on_callers)
+            self.limiter = Limiter(self.device, self.streams.unshard, limit=self.limiter.limit)
+
+    def free(self, handle: FlatParamHandle) -> None:
+        """Reshard `handle`; its memory may be reused once the caller's stream is done with it."""
+        buffer = handle.reshard()
+        if buffer is not None:
+            self.limiter.free_later(handle.name, buffer)
 
 
-def unshard_stream(device: Device, *, on_callers: bool) -> Stream:
+def _unshard_stream(device: Device, *, on_callers: bool) -> Stream:
     return device.callers_stream("unshard") if on_callers else device.new_stream("unshard", high_priority=True)

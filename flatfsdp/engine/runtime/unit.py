@@ -188,7 +188,7 @@ class Unit(UnitData):
                 f"unit {self.label}: forward inside summon_full_params(rank0_only=True), which gives this rank no "
                 "whole parameters; leave the context first, or run it on rank 0 alone with all units summoned"
             )
-        args, kwargs = move((args, kwargs), root.device.device)
+        args, kwargs = move((args, kwargs), root.resources.device.device)
         return (self.module if method is None else getattr(self.module, method))(*args, **kwargs)
 
     def participate(self) -> None:
@@ -222,7 +222,7 @@ class Unit(UnitData):
         self._follow_requires_grad()
         self.record_event("forward")
         if outermost:
-            args, kwargs = move((args, kwargs), root.device.device)
+            args, kwargs = move((args, kwargs), root.resources.device.device)
         if self.island:
             floating = [t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()]
             self._outer_dtype = floating[0] if floating else None
@@ -246,7 +246,7 @@ class Unit(UnitData):
         At the start of a forward they may be older than the optimizer's last step; without a graph that needs them,
         they would hold the whole model unsharded.
         """
-        if torch.is_autocast_enabled(root.device.device.type):
+        if torch.is_autocast_enabled(root.resources.device.device.type):
             torch.clear_autocast_cache()
 
     def _input_dtype(self, root: Root) -> torch.dtype | None:

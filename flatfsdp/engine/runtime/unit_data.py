@@ -155,9 +155,9 @@ class UnitData:
     def attach_to(self, root: Root) -> None:
         """Belong to `root` from now on."""
         self._root = weakref.ref(root)
-        self._events = root.events
+        self.resources = root.resources
         for handle in self.handles:
-            handle.move_to_tracker(root.tracker)
+            handle.move_to_tracker(root.resources.tracker)
 
     def identify(self, name: str, index: int, first_parameter: int) -> None:
         """Give the unit its path in the model, and its place there."""
@@ -168,12 +168,12 @@ class UnitData:
     def enter_phase(self, phase: Phase) -> None:
         """Change the phase, by the table."""
         if phase not in PHASE_STEPS[self.phase]:
-            refuse_step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self._events)
+            refuse_step(self.phase, phase, PHASE_STEPS, self.name or "<root>", self.resources.events)
         self.phase = phase
 
     def record_event(self, kind: str) -> None:
         """Record an event of this unit."""
-        self._events.append((kind, self.name, self.phase._value_))
+        self.resources.events.append((kind, self.name, self.phase._value_))
 
     # -- choices -----------------------------------------------------------------------------------------------------
 
@@ -257,42 +257,43 @@ class UnitData:
     def launch_unshard(self, *, ahead: bool = False) -> None:
         """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis, or
         in a backward over the neighbours."""
-        root = self.root
-        sharded = self.prepare_unshard(root, ahead=ahead)
+        resources = self.resources
+        sharded = self.prepare_unshard(ahead=ahead)
         for handle in sharded:
             if handle.post_forward_shard is not None and _torch.in_backward():
-                handle.launch_unshard_post_forward(root.streams.unshard)
+                handle.launch_unshard_post_forward(resources.streams.unshard)
                 continue
-            handle.launch_unshard(self.gather, root.streams.unshard, dtype=self.dtype_of(handle))
+            handle.launch_unshard(self.gather, resources.streams.unshard, dtype=self.dtype_of(handle))
             if handle.offload:
-                root.limiter.record_upload()
+                resources.limiter.record_upload()
         if sharded:
-            self.record_gather(root)
+            self.record_gather()
 
-    def record_gather(self, root: Root) -> None:
+    def record_gather(self) -> None:
         """Gathers of this unit were issued."""
         self.record_event("gather")
+        root = self.root
         if root.backward is not None:
             root.backward.gathered.append(self.index)
 
-    def prepare_unshard(self, root: Root, *, ahead: bool) -> list[FlatParamHandle]:
+    def prepare_unshard(self, *, ahead: bool) -> list[FlatParamHandle]:
         """The handles that are sharded, and may take memory to be gathered now, maybe `ahead` of their use.
 
         Residents are on their way from the host then. [Note: residents]
         """
-        sharded = []
+        sharded, resources = [], self.resources
         for handle, _, grads in self.kinds:
             if grads.shares_slots and grads.arrived:
                 self._refuse_to_gather_again()
             if handle.state is SHARDED:
                 if grads.reducing:
                     grads.return_inputs()
-                if root.limiter.held:
-                    root.limiter.make_room(handle.buffer(self._dtype_gathered(handle)), ahead=ahead)
+                if resources.limiter.held:
+                    resources.limiter.make_room(handle.buffer(self._dtype_gathered(handle)), ahead=ahead)
                 self._drop_stale_host_cache(handle)
                 if handle.host_cache is not None and handle.host_cache.dtype == self.dtype_of(handle):
-                    handle.launch_upload(root.streams.unshard)
-                    root.limiter.record_upload()
+                    handle.launch_upload(resources.streams.unshard)
+                    resources.limiter.record_upload()
                     self.record_event("upload")
                 else:
                     sharded.append(handle)
@@ -309,7 +310,7 @@ class UnitData:
             if handle.state is not SHARDED and handle.was_written_since_gathered:
                 if handle.state is GATHERING:
                     handle.wait_unshard()
-                self.root.free(handle)
+                self.resources.free(handle)
 
     def wait_unshard(self) -> None:
         """Order the caller after the gathers and let the leaves show the whole."""
@@ -350,7 +351,7 @@ class UnitData:
         unused = [handle for handle in self.handles if handle.state is GATHERING]
         for handle in unused:
             handle.wait_unshard()
-            self.root.free(handle)
+            self.resources.free(handle)
         if unused:
             self.record_event("reshard")
 
@@ -400,11 +401,11 @@ class UnitData:
                     if views.tracks_writes and root.backward is not None:
                         check_exposed(views, self.name)  # a backward that did not reach it, or not yet
                     if grads.shares_slots and grads.take_over_buffer(
-                        functools.partial(root.limiter.free_later, handle.name)
+                        functools.partial(self.resources.limiter.free_later, handle.name)
                     ):
                         handle.reshard()
                     else:
-                        root.free(handle)
+                        self.resources.free(handle)
                     views.show(mode)
                     freed = True
             else:
@@ -450,7 +451,7 @@ class UnitData:
 
     def reduce(self) -> list[Reduction]:
         """Issue the reductions of all kinds that take part. Collective over the shard axis."""
-        streams = self.root.streams
+        streams = self.resources.streams
         scatter, _ = self.reducers
         return [
             Reduction([part], scatter, self.second_stage_reducer, streams.reduce, streams.replicate)
@@ -555,15 +556,15 @@ class UnitData:
                     views.unhide()
                 before = handle.precision
                 if handle.state is UNSHARDED and handle.flat_param.dtype != handle.shard.dtype:
-                    self.root.free(handle)  # before its shard becomes another one
+                    self.resources.free(handle)  # before its shard becomes another one
                 wrote = views.write_back(changed)
                 if handle.precision is not before:
                     self.root.dtypes_changed()
                 if handle.state is UNSHARDED and (wrote or self._is_stale(handle)):
-                    self.root.free(handle)
+                    self.resources.free(handle)
                 elif handle.state is GATHERING and handle.versions != self._versions_at_request[kind]:
                     handle.wait_unshard()
-                    self.root.free(handle)
+                    self.resources.free(handle)
                 self._drop_stale_host_cache(handle)
             elif self.phase is not SUMMONED:  # else the parameters are the user's
                 check_exposed(views, self.name)
@@ -578,7 +579,7 @@ class UnitData:
 
         Precondition: its leaves show the shard.
         """
-        handle, root = self.handles[kind], self.root
+        handle = self.handles[kind]
         if handle.state is SHARDED:  # it is not where a user has asked for the unit, or it stayed after a backward
             self._launch_fetch(handle)
         if handle.state is GATHERING:
@@ -586,19 +587,19 @@ class UnitData:
         self.record_event("keep")
         if handle.persistence is HOST:
             handle.keep_host_cache()
-            root.free(handle)
+            self.resources.free(handle)
             assert handle.host_cache is not None
             handle.host_cache.versions = handle.versions
 
     def _launch_fetch(self, handle: FlatParamHandle) -> None:
-        root, dtype = self.root, self.dtype_of(handle)
-        if root.limiter.held:
-            root.limiter.make_room(handle.buffer(dtype), ahead=False)
+        resources, dtype = self.resources, self.dtype_of(handle)
+        if resources.limiter.held:
+            resources.limiter.make_room(handle.buffer(dtype), ahead=False)
         if handle.host_cache is not None and handle.host_cache.dtype == dtype:
-            handle.launch_upload(root.streams.unshard)
-            root.limiter.record_upload()
+            handle.launch_upload(resources.streams.unshard)
+            resources.limiter.record_upload()
         else:
-            handle.launch_unshard(self.gather, root.streams.unshard, dtype=dtype)
+            handle.launch_unshard(self.gather, resources.streams.unshard, dtype=dtype)
 
     def evict(self, kind: int) -> None:
         """Free what stays of a resident, at once unless a backward is to read it: then it is no resident any more."""
@@ -606,7 +607,7 @@ class UnitData:
         handle.drop_host_cache()
         if handle.persistence is DEVICE and handle.state is UNSHARDED:
             if views.mode is SHOWS_SHARD:
-                self.root.free(handle)
+                self.resources.free(handle)
             else:
                 handle.persistence = None
 

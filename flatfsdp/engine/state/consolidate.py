@@ -61,7 +61,7 @@ def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> It
     handle = unit.handles[kind]
     with torch.no_grad():
         own = handle.shard.detach() if shard is None else shard
-        flat = gather_shard(handle, own, unit.gather, unit.root.streams.unshard)
+        flat = gather_shard(handle, own, unit.gather, unit.resources.streams.unshard)
     claim = handle.tracker.allocate("consolidated", flat.numel() * flat.element_size())
     unit.record_event("consolidate")
     try:

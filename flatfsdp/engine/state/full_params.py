@@ -51,7 +51,7 @@ class _SummonedHandle:
         self.handle = unit.handles[kind]
         self.views = unit.views[kind]
         self.keep = keep
-        stream = unit.root.streams.unshard
+        stream = unit.resources.streams.unshard
         handle = self.handle
         with torch.no_grad():
             self.flat = gather_shard(handle, handle.shard.detach(), unit.gather, stream)
@@ -259,7 +259,7 @@ def unwrap(unit: Unit) -> nn.Module:
     unit.root.connect(unit)
     for handle, views in zip(unit.handles, unit.views, strict=True):
         with torch.no_grad():
-            flat = gather_shard(handle, handle.shard.detach(), unit.gather, unit.root.streams.unshard)
+            flat = gather_shard(handle, handle.shard.detach(), unit.gather, unit.resources.streams.unshard)
         views.show_borrowed_views([view.clone() for view in full_views(flat, handle.layout)])
     for param_ref in unit.unregistered_refs:
         param_ref.register()

@@ -82,7 +82,7 @@ class _CreatedWrappers:
             if self._parted:
                 return
             try:
-                agree_to_undo(count, meeting_axes(unit.groups, unit.root.device), sys.exc_info()[1])
+                agree_to_undo(count, meeting_axes(unit.groups, unit.resources.device), sys.exc_info()[1])
             except AgreementError:
                 self._parted = True
                 raise

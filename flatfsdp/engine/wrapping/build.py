@@ -35,7 +35,7 @@ from ..runtime.model_facts import own_pieces
 from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in
 from ..runtime.optimizer_hooks import guard_optimizers
 from ..runtime.param_registry import extended, own, owner_of, roots, unit_around
-from ..runtime.resources import RootSettings
+from ..runtime.resources import Resources, RootSettings
 from ..runtime.unit import Unit
 from ..state.model.submodules import watch
 from ..state.optim.stamp import stamp_state_dicts
@@ -111,7 +111,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     for each, attributes in ignored_refs.items():
         ignore(each, attributes)
     settings = RootSettings(device, config.limit_all_gathers, config.check_values, config.join_units_below)
-    new_root(unit, device, tracker, settings, nested)
+    new_root(unit, settings, tracker, nested)
     return unit
 
 
@@ -173,11 +173,10 @@ def _flatten(
     ]
 
 
-def new_root(
-    unit: Unit, device: torch.device, tracker: MemoryTracker, settings: RootSettings, nested: list[Unit]
-) -> Root:
+def new_root(unit: Unit, settings: RootSettings, tracker: MemoryTracker, nested: list[Unit]) -> Root:
     """A root over `unit`, whose handles count in `tracker`, and the units nested in it."""
-    root = Root(unit, Device(device), tracker=tracker, settings=settings)
+    resources = Resources(Device(settings.device), tracker, limit_all_gathers=settings.limit_all_gathers)
+    root = Root(unit, resources, settings)
     unit.own_root = root
     unit.attach_to(root)
     root.adopt(nested)

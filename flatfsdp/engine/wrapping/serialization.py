@@ -83,7 +83,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
             "left_alone": ignored_in(unit.module),
             "tied": [owning_unit.module for owning_unit in unit.owning_units],
             "groups": unit.groups,
-            "root": unit.root.settings,
+            "root": replace(unit.root.settings, limit_all_gathers=unit.resources.limiter.limit),
             "is_last_backward": unit.root.is_last_backward,
             "schedule": unit.options.schedule,
             "state_dict": unit.options.state_dict,
@@ -130,7 +130,8 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     for module, attributes in plan["left_alone"]:
         ignore(module, attributes)
     nested = units_in(unit.module)
-    root = new_root(unit, handles[0].device if handles else plan["root"].device, tracker, plan["root"], nested)
+    settings = replace(plan["root"], device=handles[0].device) if handles else plan["root"]
+    root = new_root(unit, settings, tracker, nested)
     root.is_last_backward = plan["is_last_backward"]
     unit.tied_modules = plan["tied"]
     for each in [*nested, unit]:
