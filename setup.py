@@ -42,7 +42,7 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=2.11"],
     extras_require={
-        "train": ["tqdm", "safetensors", "matplotlib"],
+        "train": ["pydantic>=2.11", "tomli; python_version < '3.11'", "tqdm", "safetensors", "matplotlib"],
         "test": ["pytest", "expecttest"],
     },
     classifiers=[

@@ -13,26 +13,31 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.multiprocessing as mp
 from torch import nn
 
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
+
+try:
+    from flatfsdp.trainer.settings.schema import Settings, dataclass, fields_of, setting
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"flatfsdp.train: {error}", file=sys.stderr)
+    sys.exit(2)
+from flatfsdp.trainer.arguments import Data, FSDPArguments, Module, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, Summary
 from flatfsdp.trainer.callbacks.metrics_log import NAME as METRICS
 from flatfsdp.trainer.demo import DEFAULTS, DemoOptions
 from flatfsdp.trainer.forecast import forecast, on_meta
+from flatfsdp.trainer.instantiate import check_options, make
 from flatfsdp.trainer.launch import Placement, RankContext, run, under_launcher
-from flatfsdp.trainer.settings.command_line import make_parser, parse
-from flatfsdp.trainer.settings.kinds import COUNT, PathOr, Reference
-from flatfsdp.trainer.settings.tables import Settings, setting, settings_of
+from flatfsdp.trainer.settings.command_line import Parser, flag_of
+from flatfsdp.trainer.settings.field_types import Count, FilePath, Name
 from flatfsdp.trainer.sizes import sizes_in_words
 from flatfsdp.trainer.stopping import in_words
-from flatfsdp.trainer.tasks import check_options, make
 from flatfsdp.trainer.terminal import say
 from flatfsdp.trainer.trainer import Trainer
 
@@ -47,12 +52,12 @@ DESCRIPTION = (
 class Command(Settings):
     """What to do, where it is not to train."""
 
-    export: Path | None = setting(
-        None, "train nothing: write the model of the checkpoint that --resume names as a Hugging Face folder", PathOr()
+    export: FilePath | None = setting(
+        None, "train nothing: write the model of the checkpoint that --resume names as a Hugging Face folder"
     )
     overwrite: bool = setting(False, "with --export: replace an export that is there, and nothing else")
     dry_run: bool = setting(False, "train nothing: print units, bytes per rank and traffic, without any device")
-    world_size: int | None = setting(None, "of so many ranks, for --dry-run; none for those that would start", COUNT)
+    world_size: Count | None = setting(None, "of so many ranks, for --dry-run; none for those that would start")
     measure: bool = setting(False, "with --dry-run: run one real step, too, and say what it keeps of activations")
 
     def check_together(self) -> None:
@@ -72,8 +77,8 @@ class OwnTask(Task):
     Without a model the demonstration's is trained.
     """
 
-    model: Any = setting(None, "the module, or a function that makes it", Reference("the module or a function"))
-    train_data: Any = setting(None, "the dataset to train on, or a function that makes it", Reference("a dataset"))
+    model: Module | None = setting(None, "the module, or a function that makes it")
+    train_data: Data | None = setting(None, "the dataset to train on, or a function that makes it")
 
     def check_together(self) -> None:
         if (self.model is None) != (self.train_data is None):
@@ -81,7 +86,7 @@ class OwnTask(Task):
             self.refuse(given, f"{self.called(missing)} is not given")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RankJob:
     """What one rank does; it goes to spawned processes as a pickle."""
 
@@ -199,7 +204,7 @@ def complaint_in(traceback: str) -> str:
     return told.strip() if found and all(file.startswith(ours) for file in files) else ""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ParsedCommand:
     """What the command line came to."""
 
@@ -233,27 +238,25 @@ def read(arguments: Sequence[str] | None, program: str = PROGRAM) -> ParsedComma
     Raises:
         SystemExit: an option is wrong, or asks for what this machine does not have.
     """
-    groups = {
-        "command": Command,
-        "task": OwnTask,
-        "training": TrainingArguments,
-        "fsdp": FSDPArguments,
-        "demo": DemoOptions,
+    groups: dict[str, Settings] = {
+        "command": Command(),
+        "task": OwnTask(),
+        "training": TrainingArguments(),
+        "fsdp": FSDPArguments(),
+        "demo": DemoOptions(),
     }
-    parser = make_parser(program, description=DESCRIPTION, groups=groups)
-    given = parse(parser, arguments)
+    parser = Parser(program, description=DESCRIPTION, groups=groups)
+    given = parser.read(arguments)
     shows = given["task"].model is None
     if shows:  # the demonstration, which has other defaults
-        parser = make_parser(program, description=DESCRIPTION, groups={**groups, "training": DEFAULTS})
-        given = parse(parser, arguments)
+        parser = Parser(program, description=DESCRIPTION, groups={**groups, "training": DEFAULTS})
+        given = parser.read(arguments)
     command, task, training, fsdp, demo = (given[name] for name in groups)
     try:
-        if not shows and demo != DemoOptions():
-            changed = next(each for each in settings_of(DemoOptions) if getattr(demo, each.name) != each.default)
-            raise ConfigValueError(f"{changed.flag} belongs to the demonstration, and --model is given")
-        if shows and task != OwnTask():
-            changed = next(each for each in settings_of(OwnTask) if getattr(task, each.name) != each.default)
-            raise ConfigValueError(f"{changed.flag} belongs to a model of your own: --model is not given")
+        if not shows and (flag := changed_flag(demo)):
+            raise ConfigValueError(f"{flag} belongs to the demonstration, and --model is given")
+        if shows and (flag := changed_flag(task)):
+            raise ConfigValueError(f"{flag} belongs to a model of your own: --model is not given")
         if command.export is not None and training.resume is None:
             raise ConfigValueError("--export: --resume latest, best or a path says of which checkpoint")
         placement = Placement.of(training.ranks, training.device)
@@ -275,13 +278,20 @@ def read(arguments: Sequence[str] | None, program: str = PROGRAM) -> ParsedComma
     return ParsedCommand(command, own, training, fsdp, demo if shows else None, placement)
 
 
+def changed_flag(group: Settings) -> str:
+    """The flag of the first field that has not its default; "" where there is none."""
+    given, default = vars(group), vars(type(group)())
+    return next((flag_of(name) for name in default if given[name] != default[name]), "")
+
+
 def code_named_by(*tables: Settings) -> list[str]:
     """The settings that name code to import, each as "name = value". A config file can name any."""
     return [
-        f"{each.name} = {value}"
+        f"{name} = {value}"
         for table in tables
-        for each in settings_of(type(table))
-        if isinstance(each.kind, Reference) and each.kind.names_code(value := getattr(table, each.name))
+        for name, parts in fields_of(type(table)).items()
+        if isinstance(value := getattr(table, name), str)
+        if any(isinstance(part, Name) and part.thing and value not in part.names for part in parts)
     ]
 
 

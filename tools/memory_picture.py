@@ -28,7 +28,7 @@ from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
 from flatfsdp.trainer.forecast import MemoryEstimate, forecast
 from flatfsdp.trainer.model.sharding import shard
-from flatfsdp.trainer.optimisation import make_optimizer
+from flatfsdp.trainer.optimizers import make_optimizer
 
 RANKS, STEPS = 2, 3
 VOCABULARY, WIDTH, DEPTH, HEADS, LENGTH, BATCH = 2048, 384, 6, 6, 64, 8

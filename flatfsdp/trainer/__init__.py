@@ -5,9 +5,13 @@ It is a program like any user's: of flatfsdp it imports public names only, so wh
 
 from __future__ import annotations
 
-from .arguments import FSDPArguments, Task, TrainingArguments
-from .objectives.objectives import CausalLM, Classification, FromOutput, Objective
-from .trainer import Trainer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .arguments import FSDPArguments, Task, TrainingArguments
+    from .objectives.objectives import CausalLM, Classification, FromOutput, Objective
+    from .trainer import Trainer
 
 __all__ = [
     "CausalLM",
@@ -19,3 +23,16 @@ __all__ = [
     "Trainer",
     "TrainingArguments",
 ]
+
+_MODULES = {
+    **dict.fromkeys(("CausalLM", "Classification", "FromOutput", "Objective"), ".objectives.objectives"),
+    **dict.fromkeys(("FSDPArguments", "Task", "TrainingArguments"), ".arguments"),
+    "Trainer": ".trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports when asked: what reads data, starts ranks or keeps checkpoints needs none of the extra `train`."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name], __name__), name)

@@ -7,30 +7,28 @@ is accepted, and the nearest name. Values are in one normal form afterwards: nam
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from flatfsdp import BackwardPrefetch, ShardingStrategy
-from flatfsdp.trainer.optimisation import NOT_BY_NAME, OPTIMIZERS, SCHEDULERS
-from flatfsdp.trainer.settings.kinds import (
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    WHOLE,
-    DType,
-    FlagOrCount,
+from flatfsdp.errors import ConfigTypeError, ConfigValueError
+from flatfsdp.trainer.optimizer_names import NOT_BY_NAME, OPTIMIZERS, SCHEDULERS
+from flatfsdp.trainer.settings.field_types import (
+    Count,
+    FilePath,
     Name,
-    Number,
-    PathOr,
-    Reference,
-    Table,
+    NotNegative,
+    Options,
+    Positive,
     Text,
-    Units,
+    Whole,
+    path,
 )
-from flatfsdp.trainer.settings.tables import Settings, setting
+from flatfsdp.trainer.settings.schema import Field, PlainValidator, Settings, dataclass, setting
 
 __all__ = ["STRATEGIES", "FSDPArguments", "Task", "TrainingArguments", "check_run"]
 
@@ -38,7 +36,63 @@ STRATEGIES = {member.name.lower().strip("_"): member for member in ShardingStrat
 """The names of strategies in settings: FSDP's in lower case, without the underscore of the private one."""
 
 _HYBRIDS = ("hybrid_shard", "hybrid_shard_zero2")
-_PREFETCHES = tuple(member.name.lower() for member in BackwardPrefetch)
+
+DTYPES = {
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
+    **dict.fromkeys(("float32", "fp32", "float", "single"), torch.float32),
+    **dict.fromkeys(("float64", "fp64", "double"), torch.float64),
+}
+"""The names of dtypes in settings."""
+
+_DTYPE_NAME = Name(tuple(DTYPES))
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype) and value in DTYPES.values():
+        return value
+    return DTYPES[_DTYPE_NAME(value.lower().removeprefix("torch.") if isinstance(value, str) else value)]
+
+
+def _units(value: Any) -> Any:
+    accepted = (
+        "Accepted: 'auto', 'none', the dotted path of a container of layers or of a module, the name of a class, "
+        "a list of paths and classes, or from Python an auto_wrap_policy."
+    )
+    if isinstance(value, str) and "," in value:
+        value = value.split(",")
+    if isinstance(value, (list, tuple)) and any(isinstance(each, str) for each in value):
+        for each in value:
+            if not isinstance(each, str) or not re.fullmatch(r"\w+(\.\w+)*", each) or each in ("auto", "none"):
+                raise ConfigValueError(f"{each!r} is not one of several. {accepted}")
+        return tuple(value)
+    if value is None or isinstance(value, (bool, int, float, Mapping)) or value in ([], ()):
+        raise ConfigTypeError(accepted)
+    if isinstance(value, str) and not re.fullmatch(r"\w+(\.\w+)*", value):
+        raise ConfigValueError(accepted)
+    return value
+
+
+def _resume(value: Any) -> str | Path:
+    return value if value in ("latest", "best") else path(value)
+
+
+DType = Annotated[torch.dtype | str, PlainValidator(_dtype)]
+Units = Annotated[Any, PlainValidator(_units)]
+Strategy = Annotated[str, PlainValidator(Name(tuple(STRATEGIES)))]
+Prefetch = Annotated[str, PlainValidator(Name(tuple(member.name.lower() for member in BackwardPrefetch)))]
+DataMode = Annotated[str, PlainValidator(Name(("sharded", "dispatch")))]
+SaveFormat = Annotated[str, PlainValidator(Name(("safetensors", "torch")))]
+Extremum = Annotated[str, PlainValidator(Name(("min", "max")))]
+Resume = Annotated[str | Path, PlainValidator(_resume)]
+OptimizerName = Annotated[
+    Any, PlainValidator(Name(OPTIMIZERS, "a callable (params, **options) -> Optimizer", callable, NOT_BY_NAME))
+]
+SchedulerName = Annotated[
+    Any, PlainValidator(Name(SCHEDULERS, "a callable (optimizer, steps) -> LRScheduler", callable))
+]
+Module = Annotated[Any, PlainValidator(Name(thing="a module or a function"))]
+Data = Annotated[Any, PlainValidator(Name(thing="a dataset or a function"))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,33 +103,26 @@ class FSDPArguments(Settings):
         ConfigTypeError, ConfigValueError: at construction, for a field or a combination that is not accepted.
     """
 
-    strategy: str = setting("full_shard", "what is split over ranks, and for how long", Name(tuple(STRATEGIES)))
-    reshard_after_forward: bool | int | None = setting(
+    strategy: Strategy = setting("full_shard", "what is split over ranks, and for how long")
+    reshard_after_forward: Count | bool | None = setting(
         None,
         "whether parameters are freed between forward and backward, or among how many ranks they stay; "
         "none for what the strategy says",
-        FlagOrCount(),
     )
-    replicas: int | None = setting(None, "copies of the model in the hybrid strategies; none for one per node", COUNT)
-    units: Any = setting("auto", "which submodules become units: auto, none, a path, a class; or several a,b", Units())
+    replicas: Count | None = setting(None, "copies of the model in the hybrid strategies; none for one per node")
+    units: Units = setting("auto", "which submodules become units: auto, none, a path, a class; or several a,b")
     units_fallback: bool = setting(False, "where units names nothing, take the whole model as one unit")
-    param_dtype: torch.dtype | str | None = setting(
-        None, "dtype to compute in, such as bf16; none for the parameters' own", DType()
+    param_dtype: DType | None = setting(None, "dtype to compute in, such as bf16; none for the parameters' own")
+    reduce_dtype: DType | None = setting(
+        None, "dtype in which gradients are summed over ranks; none for the one to compute in"
     )
-    reduce_dtype: torch.dtype | str | None = setting(
-        None, "dtype in which gradients are summed over ranks; none for the one to compute in", DType()
-    )
-    buffer_dtype: torch.dtype | str | None = setting(
-        None, "dtype of buffers in computation; none for their own", DType()
-    )
+    buffer_dtype: DType | None = setting(None, "dtype of buffers in computation; none for their own")
     cpu_offload: bool = setting(False, "keep shards, gradients and optimizer state in host memory")
     use_orig_params: bool = setting(True, "the optimizer sees the original parameters, or one flat parameter per unit")
     activation_checkpointing: bool = setting(False, "compute the activations of each unit again in the backward")
-    backward_prefetch: str | None = setting(
+    backward_prefetch: Prefetch | None = setting(
         "backward_pre",
         "when backward gathers the next unit (none for not before it is reached)",
-        Name(_PREFETCHES),
-        optional=True,
     )
     forward_prefetch: bool = setting(False, "forward gathers the next unit early")
     limit_all_gathers: bool = setting(True, "gathers wait until the memory of earlier units is free")
@@ -113,76 +160,68 @@ class TrainingArguments(Settings):
         ConfigTypeError, ConfigValueError: at construction, for a field or a combination that is not accepted.
     """
 
-    output: Path = setting(Path("train-out"), "folder of checkpoints, metrics and plots", PathOr())
-    steps: int | None = setting(None, "end after so many optimizer steps", COUNT)
-    epochs: int | None = setting(None, "end after so many passes over the data", COUNT)
-    minutes: float | None = setting(None, "end after so many minutes of training, by the clock of rank 0", POSITIVE)
+    output: FilePath = setting(Path("train-out"), "folder of checkpoints, metrics and plots")
+    steps: Count | None = setting(None, "end after so many optimizer steps")
+    epochs: Count | None = setting(None, "end after so many passes over the data")
+    minutes: Positive | None = setting(None, "end after so many minutes of training, by the clock of rank 0")
 
-    batch: int = setting(8, "samples per rank and microbatch", COUNT)
-    accumulate: int = setting(1, "microbatches per step", COUNT)
-    global_batch: int | None = setting(
-        None, "samples per step over all ranks, in as many microbatches as that needs; in place of accumulate", COUNT
+    batch: Count = setting(8, "samples per rank and microbatch")
+    accumulate: Count = setting(1, "microbatches per step")
+    global_batch: Count | None = setting(
+        None, "samples per step over all ranks, in as many microbatches as that needs; in place of accumulate"
     )
-    data_mode: str = setting(
+    data_mode: DataMode = setting(
         "sharded",
         "sharded: each rank reads its own samples; dispatch: rank 0 reads for all",
-        Name(("sharded", "dispatch")),
     )
     shuffle: bool = setting(True, "take the samples of each epoch in a random order")
-    workers: int = setting(0, "processes that read ahead, for each rank that reads", WHOLE)
+    workers: Whole = setting(0, "processes that read ahead, for each rank that reads")
     drop_last: bool = setting(False, "leave out the samples at the end that do not fill a step")
 
-    optimizer: Any = setting(
+    optimizer: OptimizerName = setting(
         "adamw",
         "a name of torch.optim, or module:function called with parameters and optimizer_options",
-        Reference("a callable (params, **options) -> Optimizer", tuple(OPTIMIZERS), callable, NOT_BY_NAME),
     )
-    lr: float = setting(1e-3, "highest learning rate", POSITIVE)
-    weight_decay: float = setting(0.01, "weight decay, of all but norms and biases", NOT_NEGATIVE)
-    optimizer_options: dict[str, Any] = setting(
-        {}, "more arguments of the optimizer, such as betas=[0.9,0.95]", Table()
-    )
+    lr: Positive = setting(1e-3, "highest learning rate")
+    weight_decay: NotNegative = setting(0.01, "weight decay, of all but norms and biases")
+    optimizer_options: Options = setting({}, "more arguments of the optimizer, such as betas=[0.9,0.95]")
     optimizer_in_backward: bool = setting(
         False, "step on each unit as soon as its gradients are reduced, and free them"
     )
-    scheduler: Any = setting(
+    scheduler: SchedulerName = setting(
         "cosine",
         "course of the learning rate: constant, linear, cosine, or module:function called with optimizer and steps",
-        Reference("a callable (optimizer, steps) -> LRScheduler", tuple(SCHEDULERS), callable),
     )
-    warmup: float = setting(0.0, "share of the run in which the learning rate rises", Number(float, least=0, below=1))
-    clip: float | None = setting(None, "largest norm of the gradients over all ranks", POSITIVE)
+    warmup: Annotated[NotNegative, Field(lt=1)] = setting(0.0, "share of the run in which the learning rate rises")
+    clip: Positive | None = setting(None, "largest norm of the gradients over all ranks")
     fused_loss: bool = setting(False, "compute head and loss in chunks, so that the logits are never whole in memory")
-    seed: int = setting(0, "seed of weights, order of samples and dropout", WHOLE)
+    seed: Whole = setting(0, "seed of weights, order of samples and dropout")
 
-    eval_every: int | None = setting(None, "evaluate after every so many steps", COUNT)
+    eval_every: Count | None = setting(None, "evaluate after every so many steps")
     eval_at_end: bool = setting(True, "evaluate at the end, where there is data to evaluate on")
-    eval_batches: int | None = setting(
-        None, "evaluate on the first so many microbatches, over all ranks together; none for all", COUNT
+    eval_batches: Count | None = setting(
+        None, "evaluate on the first so many microbatches, over all ranks together; none for all"
     )
 
-    save_every: int | None = setting(None, "save a checkpoint after every so many steps", COUNT)
+    save_every: Count | None = setting(None, "save a checkpoint after every so many steps")
     save_at_end: bool = setting(True, "save a checkpoint at the end")
     save_async: bool = setting(True, "write checkpoints while training goes on")
-    save_format: str = setting("safetensors", "format of the weights in a checkpoint", Name(("safetensors", "torch")))
+    save_format: SaveFormat = setting("safetensors", "format of the weights in a checkpoint")
     save_on_each_node: bool = setting(False, "each node writes to a disk of its own, not all to a shared one")
-    keep_last: int = setting(2, "checkpoints that stay: the last so many", COUNT)
-    keep_best: int = setting(0, "checkpoints that stay besides: the best so many", WHOLE)
-    best_by: str = setting("eval_loss", "the metric that says which is best", Text(metavar="METRIC"))
-    best_mode: str = setting("min", "whether the smallest or the largest is best", Name(("min", "max")))
-    resume: str | Path | None = setting(
+    keep_last: Count = setting(2, "checkpoints that stay: the last so many")
+    keep_best: Whole = setting(0, "checkpoints that stay besides: the best so many")
+    best_by: Text = setting("eval_loss", "the metric that says which is best")
+    best_mode: Extremum = setting("min", "whether the smallest or the largest is best")
+    resume: Resume | None = setting(
         None,
         "go on from a checkpoint, or from the weights of a Hugging Face folder: latest, best, or a path",
-        PathOr(("latest", "best")),
     )
 
-    log_every: int = setting(1, "log metrics after every so many steps", COUNT)
+    log_every: Count = setting(1, "log metrics after every so many steps")
     progress: bool = setting(True, "show a progress bar")
     plot: bool = setting(False, "draw the losses as a picture in the output folder")
-    device: str = setting(
-        "auto", "cpu, cuda or another accelerator; auto takes an accelerator where there is one", Text()
-    )
-    ranks: int | None = setting(None, "processes to start; none for one per accelerator, 2 on CPU", COUNT)
+    device: Text = setting("auto", "cpu, cuda or another accelerator; auto takes an accelerator where there is one")
+    ranks: Count | None = setting(None, "processes to start; none for one per accelerator, 2 on CPU")
     detect_nonfinite: bool = setting(False, "stop at the first NaN or inf and say where; costs a look at every value")
 
     @property
@@ -225,21 +264,19 @@ class Task(Settings):
         ConfigTypeError, ConfigValueError: at construction, for a field that is none of these.
     """
 
-    model: Any = setting(MISSING, "the module, or a function that makes it", Reference("a module or a function"))
-    train_data: Any = setting(
-        MISSING, "the dataset to train on, or a function that makes it", Reference("a dataset or a function")
+    model: Module = setting(..., "the module, or a function that makes it")
+    train_data: Data = setting(..., "the dataset to train on, or a function that makes it")
+    eval_data: Data | None = setting(None, "the dataset to evaluate on, or a function that makes it")
+    objective: Annotated[Any, PlainValidator(Name(thing="an objective or a function"))] | None = setting(
+        None, "what is minimised; none for the model's own loss"
     )
-    eval_data: Any = setting(
-        None, "the dataset to evaluate on, or a function that makes it", Reference("a dataset or a function")
+    collate: Annotated[Any, PlainValidator(Name(thing="a function", is_thing=callable))] | None = setting(
+        None, "makes a microbatch of a list of samples; none for torch's"
     )
-    objective: Any = setting(
-        None, "what is minimised; none for the model's own loss", Reference("an objective or a function")
+    tokenizer: Annotated[Any, PlainValidator(Name(thing="a tokenizer, a processor or a function"))] | None = setting(
+        None, "saved beside the model"
     )
-    collate: Any = setting(
-        None, "makes a microbatch of a list of samples; none for torch's", Reference("a function", (), callable)
-    )
-    tokenizer: Any = setting(None, "saved beside the model", Reference("a tokenizer, a processor or a function"))
-    options: dict[str, Any] = setting({}, "arguments of these functions, by name", Table())
+    options: Options = setting({}, "arguments of these functions, by name")
 
 
 def check_run(training: TrainingArguments, task: Task, fsdp: FSDPArguments) -> None:

@@ -20,7 +20,7 @@ from flatfsdp import UnitSummary
 from flatfsdp.errors import ConfigValueError, UsageError
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
 from flatfsdp.trainer.model.sharding import shard
-from flatfsdp.trainer.optimisation import make_optimizer
+from flatfsdp.trainer.optimizers import make_optimizer
 from flatfsdp.trainer.sizes import size_in_words
 
 __all__ = ["MemoryEstimate", "forecast", "on_meta"]

@@ -13,7 +13,7 @@ import torch
 import flatfsdp
 from flatfsdp.trainer.data_loading import Step
 from flatfsdp.trainer.gradients import add_gradients
-from flatfsdp.trainer.optimisation import WarmupDecayLR
+from flatfsdp.trainer.optimizers import WarmupDecayLR
 from flatfsdp.trainer.pulse import MetricsReduction, StepMetrics
 from flatfsdp.trainer.ranks import LocalFailure
 from flatfsdp.trainer.reports import MemoryFootprint, StepReport, TrainingResult

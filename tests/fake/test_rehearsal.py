@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, Plan, plan, rehearsal, stats
 from flatfsdp.errors import ConfigValueError, UsageError, current_rank
-from flatfsdp.trainer.optimisation import OPTIMIZERS
+from flatfsdp.trainer.optimizer_names import OPTIMIZERS
 from tests.fake import test_construction_at_scale as at_scale
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world

@@ -40,7 +40,7 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
     ("line", "complaint"),
     [
         ("--strategi full_shard", "unknown argument '--strategi'. Did you mean '--strategy'?"),
-        ("--layers 0", "argument --layers: got 0. Accepted: a whole number from 1 up."),
+        ("--layers 0", "argument --layers: got '0'. Input should be greater than or equal to 1."),
         ("--heads 3", "argument --heads: got 3, but --width 128 must be a multiple of twice 3"),
         ("--ranks 3 --strategy hybrid_shard --replicas 2", "--replicas: 3 ranks cannot form 2 equal replicas"),
         ("--device nosuch", "device: this machine has no 'nosuch' device that torch can use"),

@@ -90,6 +90,24 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert line.startswith("flatfsdp.train: argument --strategy: got 'FSDP'. Accepted: one of full_shard, ")
 
 
+def test_with_torch_alone_it_names_the_extra_and_parts_of_the_trainer_work(tmp_path: Path) -> None:
+    program = """if True:
+        import runpy, sys
+        sys.modules["pydantic"] = None
+        import flatfsdp.trainer.callbacks, flatfsdp.trainer.data_loading, flatfsdp.trainer.launch
+        from flatfsdp.trainer import CausalLM
+        from flatfsdp.trainer.state import checkpoints, components
+        try:
+            from flatfsdp.trainer import Trainer
+        except ModuleNotFoundError as error:
+            print(error)
+        runpy.run_module("flatfsdp.train", run_name="__main__")
+    """
+    done = start("-c", program, folder=tmp_path)
+    needs = "the trainer needs pydantic, which its extra installs: pip install 'flatfsdp[train]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, needs, f"flatfsdp.train: {needs}")
+
+
 def test_the_commands_of_the_readme_run_as_written(tmp_path: Path) -> None:
     pytest.importorskip("tomllib")
     section = (ROOT / "README.md").read_text().partition("\n## Train your own model\n")[2].partition("\n## ")[0]

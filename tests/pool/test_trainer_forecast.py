@@ -15,7 +15,7 @@ import flatfsdp
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
 from flatfsdp.trainer.forecast import forecast, on_meta
 from flatfsdp.trainer.model.sharding import shard
-from flatfsdp.trainer.optimisation import make_optimizer
+from flatfsdp.trainer.optimizers import make_optimizer
 from tests.conftest import Run
 from tests.harness.models import Feedforward, Transformer
 

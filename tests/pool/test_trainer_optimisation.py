@@ -16,7 +16,8 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel, checkpoint
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError
 from flatfsdp.trainer.arguments import TrainingArguments
-from flatfsdp.trainer.optimisation import NOT_BY_NAME, OPTIMIZERS, make_optimizer, make_scheduler, options_kept
+from flatfsdp.trainer.optimizer_names import NOT_BY_NAME, OPTIMIZERS
+from flatfsdp.trainer.optimizers import make_optimizer, make_scheduler, options_kept
 from tests.conftest import Run
 from tests.harness.fake import fake_world
 

@@ -219,7 +219,6 @@ trainer/callbacks/progress: trainer/trainer
 trainer/callbacks/sample_text: trainer/trainer
 trainer/callbacks/summary: trainer/trainer
 trainer/loop: trainer/trainer
-trainer/optimisation: trainer/arguments
 """
 
 
@@ -369,10 +368,10 @@ def test_the_reader_sees_through_aliases() -> None:
 
 # Its parts (a folder is one), each importing from earlier rows and its own.
 TRAINER_ROWS = (
-    "ranks settings stopping sizes terminal",
-    "optimisation launch",
-    "arguments",
-    "tasks model",
+    "ranks settings stopping sizes terminal optimizer_names",
+    "arguments launch",
+    "instantiate",
+    "optimizers model",
     "objectives data_loading state forecast",
     "gradients measuring generate reports",
     "pulse evaluation",

@@ -11,7 +11,6 @@ import torch
 import flatfsdp
 from flatfsdp.trainer.callbacks.base import Callback
 from flatfsdp.trainer.reports import TrainingResult, shown
-from flatfsdp.trainer.settings.dtypes import dtype_name
 from flatfsdp.trainer.sizes import sizes_in_words
 from flatfsdp.trainer.terminal import columns, say
 
@@ -57,7 +56,7 @@ class Summary(Callback):
         held = f", {sizes_in_words(result.footprint.parameters)} of them per rank" if result.taken else ""
         facts = {
             "ranks": f"{world.size} on {world.device.type}, {trainer.fsdp.strategy}"
-            + (f", computing in {dtype_name(dtype)}" if isinstance(dtype, torch.dtype) else ""),
+            + (f", computing in {str(dtype).removeprefix('torch.')}" if isinstance(dtype, torch.dtype) else ""),
             "parameters": f"{trainer.parameters:,} in total{held}",
             "units": f"{flatfsdp.stats(trainer.model).units:,}",
         }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import Annotated
 
 from flatfsdp.trainer.arguments import Task, TrainingArguments
 from flatfsdp.trainer.callbacks import Callback, SampleText
@@ -13,8 +12,8 @@ from flatfsdp.trainer.data_loading import TokenWindows
 from flatfsdp.trainer.demo.corpus import Corpus, Split, split_of
 from flatfsdp.trainer.demo.model import ByteTransformer
 from flatfsdp.trainer.objectives.objectives import CausalLM
-from flatfsdp.trainer.settings.kinds import COUNT, WHOLE, Number, PathOr, Text
-from flatfsdp.trainer.settings.tables import Settings, setting
+from flatfsdp.trainer.settings.field_types import Count, FilePath, Text, Whole
+from flatfsdp.trainer.settings.schema import Field, Settings, dataclass, setting
 
 # Steps, so that two runs do the same; minutes, for a machine slower than expected.
 DEFAULTS = TrainingArguments(
@@ -32,20 +31,18 @@ class DemoOptions(Settings):
         ConfigTypeError, ConfigValueError: at construction, for a field or a combination that is not accepted.
     """
 
-    text: Path | None = setting(
-        None,
-        "a file, or a folder whose files are read in sorted order; none for the Python library's sources",
-        PathOr(),
+    text: FilePath | None = setting(
+        None, "a file, or a folder whose files are read in sorted order; none for the Python library's sources"
     )
-    valid_part: float = setting(
-        0.05, "share of the bytes, at the end, held out for evaluation", Number(float, above=0, below=1)
+    valid_part: Annotated[float, Field(gt=0, lt=1)] = setting(
+        0.05, "share of the bytes, at the end, held out for evaluation"
     )
-    layers: int = setting(2, "transformer blocks", COUNT)
-    width: int = setting(128, "features per position", COUNT)
-    heads: int = setting(4, "attention heads, among which the width is divided", COUNT)
-    context: int = setting(64, "bytes per sequence", Number(int, least=2))
-    sample: int = setting(300, "bytes of text to generate at the end", WHOLE)
-    prompt: str = setting("def ", "beginning of that text", Text())
+    layers: Count = setting(2, "transformer blocks")
+    width: Count = setting(128, "features per position")
+    heads: Count = setting(4, "attention heads, among which the width is divided")
+    context: Annotated[int, Field(ge=2)] = setting(64, "bytes per sequence")
+    sample: Whole = setting(300, "bytes of text to generate at the end")
+    prompt: Text = setting("def ", "beginning of that text")
 
     def check_together(self) -> None:
         if self.width % (2 * self.heads):

@@ -1,40 +1,48 @@
-"""Settings from a command line: every field is a flag, over what a file says, over the defaults."""
+"""Groups of settings from a command line and a file: flags count over the file, the file over the defaults."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING
+from pathlib import Path
 from typing import Any, NoReturn
 
-from flatfsdp.errors import ConfigTypeError, ConfigValueError, did_you_mean
-from flatfsdp.trainer.settings.kinds import Flag, FlagOrCount, Name, Table
-from flatfsdp.trainer.settings.tables import (
-    Called,
-    Setting,
-    build,
-    calling,
-    check_tables,
-    flag_of,
-    read_file,
-    settings_of,
-)
+from flatfsdp.errors import ConfigTypeError, ConfigValueError, did_you_mean, shown
+from flatfsdp.trainer.settings.field_types import Name, options
+from flatfsdp.trainer.settings.schema import Settings, fields_of, from_text, nearest, spelling
 
-__all__ = ["Parser", "add_to_parser", "make_parser", "parse"]
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # of the extra
+
+__all__ = ["Parser", "flag_of", "read_file"]
+
+_WORDS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}  # for values, in the help
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line; the usage is a `--help` away.
+    """Reads `--config FILE` and a flag for every field of its groups; complaints are one line.
 
-    Attributes:
-        groups: the dataclasses of settings that it reads, by the name of their group, or instances with other defaults.
+    Args:
+        prog: the program, such as "python -m flatfsdp.train".
+        groups: settings whose values are the defaults, by the name of their table in a file, which heads their part
+            of the help. No two have fields of one name.
+        description: what the program does.
     """
 
-    def __init__(self, prog: str, *, groups: Mapping[str, Any], description: str | None = None) -> None:
+    def __init__(self, prog: str, *, groups: Mapping[str, Settings], description: str = "") -> None:
         super().__init__(prog=prog, usage="%(prog)s [options]", description=description, allow_abbrev=False)
         self.groups = groups
+        tables = ", ".join(f"[{name}]" for name in groups)
+        self.add_argument("--config", metavar="FILE", help=f"TOML or JSON with {tables}; flags count over it")
+        for group, given in groups.items():
+            flags = self.add_argument_group(group, (given.__doc__ or "").partition("\n")[0])
+            for name, parts in fields_of(type(given)).items():
+                flags.add_argument(flag_of(name), help=_help(given, name, parts), **_form(parts))
 
     def error(self, message: str) -> NoReturn:
         """Print `message` as one line on stderr and exit with code 2."""
@@ -42,125 +50,93 @@ class Parser(argparse.ArgumentParser):
         print(f"{name}: {' '.join(message.split())} (--help lists the options)", file=sys.stderr)
         raise SystemExit(2)
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As of `argparse`; an option that there is not is answered with the nearest one."""
-        found, rest = self.parse_known_args(args, namespace)
+    def read(self, arguments: Sequence[str] | None = None) -> dict[str, Any]:
+        """The groups from `arguments` (None: the program's own).
+
+        What is wrong, also in the file, ends the program by one line on stderr and exit code 2.
+        """
+        found, rest = self.parse_known_args(arguments)
         if rest:
             name = rest[0].partition("=")[0]
-            flags = re.findall(r"--[\w-]+", self.format_help())
-            longer = [flag for flag in flags if name.startswith("--") and flag.startswith(name)]
-            hint = did_you_mean(name, longer[:1] or flags)
-            self.error(f"unknown argument {name!r}.{hint and ' ' + hint}")
-        return found
+            known = re.findall(r"--[\w-]+", self.format_help())
+            longer = [flag for flag in known if name.startswith("--") and flag.startswith(name)]
+            self.error(f"unknown argument {name!r}. {did_you_mean(name, longer[:1] or known)}")
+        flags = {name: value for name, value in vars(found).items() if value is not None}
+        path = flags.pop("config", "")
+        try:
+            tables = read_file(path) if path else {}
+            self._check_names(tables, self.groups, f"{path}: unknown table")
+            return {group: self._made(group, path, tables.get(group, {}), flags) for group in self.groups}
+        except (ConfigTypeError, ConfigValueError) as error:
+            self.error(str(error))
+
+    def _check_names(self, names: Mapping[str, Any], known: Mapping[str, Any], place: str) -> None:
+        for name in (each for each in names if each not in known):
+            home = next((group for group, given in self.groups.items() if name in fields_of(type(given))), None)
+            hint = f"It belongs into [{home}]." if home else nearest(name, known)
+            raise ConfigValueError(f"{place} {name!r}. {hint}")
+
+    def _made(self, group: str, path: str, table: Any, flags: Mapping[str, Any]) -> Any:
+        if not isinstance(table, Mapping):
+            raise ConfigTypeError(f"{path}: {group}: got {shown(table)}. Accepted: a table of settings.")
+        cls, values = type(self.groups[group]), {**vars(self.groups[group]), **table}
+        fields = fields_of(cls)
+        self._check_names(table, fields, f"{path}: {group}: unknown setting")
+
+        def spelled(_: type, name: str) -> tuple[str, str]:
+            from_file = name in table and name not in flags
+            return (f"{path}: ", f"{group}.{name}") if from_file else ("argument ", flag_of(name))
+
+        token = spelling.set(spelled)
+        try:
+            for name in (each for each in fields if each in flags):
+                given = flags[name]  # of a table each key counts over the same one below
+                values[name] = [values[name], *given] if isinstance(given, list) else from_text(cls, name, given)
+            return cls(**values)
+        finally:
+            spelling.reset(token)
 
 
-def make_parser(prog: str, *, groups: Mapping[str, Any], description: str | None = None) -> Parser:
-    """A parser with `--config FILE` and a flag for every field of `groups`.
+def flag_of(name: str) -> str:
+    """The option that a field is on a command line."""
+    return "--" + name.replace("_", "-")
 
-    Args:
-        prog: the program, such as "python -m flatfsdp.train".
-        groups: dataclasses of settings by the name of their table in a file, which heads their part of the help; or
-            instances of them, whose values are the defaults then.
-        description: what the program does.
+
+def read_file(path: str) -> dict[str, Any]:
+    """The tables of a TOML or JSON file, told apart by its suffix.
 
     Raises:
-        ConfigValueError: two groups have fields of one name, hence one flag.
+        ConfigValueError: there is no such file, it cannot be read, or is none of the two; names the file.
     """
-    parser = Parser(prog, groups=groups, description=description)
-    tables = ", ".join(f"[{name}]" for name in groups)
-    parser.add_argument("--config", metavar="FILE", help=f"TOML or JSON with {tables}; flags count over it")
-    taken: dict[str, str] = {}
-    for name, group in groups.items():
-        for each in settings_of(_class_of(group)):
-            if each.flag in taken:
-                raise ConfigValueError(f"groups: {each.flag} would be a flag of {taken[each.flag]!r} and of {name!r}")
-            taken[each.flag] = name
-        add_to_parser(parser, group, name=name)
-    return parser
-
-
-def add_to_parser(parser: argparse.ArgumentParser, group: Any, *, name: str) -> None:
-    """Add the flags of a dataclass of settings, or of an instance with other defaults, as the group `name`."""
-    cls = _class_of(group)
-    summary = (cls.__doc__ or "").partition("\n")[0]
-    flags = parser.add_argument_group(name, summary)
-    for each in settings_of(cls):
-        default = each.default if isinstance(group, type) else getattr(group, each.name)
-        settings: dict[str, Any] = {"metavar": each.kind.metavar}
-        if isinstance(each.kind, Flag) and not isinstance(each.kind, FlagOrCount):
-            settings = {"action": argparse.BooleanOptionalAction}
-        elif isinstance(each.kind, Table):
-            settings |= {"action": "extend", "nargs": "+"}
-        # No defaults: what was not given is not in the namespace, so that a file can say it.
-        flags.add_argument(
-            each.flag, dest=f"{name}.{each.name}", default=argparse.SUPPRESS, help=_help(each, default), **settings
-        )
-
-
-def parse(parser: Parser, arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """The groups of `parser`, each as its dataclass, from `arguments` (None: the program's own).
-
-    What is wrong, also in the file, ends the program by one line on stderr and exit code 2. Arguments that were added
-    to `parser` besides stand in the result under their own names.
-    """
-    found = vars(parser.parse_args(arguments))
-    path = found.pop("config")
-    classes = {name: _class_of(group) for name, group in parser.groups.items()}
+    kind = Path(path).suffix.lower()
+    if kind not in (".toml", ".json"):
+        raise ConfigValueError(f"{path}: its name ends with {kind!r}. Accepted: .toml or .json.")
     try:
-        tables = {} if path is None else read_file(path)
-        check_tables(classes, tables, where=str(path))
-        for name, group in parser.groups.items():
-            flags = {
-                each.name: found.pop(f"{name}.{each.name}")
-                for each in settings_of(classes[name])
-                if f"{name}.{each.name}" in found
-            }
-            found[name] = _merged(group, name=name, file=str(path), table=tables.get(name, {}), flags=flags)
-    except (ConfigTypeError, ConfigValueError) as error:
-        parser.error(str(error))
+        found = (tomllib if kind == ".toml" else json).loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # of both parsers, and of bytes that are no text
+        raise ConfigValueError(f"{path}: no valid {kind[1:].upper()}: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigValueError(f"{path}: got a {type(found).__name__}. Accepted: an object with one table per group.")
     return found
 
 
-def _merged(group: Any, *, name: str, file: str, table: Mapping[str, Any], flags: Mapping[str, Any]) -> Any:
-    """One group of settings: flags over the file's table over the defaults."""
-    cls = _class_of(group)
-
-    def spelling(_: type, field: str) -> Called:
-        if field in table and field not in flags:
-            return Called(f"{name}.{field}", f"{file}: ")
-        return Called(flag_of(field), "argument ")
-
-    with calling(spelling):
-        values = {} if isinstance(group, type) else {each.name: getattr(group, each.name) for each in settings_of(cls)}
-        values |= table
-        for each in settings_of(cls):
-            if each.name in flags:
-                values[each.name] = _read(each, str(spelling(cls, each.name)), flags[each.name], values.get(each.name))
-        return build(cls, values)
+def _form(parts: Sequence[Any]) -> dict[str, Any]:
+    """How argparse reads a field of such types."""
+    if bool in parts and int not in parts:
+        return {"action": argparse.BooleanOptionalAction}
+    if options in parts:
+        return {"action": "extend", "nargs": "+", "metavar": "KEY=VALUE"}
+    return {"metavar": next((_WORDS[each] for each in parts if each in _WORDS), "VALUE")}
 
 
-def _read(each: Setting, name: str, given: Any, below: Any) -> Any:
-    """The value of a flag; of a table each key counts over the same one `below`."""
-    if isinstance(each.kind, Table):
-        merged = dict(below or {})
-        for text in given:
-            merged |= each.kind.read(name, text)
-        return merged
-    return each.read(name, given) if isinstance(given, str) else given
-
-
-def _class_of(group: Any) -> type:
-    return group if isinstance(group, type) else type(group)
-
-
-def _help(each: Setting, default: Any) -> str:
-    """The help of a setting with its names, and its default where that is worth a word: false and none are not."""
-    names = each.kind.names if isinstance(each.kind, Name) else ()
-    told = each.help if all(name in each.help for name in names) else f"{each.help}: {', '.join(names)}"
-    if default is MISSING:
-        told += " (must be given)"
-    elif default is True:
-        told += " (the default)"
-    elif default is not None and default is not False and default != {}:
-        told += f" (default: {each.kind.plain(default)})"
-    return told.replace("%", "%%")
+def _help(given: Any, name: str, parts: Sequence[Any]) -> str:
+    """The meaning of a field with its names, and its default where that is worth a word: false and none are not."""
+    default, meaning = getattr(given, name), given.__pydantic_fields__[name].description or ""
+    names = [each for part in parts if isinstance(part, Name) for each in part.names]
+    if not all(each in meaning for each in names):
+        meaning += f": {', '.join(names)}"
+    if default not in (None, False, {}):
+        meaning += " (the default)" if default is True else f" (default: {default})"
+    return meaning.replace("%", "%%")

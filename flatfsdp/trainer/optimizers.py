@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,48 +13,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import flatfsdp
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, few, shown, warn
-from flatfsdp.trainer.settings.factories import check_all_taken, resolve, takes
-
-if TYPE_CHECKING:
-    from flatfsdp.trainer.arguments import TrainingArguments
+from flatfsdp.trainer.arguments import TrainingArguments
+from flatfsdp.trainer.instantiate import check_all_taken, resolve, takes
+from flatfsdp.trainer.optimizer_names import OPTIMIZERS, SCHEDULERS
 
 __all__ = [
-    "NOT_BY_NAME",
-    "OPTIMIZERS",
-    "SCHEDULERS",
     "WarmupDecayLR",
     "make_optimizer",
     "make_scheduler",
     "options_kept",
     "rates_told",
 ]
-
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    kind.__name__.lower(): kind
-    for kind in (
-        torch.optim.AdamW,
-        torch.optim.Adam,
-        torch.optim.SGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adamax,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-    )
-}
-"""Those of torch that treat every element by itself, hence give the same numbers on any number of ranks."""
-
-NOT_BY_NAME = {
-    "adafactor": "Adafactor looks at rows and columns, of which a rank may have parts.",
-    "muon": "Muon looks at whole matrices, of which a rank may have parts.",
-    "lbfgs": "LBFGS calls the model several times in a step, which the trainer does not.",
-    "sparseadam": "SparseAdam wants sparse gradients, and reduced ones are dense.",
-}
-"""Those of torch that settings do not name, each with the reason."""
-
 
 # --- Optimizers -------------------------------------------------------------------------------------------------------
 
@@ -84,7 +52,7 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
     for name in ("lr", "weight_decay"):
         if takes(factory, name):
             options[name] = getattr(arguments, name)
-        elif getattr(arguments, name) != _default_of(arguments, name):
+        elif getattr(arguments, name) != getattr(TrainingArguments(), name):
             raise ConfigValueError(f"{name}: got {getattr(arguments, name)!r}, but {shown(factory)} has no {name}")
     parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
@@ -165,27 +133,7 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def _default_of(arguments: TrainingArguments, name: str) -> Any:
-    return type(arguments).__dataclass_fields__[name].default
-
-
 # --- The course of the learning rate ----------------------------------------------------------------------------------
-
-
-def _constant(_: float) -> float:
-    return 1.0
-
-
-def _linear(done: float) -> float:
-    return 1.0 - done
-
-
-def _cosine(done: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-SCHEDULERS: Mapping[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
-"""Names of courses: the share of the highest learning rate when a share of the run after the warmup is over."""
 
 
 class WarmupDecayLR(LRScheduler):

@@ -1,0 +1,121 @@
+"""From names to things: "package.module:name" to the object, and functions that take what options they know."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flatfsdp.errors import ConfigValueError, did_you_mean, refuse_value
+from flatfsdp.trainer.arguments import Task
+from flatfsdp.trainer.settings.field_types import REFERENCE
+
+__all__ = ["check_all_taken", "check_options", "made", "make", "resolve", "takes"]
+
+_MADE = ("model", "train_data", "eval_data", "objective", "tokenizer")
+
+
+def make(task: Task, name: str) -> Any:
+    """The object that the field `name` of `task` is, names or makes; functions are given those of `task.options` that
+    they take.
+
+    Raises:
+        ConfigValueError: it cannot be imported. What a function raises is raised.
+    """
+    return made(getattr(task, name), task.options, argument=name)
+
+
+def check_options(task: Task) -> None:
+    """Refuse options that no function of the task takes, and names that there are not.
+
+    Raises:
+        ConfigValueError: with the first of them.
+    """
+    found = {name: resolve(getattr(task, name), argument=name) for name in _MADE}
+    functions = {name: each for name, each in found.items() if _is_function(each)}
+    check_all_taken(task.options, functions, argument="options")
+
+
+def made(reference: Any, options: Mapping[str, Any], *, argument: str) -> Any:
+    """The object that a setting is, names or makes.
+
+    Text is resolved. A function (a method, a `functools.partial`, a class) is then called with those of `options` that
+    it takes by name; anything else is the object itself, also if it can be called, as modules can.
+
+    Raises:
+        ConfigValueError: as `resolve`. What the function raises comes as it is.
+    """
+    found = resolve(reference, argument=argument)
+    if not _is_function(found):
+        return found
+    return found(**{name: value for name, value in options.items() if takes(found, name)})
+
+
+def resolve(reference: Any, *, argument: str) -> Any:
+    """The object that a text of the form `REFERENCE` names; what is no text is returned as it is.
+
+    Modules of the current directory can be imported, as by `python -m`.
+
+    Raises:
+        ConfigValueError: there is no such module or name, with the nearest one; the import failed, with the exception
+            as its cause. Begins with `argument`.
+    """
+    if not isinstance(reference, str):
+        return reference
+    if not REFERENCE.fullmatch(reference):
+        refuse_value(argument, reference, "'package.module:name'")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return pkgutil.resolve_name(reference)
+    except ModuleNotFoundError as error:
+        name = error.name or ""
+        if not re.match(rf"{re.escape(name)}\b", reference):  # a module that the named one imports
+            raise ConfigValueError(f"{argument}: importing {reference!r} failed: {error}") from error
+        here = [path.stem for path in Path.cwd().glob("*.py")] if "." not in name else []
+        hint = f"looked in {os.getcwd()} and where Python looks. {did_you_mean(name, here)}"
+        raise ConfigValueError(f"{argument}: there is no module {name!r}; {hint}".rstrip()) from None
+    except Exception as error:
+        trace = error.__traceback__
+        if isinstance(error, AttributeError) and trace and trace.tb_next and not trace.tb_next.tb_next:
+            # Of the module or the class, not of code that the import runs.
+            name, owner = error.name or "", getattr(error.obj, "__name__", "the object")
+            there = [each for each in dir(error.obj) if each.isidentifier() and not each.startswith("_")]
+            hint = did_you_mean(name, there) or f"There are {', '.join(there) or 'no public names'}."
+            raise ConfigValueError(f"{argument}: {owner} has no {name!r}. {hint}") from None
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigValueError(f"{argument}: importing {reference!r} failed: {why}") from error
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether `function` can be given an argument `name` by its name; True where that cannot be known."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a function of an extension
+        return True
+    if name in parameters:
+        return parameters[name].kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def check_all_taken(options: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]], *, argument: str) -> None:
+    """Refuse options that none of `functions`, by their names in messages, takes.
+
+    Raises:
+        ConfigValueError: the first such option, with the nearest name.
+    """
+    for option in options:
+        if not any(takes(function, option) for function in functions.values()):
+            known = {name: None for function in functions.values() for name in inspect.signature(function).parameters}
+            hint = did_you_mean(option, known) or f"Accepted: {', '.join(known) or 'none'}."
+            raise ConfigValueError(f"{argument}: {' and '.join(functions) or 'nothing'} takes no {option!r}. {hint}")
+
+
+def _is_function(value: Any) -> bool:
+    return inspect.isroutine(value) or isinstance(value, (type, functools.partial))
