@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
-from flatfsdp.trainer.forecast import MemoryEstimate, forecast
+from flatfsdp.trainer.memory_estimate import MemoryEstimate, forecast
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.optimizers import make_optimizer
 

@@ -12,7 +12,7 @@ from flatfsdp.trainer.data_loading import Microbatch
 from flatfsdp.trainer.gradients import loss_of, weight_of
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.objectives.objectives import Objective
-from flatfsdp.trainer.stopping import StopRequest
+from flatfsdp.trainer.preemption import StopRequest
 
 
 def evaluate(

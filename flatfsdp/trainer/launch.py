@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 
 from flatfsdp import keep_host_memory
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer.stopping import in_words, is_first, meant_by
+from flatfsdp.trainer.preemption import in_words, is_first, meant_by
 from flatfsdp.trainer.terminal import say
 
 RANKS_ON_CPU = 2

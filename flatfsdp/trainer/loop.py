@@ -14,10 +14,10 @@ import flatfsdp
 from flatfsdp.trainer.data_loading import Step
 from flatfsdp.trainer.gradients import add_gradients
 from flatfsdp.trainer.optimizers import WarmupDecayLR
-from flatfsdp.trainer.pulse import MetricsReduction, StepMetrics
-from flatfsdp.trainer.ranks import LocalFailure
+from flatfsdp.trainer.preemption import in_words
+from flatfsdp.trainer.process_group import LocalFailure
 from flatfsdp.trainer.reports import MemoryFootprint, StepReport, TrainingResult
-from flatfsdp.trainer.stopping import in_words
+from flatfsdp.trainer.step_metrics import MetricsReduction, StepMetrics
 
 if TYPE_CHECKING:
     from flatfsdp.trainer.trainer import Trainer

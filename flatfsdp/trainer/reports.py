@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from flatfsdp import Stats
-from flatfsdp.trainer.sizes import sizes_in_words
-from flatfsdp.trainer.stopping import ASKED
+from flatfsdp.trainer.byte_format import sizes_in_words
+from flatfsdp.trainer.preemption import ASKED
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class TrainingResult:
         tokens_per_second: of them.
         losses: of the first and the last of them; empty where there was none.
         evaluation: the last one's metrics.
-        stopped_by: 0 for the end that was planned, `stopping.ASKED`, or a signal's number.
+        stopped_by: 0 for the end that was planned, `preemption.ASKED`, or a signal's number.
         ended_by: what ended it, in words: its steps, the data, the clock, or who stopped it.
         checkpoint: the one saved last, by this run or the one that it goes on from.
         footprint: this rank's bytes.

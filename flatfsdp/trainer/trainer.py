@@ -27,6 +27,7 @@ import torch.distributed as dist
 import flatfsdp
 from flatfsdp import ShardedGradScaler, checkpoint
 from flatfsdp.errors import ConfigValueError
+from flatfsdp.trainer.activation_memory import activations_counted
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import Callback, ProgressBar
 from flatfsdp.trainer.data_loading import Loader, evaluation
@@ -35,16 +36,15 @@ from flatfsdp.trainer.gradients import add_gradients
 from flatfsdp.trainer.instantiate import check_options, make, resolve
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.loop import Loop
-from flatfsdp.trainer.measuring import activations_counted
 from flatfsdp.trainer.model.hugging_face import files_of
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.objectives.objectives import Objective, fused, objective_for
 from flatfsdp.trainer.optimizers import WarmupDecayLR, make_optimizer, make_scheduler, options_kept, rates_told
-from flatfsdp.trainer.ranks import LocalFailure, TrainerRanks
+from flatfsdp.trainer.preemption import StopRequest
+from flatfsdp.trainer.process_group import LocalFailure, TrainerRanks
 from flatfsdp.trainer.reports import Progress, TrainingResult
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.components import Component, rng_component, seed_all, stateful_component
-from flatfsdp.trainer.stopping import StopRequest
 from flatfsdp.trainer.terminal import say
 
 _NO_END = "a dataset that does not say its length does not tell how much of the run is over: set steps or minutes"

@@ -22,7 +22,7 @@ from flatfsdp.engine.watchdog import store as board
 from flatfsdp.engine.watchdog import watchdog as watch
 from flatfsdp.engine.watchdog.watchdog import current_watch
 from flatfsdp.errors import AgreementError
-from flatfsdp.trainer.ranks import TrainerRanks
+from flatfsdp.trainer.process_group import TrainerRanks
 from tests.conftest import Run
 from tests.harness.thorough import is_thorough, seeds
 from tests.pool.test_agree import Net, step, wrap

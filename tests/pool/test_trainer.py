@@ -18,8 +18,8 @@ from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer import CausalLM, FSDPArguments, Task, Trainer, TrainingArguments
 from flatfsdp.trainer.callbacks import Callback, EarlyStop, MetricsLog, Summary, read_metrics
 from flatfsdp.trainer.demo.model import ByteTransformer
+from flatfsdp.trainer.preemption import ASKED
 from flatfsdp.trainer.reports import StepReport
-from flatfsdp.trainer.stopping import ASKED
 from tests.conftest import Run
 
 SAMPLES, BATCH = 22, 4  # the last step of an epoch is smaller

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from flatfsdp import checkpoint
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigTypeError, ConfigValueError, FlatFSDPWarning
-from flatfsdp.trainer.ranks import TrainerRanks
+from flatfsdp.trainer.process_group import TrainerRanks
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
-from flatfsdp.trainer.state.component_states import take, verify
+from flatfsdp.trainer.state.component_io import take, verify
 from flatfsdp.trainer.state.components import Component, Sharing, rng_component, stateful_component
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
-from flatfsdp.trainer.forecast import forecast, on_meta
+from flatfsdp.trainer.memory_estimate import forecast, on_meta
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.optimizers import make_optimizer
 from tests.conftest import Run

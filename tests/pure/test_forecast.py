@@ -8,7 +8,7 @@ from dataclasses import replace
 from expecttest import assert_expected_inline
 
 from flatfsdp import UnitSummary
-from flatfsdp.trainer.forecast import MemoryEstimate
+from flatfsdp.trainer.memory_estimate import MemoryEstimate
 
 GIB = 2**30
 SHARDS = 448 * 2**20

@@ -11,8 +11,8 @@ import torch
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
 from flatfsdp.trainer.data_loading import JsonLines, PadCollate, TokenWindows
-from flatfsdp.trainer.data_loading.order import SampleOrder, StepLayout, seed_of
 from flatfsdp.trainer.data_loading.packing import pack, unpack
+from flatfsdp.trainer.data_loading.sampling import SampleOrder, StepLayout, seed_of
 
 
 def steps_of(**settings: object) -> StepLayout:

@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer import launch, reports, stopping
+from flatfsdp.trainer import launch, preemption, reports
+from flatfsdp.trainer.activation_memory import activations_counted
+from flatfsdp.trainer.byte_format import size_in_words, sizes_in_words
 from flatfsdp.trainer.callbacks import EarlyStop, LossPlot, MetricsLog, ProgressBar, read_metrics
 from flatfsdp.trainer.callbacks.loss_plot import plot_loss, smoothed
 from flatfsdp.trainer.callbacks.progress import BAR, PLAIN_LINES, fitting
 from flatfsdp.trainer.launch import Placement
-from flatfsdp.trainer.measuring import activations_counted
+from flatfsdp.trainer.preemption import ASKED, StopRequest
 from flatfsdp.trainer.reports import MemoryFootprint, Progress, StepReport
-from flatfsdp.trainer.sizes import size_in_words, sizes_in_words
-from flatfsdp.trainer.stopping import ASKED, StopRequest
 
 MIB = 2**20
 
@@ -78,7 +78,7 @@ def test_a_launchers_world_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
         Placement.of(2, "cpu")
 
 
-# stopping
+# preemption
 
 
 def test_a_signal_is_a_request_and_the_second_one_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +87,9 @@ def test_a_signal_is_a_request_and_the_second_one_is_obeyed(monkeypatch: pytest.
     try:
         with stop.listening():
             signal.raise_signal(signal.SIGINT)
-            assert (stop.number, stopping.in_words(stop.number)) == (signal.SIGINT, "SIGINT")
+            assert (stop.number, preemption.in_words(stop.number)) == (signal.SIGINT, "SIGINT")
             signal.raise_signal(signal.SIGINT)  # the same one, on another way
-            monkeypatch.setattr(stopping, "ECHO_SECONDS", 0.0)
+            monkeypatch.setattr(preemption, "ECHO_SECONDS", 0.0)
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -110,12 +110,12 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
 
 def test_what_started_the_ranks_says_which_signal_was_meant(capfd: pytest.CaptureFixture[str]) -> None:
     stop = StopRequest()
-    stopping.meant_by(SimpleNamespace(value=signal.SIGINT))
+    preemption.meant_by(SimpleNamespace(value=signal.SIGINT))
     try:
         with stop.listening():
             signal.raise_signal(signal.SIGTERM)
     finally:
-        stopping.meant_by(None)
+        preemption.meant_by(None)
     assert stop.number == signal.SIGINT
     assert capfd.readouterr().err == "SIGINT: stopping after this step, saving\n"
 
@@ -123,7 +123,7 @@ def test_what_started_the_ranks_says_which_signal_was_meant(capfd: pytest.Captur
 def test_a_program_asks_and_a_signal_goes_first() -> None:
     stop = StopRequest()
     stop.ask()
-    assert (stop.number, stopping.in_words(stop.number)) == (ASKED, "the program")
+    assert (stop.number, preemption.in_words(stop.number)) == (ASKED, "the program")
     with stop.listening():
         signal.raise_signal(signal.SIGTERM)
         stop.ask()
@@ -134,10 +134,10 @@ DEAF = """
 import ctypes, importlib.util, os, signal, sys, time, types
 say = lambda text: print(text, file=sys.stderr, flush=True)
 sys.modules["flatfsdp.trainer.terminal"] = types.SimpleNamespace(say=say)  # torch need not be imported
-spec = importlib.util.spec_from_file_location("stopping", sys.argv[1])
-stopping = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(stopping)
-stopping.ECHO_SECONDS, stopping.REPORT_SECONDS, stopping.DEAF_SECONDS = 0.1, 0.2, 0.1
+spec = importlib.util.spec_from_file_location("preemption", sys.argv[1])
+preemption = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(preemption)
+preemption.ECHO_SECONDS, preemption.REPORT_SECONDS, preemption.DEAF_SECONDS = 0.1, 0.2, 0.1
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 
 def deaf():
@@ -145,7 +145,7 @@ def deaf():
     print("deaf", flush=True)
     library.pthread_mutex_lock(mutex)  # never returns, whatever signal comes
 
-with stopping.StopRequest().listening():
+with preemption.StopRequest().listening():
     if not (child := os.fork()):  # as those that read data may be
         signal.raise_signal(signal.SIGTERM)
         os._exit(0)
@@ -157,7 +157,7 @@ with stopping.StopRequest().listening():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a lock that is zeros when it is free")
 def test_a_run_in_a_call_that_never_returns_says_where_and_ends_by_the_second_signal() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", DEAF, stopping.__file__]
+    command = [sys.executable, "-W", "ignore", "-c", DEAF, preemption.__file__]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stderr is not None

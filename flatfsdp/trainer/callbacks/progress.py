@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from flatfsdp.trainer.byte_format import sizes_in_words
 from flatfsdp.trainer.callbacks.base import Callback
 from flatfsdp.trainer.reports import shown
-from flatfsdp.trainer.sizes import sizes_in_words
 from flatfsdp.trainer.terminal import columns, say
 
 if TYPE_CHECKING:

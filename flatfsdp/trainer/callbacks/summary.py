@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import flatfsdp
+from flatfsdp.trainer.byte_format import sizes_in_words
 from flatfsdp.trainer.callbacks.base import Callback
 from flatfsdp.trainer.reports import TrainingResult, shown
-from flatfsdp.trainer.sizes import sizes_in_words
 from flatfsdp.trainer.terminal import columns, say
 
 if TYPE_CHECKING:

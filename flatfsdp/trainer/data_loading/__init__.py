@@ -6,6 +6,6 @@ from .collate import PadCollate
 from .datasets import JsonLines, TokenWindows
 from .evaluation import evaluation
 from .loader import Loader, Step
-from .reading import DataError, Microbatch
+from .sample_reader import DataError, Microbatch
 
 __all__ = ["DataError", "JsonLines", "Loader", "Microbatch", "PadCollate", "Step", "TokenWindows", "evaluation"]

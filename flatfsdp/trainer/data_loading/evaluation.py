@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .loader import Loader
-from .reading import Collate, Microbatch
+from .sample_reader import Collate, Microbatch
 
 
 def evaluation(

@@ -20,14 +20,14 @@ from flatfsdp.errors import (
     ranks_in_words,
     shown,
 )
-from flatfsdp.trainer.ranks import LocalFailure
+from flatfsdp.trainer.process_group import LocalFailure
 
-from .deliveries import BatchSource, DispatchedSource, ShardedSource
-from .maps import MapParts
-from .order import DataPosition, SampleOrder, StepLayout
-from .ranks import LoadingRanks
-from .reading import Collate, Microbatch, StepPart, Weigh, weighed
-from .streams import StreamSource, stream_parts
+from .batch_sources import BatchSource, DispatchedSource, ShardedSource
+from .iterable_style import StreamSource, stream_parts
+from .map_style import MapParts
+from .process_group import LoadingRanks
+from .sample_reader import Collate, Microbatch, StepPart, Weigh, weighed
+from .sampling import DataPosition, SampleOrder, StepLayout
 
 MODES = ("sharded", "dispatch")
 

@@ -16,7 +16,7 @@ from flatfsdp.trainer.arguments import STRATEGIES, FSDPArguments
 from flatfsdp.trainer.model.hugging_face import initializer_of
 from flatfsdp.trainer.model.recomputation import recompute_units
 from flatfsdp.trainer.model.units import policy_for
-from flatfsdp.trainer.ranks import warn_for_all
+from flatfsdp.trainer.process_group import warn_for_all
 
 
 def shard(

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from flatfsdp.errors import UsageError
 from flatfsdp.trainer.model.hugging_face import is_causal, takes_input_ids, without_cache
 from flatfsdp.trainer.objectives.chunked_loss import linear_cross_entropy
-from flatfsdp.trainer.objectives.heads import NoHeadError, find_head, in_place_of_head
-from flatfsdp.trainer.ranks import warn_for_all
+from flatfsdp.trainer.objectives.lm_head import NoHeadError, find_head, in_place_of_head
+from flatfsdp.trainer.process_group import warn_for_all
 
 IGNORED = -100
 

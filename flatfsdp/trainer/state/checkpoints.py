@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 from flatfsdp import FullStateDictConfig, FullyShardedDataParallel, checkpoint
 from flatfsdp.checkpoint import Keeping, Listed, Saving
 from flatfsdp.errors import CheckpointError, few, refuse_value, warn
-from flatfsdp.trainer.ranks import TrainerRanks
-from flatfsdp.trainer.state.component_states import LocalComponentStates, as_json, choose, give, take, verify
+from flatfsdp.trainer.process_group import TrainerRanks
+from flatfsdp.trainer.state.component_io import LocalComponentStates, as_json, choose, give, take, verify
 from flatfsdp.trainer.state.components import Component, void
 
 __all__ = ["CheckpointManager", "LoadResult", "SaveResult"]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError
-from flatfsdp.trainer.ranks import TrainerRanks, node
+from flatfsdp.trainer.process_group import TrainerRanks, node
 from flatfsdp.trainer.state.components import Component, Sharing
 
 __all__ = ["ComponentSelection", "LocalComponentStates", "as_json", "choose", "give", "take", "verify"]

@@ -19,9 +19,9 @@ import flatfsdp
 from flatfsdp import UnitSummary
 from flatfsdp.errors import ConfigValueError, UsageError
 from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
+from flatfsdp.trainer.byte_format import size_in_words
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.optimizers import make_optimizer
-from flatfsdp.trainer.sizes import size_in_words
 
 __all__ = ["MemoryEstimate", "forecast", "on_meta"]
 

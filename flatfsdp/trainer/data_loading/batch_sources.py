@@ -16,11 +16,11 @@ from torch import Tensor
 
 from flatfsdp import waiting_for_ranks
 from flatfsdp.errors import AgreementError, ranks_in_words
-from flatfsdp.trainer.ranks import LocalFailure
+from flatfsdp.trainer.process_group import LocalFailure
 
 from .packing import pack, unpack
-from .ranks import LoadingRanks
-from .reading import DataError, ReadFailure, StepPart
+from .process_group import LoadingRanks
+from .sample_reader import DataError, ReadFailure, StepPart
 
 # The parts that a range of ranks has of step after step, read by this process.
 OpenParts = Callable[[range], Iterator[StepPart]]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from flatfsdp.errors import FlatFSDPError, ranks_in_words, warn
-from flatfsdp.trainer.ranks import TrainerRanks
+from flatfsdp.trainer.process_group import TrainerRanks
 
-from .reading import DataError, ReadFailure
+from .sample_reader import DataError, ReadFailure
 
 T = TypeVar("T")
 

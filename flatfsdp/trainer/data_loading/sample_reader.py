@@ -20,7 +20,7 @@ import torch
 
 from flatfsdp.errors import FlatFSDPError, few
 
-from .order import DataPosition, seed_of
+from .sampling import DataPosition, seed_of
 
 Collate = Callable[[list[Any]], Any]
 Weigh = Callable[[Any], int]

@@ -13,9 +13,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from .maps import in_processes
-from .order import DataPosition, StepLayout
-from .reading import (
+from .map_style import in_processes
+from .sample_reader import (
     Collate,
     DataError,
     Microbatch,
@@ -26,6 +25,7 @@ from .reading import (
     seed_generators,
     untouched_randomness,
 )
+from .sampling import DataPosition, StepLayout
 
 
 def stream_parts(source: StreamSource, *, workers: int) -> Iterator[StepPart]:

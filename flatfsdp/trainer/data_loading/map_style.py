@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from .order import SampleOrder, StepLayout
-from .reading import Collate, Microbatch, MicrobatchSlice, ReadFailure, SampleReader, StepPart, raise_failure
+from .sample_reader import Collate, Microbatch, MicrobatchSlice, ReadFailure, SampleReader, StepPart, raise_failure
+from .sampling import SampleOrder, StepLayout
 
 
 class MapParts:
