@@ -10,8 +10,8 @@ from torch.amp import GradScaler
 
 from .engine.base import autograd as hooks
 from .engine.comm.transport import agree_on_maximum
+from .engine.features.backward_steps import note_scaled_loss, optimizers_of
 from .engine.runtime import param_registry as registry
-from .engine.runtime.backward_steps import note_scaled_loss
 from .engine.runtime.optimizer_hooks import reset_to_idle, waiting_in
 
 
@@ -65,7 +65,7 @@ class ShardedGradScaler(GradScaler):
             each = map(self.scale, outputs)
             return type(outputs)(each) if isinstance(outputs, (list, tuple)) else each
         scaled = super().scale(outputs).to(outputs.dtype)
-        if scaled.requires_grad and any(root.backward_optimizers.all for root in registry.roots):
+        if scaled.requires_grad and any(optimizers_of(root).all for root in registry.roots):
             hooks.before_backward_of(scaled, lambda grad: note_scaled_loss())
         return scaled
 

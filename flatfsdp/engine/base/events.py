@@ -7,7 +7,7 @@ optimizer in backward steps), `end` (of a backward, unit "").
 
 [Note: observers] An *observer* is attached from outside and sees values at a few points of a step; the model knows none
 by its type. At each point are called the methods of those observers that have one there, so what nobody looks at costs
-no call.
+no call. At one point they may hand down what acts in their place: the finisher of a backward ([Note: finishers]).
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ class Observer:
 
     requested_by = ""
 
+    @property
+    def description(self) -> str:
+        """What ranks must have in common, in words; "" for nothing."""
+        return self.requested_by
+
     def step_begins(self, model: Any) -> bool:
         """An outermost forward, or a backward, of `model` is about to begin. True if methods of its units are others
         from now on: the call of the unit that runs is made again."""
@@ -92,6 +97,13 @@ class Observer:
 
     def forward_ended(self, unit: Any, output: Any, *, outermost: bool) -> None:
         """The forward of `unit` has made `output`; not where it runs again for a backward."""
+
+    def backward_reaches(self) -> None:
+        """A backward has come to a unit; may refuse it."""
+
+    def finisher(self, model: Any, *, sync: bool) -> Any:
+        """What finishes the backward of `model` that begins, None if that is no concern of this one. `sync`: whether
+        there are units that reduce."""
 
     def gradient_came(self, unit: Any, kind: int, index: int, grad: Any) -> None:
         """This rank's gradient of a whole parameter has come: that of the leaf `index` of a handle of `unit`."""
@@ -118,6 +130,8 @@ class Observers:
     step_begins: tuple[Callable[[Any], bool], ...]
     forward_begins: tuple[Callable[..., None], ...]
     forward_ended: tuple[Callable[..., None], ...]
+    backward_reaches: tuple[Callable[[], None], ...]
+    finisher: tuple[Callable[..., Any], ...]
     gradient_came: tuple[Callable[..., None], ...]
     reduced: tuple[Callable[..., None], ...]
     backward_ends: tuple[Callable[..., None], ...]
@@ -144,6 +158,11 @@ class Observers:
     def begin_step(self, model: Any) -> bool:
         """An outermost forward, or a backward, of `model` is about to begin. True if its units' methods changed."""
         return any([observe(model) for observe in self.step_begins])
+
+    @property
+    def descriptions(self) -> list[str]:
+        """What ranks must have in common, in words."""
+        return [each.description for each in self.all if each.description]
 
     @property
     def requested_by(self) -> list[str]:

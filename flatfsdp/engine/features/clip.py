@@ -12,6 +12,7 @@ import torch
 from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, refuse_type, warn
 from ..runtime import param_registry as registry
 from ..runtime.model import Root
+from .backward_steps import optimizers_of
 from .nonfinite import first_gradient, of_all_ranks
 
 
@@ -42,9 +43,9 @@ def clip_grad_norm(
     """
     if not isinstance(error_if_nonfinite, bool):
         refuse_type("error_if_nonfinite", error_if_nonfinite, "True or False")
-    if root.backward_optimizers.active:
+    if stepping := optimizers_of(root).active:
         raise UsageError(
-            f"clip_grad_norm_: {root.backward_optimizers.active[0].name} steps in backwards, so that gradients are "
+            f"clip_grad_norm_: {stepping[0].name} steps in backwards, so that gradients are "
             "gone before their norm is known. Run the backward, the clipping and the optimizer's own step() inside "
             "no_step() of what optimizer_in_backward() returned, or clip each gradient by itself, in a post-accumulate "
             "hook"

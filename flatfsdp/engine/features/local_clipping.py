@@ -27,6 +27,7 @@ from ..base.events import Observer
 from ..base.foreign_text import parse
 from ..watchdog.process_exit import at_end
 from ..watchdog.watchdog import current_watch
+from .backward_steps import optimizers_of
 from .gradient_scales import Scaling, are_apart, one_factor, tolerance
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class LocalClipping(Observer):
             return
         if self._pieces == [] or not root.agreement.peers.scope:  # nothing to compare, or nobody to compare it with
             self._due = False
-        elif not root.backward_optimizers.active:
+        elif not optimizers_of(root).active:
             self._take(root)
 
     def _take(self, root: Root) -> None:

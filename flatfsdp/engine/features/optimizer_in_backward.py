@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from ...errors import UsageError, refuse_type
-from ..runtime.backward_steps import BackwardOptimizer
 from ..runtime.model import Root
 from ..runtime.module_tree import outermost_unit
 from ..runtime.optimizer_hooks import check_parameters
 from ..runtime.rest import check_outside
 from ..state.optim.descriptions import alike
 from ..state.optim.initial_state import copy_of, own_step
+from .backward_steps import BackwardOptimizer, optimizers_of, set_optimizers
 
 
 class OptimizerInBackward:
@@ -62,10 +62,9 @@ class OptimizerInBackward:
             UsageError: inside a forward or a backward.
         """
         root = self._root()
-        if root is not None and self._backward_optimizer in root.backward_optimizers.all:
+        if root is not None and self._backward_optimizer in optimizers_of(root).all:
             check_outside(root.unit, "OptimizerInBackward.remove()")
-            root.backward_optimizers.all.remove(self._backward_optimizer)
-            root.options_changed()
+            set_optimizers(root, [each for each in optimizers_of(root).all if each is not self._backward_optimizer])
 
     def _pause(self, paused: bool) -> None:
         root = self._root()
@@ -126,7 +125,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     root = unit.root
     check_outside(unit, f"{name}()")
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for backward_optimizer in root.backward_optimizers.all:
+    for backward_optimizer in optimizers_of(root).all:
         taken = set(map(id, (p for group in backward_optimizer.optimizer.param_groups for p in group["params"])))
         if taken.intersection(map(id, held)):
             raise UsageError(
@@ -137,8 +136,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     check_parameters(optimizer)
     _check_divisible(optimizer)
     backward_optimizer = BackwardOptimizer(optimizer)
-    root.backward_optimizers.all.append(backward_optimizer)
-    root.options_changed()
+    set_optimizers(root, [*optimizers_of(root).all, backward_optimizer])
     return OptimizerInBackward(root, backward_optimizer)
 
 

@@ -31,50 +31,42 @@ class Stage(NamedTuple):
     """What a range is called and tells.
 
     Attributes:
-        of: the units that it names, by the object whose method it surrounds, and what that is given.
-        happens: whether anything is about to happen.
+        happens: whether anything is about to happen, by the object whose method it surrounds.
+        names: of the units, by that object and what the method is given.
         labels_reductions: whether the method returns reductions, which open ranges of their own.
     """
 
     stage: str
-    of: Callable[..., str]
     happens: Callable[[Any], bool] = lambda owner: True
+    names: Callable[..., Iterable[str]] = lambda unit, *args, **kwargs: (unit.name,)
     labels_reductions: bool = False
 
 
-def _name(unit: Unit, *args: Any, **kwargs: Any) -> str:
-    return unit.name or "<root>"
+def _names_of_group(owner: object, units: Sequence[Unit], **kwargs: Any) -> Iterable[str]:
+    return (unit.name for unit in units)
 
 
-def _names(units: Iterable[str]) -> str:
-    return "+".join(dict.fromkeys(name or "<root>" for name in units))
-
-
-def _names_of_units(owner: object, units: Sequence[Unit], **kwargs: Any) -> str:
-    return _names(unit.name for unit in units)
-
-
-def _names_of_parts(reduction: Reduction) -> str:
-    return _names(part.handle.name for part in reduction.parts)
+def _names_of_parts(reduction: Reduction) -> Iterable[str]:
+    return (part.handle.name for part in reduction.parts)
 
 
 STAGES_OF_UNITS: Mapping[str, Stage] = {
-    "run": Stage("forward", _name),
-    "launch_unshard": Stage("gather", _name, lambda unit: not unit.is_unsharded),
-    "wait_unshard": Stage("wait for gather", _name, lambda unit: any(h.state is GATHERING for h in unit.handles)),
-    "reshard": Stage("reshard", _name, lambda unit: not unit.is_sharded),
-    "before_backward": Stage("before backward", _name),
-    "leaf_ready": Stage("gradient", _name),
-    "reduce": Stage("reduce", _name, labels_reductions=True),
-    "finalize_grads": Stage("settle", _name, lambda unit: any(grads.expected for grads in unit.grads)),
+    "run": Stage("forward"),
+    "launch_unshard": Stage("gather", lambda unit: not unit.is_unsharded),
+    "wait_unshard": Stage("wait for gather", lambda unit: any(handle.state is GATHERING for handle in unit.handles)),
+    "reshard": Stage("reshard", lambda unit: not unit.is_sharded),
+    "before_backward": Stage("before backward"),
+    "leaf_ready": Stage("gradient"),
+    "reduce": Stage("reduce", labels_reductions=True),
+    "finalize_grads": Stage("settle", lambda unit: any(grads.expected for grads in unit.grads)),
 }
 STAGES_OF_GROUPS: Mapping[str, Stage] = {
-    "launch_coalesced": Stage("gather", _names_of_units),
-    "reduce_coalesced": Stage("reduce", _names_of_units, labels_reductions=True),
+    "launch_coalesced": Stage("gather", names=_names_of_group),
+    "reduce_coalesced": Stage("reduce", names=_names_of_group, labels_reductions=True),
 }
 STAGES_OF_REDUCTIONS: Mapping[str, Stage] = {
-    "release_input": Stage("wait for reduction", _names_of_parts, lambda reduction: not reduction.input_is_released),
-    "finish": Stage("wait for all-reduce", _names_of_parts, lambda reduction: reduction.is_under_way),
+    "release_input": Stage("wait for reduction", lambda reduction: not reduction.input_is_released, _names_of_parts),
+    "finish": Stage("wait for all-reduce", lambda reduction: reduction.is_under_way, _names_of_parts),
 }
 
 
@@ -110,7 +102,8 @@ def _in_range(owner: object, name: str, stage: Stage) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         owner = me()
-        with _range(kwargs.get("method") or stage.stage, stage.of(owner, *args, **kwargs), stage.happens(owner)):
+        names = stage.names(owner, *args, **kwargs)
+        with _range(kwargs.get("method") or stage.stage, names) if stage.happens(owner) else nullcontext():
             result = method(owner, *args, **kwargs)
         if stage.labels_reductions:
             for reduction in result:
@@ -120,11 +113,5 @@ def _in_range(owner: object, name: str, stage: Stage) -> Callable[..., Any]:
     return run
 
 
-def _range(stage: str, units: str, happens: bool) -> AbstractContextManager[Any]:
-    """A range around a stage; none where nothing `happens` in it."""
-    return record_function(f"flatfsdp::{stage} {units}") if happens else nullcontext()
-
-
-def label_for_profilers(root: Root) -> None:
-    """Label what the units of `root` do whenever somebody looks."""
-    root.observers.add(ProfilerRanges())
+def _range(stage: str, units: Iterable[str]) -> AbstractContextManager[Any]:
+    return record_function(f"flatfsdp::{stage} {'+'.join(dict.fromkeys(name or '<root>' for name in units))}")

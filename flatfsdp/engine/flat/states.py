@@ -11,7 +11,7 @@ import enum
 from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
-from ...errors import InternalError
+from ...errors import InternalError, UsageError, fail
 from ..base.events import EventLog
 
 
@@ -35,11 +35,12 @@ class Phase(enum.Enum):
     PRE_BACKWARD = "pre-backward"  # gathered for backward; its gradients are arriving
     POST_BACKWARD = "post-backward"  # every expected gradient has arrived
     SUMMONED = "summoned"
+    STEPPED = "stepped"  # an optimizer has stepped on it; nothing of its backward may touch it again
 
 
 # Names of their own: to ask an enumeration for a member takes 0.1 us in Python 3.11, and a step asks for dozens.
 SHARDED, GATHERING, UNSHARDED = ShardState
-IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD, SUMMONED = Phase
+IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD, SUMMONED, STEPPED = Phase
 
 
 SHARD_STEPS: Mapping[ShardState, frozenset[ShardState]] = {
@@ -56,7 +57,8 @@ PHASE_STEPS: Mapping[Phase, frozenset[Phase]] = {
     FORWARD: frozenset({FORWARD, IDLE, PRE_BACKWARD, POST_BACKWARD}),
     PRE_BACKWARD: frozenset({PRE_BACKWARD, POST_BACKWARD, FORWARD, IDLE}),
     # A late gradient (reentrant checkpoint, second use) opens the unit again.
-    POST_BACKWARD: frozenset({PRE_BACKWARD, FORWARD, POST_BACKWARD, IDLE}),
+    POST_BACKWARD: frozenset({PRE_BACKWARD, FORWARD, POST_BACKWARD, STEPPED, IDLE}),
+    STEPPED: frozenset({IDLE}),
     SUMMONED: frozenset({IDLE}),
 }
 
@@ -64,7 +66,18 @@ S = TypeVar("S", ShardState, Phase)
 
 
 def refuse_step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str, events: EventLog | None) -> NoReturn:
-    """Raise an `InternalError` with the end of the trace: the table does not lead from `current` to `target`."""
+    """Raise an `InternalError` with the end of the trace: the table does not lead from `current` to `target`. Or the
+    `UsageError` of a model that goes on with what was stepped."""
+    if current is STEPPED:
+        label = who if who == "<root>" else repr(who)
+        happened = "forward ran again" if target is FORWARD else "backward went on"
+        fail(
+            UsageError(
+                f"unit {label}: its {happened} after its parameters were stepped in the same backward, which no "
+                "backward before did. What this backward computes would mix weights of two steps. Step after the "
+                "backward where a model does this: call remove() of what optimizer_in_backward() returned"
+            )
+        )
     story = "; ".join(map(str, events.tail())) if events is not None else "no trace yet"
     raise InternalError(
         f"unit {who!r} cannot go from {current.value} to {target.value} (allowed: "

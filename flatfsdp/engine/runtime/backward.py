@@ -40,9 +40,9 @@ from ..flat.reduction import Reduction
 from ..flat.views import SHOWS_NOTHING
 from ..schedule.mid_backward import HalfwayTrigger
 from ..schedule.order import CheckpointRegion, ForwardRecord, GatherOrder, ReduceOrder
-from .backward_steps import BackwardOptimizer, BackwardSteps
 from .coalesced_collectives import Coalescer
 from .conditional_units import ConditionalUnits
+from .finish import Finisher
 from .model_facts import lacking_in, leave_out, parameters_of
 from .module_tree import units_in
 from .repeats import RecomputedUnits
@@ -115,7 +115,7 @@ class Backward:
         collecting: the graph task in which nothing but their arrival is to be noted of gradients; None until that is
             known.
         task: autograd's graph task, which others may run inside of.
-        steps: what optimizers do in it.
+        finisher: what becomes of reduced gradients. [Note: finishers]
     """
 
     def __init__(
@@ -127,12 +127,11 @@ class Backward:
         sync: bool,
         agreement: Agreement,
         coalescer: Coalescer,
-        optimizers: Sequence[BackwardOptimizer],
+        finisher: Finisher,
         branches: ConditionalUnits,
-        last: bool,
     ) -> None:
         """Plan it. `unreduced`: units that add their gradients up unsharded; `stays_unsharded`: those that stay whole
-        after it; `last`: whether it ends with all of its reductions."""
+        after it."""
         targets = {unit: tuple(chosen.units()) for unit in record.anchored if (chosen := unit.options.backward_targets)}
         self.record = record
         self.sync = sync
@@ -148,7 +147,6 @@ class Backward:
         self._due = self._span.due  # when gathers of the plan are
         self._halfway: HalfwayTrigger[Unit] = HalfwayTrigger()
         self._windows: dict[Unit, None] = {}  # units that await gradients and will add them up unsharded
-        self._ends_with_all = last or bool(optimizers)
         self._reduced_last: Sequence[Unit] = ()  # that may linger
         self.deferred: Sequence[Unit] = ()
         self.stays_unsharded = stays_unsharded
@@ -180,7 +178,7 @@ class Backward:
         self.collecting: int | None = None
         # Of the units before the last and of the last: their all-reduces and their inputs are in flight.
         self._in_flight = InFlightReductions(), InFlightReductions()
-        self.steps = BackwardSteps(optimizers, record.anchored)
+        self.finisher = finisher
 
     def reduces(self, unit: Unit) -> bool:
         """Whether `unit` reduces its gradients."""
@@ -357,7 +355,7 @@ class Backward:
         ):
             unused.branch()
         self._reductions.coalesce(self._coalescer.reductions)
-        if not self._ends_with_all:
+        if not self.finisher.ends_with_all:
             self._reduced_last = self._reductions.at_the_end()
         elif unused.expects and all(map(self._waits_for_all, self._reductions.outstanding())):
             unused.rely()
@@ -408,7 +406,8 @@ class Backward:
                 self.agreement.unused.before_reduction((parameters_of(unit), lacking_in(unit)) for unit in completed)
             self._in_flight = newer, InFlightReductions(group, self._coalescer.reduce(group))
             self.reduced += group
-            self._step(older)  # beside what was issued just now
+            if self.finisher.acts_early:
+                self._finish_early(older)  # beside what was issued just now
         older, newer = self._in_flight
         last = self._reductions.last
         halfway = newer.units and newer.units[-1].backward_prefetch is BACKWARD_MID
@@ -433,7 +432,8 @@ class Backward:
         older, newer = self._in_flight
         older.finish()
         newer.release_input()
-        self._step(older)
+        if self.finisher.acts_early:
+            self._finish_early(older)
 
     def _last_comes(self, *, after: Unit) -> bool:
         """Whether nothing is left to be gathered, and what was gathered last is to compute alone. [Note: half-way]"""
@@ -441,12 +441,9 @@ class Backward:
             return False
         return any(unit.reshards_after_forward for unit in self._reductions.outstanding())
 
-    def _step(self, flight: InFlightReductions) -> None:
-        """Let optimizers step on units whose gradients have been reduced, and with which this backward is through."""
-        if self.steps:
-            for unit in flight.units:
-                if self.steps.knows(unit) and unit.has_all_gradients and self.is_over_with_gradients(unit):
-                    self.steps.step(unit)
+    def _finish_early(self, flight: InFlightReductions) -> None:
+        through = [unit for unit in flight.units if unit.has_all_gradients and self.is_over_with_gradients(unit)]
+        self.finisher.reduced(through)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

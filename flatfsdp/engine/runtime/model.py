@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,15 +24,15 @@ from ..base.events import Observers
 from ..comm.comm_hook import check_all_or_none, reducers
 from ..comm.process_groups import extent_of, groups_in_words, post_forward_axis
 from ..config.arguments import has_forward
-from ..flat.deferred_grad import PendingGradients, can_defer
+from ..flat.deferred_grad import PendingGradients
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, check_left
 from ..schedule.order import ForwardOrder, ForwardRecord
 from .backward import Backward
-from .backward_steps import NO_STEPPING, BackwardOptimizers
 from .coalesced_collectives import Coalescer
 from .conditional_units import ConditionalUnits
 from .device_checks import check_placed, check_registered
+from .finish import DeferLast, Finisher
 from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
 from .model_facts import (
@@ -66,7 +66,6 @@ class Root:
         is_last_backward: whether backwards end with all of their reductions. [Note: awaited]
         depth: forwards of units that run, one in the other.
         weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
-        backward_optimizers: optimizers that step in backwards. [Note: stepping]
         coalescer: which units share their collectives.
         observers: who looks on. [Note: observers]
     """
@@ -87,7 +86,6 @@ class Root:
         self.gradient_flow = GradientFlow()
         self.persistent_params = PersistentParams()
         self.coalescer = Coalescer(most=settings.join_units_below)
-        self.backward_optimizers = BackwardOptimizers()
         self.conditional_units = ConditionalUnits()
         self.accumulators = GradAccumulators()
         self.observers = Observers()
@@ -243,9 +241,7 @@ class Root:
                 f"{words} in {'all units' if len(labels) == everywhere else ', '.join(labels)}"
                 for words, labels in sorted(found.items())
             ]
-            if self.backward_optimizers.active:
-                reported.append(self.backward_optimizers.description)
-            reported += self.observers.requested_by
+            reported += self.observers.descriptions
             self._schedule_description = "; ".join(reported)
         return self._schedule_description
 
@@ -487,8 +483,8 @@ class Root:
 
     def begin_backward(self) -> Backward:
         """The backward that runs; the first sign of it plans it."""
-        if self.backward_optimizers.all:
-            self.backward_optimizers.check_backward()
+        for observe in self.observers.backward_reaches:
+            observe()
         if self.backward is not None:
             self.backward.double = self.backward.double or torch.is_grad_enabled()
             return self.backward
@@ -519,9 +515,8 @@ class Root:
             sync=sync,
             agreement=self.agreement,
             coalescer=self.coalescer,
-            optimizers=self.backward_optimizers.active,
+            finisher=self._finisher(sync=sync),
             branches=self.conditional_units,
-            last=self.is_last_backward or bool(self.observers.backward_ends),
         )
         backward.double = torch.is_grad_enabled()
         self.observers.begin_step(self)
@@ -543,6 +538,13 @@ class Root:
                 backward.expect(unit)
         backward.join_reductions()
         return backward
+
+    def _finisher(self, *, sync: bool) -> Finisher:
+        """What finishes the backward that begins."""
+        made = [found for make in self.observers.finisher if (found := make(self, sync=sync)) is not None]
+        if made or self.is_last_backward or self.observers.backward_ends:
+            return made[0] if made else Finisher()
+        return DeferLast(self.agreement, self.accumulators)
 
     def _check_backward(self, trained: dict[Unit, Flags], *, reduces: bool) -> None:
         post_forward = tuple(
@@ -595,7 +597,7 @@ class Root:
                 self._finish(backward)
         except BaseException as error:
             if self.backward is None:  # what failed comes too late for `fail_backward`
-                backward.steps.warn_of_steps_taken(self.units)
+                backward.finisher.backward_failed(self.units)
             if isinstance(error, RuntimeError):
                 self.agreement.explain(error)
             raise
@@ -614,18 +616,9 @@ class Root:
         for unit in self.units:
             unit.reset_to_idle(keep_unsharded=backward is not None and unit in backward.stays_unsharded)
         self.resources.streams.await_downloads()
-        stepping = backward.steps if backward is not None else NO_STEPPING
-        steps = bool(stepping)
-        deferred = backward.deferred if backward is not None else ()
-        awaited = [unit for unit in deferred if self._can_defer_gradients(unit)]
-        finished = []
-        for unit in self.units:
-            if steps:
-                stepping.step(unit, earlier=backward is not None and backward.sync and unit.completes)
-            elif unit not in awaited and (complete := unit.finalize_grads()):
-                finished.append((unit, complete))
-        if awaited:
-            self._defer_gradients(awaited)
+        finisher = backward.finisher if backward is not None else Finisher()
+        finished = finisher.backward_ended(self.units, backward.deferred if backward is not None else ())
+        self._deferred_grads = finisher.pending
         self.resources.limiter.free_all()
         self._failed = False
         self.agreement.rest()
@@ -637,22 +630,6 @@ class Root:
         if backward is not None:
             for observe in self.observers.backward_ended:
                 observe(backward)
-
-    def _can_defer_gradients(self, unit: Unit) -> bool:
-        """Whether nobody looks at gradients of `unit` but by reading `.grad`, which can be made to wait."""
-        return all(map(can_defer, unit.parameters)) and self.accumulators.expects_gradients.isdisjoint(unit.handles)
-
-    def _defer_gradients(self, units: Sequence[Unit]) -> None:
-        """Give `units` the gradients that are reduced still. [Note: awaited]"""
-        finishes = [finish for unit in units for finish in unit.finalize_grads_later()]
-        agreement = self.agreement  # in a circle with what awaits, a root would live until the collector comes
-
-        def finish() -> None:
-            with agreement.waiting("the reductions of a backward that was not the last"):
-                for each in finishes:
-                    each()
-
-        self._deferred_grads = PendingGradients([parameter for unit in units for parameter in unit.parameters], finish)
 
     def wait_for_gradients(self) -> None:
         """Wait for what the last backward left to be reduced, if it did."""
@@ -673,7 +650,7 @@ class Root:
         self._failed = True
         self._name_used_at_rest()
         self._stop_sharing()
-        backward.steps.warn_of_steps_taken(self.units)
+        backward.finisher.backward_failed(self.units)
         self.agreement.publish_abandoned(None)
         self.agreement.rest()
         lost = [unit.label for unit in self.units if unit.rollback()]

@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...errors import UsageError
 from ..flat.flat_param import FlatParameter
 from . import param_registry as registry
-from .backward_steps import is_at_work
 from .model import Root
 
 
@@ -31,6 +30,7 @@ class _CheckedOptimizer(NamedTuple):
     models: tuple[weakref.ref[Root], ...]
 
 
+_at_work: torch.optim.Optimizer | None = None
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _CheckedOptimizer] = weakref.WeakKeyDictionary()
 _installed = False
 
@@ -42,6 +42,22 @@ def guard_optimizers() -> None:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
+
+
+def is_at_work(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is the engine that steps `optimizer`, in a backward."""
+    return optimizer is _at_work
+
+
+@contextmanager
+def engine_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, the engine steps `optimizer`, in a backward."""
+    global _at_work
+    _at_work = optimizer
+    try:
+        yield
+    finally:
+        _at_work = None
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -23,7 +23,7 @@ from ..base.nested_tensors import cast_floating, map_tensors, move, tensors_in
 from ..comm.comm_hook import left_to_average
 from ..flat.buffer_casting import cast_buffers
 from ..flat.flat_param import FlatParamHandle
-from ..flat.states import FORWARD, IDLE, POST_BACKWARD, PRE_BACKWARD, SUMMONED, UNSHARDED
+from ..flat.states import FORWARD, IDLE, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_GUARDED, SHOWS_UNSHARDED, ParamRef, check_exposed, check_unwritten, keep_packed
 from ..schedule.order import ForwardPass
 from .gradient_counter import GradientCounter
@@ -213,8 +213,6 @@ class Unit(UnitData):
     ) -> tuple[ForwardCall | None, tuple[Any, ...], dict[str, Any]]:
         if recomputing and any(grads.arrived for grads in self.grads):
             self.single_use = False  # parameters are read after their gradients have come
-        if recomputing and root.backward is not None:
-            root.backward.steps.check_not_stepped(self, "its forward ran again")
         self.enter_phase(FORWARD)
         if outermost:
             self._forget_autocast(root)
@@ -481,7 +479,8 @@ class Unit(UnitData):
         backward = root.begin_backward()
         if self.completed and (self.backward_finished or self._is_done_reading(backward)):
             return
-        backward.steps.check_not_stepped(self, "its backward began again")
+        if self.phase is STEPPED:
+            self.enter_phase(PRE_BACKWARD)  # which the table refuses, before anything is gathered
         if call is not None and call.finished_in_task is not None and call.finished_in_task == _torch.graph_task():
             call = None
             if self.expects_gradients and not (self.is_unsharded or backward.has_yet_to_gather(self)):
@@ -622,7 +621,8 @@ class Unit(UnitData):
         grads.arrive(index, grad.detach() if grad.requires_grad else grad)
         del grad  # moved, or collected: what follows may take memory
         if self.completed:
-            backward.steps.check_not_stepped(self, "a gradient came")
+            if self.phase is STEPPED:
+                self.enter_phase(PRE_BACKWARD)
             self._expect(backward)  # a late one: a second reduction, at the end of the backward
         else:
             grads.let_collect(backward.collecting)

@@ -31,7 +31,7 @@ from ...flat.flat_param import FlatParamHandle
 from ...layout.contiguous_runs import ParamInShard, find_runs
 from ...layout.layout import Span
 from ...runtime import param_registry as registry
-from ...runtime.backward_steps import is_at_work
+from ...runtime.optimizer_hooks import is_at_work
 from .state import PLAIN, FusedRun, Pieces, State, States, StepCounts, is_number
 
 _GRAD, _DTYPE, _PARAMS = attrgetter("grad"), attrgetter("dtype"), itemgetter("params")

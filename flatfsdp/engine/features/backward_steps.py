@@ -9,8 +9,8 @@ after the backward, and computes the same numbers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,32 +18,23 @@ from torch import nn
 from ...errors import UsageError, fail, few
 from ..agreement.once_per_job import warn_once_per_job
 from ..base import _torch
+from ..base.events import Observer
+from ..flat.states import STEPPED
 from ..flat.views import SHOWS_SHARD
-from .unit import Unit
+from ..runtime.finish import Finished, Finisher
+from ..runtime.optimizer_hooks import engine_steps
+from ..runtime.unit import Unit
 
-_at_work: torch.optim.Optimizer | None = None
+if TYPE_CHECKING:
+    from ..runtime.model import Root
+
 _scaled = -1  # the last graph task that began with a scaled loss
-
-
-def is_at_work(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is the engine that steps `optimizer`, in a backward."""
-    return optimizer is _at_work
 
 
 def note_scaled_loss() -> None:
     """The backward that runs is that of a loss that was scaled."""
     global _scaled
     _scaled = _torch.graph_task()
-
-
-@contextmanager
-def _working(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    global _at_work
-    _at_work = optimizer
-    try:
-        yield
-    finally:
-        _at_work = None
 
 
 class BackwardOptimizer:
@@ -84,7 +75,7 @@ class BackwardOptimizer:
             for group, members in zip(groups, chosen, strict=True):
                 group["params"] = members
             self.optimizer.param_groups = [group for group in groups if group["params"]]
-            with _working(self.optimizer):
+            with engine_steps(self.optimizer):
                 self.optimizer.step()
         finally:
             for group, params in zip(groups, everything, strict=True):
@@ -95,15 +86,17 @@ class BackwardOptimizer:
                 parameter.grad = None
 
 
-class BackwardOptimizers:
-    """The optimizers of one model that step in its backwards.
+class BackwardOptimizers(Observer):
+    """The optimizers of one model that step in its backwards; attached to the model as long as there are any.
 
     Attributes:
         all: also those that are paused.
     """
 
-    def __init__(self) -> None:
-        self.all: list[BackwardOptimizer] = []
+    requested_by = "optimizer_in_backward()"
+
+    def __init__(self, *optimizers: BackwardOptimizer) -> None:
+        self.all = optimizers
 
     @property
     def active(self) -> tuple[BackwardOptimizer, ...]:
@@ -112,10 +105,14 @@ class BackwardOptimizers:
 
     @property
     def description(self) -> str:
-        """What ranks must have in common, in words; "" for none."""
+        """Who steps."""
         return " and ".join(f"{each.name} steps in backwards" for each in self.active)
 
-    def check_backward(self) -> None:
+    def finisher(self, model: Root, *, sync: bool) -> StepInBackward | None:
+        """What steps in the backward that begins, if anybody does."""
+        return StepInBackward(model, self.active, sync=sync) if self.active else None
+
+    def backward_reaches(self) -> None:
         """Refuse a backward, which runs now, that nobody can step in."""
         if not self.active:
             return
@@ -138,39 +135,59 @@ class BackwardOptimizers:
         )
 
 
-class BackwardSteps:
-    """The steps of one backward.
+def optimizers_of(root: Root) -> BackwardOptimizers:
+    """The optimizers that step in backwards of `root`; with none, where there are none."""
+    found = (each for each in root.observers.all if isinstance(each, BackwardOptimizers))
+    return next(found, BackwardOptimizers())
 
-    Attributes:
-        stepped: the units that were stepped; nothing may touch them again in this backward.
-    """
 
-    def __init__(self, optimizers: Sequence[BackwardOptimizer], units: Iterable[Unit]) -> None:
-        """`units` take part in the backward. Falsy without `optimizers`."""
+def set_optimizers(root: Root, optimizers: Sequence[BackwardOptimizer]) -> None:
+    """Let these step in backwards of `root`, and no others."""
+    root.observers.remove(optimizers_of(root))
+    if optimizers:
+        root.observers.add(BackwardOptimizers(*optimizers))
+    root.options_changed()
+
+
+class StepInBackward(Finisher):
+    """Steps on reduced gradients: what was stepped on has the phase `STEPPED` for the rest of its backward."""
+
+    acts_early = True
+
+    def __init__(self, model: Root, optimizers: Sequence[BackwardOptimizer], *, sync: bool) -> None:
+        """`sync`: whether the backward has units that reduce."""
         self._optimizers = optimizers
+        self._sync = sync
+        self._streams = model.resources.streams
+        self._observers, self._accumulators = model.observers, model.accumulators
         # Whatever this backward still shows: late gradients come late. Units of branches come in any order.
-        known = [unit for unit in units if unit.single_use and unit.options.schedule.branch is None]
-        self._known = frozenset(known) if optimizers else frozenset()
-        self.stepped: dict[Unit, None] = {}
+        self._come_once = frozenset(
+            unit for unit in model.record.anchored if unit.single_use and unit.options.schedule.branch is None
+        )
+        self._stepped: dict[Unit, None] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._optimizers)
+    def reduced(self, units: Iterable[Unit]) -> None:
+        """Steps on those of which an earlier backward has shown that their gradients come once."""
+        for unit in units:
+            if unit in self._come_once and unit not in self._stepped:
+                self._step(unit)
+                if unit in self._stepped:
+                    unit.enter_phase(STEPPED)
 
-    def knows(self, unit: Unit) -> bool:
-        """Whether an earlier backward has shown that gradients of `unit` come once."""
-        return unit in self._known
+    def backward_ended(self, units: Iterable[Unit], under_way: Sequence[Unit]) -> Finished:
+        """Steps on the others, and on what earlier backwards left, to which this one adds none."""
+        for unit in units:
+            if unit not in self._stepped:
+                self._step(unit, earlier=self._sync and unit.completes)
+        return []  # whose hooks ran before the steps
 
-    def step(self, unit: Unit, *, earlier: bool = False) -> None:
-        """Make the reduced gradients of `unit` a step, if they are complete and were not that before. `earlier`: and
-        those that earlier backwards left, to which this one adds none.
+    def _step(self, unit: Unit, *, earlier: bool = False) -> None:
+        """Make the reduced gradients of `unit` a step, if they are complete; `earlier`: and those that were there.
 
         Postcondition: what its leaves show is as it was.
         """
-        if unit in self.stepped:
-            return
-        root = unit.root
-        root.resources.streams.await_downloads()
-        for observe in root.observers.reduced:
+        self._streams.await_downloads()
+        for observe in self._observers.reduced:
             observe(unit)
         modes = [views.mode for views in unit.views]
         for views in unit.views:
@@ -181,10 +198,10 @@ class BackwardSteps:
             has_gradient = (any(each.grad is not None for each in handle.steppable) for handle in unit.handles)
             handles = [*itertools.compress(unit.handles, has_gradient)]
         if complete:
-            self.stepped[unit] = None
+            self._stepped[unit] = None
             unit.record_event("step")
             unit.run_user_hooks(complete)
-            root.accumulators.run(complete)
+            self._accumulators.run(complete)
         if handles:
             parameters = [parameter for handle in handles for parameter in handle.steppable]
             for optimizer in self._optimizers:
@@ -196,22 +213,11 @@ class BackwardSteps:
         for views, mode in zip(unit.views, modes, strict=True):
             views.show(mode)
 
-    def check_not_stepped(self, unit: Unit, what: str) -> None:
-        """Refuse `what` happens to `unit` in this backward if it was stepped already."""
-        if unit in self.stepped:
-            fail(
-                UsageError(
-                    f"unit {unit.label}: {what} after its parameters were stepped in the same backward, which no "
-                    "backward before did. What this backward computes would mix weights of two steps. Step after the "
-                    "backward where a model does this: call remove() of what optimizer_in_backward() returned"
-                )
-            )
-
-    def warn_of_steps_taken(self, units: Sequence[Unit]) -> None:
-        """A backward over `units` failed: which of them were stepped cannot be undone."""
-        if self.stepped:
-            labels = [unit.label for unit in units if unit in self.stepped]
-            rest = [unit.label for unit in units if unit not in self.stepped]
+    def backward_failed(self, units: Sequence[Unit]) -> None:
+        """Steps cannot be undone: warns of those that were taken."""
+        if self._stepped:
+            labels = [unit.label for unit in units if unit in self._stepped]
+            rest = [unit.label for unit in units if unit not in self._stepped]
             warn_once_per_job(
                 f"a backward failed after the optimizer had stepped {len(labels)} of {len(units)} units "
                 f"({few(labels)}); a step cannot be undone. The others ({few(rest) or 'none'}) have the parameters and "
@@ -219,6 +225,3 @@ class BackwardSteps:
                 "with the next batch",
                 names_rank=True,
             )
-
-
-NO_STEPPING = BackwardSteps((), ())
