@@ -6,7 +6,6 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +16,8 @@ from flatfsdp.trainer.optimizers import WarmupDecayLR
 from flatfsdp.trainer.preemption import in_words
 from flatfsdp.trainer.process_group import LocalFailure
 from flatfsdp.trainer.reports import MemoryFootprint, StepReport, TrainingResult
+from flatfsdp.trainer.run import Run
 from flatfsdp.trainer.step_metrics import MetricsReduction, StepMetrics
-
-if TYPE_CHECKING:
-    from flatfsdp.trainer.trainer import Trainer
 
 SETTLING_STEPS = 2  # these also agree on layouts and order; what a step holds and sends shows the one after them
 
@@ -44,7 +41,7 @@ class Loop:
         stopped_by: 0, or who asked all ranks to stop ([Note: stopping]).
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Run) -> None:
         self._trainer = trainer
         self._planned = trainer.planned_steps()
         self._before = trainer.progress.copy()  # what runs before this one did

@@ -4,20 +4,14 @@
 position in the data, progress, random numbers of each rank, callbacks. A run that goes on takes the samples that come
 next in the order of the whole run, whatever number of ranks there are now. On as many ranks as before it does exactly
 what it would have done; on another number sums are made in another order, and random numbers start anew.
-
-[Note: failing alone] Where all ranks raise, each has its exception. Where one raises alone, in a callback, an optimizer
-or a scheduler, it takes part in the next exchange that there is in any case, and says so in it: all raise then, without
-one more exchange per step. In an objective it may have left the others in the middle of a model: they hear of it from
-the engine (`flatfsdp.failing_together`), and those that nothing wakes end their process.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +24,17 @@ from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.activation_memory import activations_counted
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import Callback, ProgressBar
-from flatfsdp.trainer.data_loading import Loader, evaluation
-from flatfsdp.trainer.evaluation import evaluate
+from flatfsdp.trainer.data_loading import Loader
 from flatfsdp.trainer.gradients import add_gradients
 from flatfsdp.trainer.instantiate import check_options, make, resolve
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.loop import Loop
 from flatfsdp.trainer.model.hugging_face import files_of
 from flatfsdp.trainer.model.sharding import shard
-from flatfsdp.trainer.objectives.objectives import Objective, fused, objective_for
+from flatfsdp.trainer.objectives.objectives import fused, objective_for
 from flatfsdp.trainer.optimizers import WarmupDecayLR, make_optimizer, make_scheduler, options_kept, rates_told
-from flatfsdp.trainer.preemption import StopRequest
-from flatfsdp.trainer.process_group import LocalFailure, TrainerRanks
 from flatfsdp.trainer.reports import Progress, TrainingResult
+from flatfsdp.trainer.run import Run, planned_steps
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.components import Component, rng_component, seed_all, stateful_component
 from flatfsdp.trainer.terminal import say
@@ -50,31 +42,18 @@ from flatfsdp.trainer.terminal import say
 _NO_END = "a dataset that does not say its length does not tell how much of the run is over: set steps or minutes"
 
 
-class Trainer:
+class Trainer(Run):
     """Trains a task under FSDP.
 
     Sharding happens here, before the optimizer is built on what is left of the parameters. Collective, as are all
     methods: every rank makes a trainer of the same task and settings. Where there is no process group yet it is made:
-    of the launcher's ranks, or of this process alone.
+    of the launcher's ranks, or of this process alone. Its attributes are those of `Run`.
 
     Args:
         task: model, data and what belongs to them.
         training, fsdp: how to train and how to shard.
         callbacks: called in this order; as many, of the same kinds, on every rank. A `ProgressBar` comes before them,
             unless there is one, or `training.progress` is off.
-
-    Attributes:
-        world: where this rank stands.
-        parameters: elements of the model's parameters, as it was before it was sharded.
-        model: the wrapper; optimizer: on its parameters; scheduler: of its learning rates.
-        scaler: of losses, where gradients are fp16; objective: whose loss is trained on; loader: of the samples.
-        progress: how far the run is.
-        metrics: of the last evaluation; checkpoint: saved last, or the one that the run goes on from.
-        aside: where what this run has set aside is: a branch later checkpoints, and any run the logs of others (known
-            to the rank that leads).
-        written: what callbacks have written besides, by a name for people; of the rank that leads.
-        stop: whether this rank was asked to stop.
-        output: the run's folder: checkpoints `step-...`, and what callbacks write.
 
     Raises:
         ConfigValueError, ConfigTypeError: settings that contradict one another, or this machine.
@@ -88,67 +67,40 @@ class Trainer:
         *,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.task = task
-        self.training = training = TrainingArguments() if training is None else training
-        self.fsdp = FSDPArguments() if fsdp is None else fsdp
+        training = TrainingArguments() if training is None else training
+        fsdp = FSDPArguments() if fsdp is None else fsdp
         shows = training.progress and not any(isinstance(each, ProgressBar) for each in callbacks)
-        self.callbacks = (ProgressBar(), *callbacks) if shows else tuple(callbacks)
-        self.world = RankContext.join(training.device)
-        self.output = Path(training.output)
-        self.progress = Progress()
-        self.stop = StopRequest()
-        self._tell: Callable[[BaseException], None] = lambda error: None
-        self._ranks = TrainerRanks()
+        callbacks = (ProgressBar(), *callbacks) if shows else tuple(callbacks)
+        world = RankContext.join(training.device)
         with flatfsdp.failing_together("making the trainer"):
-            check_run(training, task, self.fsdp)
+            check_run(training, task, fsdp)
             check_options(task)
             seed_all(training.seed)  # the same weights on all ranks, whatever draws them
             plain = make(task, "model")
-            self.parameters = sum(parameter.numel() for parameter in plain.parameters())
-            self._files = files_of(plain, make(task, "tokenizer"))
+            parameters = sum(parameter.numel() for parameter in plain.parameters())
+            files = files_of(plain, make(task, "tokenizer"))
             # A model that was made elsewhere has whatever values each rank drew for it.
-            fsdp = dataclasses.replace(
-                self.fsdp, sync_module_states=self.fsdp.sync_module_states or plain is task.model
-            )
-            self.model = shard(plain, fsdp, device=self.world.device)
-            self.objective: Objective = make(task, "objective") or objective_for(plain)
+            synced = dataclasses.replace(fsdp, sync_module_states=fsdp.sync_module_states or plain is task.model)
+            model = shard(plain, synced, device=world.device)
+            objective = make(task, "objective") or objective_for(plain)
             if training.fused_loss:
-                self.objective = fused(self.objective, self.model)
-            self.optimizer = make_optimizer(self.model, training)
-            self.scaler = ShardedGradScaler(self.world.device.type, enabled=self.fsdp.scales_losses)
-            self._collate = resolve(task.collate, argument="collate")
-            self._eval_data = make(task, "eval_data")
-            self.loader = Loader(
-                make(task, "train_data"),
-                batch=training.batch,
-                accumulate=training.accumulate,
-                global_batch=training.global_batch,
-                collate=self._collate,
-                weigh=self.objective.weight,
-                shuffle=training.shuffle,
-                seed=training.seed,
-                epochs=1 if training.is_unlimited else training.epochs,
-                drop_last=training.drop_last,
-                mode=training.data_mode,
-                workers=training.workers,
-            )
-            self.scheduler = make_scheduler(self.optimizer, training, self.planned_steps())
-            self.manager = CheckpointManager(
-                self.output,
-                keep_last=training.keep_last,
-                keep_best=training.keep_best,
-                best_by=training.best_by,
-                best_mode=training.best_mode,
-                asynchronous=training.save_async,
-                format=training.save_format,
-                per_node=training.save_on_each_node,
-            )
-            self.metrics: dict[str, float] = {}
-            self.checkpoint: Path | None = None
-            self.aside: Path | None = None
-            self.written: dict[str, Path] = {}
-            self._saved_at = -1  # step
-            seed_all(training.seed + 1 + self.world.rank)  # dropout differs between ranks
+                objective = fused(objective, model)
+            optimizer = make_optimizer(model, training)
+            scaler = ShardedGradScaler(world.device.type, enabled=fsdp.scales_losses)
+            collate, eval_data = resolve(task.collate, argument="collate"), make(task, "eval_data")
+            loader = _loader(task, training, collate=collate, weigh=objective.weight)
+            scheduler = make_scheduler(optimizer, training, planned_steps(training, loader))
+            progress = Progress()
+            states: dict[str, Any] = {"progress": progress, "scheduler": scheduler, "data": loader}
+            components = [stateful_component(name, each) for name, each in states.items()]
+            components += _optional_components(scaler, callbacks, training.seed)
+            super().__init__(
+                task=task, training=training, fsdp=fsdp, callbacks=callbacks, world=world, output=training.output,
+                parameters=parameters, model=model, objective=objective, optimizer=optimizer, scaler=scaler,
+                scheduler=scheduler, loader=loader, eval_data=eval_data, collate=collate, manager=_manager(training),
+                components=components, files=files, progress=progress,
+            )  # fmt: skip
+            seed_all(training.seed + 1 + world.rank)  # dropout differs between ranks
 
     def train(self) -> TrainingResult:
         """Train to the end that the settings give, from the checkpoint that they name, if they do.
@@ -165,7 +117,7 @@ class Trainer:
                 to train on, or no end that the course of the learning rate could know of.
         """
         looking = flatfsdp.detect_nonfinite(self.model) if self.training.detect_nonfinite else nullcontext()
-        with flatfsdp.failing_together("training") as self._tell:
+        with flatfsdp.failing_together("training") as self.report:
             with self.stop.listening(), looking:
                 self._check_folder()
                 self.resume()
@@ -208,20 +160,11 @@ class Trainer:
             raise ConfigValueError(f"resume: got 'best', but {self.output} has no checkpoint yet")
         kept = options_kept(self.optimizer, self.training)
         with kept, rates_told(self.scheduler, leads=self.world.leads):
-            self.manager.load(path, model=self.model, optimizer=self.optimizer, components=self._components())
+            self.manager.load(path, model=self.model, optimizer=self.optimizer, components=self.components)
         if isinstance(self.scheduler, WarmupDecayLR):
             # The loader's global batch is the checkpoint's now, and this run may be longer than the one that saved it.
             self.scheduler.follow(steps=self.planned_steps(), done=self.time_over)
-        self.checkpoint, self._saved_at = path, self.progress.step
-
-    @property
-    def begins(self) -> bool:
-        """Whether this run is the first of its folder, and goes on from no checkpoint there."""
-        return self.checkpoint is None or self.checkpoint.absolute().parent != self.manager.folder
-
-    def shown(self, path: Path) -> str:
-        """`path`, in the words of the settings where it is in the run's folder."""
-        return str(self.output / path.name if path.parent == self.manager.folder else path)
+        self.checkpoint, self.saved_at = path, self.progress.step
 
     def _say_from_where(self) -> None:
         if not self.world.leads or self.training.resume is None:
@@ -230,34 +173,6 @@ class Trainer:
             say(f"resume: no checkpoint in {self.output} yet, a new run begins")
         else:
             say(f"resume: from {self.shown(self.checkpoint)}, after step {self.progress.step:,}")
-
-    def evaluate(self) -> dict[str, float]:
-        """Mean loss over the data to evaluate on, and the tokens in it; empty where there is none, or when the run was
-        asked to stop meanwhile. Callbacks learn of it, and the next checkpoint has it."""
-        return self._evaluate()[0]
-
-    def evaluate_once(self) -> int:
-        """Evaluate what has not been evaluated since the last step; 0, or who asked to stop meanwhile."""
-        return self._evaluate()[1] if self.progress.evaluated < self.progress.step else 0
-
-    def _evaluate(self) -> tuple[dict[str, float], int]:
-        if self._eval_data is None:
-            return {}, 0
-        training = self.training
-        batches = evaluation(
-            self._eval_data,
-            batch=training.batch,
-            collate=self._collate,
-            limit=training.eval_batches,
-            mode=training.data_mode,
-            workers=training.workers,
-        )
-        metrics, stopped_by = evaluate(self.model, batches, self.objective, world=self.world, stop=self.stop)
-        if metrics:
-            self.metrics, self.progress.evaluated = metrics, self.progress.step
-            self._saved_at = -1  # a checkpoint of this step is without the metrics
-            self.call("on_evaluation", metrics)
-        return metrics, stopped_by
 
     def measure(self) -> int:
         """Take forwards and backwards of the next step's samples, which are consumed then, and forget the gradients.
@@ -276,25 +191,6 @@ class Trainer:
             dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 
-    def save(self) -> Path:
-        """Save a checkpoint of this step into the run's folder, and remove those that need not stay."""
-        saved = self.manager.save(
-            self.progress.step,
-            model=self.model,
-            optimizer=self.optimizer,
-            components=self._components(),
-            metrics=self.metrics if self.progress.evaluated == self.progress.step else {},
-            files=self._files,
-        )
-        self.checkpoint, self._saved_at = saved.path, self.progress.step
-        self.call("on_save", saved.path, saved.stall_seconds)
-        return saved.path
-
-    def save_once(self) -> None:
-        """Save where there is no checkpoint of all that is known after the last step."""
-        if self._saved_at < self.progress.step:
-            self.save()
-
     def export(self, folder: str | Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> None:
         """Write the model, with its configuration and tokenizer where it has them, as a folder that `from_pretrained`
         of transformers loads; floating-point values as `dtype`.
@@ -303,56 +199,7 @@ class Trainer:
             CheckpointError: on every rank: it could not be written; there is something, and without `overwrite`, or it
                 is no export.
         """
-        checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite, files=self._files)
-
-    def ask_to_stop(self) -> None:
-        """End the run within three steps, on all ranks, as a signal would; any rank may ask."""
-        self.stop.ask()
-
-    def call(self, event: str, *values: Any) -> None:
-        """Call the method `event` of all callbacks.
-
-        Raises:
-            Exception: what one of them raised here; AgreementError, with the rank and its exception, on the others.
-        """
-        self.share(self.attempt_callbacks(event, *values))
-
-    def attempt_callbacks(self, event: str, *values: Any) -> LocalFailure | None:
-        """The same without an exchange: what one of them raised, which is to be shared."""
-        for callback in self.callbacks:
-            work = partial(getattr(callback, event), self, *values)
-            if failure := self.attempt(f"{type(callback).__name__}.{event}", work):
-                return failure
-        return None
-
-    def attempt(self, doing: str, work: Callable[[], object]) -> LocalFailure | None:
-        """Do `work`; what it raised, which is to be shared."""
-        try:
-            work()
-        except Exception as error:
-            self._tell(error)
-            return LocalFailure(doing, error)
-        return None
-
-    def share(self, failure: LocalFailure | None) -> None:
-        """Go on where no rank has a `failure`. Collective.
-
-        Raises:
-            Exception: this rank's own; AgreementError on the others.
-        """
-        self._ranks.share(failure)
-
-    def planned_steps(self) -> int | None:
-        """How many steps the run has in all; None where only time or the data ends it."""
-        limits = [] if self.training.steps is None else [self.training.steps]
-        if self.loader.steps_left is not None:
-            limits.append(self.progress.step + self.loader.steps_left)
-        return min(limits, default=None)
-
-    @property
-    def time_over(self) -> float:
-        """The share of `training.minutes` that is over, as of the last step that has arrived; 0 without that limit."""
-        return self.progress.seconds / 60 / self.training.minutes if self.training.minutes is not None else 0.0
+        checkpoint.export_safetensors(self.model, folder, dtype=dtype, overwrite=overwrite, files=self.files)
 
     def _check_folder(self) -> None:
         """Refuse to begin a run among the checkpoints of another: a path that leads elsewhere begins one, too, and a
@@ -381,20 +228,44 @@ class Trainer:
             if training.scheduler != "constant":
                 training.refuse("scheduler", f"{_NO_END}, or scheduler='constant'")
 
-    def _components(self) -> list[Component]:
-        """What a run is beside its model and optimizer. Random numbers come last: loading the others may draw some."""
-        components = [
-            stateful_component("progress", self.progress),
-            stateful_component("scheduler", self.scheduler),
-            stateful_component("data", self.loader),
-        ]
-        if self.scaler.is_enabled():  # another one has no state, and takes none
-            components.append(stateful_component("scaler", self.scaler, required=False))
-        names: Counter[str] = Counter()  # of its kind the first, the second, ...: other kinds may come and go
-        for callback in self.callbacks:
-            if type(callback).state_dict is not Callback.state_dict:  # empty as yet or not: it may be full when saved
-                kind = type(callback).__name__
-                components.append(stateful_component(f"callback.{kind}.{names[kind]}", callback, required=False))
-                names[kind] += 1
-        components.append(rng_component(self.training.seed))
-        return components
+
+def _loader(task: Task, training: TrainingArguments, **functions: Any) -> Loader:
+    return Loader(
+        make(task, "train_data"),
+        batch=training.batch,
+        accumulate=training.accumulate,
+        global_batch=training.global_batch,
+        shuffle=training.shuffle,
+        seed=training.seed,
+        epochs=1 if training.is_unlimited else training.epochs,
+        drop_last=training.drop_last,
+        mode=training.data_mode,
+        workers=training.workers,
+        **functions,
+    )
+
+
+def _manager(training: TrainingArguments) -> CheckpointManager:
+    return CheckpointManager(
+        training.output,
+        keep_last=training.keep_last,
+        keep_best=training.keep_best,
+        best_by=training.best_by,
+        best_mode=training.best_mode,
+        asynchronous=training.save_async,
+        format=training.save_format,
+        per_node=training.save_on_each_node,
+    )
+
+
+def _optional_components(scaler: ShardedGradScaler, callbacks: Sequence[Callback], seed: int) -> Iterator[Component]:
+    """What a checkpoint may lack. Random numbers come last: loading the others may draw some."""
+    if scaler.is_enabled():  # another one has no state, and takes none
+        yield stateful_component("scaler", scaler, required=False)
+    names: Counter[str] = Counter()  # of its kind the first, the second, ...: other kinds may come and go
+    for callback in callbacks:
+        if type(callback).state_dict is not Callback.state_dict:  # empty as yet or not: it may be full when saved
+            kind = type(callback).__name__
+            yield stateful_component(f"callback.{kind}.{names[kind]}", callback, required=False)
+            names[kind] += 1
+    yield rng_component(seed)

@@ -94,7 +94,7 @@ def test_with_torch_alone_it_names_the_extra_and_parts_of_the_trainer_work(tmp_p
     program = """if True:
         import runpy, sys
         sys.modules["pydantic"] = None
-        import flatfsdp.trainer.callbacks, flatfsdp.trainer.data_loading, flatfsdp.trainer.launch
+        import flatfsdp.trainer.data_loading, flatfsdp.trainer.launch
         from flatfsdp.trainer import CausalLM
         from flatfsdp.trainer.state import checkpoints, components
         try:

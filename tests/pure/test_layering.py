@@ -211,14 +211,6 @@ engine/runtime/gradient_counter: engine/runtime/unit
 engine/runtime/persistent_params: engine/runtime/model
 engine/runtime/unit: engine/runtime/backward engine/runtime/model
 engine/runtime/unit_data: engine/runtime/model engine/runtime/unit
-trainer/callbacks/base: trainer/trainer
-trainer/callbacks/early_stop: trainer/trainer
-trainer/callbacks/loss_plot: trainer/trainer
-trainer/callbacks/metrics_log: trainer/trainer
-trainer/callbacks/progress: trainer/trainer
-trainer/callbacks/sample_text: trainer/trainer
-trainer/callbacks/summary: trainer/trainer
-trainer/loop: trainer/trainer
 """
 
 
@@ -375,6 +367,7 @@ TRAINER_ROWS = (
     "objectives data_loading state memory_estimate",
     "gradients activation_memory generate reports",
     "step_metrics evaluation",
+    "run",
     "callbacks",
     "loop",
     "trainer",

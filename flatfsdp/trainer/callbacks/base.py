@@ -6,14 +6,12 @@ import shutil
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from flatfsdp.trainer.reports import StepReport, TrainingResult
+from flatfsdp.trainer.run import Run
 from flatfsdp.trainer.state.checkpoints import ASIDE
 from flatfsdp.trainer.terminal import say
-
-if TYPE_CHECKING:
-    from flatfsdp.trainer.reports import StepReport, TrainingResult
-    from flatfsdp.trainer.trainer import Trainer
 
 
 class Callback:
@@ -24,19 +22,19 @@ class Callback:
     What one raises on a rank ends the run on all: the others raise an `AgreementError` that says so.
     """
 
-    def on_begin(self, trainer: Trainer) -> None:
+    def on_begin(self, trainer: Run) -> None:
         """Before the first step, after a checkpoint was loaded."""
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step(self, trainer: Run, report: StepReport) -> None:
         """After a step, when its numbers have arrived: often during the next one."""
 
-    def on_evaluation(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """After an evaluation."""
 
-    def on_save(self, trainer: Trainer, path: Path, stall_seconds: float) -> None:
+    def on_save(self, trainer: Run, path: Path, stall_seconds: float) -> None:
         """After a checkpoint was begun; training waited for it so long. An asynchronous one is complete later."""
 
-    def on_end(self, trainer: Trainer, result: TrainingResult) -> None:
+    def on_end(self, trainer: Run, result: TrainingResult) -> None:
         """After the last step, its evaluation and its checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,7 +45,7 @@ class Callback:
         """Take back what `state_dict` gave."""
 
 
-def keep_earlier(trainer: Trainer, name: str) -> None:
+def keep_earlier(trainer: Run, name: str) -> None:
     """Keep what another run has written as `name` into the run's folder, where this one will write it: in a folder
     `aside-<number>`. By the rank that leads, in `on_begin`; a run that goes on after its last checkpoint keeps writing.
     """

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from flatfsdp.trainer.trainer import Trainer
+from flatfsdp.trainer.run import Run
 
 
 class EarlyStop(Callback):
@@ -35,7 +33,7 @@ class EarlyStop(Callback):
         self._best = math.inf
         self._since = 0
 
-    def on_evaluation(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         if self._by not in metrics:
             raise ConfigValueError(f"EarlyStop: no metric {self._by!r} in an evaluation; there are {sorted(metrics)}")
         value = self._sign * metrics[self._by]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatfsdp.trainer.callbacks.base import Callback, keep_earlier
 from flatfsdp.trainer.callbacks.metrics_log import NAME, read_metrics
-
-if TYPE_CHECKING:
-    from flatfsdp.trainer.reports import TrainingResult
-    from flatfsdp.trainer.trainer import Trainer
+from flatfsdp.trainer.reports import TrainingResult
+from flatfsdp.trainer.run import Run
 
 PICTURE = "loss.png"
 
@@ -25,11 +23,11 @@ class LossPlot(Callback):
     Without matplotlib a line in the log says how to get it.
     """
 
-    def on_begin(self, trainer: Trainer) -> None:
+    def on_begin(self, trainer: Run) -> None:
         if trainer.world.leads:
             keep_earlier(trainer, PICTURE)
 
-    def on_end(self, trainer: Trainer, result: TrainingResult) -> None:
+    def on_end(self, trainer: Run, result: TrainingResult) -> None:
         if trainer.world.leads:
             try:
                 plot_loss(read_metrics(trainer.output / NAME), trainer.output / PICTURE)

@@ -6,13 +6,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from flatfsdp.trainer.callbacks.base import Callback, keep_earlier
-
-if TYPE_CHECKING:
-    from flatfsdp.trainer.reports import Progress, StepReport, TrainingResult
-    from flatfsdp.trainer.trainer import Trainer
+from flatfsdp.trainer.reports import Progress, StepReport, TrainingResult
+from flatfsdp.trainer.run import Run
 
 NAME = "metrics.jsonl"
 
@@ -45,7 +43,7 @@ class MetricsLog(Callback):
         self._every = every
         self._file: TextIO | None = None
 
-    def on_begin(self, trainer: Trainer) -> None:
+    def on_begin(self, trainer: Run) -> None:
         if not trainer.world.leads:
             return
         path = trainer.output / NAME
@@ -58,17 +56,17 @@ class MetricsLog(Callback):
         self._file = path.open("a", encoding="utf-8", buffering=1)
         trainer.written["metrics"] = path
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step(self, trainer: Run, report: StepReport) -> None:
         if report.step % self._every == 0:
             self._write(report.row())
 
-    def on_evaluation(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         self._write({"step": trainer.progress.step, **metrics})
 
-    def on_save(self, trainer: Trainer, path: Path, stall_seconds: float) -> None:
+    def on_save(self, trainer: Run, path: Path, stall_seconds: float) -> None:
         self._write({"step": trainer.progress.step, "checkpoint": path.name, "stall_seconds": stall_seconds})
 
-    def on_end(self, trainer: Trainer, result: TrainingResult) -> None:
+    def on_end(self, trainer: Run, result: TrainingResult) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatfsdp.trainer.byte_format import sizes_in_words
 from flatfsdp.trainer.callbacks.base import Callback
-from flatfsdp.trainer.reports import shown
+from flatfsdp.trainer.reports import MemoryFootprint, StepReport, TrainingResult, shown
+from flatfsdp.trainer.run import Run
 from flatfsdp.trainer.terminal import columns, say
-
-if TYPE_CHECKING:
-    from flatfsdp.trainer.reports import MemoryFootprint, StepReport, TrainingResult
-    from flatfsdp.trainer.trainer import Trainer
 
 PLAIN_LINES = 20  # lines of a run whose output is not a terminal
 BAR = 23  # columns: percentage, bar, hours, minutes and seconds that remain, what stands between, and one to spare
@@ -29,10 +26,10 @@ class ProgressBar(Callback):
         self._lines: int | None = None
         self._bar: Any = None
 
-    def on_begin(self, trainer: Trainer) -> None:
+    def on_begin(self, trainer: Run) -> None:
         self._lines = None
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step(self, trainer: Run, report: StepReport) -> None:
         if not trainer.world.leads:
             return
         done = min(report.done, 1.0)
@@ -46,12 +43,12 @@ class ProgressBar(Callback):
             self._lines = int(done * PLAIN_LINES)
             print(f"{done:4.0%} {text}; per rank {report.footprint}", file=sys.stderr, flush=True)
 
-    def on_evaluation(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         if trainer.world.leads:
             values = ", ".join(f"{name} {shown(value)}" for name, value in metrics.items())
             say(f"step {trainer.progress.step}: {values}")
 
-    def on_end(self, trainer: Trainer, result: TrainingResult) -> None:
+    def on_end(self, trainer: Run, result: TrainingResult) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None

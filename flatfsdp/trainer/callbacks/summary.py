@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,10 +12,8 @@ import flatfsdp
 from flatfsdp.trainer.byte_format import sizes_in_words
 from flatfsdp.trainer.callbacks.base import Callback
 from flatfsdp.trainer.reports import TrainingResult, shown
+from flatfsdp.trainer.run import Run
 from flatfsdp.trainer.terminal import columns, say
-
-if TYPE_CHECKING:
-    from flatfsdp.trainer.trainer import Trainer
 
 HANGING: dict[str, Any] = {"subsequent_indent": " " * 14, "break_long_words": False, "break_on_hyphens": False}
 
@@ -26,11 +24,11 @@ class Summary(Callback):
     The last of the callbacks: the facts name what the others have written.
     """
 
-    def on_begin(self, trainer: Trainer) -> None:
+    def on_begin(self, trainer: Run) -> None:
         if trainer.world.leads:
             say(f"{flatfsdp.summary(trainer.model, compact=True)}\n\n{self.plan(trainer)}", sys.stdout)
 
-    def on_end(self, trainer: Trainer, result: TrainingResult) -> None:
+    def on_end(self, trainer: Run, result: TrainingResult) -> None:
         facts = self.facts(trainer, result)
         if trainer.world.leads:
             width = columns(sys.stdout) or 10_000
@@ -38,7 +36,7 @@ class Summary(Callback):
             say("\n".join(["summary", *lines]), sys.stdout)
 
     @staticmethod
-    def plan(trainer: Trainer) -> str:
+    def plan(trainer: Run) -> str:
         """Until when the run trains, and where it writes."""
         training, planned = trainer.training, trainer.planned_steps()
         limits = [] if planned is None else [f"step {planned:,}"]
@@ -46,7 +44,7 @@ class Summary(Callback):
         return f"until {' or '.join(limits) or 'the data end'}, into {trainer.output}"
 
     @staticmethod
-    def facts(trainer: Trainer, result: TrainingResult) -> dict[str, str]:
+    def facts(trainer: Run, result: TrainingResult) -> dict[str, str]:
         """The lines, by name."""
         world, dtype = trainer.world, trainer.fsdp.param_dtype
         sent = ", ".join(

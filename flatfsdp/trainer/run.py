@@ -1,0 +1,201 @@
+"""A run of training, as callbacks and the loop know it: its parts, how far it is, and what can be done at any step.
+
+[Note: failing alone] Where all ranks raise, each has its exception. Where one raises alone, in a callback, an optimizer
+or a scheduler, it takes part in the next exchange that there is in any case, and its failure is part of that: all raise
+then, without one more exchange per step. In an objective it may have left the others in the middle of a model: the
+engine reports it to them (`flatfsdp.failing_together`), and those that nothing wakes end their process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from flatfsdp import FullyShardedDataParallel, ShardedGradScaler
+from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
+from flatfsdp.trainer.data_loading import Loader, evaluation
+from flatfsdp.trainer.data_loading.sample_reader import Collate
+from flatfsdp.trainer.evaluation import evaluate
+from flatfsdp.trainer.launch import RankContext
+from flatfsdp.trainer.objectives.objectives import Objective
+from flatfsdp.trainer.preemption import StopRequest
+from flatfsdp.trainer.process_group import LocalFailure, TrainerRanks
+from flatfsdp.trainer.reports import Progress
+from flatfsdp.trainer.state.checkpoints import CheckpointManager
+from flatfsdp.trainer.state.components import Component
+
+
+@dataclass(eq=False)
+class Run:
+    """A run. Its methods are collective, but for `ask_to_stop`, `attempt` and `attempt_callbacks`.
+
+    Attributes:
+        task, training, fsdp: what is trained, how, and how it is sharded.
+        callbacks: in the order in which they are called.
+        world: where this rank stands.
+        output: the run's folder: checkpoints `step-...`, and what callbacks write.
+        parameters: elements of the model's parameters, as it was before it was sharded.
+        model: the wrapper; optimizer: on its parameters; scheduler: of its learning rates.
+        scaler: of losses, where gradients are fp16; objective: whose loss is trained on; loader: of the samples.
+        eval_data, collate: what is evaluated on, None for nothing; what makes microbatches, None for torch's.
+        manager: of the checkpoints; components: what they hold besides model and optimizer; files: writes small files
+            beside the weights, None for none.
+        progress: how far the run is.
+        metrics: of the last evaluation; checkpoint: saved last, or the one that the run goes on from.
+        saved_at: the step of a checkpoint that has all that is known after it; -1 for none.
+        aside: where what this run has set aside is: a branch later checkpoints, and any run the logs of others (known
+            to the rank that leads).
+        written: what callbacks have written besides, by a name for people; of the rank that leads.
+        stop: whether this rank was asked to stop.
+        report: takes an exception of this rank's to the others, while `flatfsdp.failing_together`.
+    """
+
+    task: Task
+    training: TrainingArguments
+    fsdp: FSDPArguments
+    callbacks: Sequence[Any]
+    world: RankContext
+    output: Path
+    parameters: int
+    model: FullyShardedDataParallel
+    objective: Objective
+    optimizer: Optimizer
+    scaler: ShardedGradScaler
+    scheduler: LRScheduler
+    loader: Loader
+    eval_data: Any
+    collate: Collate | None
+    manager: CheckpointManager
+    components: Sequence[Component]
+    files: Callable[[Path], None] | None
+    progress: Progress
+    metrics: dict[str, float] = field(default_factory=dict)
+    checkpoint: Path | None = None
+    saved_at: int = -1
+    aside: Path | None = None
+    written: dict[str, Path] = field(default_factory=dict)
+    stop: StopRequest = field(default_factory=StopRequest)
+    report: Callable[[BaseException], None] = lambda error: None
+    ranks: TrainerRanks = field(default_factory=TrainerRanks)
+
+    # --- how far it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def begins(self) -> bool:
+        """Whether this run is the first of its folder, and goes on from no checkpoint there."""
+        return self.checkpoint is None or self.checkpoint.absolute().parent != self.manager.folder
+
+    @property
+    def time_over(self) -> float:
+        """The share of `training.minutes` that is over, as of the last step that has arrived; 0 without that limit."""
+        return self.progress.seconds / 60 / self.training.minutes if self.training.minutes is not None else 0.0
+
+    def planned_steps(self) -> int | None:
+        """How many steps the run has in all; None where only time or the data ends it."""
+        return planned_steps(self.training, self.loader, self.progress.step)
+
+    def shown(self, path: Path) -> str:
+        """`path`, in the words of the settings where it is in the run's folder."""
+        return str(self.output / path.name if path.parent == self.manager.folder else path)
+
+    # --- what can be done ---------------------------------------------------------------------------------------------
+
+    def ask_to_stop(self) -> None:
+        """End the run within three steps, on all ranks, as a signal would; any rank may ask."""
+        self.stop.ask()
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss over the data to evaluate on, and the tokens in it; empty where there is none, or when the run was
+        asked to stop meanwhile. Callbacks get it, and the next checkpoint has it."""
+        return self._evaluate()[0]
+
+    def evaluate_once(self) -> int:
+        """Evaluate what has not been evaluated since the last step; 0, or who asked to stop meanwhile."""
+        return self._evaluate()[1] if self.progress.evaluated < self.progress.step else 0
+
+    def _evaluate(self) -> tuple[dict[str, float], int]:
+        if self.eval_data is None:
+            return {}, 0
+        training = self.training
+        batches = evaluation(
+            self.eval_data,
+            batch=training.batch,
+            collate=self.collate,
+            limit=training.eval_batches,
+            mode=training.data_mode,
+            workers=training.workers,
+        )
+        metrics, stopped_by = evaluate(self.model, batches, self.objective, world=self.world, stop=self.stop)
+        if metrics:
+            self.metrics, self.progress.evaluated = metrics, self.progress.step
+            self.saved_at = -1  # a checkpoint of this step is without the metrics
+            self.call("on_evaluation", metrics)
+        return metrics, stopped_by
+
+    def save(self) -> Path:
+        """Save a checkpoint of this step into the run's folder, and remove those that need not stay."""
+        saved = self.manager.save(
+            self.progress.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            components=self.components,
+            metrics=self.metrics if self.progress.evaluated == self.progress.step else {},
+            files=self.files,
+        )
+        self.checkpoint, self.saved_at = saved.path, self.progress.step
+        self.call("on_save", saved.path, saved.stall_seconds)
+        return saved.path
+
+    def save_once(self) -> None:
+        """Save where there is no checkpoint of all that is known after the last step."""
+        if self.saved_at < self.progress.step:
+            self.save()
+
+    # --- callbacks, and failures of one rank --------------------------------------------------------------------------
+
+    def call(self, event: str, *values: Any) -> None:
+        """Call the method `event` of all callbacks.
+
+        Raises:
+            Exception: what one of them raised here; AgreementError, with the rank and its exception, on the others.
+        """
+        self.share(self.attempt_callbacks(event, *values))
+
+    def attempt_callbacks(self, event: str, *values: Any) -> LocalFailure | None:
+        """The same without an exchange: what one of them raised, which is to be shared."""
+        for callback in self.callbacks:
+            work = partial(getattr(callback, event), self, *values)
+            if failure := self.attempt(f"{type(callback).__name__}.{event}", work):
+                return failure
+        return None
+
+    def attempt(self, doing: str, work: Callable[[], object]) -> LocalFailure | None:
+        """Do `work`; what it raised, which is to be shared."""
+        try:
+            work()
+        except Exception as error:
+            self.report(error)
+            return LocalFailure(doing, error)
+        return None
+
+    def share(self, failure: LocalFailure | None) -> None:
+        """Go on where no rank has a `failure`.
+
+        Raises:
+            Exception: this rank's own; AgreementError on the others.
+        """
+        self.ranks.share(failure)
+
+
+def planned_steps(training: TrainingArguments, loader: Loader, step: int = 0) -> int | None:
+    """How many steps a run has in all that stands after `step`; None where only time or the data ends it."""
+    limits = [] if training.steps is None else [training.steps]
+    if loader.steps_left is not None:
+        limits.append(step + loader.steps_left)
+    return min(limits, default=None)
