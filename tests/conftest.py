@@ -28,6 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     sharing.register(config)
     thorough.register(config)
+    config.addinivalue_line(
+        "markers", "ranks(world, fn, *args, of=[], in_folder=False, **kwargs): the job of `tests.harness.fresh`"
+    )
     # FutureWarning is an error by the settings in pyproject.toml; this is the other form that torch uses.
     config.addinivalue_line("filterwarnings", r"error::DeprecationWarning:torch\.distributed")
 
@@ -68,3 +71,24 @@ def pool3(run: Run) -> Run:
 def pool4(run: Run) -> Run:
     """``pool4(fn, *args)`` on four ranks."""
     return partial(run, 4)
+
+
+@pytest.fixture(scope="module")
+def _started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    from tests.harness import fresh
+
+    own = [item for item in request.session.items if item.path == request.path]
+    with fresh.started(own, tmp_path_factory.mktemp("ranks")) as jobs:
+        yield jobs
+
+
+@pytest.fixture
+def outcomes(request: pytest.FixtureRequest, _started: dict[str, Any]) -> list[Any]:
+    """How the ranks of the job ended that the test's mark names: `tests.harness.fresh.Outcome` of each."""
+    return _started[request.node.nodeid].outcomes.result()
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, _started: dict[str, Any]) -> Path:
+    """The folder of that job."""
+    return _started[request.node.nodeid].folder

@@ -103,6 +103,7 @@ def told_to_all(outcomes: list[fresh.Outcome]) -> str:
     return messages.pop()
 
 
+@pytest.mark.ranks(2, part, of=["case"], timeout=LIMIT)
 @pytest.mark.parametrize(
     ("case", "told"),
     [
@@ -137,11 +138,11 @@ def told_to_all(outcomes: list[fresh.Outcome]) -> str:
         ),
     ],
 )
-def test_ranks_part(case: str, told: str) -> None:
+def test_ranks_part(outcomes: list[fresh.Outcome], case: str, told: str) -> None:
     begun = 2 if case == "a value's shape" or "rank 0" in case else 3  # there the third iteration has not begun
     remedy = REMEDY if case == "another order" else ""
     expected = f"ranks part ways in step {begun}: {told}{PARTING}{remedy}"
-    assert told_to_all(fresh.run(2, part, case, timeout=LIMIT)) == expected
+    assert told_to_all(outcomes) == expected
 
 
 class Aside(Net):
@@ -181,6 +182,7 @@ def reach(rank: int, world: int, usual: str, accumulates: bool, net: type[Net] =
             (output if reaches else aside).sum().backward()
 
 
+@pytest.mark.ranks(2, reach, of=["usual"], accumulates=False, timeout=LIMIT)
 @pytest.mark.parametrize(
     ("usual", "told"),
     [
@@ -195,33 +197,32 @@ def reach(rank: int, world: int, usual: str, accumulates: bool, net: type[Net] =
         ),
     ],
 )
-def test_one_backward_reaches_no_parameter(usual: str, told: str) -> None:
-    outcomes = fresh.run(2, reach, usual, accumulates=False, timeout=LIMIT)
+def test_one_backward_reaches_no_parameter(outcomes: list[fresh.Outcome], usual: str, told: str) -> None:
     assert told_to_all(outcomes).startswith(f"ranks part ways in step 4: {told}.")
 
 
-def test_so_it_is_where_that_backward_waits_for_a_frozen_unit() -> None:
+@pytest.mark.ranks(2, reach, "parameters", accumulates=False, net=Behind, join_units_below=0, timeout=LIMIT)
+def test_so_it_is_where_that_backward_waits_for_a_frozen_unit(outcomes: list[fresh.Outcome]) -> None:
     """Which the others gather when they have reduced, with that rank, what it does not reach."""
-    outcomes = fresh.run(2, reach, "parameters", accumulates=False, net=Behind, join_units_below=0, timeout=LIMIT)
     told = "rank 0 went on in a backward; rank 1 ended a backward that computed no gradient of a parameter"
     assert told_to_all(outcomes).startswith(f"ranks part ways in step 4: {told}.")
 
 
-def test_so_it_is_where_that_backward_accumulates() -> None:
-    outcomes = fresh.run(2, reach, "parameters", accumulates=True, timeout=LIMIT)
+@pytest.mark.ranks(2, reach, "parameters", accumulates=True, timeout=LIMIT)
+def test_so_it_is_where_that_backward_accumulates(outcomes: list[fresh.Outcome]) -> None:
     told = "rank 0 began a training forward at unit <root>; rank 1 ended a backward that computed no gradient of a "
     assert told_to_all(outcomes).startswith(f"ranks part ways in step 4: {told}parameter.")
 
 
-def test_so_it_is_where_nothing_is_trained_and_that_backward_gathers_less() -> None:
-    outcomes = fresh.run(2, reach, "parameters", accumulates=False, net=Frozen, join_units_below=0, timeout=LIMIT)
+@pytest.mark.ranks(2, reach, "parameters", accumulates=False, net=Frozen, join_units_below=0, timeout=LIMIT)
+def test_so_it_is_where_nothing_is_trained_and_that_backward_gathers_less(outcomes: list[fresh.Outcome]) -> None:
     told = "rank 1 ended a backward that computed no gradient of a parameter, and gathered 'blocks.2'"
     assert told_to_all(outcomes) == f"ranks part ways in step 4: rank 0 went on in a backward; {told}{PARTING}"
 
 
-def test_one_of_three_parts() -> None:
+@pytest.mark.ranks(3, part, "skips a unit", timeout=LIMIT)
+def test_one_of_three_parts(outcomes: list[fresh.Outcome]) -> None:
     told = "ranks 0, 1 entered unit 'blocks.1'; rank 2 entered unit 'blocks.2'"
-    outcomes = fresh.run(3, part, "skips a unit", timeout=LIMIT)
     assert told_to_all(outcomes) == f"ranks part ways in step 3: {told}{PARTING}{REMEDY}"
     for outcome in outcomes[:2]:  # their wait ended with the error, not by force
         assert "AgreementError" in (outcome.error or ""), outcome
@@ -239,8 +240,9 @@ def stay(rank: int, world: int) -> None:
                 time.sleep(0.1)
 
 
-def test_a_wait_that_nothing_ends_is_ended_by_force() -> None:
-    outcome = fresh.run(2, stay, timeout=LIMIT)[0]
+@pytest.mark.ranks(2, stay, timeout=LIMIT)
+def test_a_wait_that_nothing_ends_is_ended_by_force(outcomes: list[fresh.Outcome]) -> None:
+    outcome = outcomes[0]
     assert outcome.exit_code == 1
     assert "AgreementError: ranks part ways in step 3" in outcome.output
     assert outcome.error is None, "it was not the exception that ended it"
@@ -251,8 +253,9 @@ def raise_uncaught(rank: int, world: int) -> None:
     step(model, fail_at=2 if rank == 1 else None)
 
 
-def test_a_rank_that_dies_of_its_own_exception_is_named_by_the_others() -> None:
-    waiting, dying = fresh.run(2, raise_uncaught, timeout=LIMIT)
+@pytest.mark.ranks(2, raise_uncaught, timeout=LIMIT)
+def test_a_rank_that_dies_of_its_own_exception_is_named_by_the_others(outcomes: list[fresh.Outcome]) -> None:
+    waiting, dying = outcomes
     assert "ValueError: out of luck" in (dying.error or "")
     # Which of its two notes is found first depends on how long it takes to die of it.
     told = (
@@ -272,8 +275,8 @@ def wrap_differently(rank: int, world: int) -> None:
         step(wrap(Net()))
 
 
-def test_ranks_that_wrap_over_different_ranks() -> None:
-    outcomes = fresh.run(4, wrap_differently, timeout=LIMIT)
+@pytest.mark.ranks(4, wrap_differently, timeout=LIMIT)
+def test_ranks_that_wrap_over_different_ranks(outcomes: list[fresh.Outcome]) -> None:
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code not in (0, None), (rank, outcome)
     for rank in (0, 1):
@@ -294,9 +297,10 @@ def leave(rank: int, world: int, destroys: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("destroys", [False, True])
-def test_a_program_ends_quietly_with_a_model_alive(destroys: bool) -> None:
+@pytest.mark.ranks(2, leave, of=["destroys"], timeout=LIMIT)
+def test_a_program_ends_quietly_with_a_model_alive(outcomes: list[fresh.Outcome], destroys: bool) -> None:
     """Threads end with the process group at the latest: those who count them after it find none."""
-    for outcome in fresh.run(2, leave, destroys, timeout=LIMIT):
+    for outcome in outcomes:
         assert outcome.result == ([] if destroys else ["flatfsdp watch", "flatfsdp watch's clock"])
         assert outcome.exit_code == 0
         assert outcome.output == ""
@@ -317,11 +321,12 @@ def flip(rank: int, world: int, in_pattern: bool) -> None:
 
 
 @pytest.mark.parametrize("in_pattern", [False, True])
-def test_a_parameter_that_one_rank_freezes_is_an_error_on_all(in_pattern: bool) -> None:
+@pytest.mark.ranks(2, flip, of=["in_pattern"], timeout=LIMIT)
+def test_a_parameter_that_one_rank_freezes_is_an_error_on_all(outcomes: list[fresh.Outcome], in_pattern: bool) -> None:
     # In the pattern it is the step in which all others train the second player.
     trains, freezes = (1, 0) if in_pattern else (0, 1)
     told = f"Parameter 'first.weight' requires a gradient on rank {trains}, and none on rank {freezes}. Set"
-    for outcome in fresh.run(2, flip, in_pattern, timeout=LIMIT):
+    for outcome in outcomes:
         assert outcome.exit_code == 1
         assert told in f"{outcome.error}{outcome.output}"
 
@@ -335,8 +340,9 @@ def skip(rank: int, world: int) -> None:
         model.zero_grad()
 
 
-def test_a_unit_that_one_rank_does_not_run_is_not_taken_for_a_frozen_one() -> None:
-    for outcome in fresh.run(2, skip, timeout=LIMIT):
+@pytest.mark.ranks(2, skip, timeout=LIMIT)
+def test_a_unit_that_one_rank_does_not_run_is_not_taken_for_a_frozen_one(outcomes: list[fresh.Outcome]) -> None:
+    for outcome in outcomes:
         assert outcome.exit_code == 1
         told = f"{outcome.error}{outcome.output}"
         assert "All ranks must run the same units" in told and "requires a gradient" not in told

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -67,16 +65,10 @@ def alone(rank: int, world: int, name: str) -> None:
         step(setting.model)
 
 
-@pytest.fixture(scope="module")
-def runs() -> Iterator[dict[str, Future[list[fresh.Outcome]]]]:
-    """All cases, three at a time: most of their seconds pass in waiting."""
-    with ThreadPoolExecutor(3) as three:
-        yield {name: three.submit(fresh.run, 2, alone, name, timeout=LIMIT) for name in EVERY}
-
-
+@pytest.mark.ranks(2, alone, of=["name"], timeout=LIMIT)
 @pytest.mark.parametrize("name", EVERY)
-def test_one_rank_calls_and_the_others_train(runs: dict[str, Future[list[fresh.Outcome]]], name: str) -> None:
-    for rank, outcome in enumerate(runs[name].result()):
+def test_one_rank_calls_and_the_others_train(outcomes: list[fresh.Outcome], name: str) -> None:
+    for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code == 1, outcome
         assert re.search(r"^\[flatfsdp, rank \d\] AgreementError: |AgreementError: ", outcome.output, re.MULTILINE), (
             rank

@@ -43,8 +43,9 @@ def state(rank: int, number: float) -> dict[str, Any]:
     return {f"part{rank}": torch.full((100,), number), "shared": torch.full((3,), number)}
 
 
-def save_and_die(rank: int, world: int, path: str) -> float:
+def save_and_die(rank: int, world: int, folder: str) -> float:
     dist.init_process_group("gloo")
+    path = f"{folder}/x"
     checkpoint.save(path, model=state(rank, 1.0))
     start = time.monotonic()
     try:
@@ -56,19 +57,23 @@ def save_and_die(rank: int, world: int, path: str) -> float:
     raise AssertionError("the save came to an end without one of its ranks")
 
 
-def test_a_killed_rank_ends_the_save_of_all_and_costs_no_checkpoint(tmp_path: Path) -> None:
-    survivor, killed = fresh.run(2, save_and_die, str(tmp_path / "x"))
+@pytest.mark.ranks(2, save_and_die, in_folder=True)
+def test_a_killed_rank_ends_the_save_of_all_and_costs_no_checkpoint(
+    outcomes: list[fresh.Outcome], folder: Path
+) -> None:
+    survivor, killed = outcomes
     assert killed.exit_code == -signal.SIGKILL
     assert survivor.error is None and survivor.result < 40.0, survivor.error
     parts = {"part0": torch.zeros(100), "part1": torch.zeros(100), "shared": torch.zeros(3)}
-    checkpoint.load(tmp_path / "x", model=parts)
+    checkpoint.load(folder / "x", model=parts)
     assert all(torch.equal(value, torch.ones_like(value)) for value in parts.values())
-    checkpoint.save(tmp_path / "x", model=parts, overwrite=True)  # what the killed one left is cleared up
-    assert {each.name for each in tmp_path.iterdir()} == {"x"}
+    checkpoint.save(folder / "x", model=parts, overwrite=True)  # what the killed one left is cleared up
+    assert {each.name for each in folder.iterdir()} == {"x"}
 
 
-def save_and_die_at(rank: int, world: int, path: str, victim: int, moment: int) -> str:
+def save_and_die_at(rank: int, world: int, folder: str, victim: int, moment: int) -> str:
     dist.init_process_group("gloo")
+    path = f"{folder}/x"
     checkpoint.save(path, model=state(rank, 1.0))
     try:
         with through(Fatal(moment, early=True) if rank == victim else Disk()):
@@ -79,26 +84,26 @@ def save_and_die_at(rank: int, world: int, path: str, victim: int, moment: int) 
 
 
 # The first rank acts on folders and has the lock, the other one only writes its file.
+@pytest.mark.ranks(2, save_and_die_at, in_folder=True, of=["victim", "moment"])
 @pytest.mark.parametrize(
     ("victim", "moment"),
     [(0, moment) for moment in (range(60) if is_thorough() else (13,))]
     + [(1, moment) for moment in (range(8) if is_thorough() else ())],
 )
 def test_whichever_rank_is_killed_and_when_a_good_checkpoint_is_there(
-    tmp_path: Path, monkeypatch: Any, victim: int, moment: int
+    outcomes: list[fresh.Outcome], folder: Path, monkeypatch: Any, victim: int, moment: int
 ) -> None:
     monkeypatch.setattr(lock, "EMPTY", 0.5)
-    outcomes = fresh.run(2, save_and_die_at, str(tmp_path / "x"), victim, moment)
     if outcomes[victim].exit_code != -signal.SIGKILL:
         assert is_thorough(), "the save has fewer operations"
     parts = {"part0": torch.zeros(100), "part1": torch.zeros(100), "shared": torch.zeros(3)}
-    checkpoint.load(tmp_path / "x", model=parts)
+    checkpoint.load(folder / "x", model=parts)
     number = parts["shared"][0].item()
     assert number in (1.0, 2.0) and all(torch.equal(each, torch.full_like(each, number)) for each in parts.values())
     start = time.monotonic()
-    checkpoint.save(tmp_path / "x", model=parts, overwrite=True)  # what the killed one left holds up nobody
+    checkpoint.save(folder / "x", model=parts, overwrite=True)  # what the killed one left holds up nobody
     assert time.monotonic() - start < 10.0
-    assert {each.name for each in tmp_path.iterdir()} == {"x"}
+    assert {each.name for each in folder.iterdir()} == {"x"}
 
 
 class FatalForWeights(Disk):
@@ -132,19 +137,20 @@ def train_and_die(rank: int, world: int, path: str) -> float:
     raise AssertionError("the save came to an end without one of its ranks")
 
 
-def test_a_rank_killed_while_a_thread_saves_costs_no_checkpoint(tmp_path: Path) -> None:
-    survivor, killed = fresh.run(2, train_and_die, str(tmp_path), timeout=150.0)
+@pytest.mark.ranks(2, train_and_die, in_folder=True, timeout=150.0)
+def test_a_rank_killed_while_a_thread_saves_costs_no_checkpoint(outcomes: list[fresh.Outcome], folder: Path) -> None:
+    survivor, killed = outcomes
     assert killed.exit_code == -signal.SIGKILL
     assert survivor.error is None and survivor.result < 120.0, survivor.error
-    manager = CheckpointManager(tmp_path, keep_last=1, asynchronous=False)
+    manager = CheckpointManager(folder, keep_last=1, asynchronous=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FlatFSDPWarning)
         found = manager.find("latest")
-    assert found == tmp_path / "step-00000001"
+    assert found == folder / "step-00000001"
     model, expected = torch.nn.Linear(40, 40), torch.nn.Linear(40, 40)
     torch.manual_seed(0)
     expected.reset_parameters()
     assert manager.load(found, model=model, components=progress(0)).step == 1
     assert torch.equal(model.weight, expected.weight) and torch.equal(model.bias, expected.bias)
     manager.save(3, model=model)  # and what the killed one left is cleared up
-    assert {each.name for each in tmp_path.iterdir()} == {"step-00000003"}
+    assert {each.name for each in folder.iterdir()} == {"step-00000003"}

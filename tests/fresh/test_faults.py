@@ -12,8 +12,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -187,92 +186,74 @@ def never_together(rank: int, world: int) -> list[tuple[str, str]]:
     return said
 
 
-CASES: dict[str, tuple[int, Callable[..., Any]]] = {
-    job.__name__: (world, job)
-    for world, job in (
-        (3, wrong_dtype),
-        (2, exception_in_backward),
-        (3, killed_in_forward),
-        (2, killed_before_a_state_dict),
-        (2, killed_with_the_store),
-        (3, frozen_with_the_store),
-        (2, one_batch_fewer),
-        (2, asleep),
-        (2, slower_than_the_group),
-        (2, never_together),
-    )
-}
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[dict[str, Future[list[fresh.Outcome]]]]:
-    """All cases, two at a time: most of their seconds pass in waiting."""
-    with ThreadPoolExecutor(2) as two:
-        yield {name: two.submit(fresh.run, world, job, timeout=LIMIT) for name, (world, job) in CASES.items()}
-
-
-Runs = dict[str, "Future[list[fresh.Outcome]]"]
-
-
-def ended(runs: Runs, name: str) -> list[fresh.Outcome]:
-    outcomes = runs[name].result()
+def ended(outcomes: list[fresh.Outcome]) -> list[fresh.Outcome]:
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code is not None, f"rank {rank} still ran: {outcome}"
     return outcomes
+
+
+def job(case: Callable[..., Any], world: int = 2) -> pytest.MarkDecorator:
+    return pytest.mark.ranks(world, case, timeout=LIMIT)
 
 
 PLACE = r"the forward of unit 'blocks.0'"
 
 
 @pytest.mark.parametrize(
-    ("case", "exit_code", "told"),
+    ("exit_code", "told"),
     [
-        (
-            "wrong_dtype",
+        pytest.param(
             1,
             rf"rank 1 (abandoned its iteration in {PLACE} after|ended with) RuntimeError: mat1 and mat2 must have the "
             "same dtype",
+            marks=job(wrong_dtype, 3),
+            id="wrong_dtype",
         ),
-        (
-            "exception_in_backward",
+        pytest.param(
             1,
             "rank 1 (abandoned its iteration in a backward|ended with ValueError: bad gradient, after a backward)",
+            marks=job(exception_in_backward),
+            id="exception_in_backward",
         ),
-        (
-            "killed_in_forward",
+        pytest.param(
             -signal.SIGKILL,
             r"rank 1 was killed, or crashed: process \d+ on \S+ (does not answer|is gone)",
+            marks=job(killed_in_forward, 3),
+            id="killed_in_forward",
         ),
-        (
-            "killed_before_a_state_dict",
+        pytest.param(
             -signal.SIGKILL,
             r"rank 1 was killed, or crashed: process \d+ on \S+ (does not answer|is gone)",
+            marks=job(killed_before_a_state_dict),
+            id="killed_before_a_state_dict",
         ),
-        (
-            "killed_with_the_store",
+        pytest.param(
             -signal.SIGKILL,
             r"the store of the process group at \S+ is gone, and the process that served it: rank 0, which serves it "
             "unless a launcher does, has ended",
+            marks=job(killed_with_the_store),
+            id="killed_with_the_store",
         ),
-        (
-            "one_batch_fewer",
+        pytest.param(
             0,
             r"rank 1 ended its program without an error.*\. The others cannot go on without "
             r"it\. Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join\(model\)",
+            marks=job(one_batch_fewer),
+            id="one_batch_fewer",
         ),
     ],
 )
-def test_a_rank_is_lost(runs: Runs, case: str, exit_code: int, told: str) -> None:
-    outcomes = ended(runs, case)
-    assert outcomes[1].exit_code == exit_code
+def test_a_rank_is_lost(outcomes: list[fresh.Outcome], exit_code: int, told: str) -> None:
+    assert ended(outcomes)[1].exit_code == exit_code
     for outcome in (outcomes[0], *outcomes[2:]):
         assert outcome.exit_code == 1, outcome
         assert re.search(rf"(LostRankError|AgreementError): .*{told}", outcome.output), outcome.output
 
 
-def test_a_rank_is_stopped_that_serves_the_store(runs: Runs) -> None:
+@job(frozen_with_the_store, 3)
+def test_a_rank_is_stopped_that_serves_the_store(outcomes: list[fresh.Outcome]) -> None:
     """Limits are kept by those who can ask nobody: in a collective, and in a request to the store."""
-    *waiting, stopped = ended(runs, "frozen_with_the_store")
+    *waiting, stopped = ended(outcomes)
     assert stopped.exit_code == -signal.SIGKILL
     silent = r"The store of the process group at \S+ has not answered for \d+ s, so nobody can be asked: rank 0, which"
     for outcome, doing in zip(waiting, ("waiting for the store", "waiting in the forward"), strict=True):
@@ -284,9 +265,10 @@ def test_a_rank_is_stopped_that_serves_the_store(runs: Runs) -> None:
         assert re.search(told, outcome.output), outcome
 
 
-def test_a_rank_sleeps(runs: Runs) -> None:
+@job(asleep)
+def test_a_rank_sleeps(outcomes: list[fresh.Outcome]) -> None:
     """First there is only a report, and training goes on; then it is an error."""
-    waiting, sleeping = ended(runs, "asleep")
+    waiting, sleeping = ended(outcomes)
     assert (waiting.exit_code, sleeping.exit_code) == (1, 1)
     for rank, outcome in enumerate((waiting, sleeping)):
         reports = re.findall(
@@ -302,8 +284,9 @@ def test_a_rank_sleeps(runs: Runs) -> None:
     assert "goes on after" not in sleeping.output
 
 
-def test_no_wait_is_longer_than_the_process_group_allows(runs: Runs) -> None:
-    for outcome in ended(runs, "slower_than_the_group"):
+@job(slower_than_the_group)
+def test_no_wait_is_longer_than_the_process_group_allows(outcomes: list[fresh.Outcome]) -> None:
+    for outcome in ended(outcomes):
         assert outcome.exit_code == 1, outcome
         assert re.search(
             r"WaitError: ranks waited for as long as their process group allows \(timeout= of init_process_group or "
@@ -312,8 +295,9 @@ def test_no_wait_is_longer_than_the_process_group_allows(runs: Runs) -> None:
         ), outcome
 
 
-def test_ranks_that_never_come_together_are_torchs_to_name(runs: Runs) -> None:
-    for outcome in ended(runs, "never_together"):
+@job(never_together)
+def test_ranks_that_never_come_together_are_torchs_to_name(outcomes: list[fresh.Outcome]) -> None:
+    for outcome in ended(outcomes):
         larger, refused = outcome.result
         assert larger[0] == "DistStoreError" and re.search("time(d )?out", larger[1]), larger
         assert refused[0] == "DistNetworkError" and "timed out" in refused[1], refused

@@ -7,8 +7,6 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -130,17 +128,13 @@ def play(rank: int, world: int, seed: int) -> str:
     return "ended without an error"
 
 
-@pytest.fixture(scope="module")
-def runs() -> Iterator[dict[int, Future[list[fresh.Outcome]]]]:
-    """All seeds, three at a time: most of their seconds pass in waiting."""
-    with ThreadPoolExecutor(3) as three:
-        yield {seed: three.submit(fresh.run, world_of(seed), play, seed, timeout=LIMIT) for seed in SEEDS}
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_one_rank_does_something_else(runs: dict[int, Future[list[fresh.Outcome]]], seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=pytest.mark.ranks(world_of(seed), play, seed, timeout=LIMIT)) for seed in SEEDS],
+)
+def test_one_rank_does_something_else(outcomes: list[fresh.Outcome], seed: int) -> None:
     _, fault, _, odd = drawn_from(seed)
-    for rank, outcome in enumerate(runs[seed].result()):
+    for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code is not None, f"still ran: {outcome}"
         if rank == odd and fault in ("raises", "raises in backward", "stops", "is killed", "leaves"):
             continue  # it ends in its own way

@@ -29,6 +29,7 @@ def leave(rank: int, world: int, raising: bool) -> None:
     model(torch.ones(2, WIDTH))
 
 
+@pytest.mark.ranks(2, leave, of=["raising"], timeout=120)
 @pytest.mark.parametrize(
     ("raising", "told"),
     [
@@ -43,6 +44,6 @@ def leave(rank: int, world: int, raising: bool) -> None:
         ),
     ],
 )
-def test_one_rank_leaves(raising: bool, told: str) -> None:
+def test_one_rank_leaves(outcomes: list[fresh.Outcome], raising: bool, told: str) -> None:
     step = 3 if raising else 4
-    assert told_to_all(fresh.run(2, leave, raising, timeout=120)) == f"ranks part ways in step {step}: {told}{PARTING}"
+    assert told_to_all(outcomes) == f"ranks part ways in step {step}: {told}{PARTING}"

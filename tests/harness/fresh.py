@@ -1,6 +1,16 @@
 """Processes of their own for one job: what may crash, hang, exit, or needs a process in which nothing has run yet.
 
 A second instead of milliseconds: whatever can be said in a pool belongs there.
+
+Most of these jobs wait for what the watchdog finds out, so a file's jobs run several at a time. A test that names its
+job in a mark finds how it ended in the fixture `outcomes`:
+
+    @pytest.mark.ranks(2, part, of=["case"], timeout=60)  # part(rank, world, case), with the test's parameter
+    @pytest.mark.parametrize("case", ["another order", "forwards"])
+    def test_ranks_part(outcomes, case): ...
+
+The first such test of a file starts those of all that were selected. With ``in_folder=True`` the job's next argument is
+the path of an empty folder, which the test finds in the fixture `folder`.
 """
 
 from __future__ import annotations
@@ -8,15 +18,20 @@ from __future__ import annotations
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from tests.harness.processes import STARTUP_TIMEOUT, Ranks, dumps
 
+AT_ONCE = 3  # jobs of a file
 LEAVE_TIMEOUT = 90.0  # seconds that a rank may take from its answer to the end of its process
 
 
@@ -36,6 +51,14 @@ class Outcome:
     result: Any
     error: str | None
     output: str
+
+
+@dataclass(frozen=True)
+class Started:
+    """The job of a test, and the folder that it may have asked for."""
+
+    outcomes: Future[list[Outcome]]
+    folder: Path
 
 
 def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Outcome]:
@@ -70,6 +93,33 @@ def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 60.0
         ]
     finally:
         ranks.kill()
+
+
+@contextmanager
+def started(items: Sequence[pytest.Item], folder: Path) -> Iterator[dict[str, Started]]:
+    """By the id of a test, the job of its mark `ranks`, where it has one. They run `AT_ONCE` at a time, in this order;
+    those that have not begun by the end of the context never do."""
+    pool = ThreadPoolExecutor(AT_ONCE)
+    marked = [item for item in items if item.get_closest_marker("ranks")]
+    folders = [folder / str(number) for number in range(len(marked))]
+    try:
+        yield {
+            item.nodeid: Started(pool.submit(_job_of, item, own), own)
+            for item, own in zip(marked, folders, strict=True)
+        }
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _job_of(item: pytest.Item, folder: Path) -> list[Outcome]:
+    mark = item.get_closest_marker("ranks")
+    assert mark is not None
+    kwargs = dict(mark.kwargs)
+    arguments = [item.callspec.params[name] for name in kwargs.pop("of", ())]  # type: ignore[attr-defined]
+    if kwargs.pop("in_folder", False):
+        folder.mkdir()
+        arguments.insert(0, str(folder))
+    return run(*mark.args, *arguments, **kwargs)
 
 
 def _read(pipe: Connection, deadline: float) -> tuple[Any, str | None] | None:
