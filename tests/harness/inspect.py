@@ -161,13 +161,13 @@ class FlatParam:
     @property
     def unsharded(self) -> Tensor:
         """All of it; without memory while it is sharded."""
-        found: Tensor = self._handle.unsharded
+        found: Tensor = self._handle.unsharded.flat
         return found
 
     @property
     def sharded_views(self) -> list[Tensor]:
         """This rank's part of each parameter."""
-        found: list[Tensor] = self._handle.sharded_views
+        found: list[Tensor] = self._handle.at_rest.views
         return found
 
     @property

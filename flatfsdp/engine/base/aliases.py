@@ -33,7 +33,7 @@ _MOVED = {
         comm=transport gloo in_turns=ordered_sum at_exit=gloo_shutdown groups=process_groups hooked=comm_hook
     """,
     "flat": """
-        flat_param portion=post_forward_shard resident=host_cache views hidden=param_guard awaited=deferred_grad
+        flat_param portion=sources resident=sources views hidden=param_guard awaited=deferred_grad
         grads=gradients reduction packed=quantized buffers=buffer_casting placeholder lifecycle=states
     """,
     "agreement": """

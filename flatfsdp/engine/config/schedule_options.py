@@ -19,7 +19,7 @@ class Schedule:
 
     Attributes:
         reshard_after_forward: whether its parameters are freed between forward and backward; a number: stay sharded
-            over so many ranks instead, more than one and fewer than all. [Note: portions]
+            over so many ranks instead, more than one and fewer than all. [Note: post-forward shards]
         reshard_after_backward: whether they are freed after backward.
         reduce: whether its backward reduces gradients, or adds them up unsharded.
         all_reduce: whether what is reduced over the shard axis is reduced over the replicate axis as well, or adds up.
@@ -27,7 +27,8 @@ class Schedule:
         unshard_async_op: whether gathers are issued on the caller's stream, and ahead only where a user says so. The
             same for all units of a model.
         divide_by: what the sum of gradients over ranks is divided by; None for the number of ranks.
-        keep_frozen: where frozen parameters stay unsharded, "device" or "host"; None: nowhere. [Note: residents]
+        keep_frozen: where frozen parameters stay unsharded, "device" or "host"; None: nowhere. [Note: persistent
+            parameters]
         branch: what it is a part of that runs or not, depending on a rank's data; None if all ranks run it alike.
     """
 

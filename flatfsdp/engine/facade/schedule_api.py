@@ -15,7 +15,7 @@ from ..base import _torch
 from ..config.schedule_options import reshard_choice
 from ..config.unit_options import PrefetchTargets
 from ..device.streams import Device
-from ..flat.host_cache import ParamPersistence
+from ..flat.sources import ParamPersistence
 from ..flat.states import SUMMONED
 from ..runtime.module_tree import units_at, units_in
 from ..runtime.persistent_params import can_stay, keep_frozen

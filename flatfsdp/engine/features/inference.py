@@ -11,7 +11,7 @@ from torch import nn
 
 from ...errors import UsageError, refuse_type, refuse_value
 from ..base import _torch
-from ..flat.host_cache import DEVICE
+from ..flat.sources import DEVICE
 from ..flat.states import SUMMONED
 from ..runtime.model import Root
 from ..runtime.module_tree import units_in

@@ -278,7 +278,7 @@ def _pieces_of(root: Root) -> tuple[Axis | None, list[GradientPiece]]:
     count = 0
     for unit in root.units:
         for handle in unit.handles:
-            if not (handle.is_unsharded_at_rest or handle.packed):
+            if not (handle.is_unsharded_at_rest or handle.options.packed):
                 group = group or unit.groups.shard
                 if unit.groups.shard.ranks == group.ranks:
                     numbered.append((count, handle))

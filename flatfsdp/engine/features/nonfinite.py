@@ -121,7 +121,7 @@ class NonFiniteDetector(Observer):
     def _look_at_parameters(self) -> None:
         for each in self._units:
             for kind, handle in enumerate(each.handles):
-                for index, view in enumerate(handle.sharded_views):
+                for index, view in enumerate(handle.at_rest.views):
                     self._look(ValueKind.PARAMETER, each, view, kind, index)
 
     def forward_ended(self, unit: Unit, output: Any, *, outermost: bool) -> None:
@@ -147,7 +147,7 @@ class NonFiniteDetector(Observer):
         """What the reduction over ranks made of it."""
         for kind, (handle, grads) in enumerate(zip(unit.handles, unit.grads, strict=True)):
             for flat in grads.reduced:
-                for index, view in enumerate(handle.views_of_shard(flat)):
+                for index, view in enumerate(handle.at_rest.views_of(flat)):
                     self._look(ValueKind.REDUCED, unit, view, kind, index)
 
     def backward_ends(self) -> None:
@@ -213,7 +213,7 @@ def _gradients(handle: FlatParamHandle) -> Sequence[torch.Tensor | None]:
     if handle.use_orig_params:
         return [leaf.grad for leaf in handle.leaves]
     flat = handle.flat_param.grad
-    return [] if flat is None else handle.views_of_shard(flat)
+    return [] if flat is None else handle.at_rest.views_of(flat)
 
 
 @contextmanager

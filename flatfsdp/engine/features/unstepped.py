@@ -51,12 +51,12 @@ class _ParamSnapshot:
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self._handle = handle
-        self._versions = handle.versions
+        self._versions = handle.writes.all
         self._sample = self._elements()
 
     def is_unchanged(self) -> bool:
         """Whether nobody has written to them. Waits for the device."""
-        return self._handle.versions == self._versions and torch.equal(self._sample, self._elements())
+        return self._handle.writes.all == self._versions and torch.equal(self._sample, self._elements())
 
     def _elements(self) -> torch.Tensor:
         shard = self._handle.shard

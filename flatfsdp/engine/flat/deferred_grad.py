@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .flat_param import FlatParameter, TracksWrites
+from .flat_param import FlatParameter
+from .write_tracker import TracksWrites
 
 _GRAD: Any = torch.Tensor.grad
 

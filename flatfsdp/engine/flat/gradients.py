@@ -34,7 +34,8 @@ from ...errors import UsageError
 from ..base import _torch
 from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
-from .flat_param import FlatParamHandle, full_views
+from .flat_param import FlatParamHandle
+from .layout_views import full_views
 from .reduction import ReductionInput
 from .views import ParamViews, assign_grad, check_gradients, take_grads
 
@@ -227,7 +228,7 @@ class Gradients:
         again = self._filled & grads.keys() if self._filled else ()
         fresh = [i for i in grads if i not in again] if again else list(grads)
         if self.shares_slots and not freeing:
-            self.handle.overwrite(fresh)
+            self.handle.writes.on_overwrite(fresh)
             self._views.hide(fresh)
         if self._before != 1.0:
             grads = {i: grad * self._before for i, grad in grads.items()}
@@ -247,7 +248,8 @@ class Gradients:
             return
         handle = self.handle
         if self.shares_slots:
-            self._buffer, self._slots = handle.unsharded_buffer, handle.unsharded_views
+            whole = handle.unsharded
+            self._buffer, self._slots = whole.buffer, whole.views
             return
         dtype = handle.precision.accumulate if self._accumulating else handle.precision.reduce
         buffer, views = self._buffers.get(dtype, (None, []))
@@ -352,7 +354,7 @@ class Gradients:
             scale=self._after if completes else 1.0,
             earlier=None if self.reducing else self._partial,
             hook=hook if completes else None,
-            download=completes and self.handle.offload and self.handle.pin_memory,
+            download=completes and self.handle.options.offload and self.handle.options.pin_memory,
             shares_unsharded_buffer=return_buffer is not None,
         )
         self.reducing.append(part)
@@ -404,7 +406,7 @@ class Gradients:
         if len(self.reducing) != 1 or self._partial is not None:
             return False
         (part,) = self.reducing
-        arrives_on_shard_device = part.dtype == handle.precision.grad and not handle.offload
+        arrives_on_shard_device = part.dtype == handle.precision.grad and not handle.options.offload
         return arrives_on_shard_device and part.can_finish_later
 
     def finalize_grads_later(self) -> Callable[[], None]:
@@ -440,7 +442,7 @@ class Gradients:
             return []
         leaves, fits = handle.leaves, total.dtype == handle.shard.dtype
         sums = []
-        for i, grad in handle.pieces_of(total):
+        for i, grad in handle.at_rest.pieces_of(total):
             if i not in trained:
                 continue
             if i in taken:
@@ -458,10 +460,10 @@ class Gradients:
         handle = self.handle
         if total.dtype != handle.precision.grad:
             total = total.to(handle.precision.grad)
-        if not handle.offload:
+        if not handle.options.offload:
             return total
         # Where the CPU stands in for a device the same copy is made.
-        return total.to(handle.shard_device) if total.device != handle.shard_device else total.clone()
+        return total.to(handle.shard.device) if total.device != handle.shard.device else total.clone()
 
     def _replace_partial(self, total: torch.Tensor | None, contributed: set[int]) -> None:
         tracker = self.handle.tracker
@@ -529,7 +531,7 @@ class Gradients:
         every = tuple(range(len(handle.leaves)))
         shares: list[tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]] = [(handle.flat_param, own, every)]
         if handle.use_orig_params:
-            views = handle.views_of_shard(own)
+            views = handle.at_rest.views_of(own)
             shares = [(handle.leaves[i], views[i], (i,)) for i in every if handle.leaves[i].requires_grad]
         for parameter, share, indices in shares:
             if parameter.grad is None:

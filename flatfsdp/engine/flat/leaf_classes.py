@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .deferred_grad import DeferredGradParameter
-from .flat_param import TracksWrites
+from .write_tracker import TracksWrites
 
 ORIGINAL: dict[type, type] = {}  # by class for a time, that of before
 
@@ -46,9 +46,8 @@ class ClassVariants(dict[type, type]):
         return made
 
 
-class WriteTrackedParameter(TracksWrites, nn.Parameter):
-    """What `nn.Parameter` objects are while they show a whole that is about to be freed, to who asked for it or holds
-    it in the place of a flat parameter; never constructed."""
+class CopiedAsOriginal:
+    """Whose copies are of the class that the parameter was of before."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         kind = type(self)
@@ -57,6 +56,11 @@ class WriteTrackedParameter(TracksWrites, nn.Parameter):
             return copy.deepcopy(self, memo)
         finally:
             self.__class__ = kind
+
+
+class WriteTrackedParameter(CopiedAsOriginal, TracksWrites, nn.Parameter):
+    """What `nn.Parameter` objects are while they show a whole that is about to be freed, to who asked for it or holds
+    it in the place of a flat parameter; never constructed."""
 
 
 NOTICED = ClassVariants(WriteTrackedParameter)

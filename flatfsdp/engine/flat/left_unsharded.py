@@ -7,7 +7,6 @@ whole, which has its place in the graph; and where the shard is the whole, but o
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +15,7 @@ from torch import nn
 
 from ..base import _torch
 from .deferred_grad import DeferredGradParameter
-from .flat_param import TracksWrites
-from .leaf_classes import ORIGINAL, ClassVariants
+from .leaf_classes import ORIGINAL, ClassVariants, CopiedAsOriginal
 from .param_guard import (
     DescribedAsShard,
     data_of_shard,
@@ -27,6 +25,7 @@ from .param_guard import (
     shard_of,
 )
 from .placeholder import asks, property_of
+from .write_tracker import TracksWrites
 
 
 class _LeftUnsharded(DescribedAsShard):
@@ -46,16 +45,8 @@ class _LeftUnsharded(DescribedAsShard):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
 
-class UnshardedParameter(TracksWrites, _LeftUnsharded):
+class UnshardedParameter(CopiedAsOriginal, TracksWrites, _LeftUnsharded):
     """What `nn.Parameter` objects are while they show the whole that a forward has left; never constructed."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        kind = type(self)
-        self.__class__ = ORIGINAL[kind]
-        try:
-            return copy.deepcopy(self, memo)
-        finally:
-            self.__class__ = kind
 
 
 class CastParameter(_LeftUnsharded):
@@ -113,7 +104,7 @@ def _shard(leaf: nn.Parameter) -> torch.Tensor:
     shard = shard_of(leaf)
     if not (leaf.requires_grad and torch.is_grad_enabled()):
         return shard
-    shown = handle_and_index_of(leaf)[0].unsharded
+    shown = handle_and_index_of(leaf)[0].unsharded.flat
     with _torch.as_plain_tensors():
         computed: torch.Tensor = _Shard.apply(leaf, shard, shown.device, shown.dtype)
     return computed

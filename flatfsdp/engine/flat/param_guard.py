@@ -196,7 +196,7 @@ def handle_and_index_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
 def shard_of(leaf: torch.Tensor) -> torch.Tensor:
     """This rank's shard of `leaf`."""
     handle, index = handle_and_index_of(leaf)
-    return handle.sharded_views[index].detach()  # of one version counter with the shard, unlike `.data`
+    return handle.at_rest.views[index].detach()  # of one version counter with the shard, unlike `.data`
 
 
 def _described(value: Any) -> Any:

@@ -28,7 +28,8 @@ from ...errors import UsageError, fail
 from ..base import autograd as hooks
 from ..base._torch import as_plain_tensors, has_hooks, hooks_on
 from .deferred_grad import ARRIVALS, show_deferred
-from .flat_param import FlatParamHandle, dense
+from .flat_param import FlatParamHandle
+from .layout_views import dense
 from .leaf_classes import NOTICED, ORIGINAL
 from .left_unsharded import LEFT_CAST, LEFT_WHOLE
 from .param_guard import hide, may_hide, refuse_use
@@ -122,17 +123,17 @@ class ParamViews:
             if self.some_hidden and mode is SHOWS_SHARD:
                 self.unhide()  # end of `guard`
             return
-        if mode is SHOWS_GUARDED and not handle.shard_is_alike:
+        if mode is SHOWS_GUARDED and not handle.at_rest.stands_in:
             mode = SHOWS_NOTHING
         if mode is SHOWS_NOTHING:
             if before is not SHOWS_GUARDED:
-                hide(handle.leaves, handle.empty)
+                hide(handle.leaves, handle.at_rest.empty)
                 self.some_hidden, self.tracks_writes = True, False
         else:
             if mode is SHOWS_UNSHARDED:
-                views = handle.shown_unsharded
+                views = handle.unsharded.shown
             else:
-                views = self._shapes() if mode is SHOWS_SHAPE else handle.shown_sharded
+                views = self._shapes() if mode is SHOWS_SHAPE else handle.at_rest.shown
             if self.some_hidden or self.tracks_writes:
                 self.unhide()
             for leaf, view in views:
@@ -146,14 +147,14 @@ class ParamViews:
 
     def _shapes(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         handle = self.handle
-        nothing = handle.empty.new_full((), torch.nan if handle.empty.is_floating_point() else 0)
+        nothing = handle.at_rest.empty.new_full((), torch.nan if handle.at_rest.empty.is_floating_point() else 0)
         specs = zip(handle.leaves, handle.layout.params, strict=True)
         return [(leaf, nothing.expand(spec.shape)) for leaf, spec in specs]
 
     def hide(self, indices: Iterable[int]) -> None:
         """Let some leaves show nothing."""
         leaves = self.handle.leaves
-        hide([leaves[i] for i in indices], self.handle.empty)
+        hide([leaves[i] for i in indices], self.handle.at_rest.empty)
         self.some_hidden = True
 
     def guard(self) -> None:
@@ -198,12 +199,15 @@ class ParamViews:
     @property
     def was_replaced(self) -> bool:
         """Whether leaves that should show the whole do not: the user replaced their `.data`. Only while unsharded."""
-        return self.mode is SHOWS_UNSHARDED and not self.some_hidden and not self.handle.shows_unsharded
+        if self.mode is not SHOWS_UNSHARDED or self.some_hidden:
+            return False
+        shown = map(torch.Tensor.data_ptr, self.handle.leaves)
+        return list(shown) != list(map(torch.Tensor.data_ptr, self.handle.unsharded.views))
 
     @property
     def replaced(self) -> list[str]:
         """The names of the leaves that do not."""
-        rows = zip(self.handle.layout.params, self.handle.shown_unsharded, strict=True)
+        rows = zip(self.handle.layout.params, self.handle.unsharded.shown, strict=True)
         return [spec.name for spec, (leaf, view) in rows if leaf.data_ptr() != view.data_ptr()]
 
     def used_at_rest(self) -> list[str]:
@@ -279,7 +283,7 @@ class ParamViews:
         """
         handle = self.handle
         found = self.adopt_flat()
-        replaced = handle.replaced_leaves()
+        replaced = handle.at_rest.replaced()
         if replaced:
             found = True
             dtypes = {leaf.dtype for leaf in handle.leaves}
@@ -292,7 +296,7 @@ class ParamViews:
                 )
             for i in replaced:
                 self._store(i, handle.leaves[i].detach(), f"the .data of {handle.layout.params[i].name!r}")
-                handle.leaves[i].data = handle.sharded_views[i]
+                handle.leaves[i].data = handle.at_rest.views[i]
         for param_ref in changed:
             index = next((i for i, leaf in enumerate(handle.leaves) if leaf is param_ref.leaf), None)
             held = param_ref.current
@@ -326,7 +330,7 @@ class ParamViews:
 
     def _store(self, index: int, value: torch.Tensor, what: str) -> None:
         handle = self.handle
-        view = handle.sharded_views[index]
+        view = handle.at_rest.views[index]
         spec = handle.layout.params[index]
         if value.dtype != view.dtype:
             raise UsageError(f"{what} has dtype {value.dtype}; expected the shard's {view.dtype}")
@@ -398,7 +402,7 @@ def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 def check_unwritten(views: ParamViews, name: str) -> None:
     """Refuse a change of parameters inside a forward: it would be lost with their unsharded memory."""
     handle = views.handle
-    if handle.state is UNSHARDED and handle.owns_unsharded and (handle.was_edited or views.was_replaced):
+    if handle.state is UNSHARDED and handle.owns_unsharded and (handle.writes.was_edited or views.was_replaced):
         _refuse_writes(views, name, "inside a forward")
 
 
@@ -408,7 +412,7 @@ def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef], name: s
     One that was made anew around the same bytes, to carry the state that undoes their quantisation, is our leaf with
     that state. Bytes in another order are refused: the next gather brings them as they were, the state says otherwise.
     """
-    for spec, (leaf, view) in zip(handle.layout.params, handle.shown_unsharded, strict=True):
+    for spec, (leaf, view) in zip(handle.layout.params, handle.unsharded.shown, strict=True):
         if leaf.shape != view.shape or leaf.dtype != view.dtype:
             fail(
                 UsageError(
@@ -432,7 +436,7 @@ def check_exposed(views: ParamViews, name: str) -> None:
     handle = views.handle
     if handle.state is UNSHARDED:
         with as_plain_tensors():
-            if handle.is_stale or views.was_replaced:
+            if handle.writes.is_stale or views.was_replaced:
                 _refuse_writes(views, name, "between forward and backward")
 
 
@@ -449,9 +453,9 @@ def check_requested(views: ParamViews, name: str) -> None:
     Precondition: the leaves show the whole.
     """
     handle = views.handle
-    if handle.owns_unsharded and handle.was_edited:
+    if handle.owns_unsharded and handle.writes.was_edited:
         _refuse_writes(views, name, "while unshard() showed them whole")
-    rows = zip(handle.layout.params, handle.shown_unsharded, handle.sharded_views, strict=True)
+    rows = zip(handle.layout.params, handle.unsharded.shown, handle.at_rest.views, strict=True)
     for spec, (leaf, view), piece in rows:
         replaced = leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
         if unsharded_grad := leaf.grad is not None and leaf.grad.shape != piece.shape:
@@ -504,9 +508,18 @@ def refuse_functional_call(changed: Iterable[ParamRef], label: str) -> NoReturn:
 
 def _refuse_writes(views: ParamViews, name: str, when: str) -> NoReturn:
     handle = views.handle
-    changed = handle.edited or views.replaced or handle.unlike_shard or ["the flat parameter"]
+    edited = [handle.layout.params[i].name for i in handle.writes.edited]
+    changed = edited or views.replaced or _unlike_shard(handle) or ["the flat parameter"]
     raise UsageError(
         f"unit {name or '<root>'!r}: parameters were written to {when}: {', '.join(changed)}. The backward would not "
         "be that of the forward, or the change would be lost; write to parameters before the forward or after the "
         "backward"
     )
+
+
+def _unlike_shard(handle: FlatParamHandle) -> list[str]:
+    """The names of leaves that show other values than their shards, which are the whole. Waits for the device."""
+    if not (handle.is_unsharded_at_rest and handle.use_orig_params):
+        return []
+    rows = zip(handle.layout.params, handle.at_rest.views, handle.unsharded.views, strict=True)
+    return [spec.name for spec, shard, view in rows if not torch.equal(shard.to(view.device, view.dtype), view)]

@@ -281,7 +281,7 @@ def _units(model: nn.Module) -> list[tuple[str, Unit]]:
 def _kind(handle: FlatParamHandle) -> str:
     """E.g. "float32 frozen as bfloat16": dtype at rest, trainability, dtype in computation."""
     precision = handle.precision
-    frozen = "" if handle.trainable else " frozen"
+    frozen = "" if handle.options.trainable else " frozen"
     cast = f" as {_dtype(precision.compute)}" if precision.casts else ""
     return f"{_dtype(precision.master)}{frozen}{cast}"
 

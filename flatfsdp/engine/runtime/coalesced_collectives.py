@@ -10,6 +10,7 @@ import torch
 
 from ..flat.flat_param import FlatParamHandle
 from ..flat.reduction import CoalescedReduction, Reduction, ReductionInput
+from ..flat.sources import CoalescedSource, UnshardSource
 from ..schedule.coalescing import coalesce
 from .unit import Unit
 
@@ -121,19 +122,22 @@ class Coalescer:
         """`launch_unshard` of several."""
         resources = units[0].resources
         stream = resources.streams.unshard
-        by_dtype: dict[torch.dtype, list[FlatParamHandle]] = defaultdict(list)
+        by_dtype: dict[torch.dtype, list[tuple[FlatParamHandle, UnshardSource]]] = defaultdict(list)
         for unit in units:
             sharded = unit.prepare_unshard(ahead=ahead)
-            for handle in sharded:
-                by_dtype[unit.dtype_of(handle)].append(handle)
+            for handle, source in sharded:
+                by_dtype[source.dtype].append((handle, source))
             if sharded:
                 unit.record_gather()
-        for dtype, handles in by_dtype.items():
-            flats = [flat for handle in handles if (flat := handle.open_unshard(stream, dtype=dtype)) is not None]
-            pending = units[0].gather.all_gather_coalesced(flats, [handle.shard for handle in handles], stream)
-            for handle in handles:
-                handle.await_unshard(pending)
-            if any(handle.offload for handle in handles):
+        for dtype, gathered in by_dtype.items():
+            together = CoalescedSource(dtype)
+            for handle, _ in gathered:
+                handle.launch_unshard(together, stream)
+            shards = [handle.shard for handle, _ in gathered]
+            pending = units[0].gather.all_gather_coalesced(together.flats, shards, stream)
+            for handle, _ in gathered:
+                handle.pending = pending
+            if any(source.reads_host for _, source in gathered):
                 resources.limiter.record_upload()
 
     def reduce(self, units: Sequence[Unit]) -> Sequence[Reduction]:

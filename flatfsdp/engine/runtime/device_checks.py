@@ -78,7 +78,7 @@ def apply_to_tensors(
             "model.to_empty(device=...) for memory without values, or wrap a module that is on the meta device"
         )
     for handle in unit.handles:
-        if handle.packed and (dtype := change(handle.shard.new_empty(0)).dtype) != handle.shard.dtype:
+        if handle.options.packed and (dtype := change(handle.shard.new_empty(0)).dtype) != handle.shard.dtype:
             raise UsageError(
                 f"unit {unit.label}: parameter {handle.layout.params[0].name!r} is a quantised weight, whose bytes are "
                 f"stored as {handle.shard.dtype}: as {dtype} they would be others. Change the dtype of single modules "
@@ -148,7 +148,7 @@ def check_placed(root: nn.Module, units: Sequence[Unit], device: torch.device) -
         for handle in unit.handles:
             managed.update(map(id, handle.leaves))
             managed.add(id(handle.flat_param))
-            found, expected = handle.shard.device, torch.device("cpu") if handle.offload else device
+            found, expected = handle.shard.device, torch.device("cpu") if handle.options.offload else device
             for spec in handle.layout.params:
                 if found.type == "meta":
                     on_meta.append(unit.prefix + spec.name)

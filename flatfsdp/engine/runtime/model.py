@@ -383,7 +383,7 @@ class Root:
         self._launch(unit, self._order.upcoming())
 
     def _connect_post_forward_axes(self) -> None:
-        """Let units know who keeps portions with them. [Note: portions]
+        """Let units know who keeps portions with them. [Note: post-forward shards]
 
         Collective over these ranks where a group is made, and so not before all ranks are known to have chosen alike.
         """

@@ -1,4 +1,4 @@
-"""Which flat parameters of a model are residents, and when they are gathered anew. [Note: residents]"""
+"""Which flat parameters of a model are residents, and when they are gathered anew. [Note: persistent parameters]"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import UsageError
 from ..flat.flat_param import FlatParamHandle
-from ..flat.host_cache import DEVICE, HOST, ParamPersistence
+from ..flat.sources import DEVICE, HOST, ParamPersistence
 from ..flat.states import UNSHARDED
 from ..flat.views import SHOWS_SHARD
 from .unit import Unit
@@ -37,7 +37,7 @@ class HandleRef(NamedTuple):
         """Whether it is where it stays, in the dtype of computation."""
         handle, dtype = self.handle, self.unit.dtype_of(self.handle)
         if handle.persistence is HOST:
-            return handle.host_cache is not None and handle.host_cache.dtype == dtype
+            return handle.kept_source is not None and handle.kept_source.serves(dtype)
         return handle.state is UNSHARDED
 
 
@@ -85,7 +85,7 @@ class PersistentParams:
                 unit.evict(ref.kind)
                 handle.persistence = wanted
             if wanted is None:
-                if not handle.trainable:
+                if not handle.options.trainable:
                     reported.setdefault("not frozen any more", []).append(unit.label)
             elif unit.views[ref.kind].mode is not SHOWS_SHARD:
                 continue

@@ -313,7 +313,7 @@ class Unit(UnitData):
         for unit in (self, *self.owning_units):
             for handle, views, _ in unit.kinds:
                 check_unwritten(views, unit.name)
-                if handle.packed and handle.state is UNSHARDED:
+                if handle.options.packed and handle.state is UNSHARDED:
                     keep_packed(handle, unit.param_refs, unit.name)
         output = self._own_output(output)
         if self.island and self._outer_dtype is not None:
@@ -416,7 +416,7 @@ class Unit(UnitData):
     def _own_output(self, output: Any) -> Any:
         """Outputs that are views of unsharded parameters become copies: their memory is about to be freed."""
         lent = {
-            handle.unsharded_buffer.address
+            handle.unsharded.flat.data_ptr()
             for unit in ((self, *self.owning_units) if self.owning_units else (self,))
             for handle in unit.handles
             if handle.state is UNSHARDED and handle.owns_unsharded

@@ -28,8 +28,8 @@ from ..config.strategy import Traits
 from ..config.unit_options import UnitOptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradients import Gradients
-from ..flat.host_cache import DEVICE, HOST
 from ..flat.reduction import Reduction, ReductionInput
+from ..flat.sources import DEVICE, HOST, HostCache, PostForwardShard, UnshardSource
 from ..flat.states import GATHERING, IDLE, PHASE_STEPS, SHARDED, SUMMONED, UNSHARDED, Phase, refuse_step
 from ..flat.views import (
     SHOWS_NOTHING,
@@ -75,8 +75,8 @@ class UnitData:
         initial_checksums: of the parameters, until they have been compared with the other ranks'.
         gather, scatter, replicate: the transports for the collectives; replicate is None where there is one copy.
         reducers: the last two, or a communication hook in the place of one of them.
-        post_forward_gather: the transport among those who keep portions after a forward; None where nobody does. [Note:
-            portions]
+        post_forward_gather: the transport over the post-forward axis; None where there is none. [Note: post-forward
+            shards]
     """
 
     gather: Transport
@@ -226,7 +226,7 @@ class UnitData:
             (
                 spec.numel * handle.precision.compute.itemsize
                 for handle in self.handles
-                if handle.trainable
+                if handle.options.trainable
                 for spec in handle.layout.params
             ),
             default=0,
@@ -256,15 +256,12 @@ class UnitData:
 
     def launch_unshard(self, *, ahead: bool = False) -> None:
         """Issue the all-gathers of whatever is sharded; `ahead`: before its use. Collective over the shard axis, or
-        in a backward over the neighbours."""
+        in a backward over the post-forward axis."""
         resources = self.resources
         sharded = self.prepare_unshard(ahead=ahead)
-        for handle in sharded:
-            if handle.post_forward_shard is not None and _torch.in_backward():
-                handle.launch_unshard_post_forward(resources.streams.unshard)
-                continue
-            handle.launch_unshard(self.gather, resources.streams.unshard, dtype=self.dtype_of(handle))
-            if handle.offload:
+        for handle, source in sharded:
+            handle.launch_unshard(source, resources.streams.unshard)
+            if source.reads_host:
                 resources.limiter.record_upload()
         if sharded:
             self.record_gather()
@@ -276,28 +273,39 @@ class UnitData:
         if root.backward is not None:
             root.backward.gathered.append(self.index)
 
-    def prepare_unshard(self, *, ahead: bool) -> list[FlatParamHandle]:
-        """The handles that are sharded, and may take memory to be gathered now, maybe `ahead` of their use.
+    def prepare_unshard(self, *, ahead: bool) -> list[tuple[FlatParamHandle, UnshardSource]]:
+        """The handles that are sharded, and may take memory to be gathered now, maybe `ahead` of their use; and what
+        each comes from.
 
-        Residents are on their way from the host then. [Note: residents]
+        Those that come without communication are on their way then.
         """
-        sharded, resources = [], self.resources
+        sharded: list[tuple[FlatParamHandle, UnshardSource]] = []
+        resources = self.resources
         for handle, _, grads in self.kinds:
             if grads.shares_slots and grads.arrived:
                 self._refuse_to_gather_again()
             if handle.state is SHARDED:
                 if grads.reducing:
                     grads.return_inputs()
+                source = self._source_of(handle)
                 if resources.limiter.held:
-                    resources.limiter.make_room(handle.buffer(self._dtype_gathered(handle)), ahead=ahead)
-                self._drop_stale_host_cache(handle)
-                if handle.host_cache is not None and handle.host_cache.dtype == self.dtype_of(handle):
-                    handle.launch_upload(resources.streams.unshard)
+                    resources.limiter.make_room(handle.buffer(source.dtype), ahead=ahead)
+                if source.is_local:
+                    handle.launch_unshard(source, resources.streams.unshard)
                     resources.limiter.record_upload()
                     self.record_event("upload")
                 else:
-                    sharded.append(handle)
+                    sharded.append((handle, source))
         return sharded
+
+    def _source_of(self, handle: FlatParamHandle) -> UnshardSource:
+        """What the unsharded form of `handle`, which is sharded, comes from now."""
+        dtype = self.dtype_of(handle)
+        if handle.kept_source is not None:
+            handle.drop_stale_source()
+            if handle.kept_source is not None and handle.kept_source.serves(dtype):
+                return handle.kept_source
+        return handle.shard_source(self.gather, dtype)
 
     def apply_shard_writes(self) -> None:
         """What was written to the shards earlier in this forward is what the unit is to compute with: free what was
@@ -307,7 +315,7 @@ class UnitData:
                 continue
             if not (handle.use_orig_params or handle.flat_shows_shard):
                 views.adopt_flat()
-            if handle.state is not SHARDED and handle.was_written_since_gathered:
+            if handle.state is not SHARDED and handle.writes.was_written_since_gathered:
                 if handle.state is GATHERING:
                     handle.wait_unshard()
                 self.resources.free(handle)
@@ -358,7 +366,7 @@ class UnitData:
     def launch_requested(self) -> None:
         """Issue the all-gathers because a user asks for the parameters. Collective over the shard axis."""
         self.write_back()
-        self._versions_at_request = [handle.versions for handle in self.handles]
+        self._versions_at_request = [handle.writes.all for handle in self.handles]
         self.persists_between_iterations = self.is_between_iterations() and self.groups.shard.size > 1
         self.launch_unshard(ahead=True)
 
@@ -370,7 +378,7 @@ class UnitData:
         """
         keeps = self.persists_between_iterations or (self.groups.shard.size == 1 and self.is_unsharded)
         if keeps and not self.is_between_iterations():
-            stale = any([handle.is_stale for handle in self.handles])
+            stale = any([handle.writes.is_stale for handle in self.handles])
             try:
                 for views in self.views:
                     check_requested(views, self.name)
@@ -415,24 +423,28 @@ class UnitData:
 
     def reshard_after_forward(self, *readers: Unit) -> None:
         """Free the unsharded parameters; where the backward of one of the `readers` is to come, they may stay among
-        neighbours. [Note: portions]"""
+        the ranks of the post-forward axis. [Note: post-forward shards]"""
         if self.post_forward_gather is not None and any(map(self.root.record.awaits, readers)):
             for handle in self.handles:
                 if handle.state is UNSHARDED and handle.persistence is None:
-                    handle.keep_post_forward_shard(self.post_forward_gather)
+                    unsharded = handle.unsharded.flat
+                    handle.keep(
+                        PostForwardShard(unsharded, handle.layout, self.post_forward_gather, tracker=handle.tracker)
+                    )
             self.record_event("portion")
         self.reshard(SHOWS_NOTHING)
 
     def drop_post_forward_shards(self) -> None:
         """A backward that still comes gathers over the shard axis."""
         for handle in self.handles:
-            handle.drop_post_forward_shard()
+            if handle.kept_source is not None and handle.kept_source.as_of_forward:
+                handle.drop_kept_source()
 
     @property
     def has_post_forward_shards(self) -> bool:
-        """Whether the next backward gathers from neighbours."""
+        """Whether the next backward gathers over the post-forward axis."""
         return self.post_forward_gather is not None and any(
-            handle.post_forward_shard is not None for handle in self.handles
+            handle.kept_source is not None and handle.kept_source.as_of_forward for handle in self.handles
         )
 
     @property
@@ -498,9 +510,8 @@ class UnitData:
                 views.show(SHOWS_SHARD)
         else:
             self.reshard(SHOWS_SHARD)
-        for handle in self.handles:
-            if handle.post_forward_shard is not None:
-                handle.drop_post_forward_shard()
+        if self.post_forward_gather is not None:
+            self.drop_post_forward_shards()
         self.phase = IDLE
 
     def retain_for_double_backward(self) -> None:
@@ -562,49 +573,42 @@ class UnitData:
                     self.root.dtypes_changed()
                 if handle.state is UNSHARDED and (wrote or self._is_stale(handle)):
                     self.resources.free(handle)
-                elif handle.state is GATHERING and handle.versions != self._versions_at_request[kind]:
+                elif handle.state is GATHERING and handle.writes.all != self._versions_at_request[kind]:
                     handle.wait_unshard()
                     self.resources.free(handle)
-                self._drop_stale_host_cache(handle)
+                if handle.kept_source is not None and handle.state is SHARDED:
+                    handle.drop_stale_source()
             elif self.phase is not SUMMONED:  # else the parameters are the user's
                 check_exposed(views, self.name)
-
-    def _drop_stale_host_cache(self, handle: FlatParamHandle) -> None:
-        copy = handle.host_cache
-        if copy is not None and handle.state is SHARDED and copy.versions != handle.versions:
-            handle.drop_host_cache()
 
     def fetch(self, kind: int) -> None:
         """Gather a resident of this unit, which is not where it stays. Collective over the shard axis.
 
         Precondition: its leaves show the shard.
         """
-        handle = self.handles[kind]
+        handle, resources = self.handles[kind], self.resources
         if handle.state is SHARDED:  # it is not where a user has asked for the unit, or it stayed after a backward
-            self._launch_fetch(handle)
+            source = self._source_of(handle)
+            if resources.limiter.held:
+                resources.limiter.make_room(handle.buffer(source.dtype), ahead=False)
+            handle.launch_unshard(source, resources.streams.unshard)
+            if source.is_local:
+                resources.limiter.record_upload()
         if handle.state is GATHERING:
             handle.wait_unshard()
         self.record_event("keep")
         if handle.persistence is HOST:
-            handle.keep_host_cache()
-            self.resources.free(handle)
-            assert handle.host_cache is not None
-            handle.host_cache.versions = handle.versions
-
-    def _launch_fetch(self, handle: FlatParamHandle) -> None:
-        resources, dtype = self.resources, self.dtype_of(handle)
-        if resources.limiter.held:
-            resources.limiter.make_room(handle.buffer(dtype), ahead=False)
-        if handle.host_cache is not None and handle.host_cache.dtype == dtype:
-            handle.launch_upload(resources.streams.unshard)
-            resources.limiter.record_upload()
-        else:
-            handle.launch_unshard(self.gather, resources.streams.unshard, dtype=dtype)
+            handle.drop_kept_source()
+            cache = HostCache(handle.unsharded.flat, tracker=handle.tracker)
+            handle.keep(cache)
+            resources.free(handle)
+            cache.versions = handle.writes.all
 
     def evict(self, kind: int) -> None:
         """Free what stays of a resident, at once unless a backward is to read it: then it is no resident any more."""
         handle, views = self.handles[kind], self.views[kind]
-        handle.drop_host_cache()
+        if handle.kept_source is not None and not handle.kept_source.as_of_forward:
+            handle.drop_kept_source()
         if handle.persistence is DEVICE and handle.state is UNSHARDED:
             if views.mode is SHOWS_SHARD:
                 self.resources.free(handle)
@@ -616,11 +620,6 @@ class UnitData:
         for kind in range(len(self.handles)):
             self.evict(kind)
 
-    def _dtype_gathered(self, handle: FlatParamHandle) -> torch.dtype:
-        if handle.post_forward_shard is not None and _torch.in_backward():
-            return handle.post_forward_shard.dtype
-        return self.dtype_of(handle)
-
     def dtype_of(self, handle: FlatParamHandle) -> torch.dtype:
         """In which dtype the unit computes with the handle's parameters now."""
         if not self.mixed_precision.full_precision_in_eval:
@@ -630,7 +629,7 @@ class UnitData:
     def _is_stale(self, handle: FlatParamHandle) -> bool:
         """Whether what was kept unsharded is not what a gather would bring: the shard was written to since, or the
         dtype is that of evaluation, and this is training."""
-        return handle.is_stale or handle.unsharded.dtype != self.dtype_of(handle)
+        return handle.writes.is_stale or handle.unsharded.flat.dtype != self.dtype_of(handle)
 
 
 def check_hooks(handle: FlatParamHandle, *, on_leaves: bool) -> None:

@@ -15,7 +15,8 @@ import torch
 
 from ..comm.transport import Transport
 from ..device.streams import Stream
-from ..flat.flat_param import FlatParamHandle, full_views
+from ..flat.flat_param import FlatParamHandle
+from ..flat.layout_views import full_views
 from ..layout.layout import FlatLayout
 from ..runtime.unit import Unit
 from .owned_interval import OwnedInterval, RemoteElements

@@ -13,7 +13,8 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base import _torch
-from ..flat.flat_param import FlatParamHandle, full_views
+from ..flat.flat_param import FlatParamHandle
+from ..flat.layout_views import full_views
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import assign_grad
 from ..runtime.unit import Unit
@@ -24,7 +25,7 @@ def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor
     """(the sharded gradient as one flat tensor, zero where there is none; which parameters have one, as 0/1)."""
     grads = [parameter.grad for parameter in handle.steppable]
     dtype = next((grad.dtype for grad in grads if grad is not None), handle.precision.grad)
-    flat = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard_device)
+    flat = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard.device)
     present = torch.zeros(len(handle.leaves), dtype=torch.int32, device=handle.device)
     if not handle.use_orig_params:
         if grads[0] is not None:
@@ -116,7 +117,7 @@ class _SummonedHandle:
                     own = scatter(self.unit, self.kind, full_views(self.flat, handle.layout) if self.keep else None)
                 else:
                     own = self.flat[handle.layout.shard(handle.rank).slice]
-                if not torch.equal(own.to(handle.shard_device), handle.shard):
+                if not torch.equal(own.to(handle.shard.device), handle.shard):
                     handle.shard.copy_(own)
                 if self.grads is not None:
                     self._write_grads(unsharded_grads, from_rank0=from_rank0)
@@ -150,7 +151,7 @@ class _SummonedHandle:
             for index, grad in enumerate(unsharded):
                 if grad is not None:
                     store(layout, handle.rank, shard, index, grad)
-        pieces, there = handle.views_of_shard(shard.to(handle.shard_device)), present.tolist()
+        pieces, there = handle.at_rest.views_of(shard.to(handle.shard.device)), present.tolist()
         for owned in layout.owned(handle.rank):
             if not there[owned.index]:
                 continue

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from ...api import Config
+from ...api import Config, MixedPrecision
 from ...errors import UsageError, warn
 from ...wrap import check_called
 from ..agreement.checksums import InitialChecksums
@@ -27,6 +27,7 @@ from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import warn_if_unstepped
 from ..flat.extensions import can_transform, transform
 from ..flat.flat_param import FlatParamHandle
+from ..flat.flat_param_options import FlatParamOptions
 from ..flat.quantized import is_packed
 from ..flat.views import ParamRef
 from ..runtime.device_checks import compute_device, move_buffers
@@ -161,15 +162,18 @@ def _flatten(
             [path for _, path in members],
             world=groups.shard.size,
             rank=groups.shard.rank,
-            mixed_precision=config.mixed_precision,
             device=device,
-            offload=config.cpu_offload.offload_params,
-            pin_memory=config.cpu_offload.pin_memory,
-            use_orig_params=config.use_orig_params,
-            packed=is_packed_kind,
+            options=FlatParamOptions(
+                mixed_precision=MixedPrecision() if is_packed_kind else config.mixed_precision,
+                offload=config.cpu_offload.offload_params,
+                pin_memory=config.cpu_offload.pin_memory,
+                use_orig_params=config.use_orig_params,
+                trainable=trainable,
+                packed=is_packed_kind,
+            ),
             tracker=tracker,
         )
-        for (_, _, is_packed_kind), members in kinds.items()
+        for (_, trainable, is_packed_kind), members in kinds.items()
     ]
 
 

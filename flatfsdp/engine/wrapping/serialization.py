@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import io
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from ..config.unit_options import PrefetchTargets
 from ..device.memory import MemoryTracker
 from ..flat.extensions import TransformedParam
 from ..flat.flat_param import FlatParamHandle
+from ..flat.flat_param_options import FlatParamOptions
 from ..flat.states import IDLE
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, ParamRef
 from ..runtime.module_tree import ignore, ignored_in, units_in
@@ -33,17 +34,8 @@ from .build import new_root
 from .wrapper_support import keep_root, register_flat_params
 
 _SETTINGS = ("traits", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch", "island")
-_HANDLE_SETTINGS = (
-    "layout",
-    "rank",
-    "mixed_precision",
-    "device",
-    "offload",
-    "pin_memory",
-    "use_orig_params",
-    "trainable",
-    "packed",
-)
+_HANDLE_SETTINGS = ("layout", "rank", "device")
+_HANDLE_OPTIONS = tuple(field.name for field in fields(FlatParamOptions))
 
 T = TypeVar("T")
 # For each unit the places of those that it names: that it gathers ahead, in forward and in backward, and that come
@@ -68,6 +60,7 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
                     "leaves": handle.leaves,
                     "shard": handle.shard.detach(),
                     **{name: getattr(handle, name) for name in _HANDLE_SETTINGS},
+                    **{name: getattr(handle.options, name) for name in _HANDLE_OPTIONS},
                 }
                 for handle in unit.handles
             ],
@@ -99,8 +92,11 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     tracker = MemoryTracker()
     handles = []
     for entry in plan["handles"]:
-        settings = {name: entry[name] for name in _HANDLE_SETTINGS if name != "layout"}
-        handles.append(FlatParamHandle(entry["leaves"], entry["layout"], entry["shard"], tracker=tracker, **settings))
+        options = FlatParamOptions(**{name: entry[name] for name in _HANDLE_OPTIONS})
+        settings = {name: entry[name] for name in _HANDLE_SETTINGS}
+        handles.append(
+            FlatParamHandle(entry["leaves"], shard=entry["shard"], options=options, tracker=tracker, **settings)
+        )
         expected = plan["groups"].shard.rank
         if entry["rank"] != expected:
             raise UsageError(

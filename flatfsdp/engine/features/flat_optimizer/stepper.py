@@ -387,7 +387,7 @@ def _numbers(states: Iterable[State]) -> dict[int, float]:
 def _kind(candidate: FusableParam, numbers: Mapping[int, float]) -> Any:
     """What members of one run have in common; None for a parameter that is in none."""
     parameter, grad, handle = candidate.parameter, candidate.grad, candidate.handle
-    place = handle.sharded_views[candidate.index]
+    place = handle.at_rest.views[candidate.index]
     if type(grad) is not torch.Tensor or not parameter.dim() or grad.stride() != place.stride():
         return None  # a state of a 0-dim parameter may be one for each element, or one for all
     if parameter.data_ptr() != place.data_ptr() or parameter.shape != place.shape:  # not the shard's: replaced

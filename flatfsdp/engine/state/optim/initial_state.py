@@ -122,7 +122,7 @@ def _at_rest(held: OptimizedParam) -> torch.Tensor:
     if handle is None:
         return held.parameter.detach()
     # Between forward and backward the parameter shows nothing.
-    return (handle.shard if held.is_flat else handle.sharded_views[held.params[0].index]).detach()
+    return (handle.shard if held.is_flat else handle.at_rest.views[held.params[0].index]).detach()
 
 
 def _stand_in(held: OptimizedParam, *, on_values: bool) -> nn.Parameter:

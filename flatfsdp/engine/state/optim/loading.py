@@ -18,7 +18,7 @@ from ...agreement.object_collectives import all_or_none, by_ranks, firsts, is_fi
 from ...base.hashing import hash63
 from ...base.plain_data import decode, encode
 from ...comm.transport import Transport
-from ...flat.flat_param import full_views
+from ...flat.layout_views import full_views
 from ...runtime.module_tree import units_in
 from ..consolidate import collective_call, is_first, scatter, store
 from ..model.distributed_values import is_distributed, whole_of
@@ -222,8 +222,8 @@ class _Filler:
             whole: list[torch.Tensor | None] = [None] * len(handle.leaves)
             for named in wanted:
                 whole[named.index] = self._value(named, state)
-            return scatter(unit, kind, whole, dtype=dtype).to(handle.shard_device)
-        shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard_device)
+            return scatter(unit, kind, whole, dtype=dtype).to(handle.shard.device)
+        shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard.device)
         for named in wanted:
             value = self._value(named, state)
             if value is not None:
@@ -234,7 +234,7 @@ class _Filler:
     def _taken(self, held: OptimizedParam, state: str, value: ReplicatedState) -> torch.Tensor:
         """A tensor as the dict has it, where the parameter is."""
         handle = held.handle
-        param_ref = held.parameter.device if handle is None else handle.shard_device
+        param_ref = held.parameter.device if handle is None else handle.shard.device
         if not self._from_first:
             found = self._value(held.params[0], state)
             if is_distributed(found) and not is_distributed(held.parameter):

@@ -19,7 +19,7 @@ from torch import nn
 from ....errors import ConfigValueError
 from ...agreement.object_collectives import all_or_none, is_first_of, ranks_over
 from ...comm.transport import Axis, Transport
-from ...flat.flat_param import dense
+from ...flat.layout_views import dense
 from ...runtime.module_tree import units_in
 from ..consolidate import collective_call, consolidated, others_of, store
 from ..model.distributed_values import carrier_of, rows_of
@@ -320,7 +320,7 @@ def _shard_of(own: _LocalState, having: Sequence[NamedParam], name: str, dtype: 
     if first is not None and first.is_flat:
         flat: torch.Tensor = own.state[first.key][name].detach()
         return flat
-    shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard_device)
+    shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard.device)
     for named in having:
         held = own.held(named)
         if held is None or not has_elements(named):
@@ -349,7 +349,7 @@ def _add_intervals(
             if isinstance(fact, ParamShaped):
                 span = span_in_param(named)
                 owned = torch.empty(0, dtype=fact.dtype) if span.is_empty else _owned(own, named, name)
-                local = owned if shares_memory() else owned.to(wanted.device or handle.shard_device, copy=True)
+                local = owned if shares_memory() else owned.to(wanted.device or handle.shard.device, copy=True)
                 interval = OwnedInterval(local, spec_of(named), span, names_empty=handle.rank == 0, others=others)
                 state.setdefault(named.name, {})[name] = interval
 

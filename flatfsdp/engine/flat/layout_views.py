@@ -1,0 +1,113 @@
+"""Flat tensors seen through their layout: whole parameters as N-D views, those of a shard as pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layout.layout import FlatLayout, ParamSpec, Span
+
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
+
+
+def dense(leaf: torch.Tensor) -> torch.Tensor:
+    """`leaf`'s elements in memory order, 1-D, without a copy; `leaf` must be dense (channels_last is)."""
+    if leaf.is_contiguous():
+        return leaf.reshape(-1)
+    return leaf.as_strided((leaf.numel(),), (1,), leaf.storage_offset())
+
+
+def is_dense(leaf: torch.Tensor) -> bool:
+    """Whether the elements of `leaf` fill their memory exactly once."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(leaf.stride(), leaf.shape, strict=True) if n > 1):
+        if stride != expected:
+            return leaf.numel() == 0
+        expected *= size
+    return True
+
+
+def spec_of(name: str, leaf: torch.Tensor) -> ParamSpec:
+    """The layout's entry for `leaf`, which must be dense; strides that are not row-major are kept."""
+    return ParamSpec(name, tuple(leaf.shape), tuple(leaf.stride()))
+
+
+def full_views(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+    """The parameters of `layout` as N-D views of `flat` (1-D, padded or not)."""
+    views = []
+    for spec, span in zip(layout.params, layout.spans, strict=True):
+        piece = flat.narrow(0, span.start, span.numel)
+        views.append(piece.view(spec.shape) if spec.stride is None else piece.as_strided(spec.shape, spec.stride))
+    return views
+
+
+class ShardViews:
+    """What leaves show of one shard, and how tensors that are laid out like it are divided.
+
+    Attributes:
+        views: for each leaf what it shows of the shard: 1-D pieces, maybe empty (N-D where the shard is the whole).
+        shown: each leaf with its view.
+        empty: what leaves show where they show nothing: no elements, in the compute dtype, where the unit computes.
+        stands_in: whether leaves may show the shard where they are to show nothing: autograd sees no difference.
+    """
+
+    def __init__(
+        self, leaves: Sequence[nn.Parameter], layout: FlatLayout, rank: int, shard: torch.Tensor, empty: torch.Tensor
+    ) -> None:
+        self._leaves = leaves
+        self._layout = layout
+        self._is_whole = layout.world == 1
+        spans = [layout.span_in_shard(i, rank) for i in range(len(leaves))]
+        self._pieces = [(span.start, span.numel) for span in spans]
+        # Of the leaves that have elements here, or none anywhere: what divides a shard into them, in one call.
+        self._present = [i for i, spec in enumerate(layout.params) if spans[i].numel or 0 in spec.shape]
+        self._cuts, self._kept = _cuts([spans[i] for i in self._present], layout.shard_numel)
+        self.views = self.views_of(shard)
+        self.shown = list(zip(leaves, self.views, strict=True))
+        self.empty = empty
+        self.stands_in = shard.dtype == empty.dtype and shard.device == empty.device and not self._is_whole
+        self._expected = self._facts(self.views)
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """What the leaves would show of `flat`, which is laid out like the shard."""
+        if self._is_whole:
+            return full_views(flat, self._layout)
+        return [flat.narrow(0, start, numel) for start, numel in self._pieces]
+
+    def pieces_of(self, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Those of `views_of(flat)` that have elements, or whose parameter has none anywhere, by index.
+
+        They are no views for autograd, and share no version counter.
+        """
+        if self._is_whole:
+            return enumerate(full_views(flat, self._layout))
+        pieces = flat.unsafe_split_with_sizes(self._cuts)
+        return zip(self._present, [pieces[k] for k in self._kept], strict=True)
+
+    def replaced(self) -> list[int]:
+        """The leaves that do not show their place in the shard, though they should: the user replaced their `.data`."""
+        found = self._facts(self._leaves)
+        if found == self._expected:
+            return []
+        return [i for i, facts in enumerate(zip(*found, strict=True)) if facts != tuple(f[i] for f in self._expected)]
+
+    def _facts(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Any], list[torch.dtype]]:
+        # What tells that a tensor's memory was replaced; lists, because whole lists are compared at every forward.
+        extent = _SHAPE if self._is_whole else torch.Tensor.numel  # pieces of a shard are 1-D
+        return list(map(torch.Tensor.data_ptr, tensors)), list(map(extent, tensors)), list(map(_DTYPE, tensors))
+
+
+def _cuts(spans: Sequence[Span], numel: int) -> tuple[list[int], list[int]]:
+    """The sizes of pieces that `numel` elements are divided into, and which of them are the `spans`."""
+    sizes, kept, end = [], [], 0
+    for span in spans:
+        if span.numel and span.start > end:
+            sizes.append(span.start - end)
+        kept.append(len(sizes))
+        sizes.append(span.numel)
+        end = span.stop if span.numel else end
+    return [*sizes, numel - end], kept

@@ -1,0 +1,169 @@
+"""Where the unsharded form of a flat parameter comes from: the shards, what was kept among neighbours, or the host.
+
+[Note: post-forward shards] With `reshard_after_forward=n` the unsharded parameter is cut again after a forward, into n
+pieces that n consecutive ranks of the shard axis, the *post-forward axis*, keep in the compute dtype. The backward's
+all-gather then stays on that axis, inside one host for example. It costs a copy of the piece, since the unsharded
+buffer can neither be given back in part nor stay another ([Note: one storage]); the gather itself reads the piece where
+it lies. Only a backward reads such pieces: they hold what the forward computed with, and a forward computes with what
+the shards hold.
+
+[Note: persistent parameters] A flat parameter that no optimizer steps need not be gathered for every use. A
+*persistent* one was gathered once, and stays unsharded on the device, or as a copy in host memory from which the device
+is filled again: memory, or the way from the host, in place of a collective. Whether a handle is persistent, and whether
+it has to be gathered, is settled where a forward begins, and is part of what ranks compare there: no rank leaves a
+gather out alone. A persistent parameter that was written to is gathered anew.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+import torch
+
+from ..base import _torch
+from ..comm.transport import Transport
+from ..device.memory import FlatBuffer, MemoryTracker
+from ..device.streams import DONE, PendingWork, Stream, pinned_like
+from ..layout.layout import FlatLayout
+
+
+class ParamPersistence(enum.Enum):
+    """Where a persistent parameter stays between uses."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+DEVICE, HOST = ParamPersistence
+
+
+class UnshardSource(Protocol):
+    """What fills an unsharded buffer.
+
+    Attributes:
+        dtype: of what it brings.
+        is_local: whether that takes no communication.
+        reads_host: whether the device reads host memory that the host writes to between iterations.
+        as_of_forward: whether it brings, once, what the last forward computed with, not what the shards hold now.
+        versions: of the handle, between uses, when it was made; it is stale where they are others. None if that does
+            not matter.
+    """
+
+    dtype: torch.dtype
+    is_local: bool = False
+    reads_host: bool = False
+    as_of_forward: bool = False
+    versions: tuple[int, ...] | None = None
+
+    def fill(self, flat: torch.Tensor, stream: Stream) -> PendingWork:
+        """Start to fill `flat`, unsharded, 1-D and padded, on `stream`. Collective unless it is local."""
+        ...
+
+
+class KeptSource(UnshardSource, Protocol):
+    """A source with memory of its own, besides the shard."""
+
+    def serves(self, dtype: torch.dtype) -> bool:
+        """Whether the unsharded parameter may come from here now, where the unit computes in `dtype`."""
+        ...
+
+    def free(self) -> None:
+        """Give the memory back; what was filled from it must have been waited for, or be known to the device."""
+        ...
+
+
+class ShardSource(UnshardSource):
+    """This rank's shard, gathered with those of others over the shard axis."""
+
+    def __init__(
+        self, shard: torch.Tensor, own: slice, dtype: torch.dtype, transport: Transport, *, copies: bool, offload: bool
+    ) -> None:
+        """`own`: where `shard` lies in the unsharded buffer, to which it is copied first if `copies`."""
+        self.dtype = dtype
+        self.transport = transport
+        self.reads_host = offload
+        self._shard = shard
+        self._own = own if copies else None
+
+    def fill(self, flat: torch.Tensor, stream: Stream) -> PendingWork:
+        shard = self._shard
+        if self._own is not None:
+            with stream.running():
+                shard = flat[self._own].copy_(shard, non_blocking=True)
+        return self.transport.all_gather_base(flat, shard, stream)
+
+
+class CoalescedSource(UnshardSource):
+    """The shards of several handles, gathered by one collective over the shard axis.
+
+    Attributes:
+        flats: the buffers that the caller has filled by it, and says so to the handles, in order.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.flats: list[torch.Tensor] = []
+
+    def fill(self, flat: torch.Tensor, stream: Stream) -> PendingWork:
+        self.flats.append(flat)
+        return DONE
+
+
+class PostForwardShard(KeptSource):
+    """One rank's piece of the unsharded parameter that a forward left. [Note: post-forward shards]
+
+    Attributes:
+        dtype: the compute dtype of that forward.
+    """
+
+    as_of_forward = True
+
+    def __init__(
+        self, unsharded: torch.Tensor, layout: FlatLayout, transport: Transport, *, tracker: MemoryTracker
+    ) -> None:
+        """Copy this rank's piece of `unsharded`, 1-D and padded, laid out by `layout`."""
+        group = transport.group
+        span = layout.over(group.size).shard(group.rank)
+        self.dtype = unsharded.dtype
+        self._transport = transport
+        self._memory = FlatBuffer(span.numel, unsharded.dtype, unsharded.device, tracker=tracker, kind="portion")
+        self._memory.allocate()
+        self._memory.tensor.copy_(unsharded[span.slice])
+
+    def serves(self, dtype: torch.dtype) -> bool:
+        """In a backward, which computes in the dtype of its forward."""
+        return _torch.in_backward()
+
+    def fill(self, flat: torch.Tensor, stream: Stream) -> PendingWork:
+        """Gather the pieces. Collective over the post-forward axis.
+
+        Precondition: `stream` comes after the last use of `flat`, hence after the copy. [Note: limiter]
+        """
+        return self._transport.all_gather_base(flat, self._memory.tensor, stream)
+
+    def free(self) -> None:
+        self._memory.free()
+
+
+class HostCache(KeptSource):
+    """The unsharded parameter in host memory, page-locked next to an accelerator. [Note: persistent parameters]"""
+
+    is_local = reads_host = True
+
+    def __init__(self, unsharded: torch.Tensor, *, tracker: MemoryTracker) -> None:
+        """`unsharded`: 1-D and padded; the host waits until it is copied."""
+        self._tensor = pinned_like(unsharded.detach())
+        self._tensor.copy_(unsharded.detach())
+        self._allocation = tracker.allocate("host copy", unsharded.numel() * unsharded.element_size())
+        self.dtype = unsharded.dtype  # of computation when it was made
+        self.versions = ()
+
+    def serves(self, dtype: torch.dtype) -> bool:
+        return dtype == self.dtype
+
+    def fill(self, flat: torch.Tensor, stream: Stream) -> PendingWork:
+        return stream.upload(flat, self._tensor)
+
+    def free(self) -> None:
+        self._allocation.close()

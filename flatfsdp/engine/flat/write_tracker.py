@@ -1,0 +1,79 @@
+"""Who wrote to a flat parameter, by version counters: through its shard, the flat parameter, or a leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..device.memory import VERSION, Versions, versions_of
+
+
+class TracksWrites:
+    """A parameter of which what is written to `.data` in place is noticed, by version."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any parameter, but of one version counter with it."""
+        return self.detach()  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+class WriteTracker(Versions):
+    """The version counters of one shard and of the leaves, since the shard is where it is. [Note: versions]
+
+    Attributes:
+        gathered: how often the shard had been written to when the last gather of it was issued.
+        in_buffer: how often when that was issued which filled the unsharded buffer.
+    """
+
+    def __init__(self, shard: torch.Tensor, flat_param: nn.Parameter, leaves: Sequence[nn.Parameter]) -> None:
+        super().__init__(leaves)
+        self._shard = shard
+        self._flat_param = flat_param
+        self.in_buffer = self.gathered = self.of_shard
+
+    @property
+    def of_shard(self) -> int:
+        """How often the shard was written to, not counting leaves."""
+        # Either may be written to, and after a replacement of the shard they no longer share one counter.
+        return self._shard._version + self._flat_param._version
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Changes with every write to the shard, through whatever shows it."""
+        return self.of_shard, *versions_of(self._leaves)
+
+    def show_shard(self) -> None:
+        """The leaves show the shard itself as the whole, from now on."""
+        writes = self.of_shard
+        if writes != self.in_buffer:
+            # The leaves see the write, made through the flat parameter, without having been told.
+            torch.autograd.graph.increment_version(self._leaves)
+            self.in_buffer = writes
+        self.ask()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the shard was written to since the unsharded buffer was filled."""
+        writes = self._shard._version + self._flat_param._version
+        return writes != self.in_buffer or list(map(VERSION, self._leaves)) != self.known
+
+    @property
+    def was_written_since_gathered(self) -> bool:
+        """Whether the shard was written to since the last gather of it was issued."""
+        return self.of_shard != self.gathered
+
+    @property
+    def was_edited(self) -> bool:
+        """Whether a leaf was written to in place since the unsharded buffer was filled."""
+        return list(map(VERSION, self._leaves)) != self.known
+
+    @property
+    def edited(self) -> list[int]:
+        """Which of the leaves were."""
+        return [i for i, found in enumerate(versions_of(self._leaves)) if found != self.known[i]]
