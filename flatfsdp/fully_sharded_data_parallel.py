@@ -18,7 +18,6 @@ from .engine.facade.fsdp1_compat import FSDP1Names, wrapped_inside
 from .engine.facade.schedule_api import ScheduleControls
 from .engine.features.clip import clip_grad_norm
 from .engine.features.forward_methods import through_wrapper
-from .engine.runtime.device_checks import apply_to_tensors
 from .engine.runtime.module_tree import units_at, units_in, with_owning_units
 from .engine.runtime.unit import Unit
 from .engine.state import full_params
@@ -28,6 +27,7 @@ from .engine.state.optim.api import OptimStates
 from .engine.wrapping import serialization as copying
 from .engine.wrapping.auto_wrap import auto_wrapped
 from .engine.wrapping.build import build_unit
+from .engine.wrapping.moves import apply_to_tensors
 from .engine.wrapping.wrapper_support import (
     flat_params_hidden,
     keep_root,

@@ -12,7 +12,8 @@ from .engine.base import autograd as hooks
 from .engine.comm.transport import agree_on_maximum
 from .engine.features.backward_steps import note_scaled_loss, optimizers_of
 from .engine.runtime import param_registry as registry
-from .engine.runtime.optimizer_hooks import reset_to_idle, waiting_in
+from .engine.runtime.optimizer_hooks import waiting_in
+from .engine.runtime.rest import before_step
 
 
 class ShardedGradScaler(GradScaler):
@@ -76,7 +77,7 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        reset_to_idle(optimizer)
+        before_step(optimizer)
         # fp16 gradients are legal here: keep_low_precision_grads leaves them to the optimizer on purpose. `unscale_` of
         # the base class passes False, so `allow_fp16` says nothing.
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)

@@ -10,9 +10,9 @@ from torch import nn
 
 from ..engine.layout.layout import ParamSpec
 from ..engine.runtime.module_tree import units_in
+from ..engine.runtime.rest import check_idle, quiesce
 from ..engine.runtime.unit import Unit
 from ..engine.state.model.fqns import clean, named_state
-from ..engine.state.model.saving import check_between
 from ..engine.state.owned_interval import OwnedInterval
 
 __all__ = ["LocalTensor", "buffers_of", "held_in_place", "note_writes", "settle"]
@@ -47,11 +47,7 @@ def settle(model: nn.Module, what: str) -> None:
         UsageError: `what` (a function, for the message) was called while a unit computes.
     """
     units = units_in(model)
-    check_between(what, units)
-    for unit in units:
-        if not unit.is_between_iterations():
-            unit.root.reset_to_idle()
-        unit.write_back()
+    quiesce(units, collective=False, check=lambda unit: check_idle(unit, what))
 
 
 def held_in_place(model: nn.Module) -> list[LocalTensor]:

@@ -14,7 +14,7 @@ from ..engine.agreement.collective_calls import meet
 from ..engine.base.plain_data import decode, encode
 from ..engine.comm.process_groups import new_group
 from ..engine.runtime.module_tree import units_in
-from ..engine.state.consolidate import collective_call
+from ..engine.runtime.rest import collective_call
 from ..engine.watchdog.watchdog import expecting
 from ..errors import AgreementError, CheckpointError, ConfigValueError, ranks_in_words
 from ..messages import gather_bytes

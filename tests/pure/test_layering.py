@@ -324,6 +324,24 @@ def test_one_file_registers_with_autograd() -> None:
     assert not found, "\n".join(found)
 
 
+# What finishes an iteration, and where that is called; everybody else comes through the door. [Note: rest]
+PIECES_OF_REST = frozenset(
+    "lazy_init finish_interrupted clear_failure wait_for_gradients show_shards shows_shards reset_to_idle".split()
+)
+DOOR = frozenset(f"engine/runtime/{file}" for file in ("rest", "model", "unit", "unit_data"))
+
+
+def test_one_door_to_what_is_between_iterations() -> None:
+    found = [
+        f"{source.at(node.lineno)}: {node.attr}"
+        for source in sources()
+        if source.file not in DOOR
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and node.attr in PIECES_OF_REST
+    ]
+    assert not found, "these come through engine/runtime/rest.py:\n" + "\n".join(found)
+
+
 def test_memory_is_given_back_by_its_lane_and_never_by_record_stream() -> None:
     found = [
         source.at(node.lineno)

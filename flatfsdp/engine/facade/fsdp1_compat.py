@@ -18,7 +18,7 @@ from ..config.state_dict_configs import OptimStateDictConfig, StateDictConfig, S
 from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..flat.states import IDLE, SUMMONED
 from ..runtime.module_tree import ignored_in
-from ..runtime.rest import check_outside
+from ..runtime.rest import check_outside, initialize
 from ..state.dcp_state_dict import teach
 from .schedule_api import check_prefetches_on_request
 
@@ -73,7 +73,7 @@ class FSDP1Names:
 
     def _lazy_init(self) -> None:
         """Do what the first forward does first: name and connect units, compare ranks. Collective."""
-        self._unit.root.lazy_init()
+        initialize(self._unit.root)
 
     @property
     def _fsdp_use_orig_params(self) -> bool:

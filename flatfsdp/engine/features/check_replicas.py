@@ -8,7 +8,7 @@ from ...errors import AgreementError
 from ..agreement.replicas import differences
 from ..runtime.module_tree import outermost_unit
 from ..runtime.replica_checks import replicated_pieces
-from ..runtime.rest import check_outside
+from ..runtime.rest import check_outside, initialize
 
 
 def check_replicas(model: nn.Module) -> None:
@@ -30,8 +30,7 @@ def check_replicas(model: nn.Module) -> None:
     unit = outermost_unit(model, "check_replicas")
     root = unit.root
     check_outside(unit, "check_replicas()")
-    root.lazy_init()
-    root.finish_interrupted()
+    initialize(root)
     for each in root.units:
         each.write_back()
     with root.agreement.collective_call("check_replicas()", always=True):

@@ -12,6 +12,7 @@ import torch
 from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, refuse_type, warn
 from ..runtime import param_registry as registry
 from ..runtime.model import Root
+from ..runtime.rest import initialize
 from .backward_steps import optimizers_of
 from .nonfinite import first_gradient, of_all_ranks
 
@@ -130,8 +131,7 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
                 "or wrap them as one model"
             )
         (root,) = found
-        root.lazy_init()
-        root.finish_interrupted()
+        initialize(root)
         with root.agreement.collective_call("clip_grad_norm_()"):
             return clip_grad_norm(root, given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 

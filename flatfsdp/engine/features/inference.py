@@ -16,8 +16,8 @@ from ..flat.states import SUMMONED
 from ..runtime.model import Root
 from ..runtime.module_tree import units_in
 from ..runtime.persistent_params import HandleRef, persistence_of
+from ..runtime.rest import collective_call, free_unsharded, quiesce
 from ..runtime.unit import Unit
-from ..state.consolidate import collective_call
 
 
 @contextmanager
@@ -86,12 +86,8 @@ def _check_idle(unit: Unit) -> None:
 def _begin(roots: list[Root], units: list[Unit], max_bytes: int | None) -> None:
     refs = _chosen(units, max_bytes)
     chosen = f"inference(max_bytes={max_bytes}), {len(refs)} flat parameters"
-    for root in roots:
-        root.lazy_init()
-        root.reset_to_idle()
+    quiesce(units, frees=True)
     with collective_call(units, chosen, always=True):
-        for unit in units:
-            unit.write_back()
         for root in roots:
             root.resources.streams.unshard.follow_compute()
             root.persistent_params.pin(root, [ref for ref in refs if ref.unit.root is root])
@@ -107,7 +103,7 @@ def _end(root: Root) -> None:
     if root.persistent_params.pinned is None:
         return
     root.agreement.forwards_are_silent = False
-    root.reset_to_idle()
+    free_unsharded(root)
     root.persistent_params.unpin(root)
     for unit in root.units:
         unit.persists_between_iterations = False

@@ -19,7 +19,7 @@ from torch import nn
 from ...errors import AgreementError, ConfigValueError, UsageError, ranks_in_words, refuse_type
 from ..runtime.model import Root
 from ..runtime.module_tree import units_in
-from ..runtime.rest import check_outside
+from ..runtime.rest import check_outside, initialize
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ class Joined:
             return
         root = self._root
         check_outside(root.unit, _LOOP)
-        root.lazy_init()
+        initialize(root)
         self._looping = True
         iterator, kept = iter(batches), stand_in
         for step in itertools.count(1):

@@ -1,10 +1,9 @@
-"""Where parameters and buffers are: the device of a unit, `.to()` and its like on a wrapper, and the checks before a
-forward that everything is in a unit, and on the device where it computes."""
+"""Where parameters and buffers are: the device of a unit, and the checks before a forward that everything is in a unit,
+and on the device where it computes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -55,66 +54,6 @@ def move_buffers(modules: Iterable[tuple[str, nn.Module]], device: torch.device)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
-
-
-def apply_to_tensors(
-    wrapper: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], rest: Callable[[], Any]
-) -> None:
-    """`change` (cast or move) the shards of `wrapper`'s own unit; `rest()` changes everything else in the wrapper.
-
-    Raises:
-        UsageError: while a forward awaits its backward, unless nothing changes, and for a move to the meta device.
-    """
-    unit: Unit = wrapper.__dict__["_unit"]
-    between = unit.is_between_iterations()
-    if not between and _changes(unit, change):
-        raise UsageError(
-            f"unit {unit.label}: .to(), .half() and their like change parameters between iterations only; a forward "
-            "here still awaits its backward"
-        )
-    if any(change(handle.shard.new_empty(0)).is_meta for handle in unit.handles):
-        raise UsageError(
-            f"unit {unit.label}: moving it to the meta device would throw away its values; use "
-            "model.to_empty(device=...) for memory without values, or wrap a module that is on the meta device"
-        )
-    for handle in unit.handles:
-        if handle.options.packed and (dtype := change(handle.shard.new_empty(0)).dtype) != handle.shard.dtype:
-            raise UsageError(
-                f"unit {unit.label}: parameter {handle.layout.params[0].name!r} is a quantised weight, whose bytes are "
-                f"stored as {handle.shard.dtype}: as {dtype} they would be others. Change the dtype of single modules "
-                "before wrapping, or compute in another one with mixed_precision="
-            )
-    if between:
-        unit.write_back()
-        unit.reset_to_idle()
-        unit.evict_all()
-    flat = {name: wrapper._parameters.pop(name) for name in list(wrapper._parameters) if name.startswith("_flat_param")}
-    param_refs, hidden = (*unit.param_refs, *unit.shared_refs), unit.unregistered_refs
-    for param_ref in param_refs:
-        param_ref.unregister()
-    try:
-        rest()
-    finally:
-        for param_ref in param_refs:
-            if not any(param_ref is other for other in hidden):
-                param_ref.register()
-        wrapper._parameters.update(flat)
-    if not between:
-        return
-    with torch.no_grad():
-        for handle, views in zip(unit.handles, unit.views, strict=True):
-            changed = change(handle.shard)
-            if changed is not handle.shard:
-                views.replace_shard(changed.detach())
-    unit.root.placed = False
-
-
-def _changes(unit: Unit, change: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether `change` gives the unit's shards or buffers another dtype or device."""
-    held = [handle.shard for handle in unit.handles]
-    held += [buffer for module in unit.modules for buffer in module._buffers.values() if buffer is not None]
-    probed = [(tensor, change(tensor.new_empty(0))) for tensor in held]
-    return any((made.dtype, made.device) != (tensor.dtype, tensor.device) for tensor, made in probed)
 
 
 def check_registered(module: nn.Module, units: Sequence[Unit]) -> None:

@@ -355,7 +355,7 @@ class Root:
         if first and not self.agreement.forwards_are_silent:
             if self._post_forward_axes_due:
                 self._connect_post_forward_axes()
-            if torch.is_grad_enabled() and self.agreement.compares_forwards:
+            if self._replica_checks.due is None and torch.is_grad_enabled() and self.agreement.compares_forwards:
                 self._replica_checks.at_first(self.units)
             self._follow_other_ranks()
             self.persistent_params.fetch(self)
@@ -695,7 +695,7 @@ class Root:
 
     def finish_interrupted(self) -> None:
         """Bring what a failed or a double backward left behind to rest."""
-        if not self.clear_failure() and self._retained_for_double_backward:
+        if not self.clear_failure() and self._retained_for_double_backward and self.backward is None:
             self._finish()
 
     def clear_failure(self) -> bool:

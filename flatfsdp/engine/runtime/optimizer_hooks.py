@@ -19,6 +19,7 @@ from ...errors import UsageError
 from ..flat.flat_param import FlatParameter
 from . import param_registry as registry
 from .model import Root
+from .rest import before_step
 
 
 class _CheckedOptimizer(NamedTuple):
@@ -63,7 +64,7 @@ def engine_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if is_at_work(optimizer):
         return
-    reset_to_idle(optimizer)
+    before_step(optimizer)
     _look_at(optimizer)
 
 
@@ -132,17 +133,6 @@ def models_of(optimizer: torch.optim.Optimizer) -> list[Root]:
 
 def _is_managed(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, FlatParameter) or registry.owner_of(parameter) is not None
-
-
-def reset_to_idle(optimizer: torch.optim.Optimizer) -> None:
-    """Let models that `optimizer` steps show shards and gradients, as between iterations."""
-    busy = [root for root in registry.roots if not root.shows_shards]
-    if busy:
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for root in busy:
-            handles = (handle for unit in root.units for handle in unit.handles)
-            if any(id(parameter) in stepped for handle in handles for parameter in handle.steppable):
-                root.show_shards()
 
 
 def check_parameters(optimizer: torch.optim.Optimizer) -> None:

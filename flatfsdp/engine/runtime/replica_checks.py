@@ -13,26 +13,28 @@ from .unit import Unit
 
 
 class ReplicaChecks:
-    """The comparisons of one model: when all ranks are known to train, and once in `EVERY` backwards that reduce."""
+    """The comparisons of one model: when all ranks are known to train, and once in `EVERY` backwards that reduce.
+
+    Attributes:
+        due: after how many backwards that reduce replicas are compared again; None where they were not yet.
+    """
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
-        # After how many backwards that reduce they are compared again; None: they were not yet.
-        self._due: float | None = None if agreement.initial_values.check != "off" else math.inf
+        self.due: float | None = None if agreement.initial_values.check != "off" else math.inf
 
     def at_first(self, units: Sequence[Unit]) -> None:
-        """All ranks have begun to train. Collective over all axes the first time."""
-        if self._due is None:
-            self._due = self._verify(units, again=False)
+        """All ranks have begun to train. Collective over all axes. Precondition: nothing was compared yet."""
+        self.due = self._verify(units, again=False)
 
     def before_backward(self, units: Sequence[Unit], *, reduces: bool) -> None:
         """A backward begins on all ranks. Collective over all axes where a comparison is due."""
-        if self._due is None:
-            self._due = self._verify(units, again=False)
+        if self.due is None:
+            self.due = self._verify(units, again=False)
         elif reduces:
-            self._due -= 1
-            if not self._due:
-                self._due = self._verify(units, again=True)
+            self.due -= 1
+            if not self.due:
+                self.due = self._verify(units, again=True)
 
     def _verify(self, units: Sequence[Unit], *, again: bool) -> float:
         """Compare them, as `check_values` has it; after how many backwards that reduce it is due again. `again`: they

@@ -1,9 +1,22 @@
-"""What may be done between iterations only."""
+"""The door for everything that works between iterations.
+
+[Note: rest] What a user calls between iterations finds parameters that show their shards, gradients that are there, and
+nothing left of a backward that failed, or that was to be differentiated again. `quiesce` sees to that, and refuses the
+call where a unit computes. No other module finishes what an iteration has left (a test counts the calls).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
 from ...errors import UsageError
 from ..base import _torch
+from ..flat.states import IDLE, SUMMONED
+from . import param_registry as registry
+from .model import Root
 from .unit import Unit
 
 
@@ -15,3 +28,106 @@ def check_outside(unit: Unit, method: str) -> None:
             f"{'backward' if _torch.in_backward() else 'forward'}; call it before the forward, or between forward and "
             "backward"
         )
+
+
+def check_idle(unit: Unit, call: str) -> None:
+    """Refuse `call` while `unit` computes, or has its parameters whole in `summon_full_params()`."""
+    if unit.phase is not IDLE:
+        hint = "; leave summon_full_params() first, or call it on the whole model inside" * (unit.phase is SUMMONED)
+        raise UsageError(
+            f"{call} while unit {unit.label} is in {unit.phase.value}: expected a call between forward, backward "
+            f"and step{hint}"
+        )
+
+
+def models_of(units: Iterable[Unit]) -> list[Root]:
+    """The models that `units` belong to, each once."""
+    return list({id(unit.root): unit.root for unit in units}.values())
+
+
+def initialize(model: Root) -> None:
+    """Prepare a collective call: units are named and connected (collective the first time), and what a backward that
+    failed or may be differentiated again has left is finished. [Note: rest]"""
+    model.lazy_init()
+    model.finish_interrupted()
+
+
+def quiesce(
+    units: Sequence[Unit],
+    *,
+    collective: bool = True,
+    shards: bool = True,
+    frees: bool = False,
+    check: Callable[[Unit], None] | None = None,
+) -> None:
+    """Bring what the iterations of `units` have left to rest. [Note: rest]
+
+    Args:
+        collective: the call communicates, so that models are initialized, which is collective the first time.
+        shards: parameters show their shards after it, with what users put in their place.
+        frees: even what stays unsharded between iterations is freed.
+        check: raises for a unit that the call refuses, once what a failed backward left is finished.
+
+    Raises:
+        UsageError: what users put in the place of parameters cannot be taken over.
+    """
+    models = models_of(units)
+    for model in models:
+        if collective:
+            initialize(model)
+        else:
+            model.finish_interrupted()
+    if check is not None:
+        for unit in units:
+            check(unit)
+    if shards:
+        for model in models:
+            if frees or not all(unit.is_between_iterations() for unit in units if unit.root is model):
+                model.reset_to_idle()
+        for unit in units:
+            unit.write_back()
+
+
+def free_unsharded(model: Root) -> None:
+    """Parameters of `model` show their shards, and nothing of it is unsharded, for whatever reason it was kept."""
+    model.reset_to_idle()
+
+
+def free_unit(unit: Unit) -> None:
+    """The shards of `unit` hold what its parameters are, and nothing of it is unsharded. Precondition: its parameters
+    show their shards."""
+    unit.write_back()
+    unit.reset_to_idle()
+    unit.evict_all()
+
+
+def before_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let models that `optimizer` steps show shards and gradients, as between iterations."""
+    busy = [model for model in registry.roots if not model.shows_shards]
+    if busy:
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for model in busy:
+            handles = (handle for unit in model.units for handle in unit.handles)
+            if any(id(parameter) in stepped for handle in handles for parameter in handle.steppable):
+                model.show_shards()
+
+
+@contextmanager
+def collective_call(units: Iterable[Unit], call: str, *, always: bool = False) -> Iterator[None]:
+    """All ranks make this `call`, which gathers the parameters of `units` or sends them; it is collective inside.
+
+    `always`: ranks exchange something even where no unit is sharded.
+
+    Raises:
+        AgreementError: on every rank: some do something else.
+    """
+    by_model: dict[int, list[Unit]] = {}
+    for unit in units:
+        by_model.setdefault(id(unit.root), []).append(unit)
+    with ExitStack() as calls:
+        for those in by_model.values():
+            model = those[0].root
+            model.lazy_init()
+            indices = [unit.index for unit in those]
+            calls.enter_context(model.agreement.collective_call(call, indices, always=always))
+        yield

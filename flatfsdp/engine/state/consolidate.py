@@ -8,8 +8,8 @@ piece where only the first one has it (`scatter`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -33,31 +33,11 @@ def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transp
 
 
 @contextmanager
-def collective_call(units: Iterable[Unit], call: str, *, always: bool = False) -> Iterator[None]:
-    """All ranks make this `call`, which gathers the parameters of `units` or sends them; it is collective inside.
-
-    `always`: ranks exchange something even where no unit is sharded.
-
-    Raises:
-        AgreementError: on every rank: some do something else.
-    """
-    by_root: dict[int, list[Unit]] = {}
-    for unit in units:
-        by_root.setdefault(id(unit.root), []).append(unit)
-    with ExitStack() as calls:
-        for those in by_root.values():
-            root = those[0].root
-            root.lazy_init()
-            calls.enter_context(root.agreement.collective_call(call, [unit.index for unit in those], always=always))
-        yield
-
-
-@contextmanager
 def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> Iterator[list[torch.Tensor]]:
     """The parameters of one handle as whole N-D views of memory that goes with the context; of what is laid out like
     its shard, if that is given. Collective over the shard axis.
 
-    Precondition: the unit's root has been initialised (`Root.lazy_init`), the shards are not being written to.
+    Precondition: the unit's model has been initialized (`initialize`), the shards are not being written to.
     """
     handle = unit.handles[kind]
     with torch.no_grad():

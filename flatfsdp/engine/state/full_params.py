@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,8 +18,9 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import full_views
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import assign_grad
+from ..runtime.rest import collective_call, quiesce
 from ..runtime.unit import Unit
-from .consolidate import collective_call, gather_shard, is_first, scatter, store
+from .consolidate import gather_shard, is_first, scatter, store
 
 
 def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,6 +167,24 @@ class _SummonedHandle:
                 leaf.grad.copy_(piece)
 
 
+def _check_summonable(unit: Unit, *, with_grads: bool) -> None:
+    if unit.phase is SUMMONED:
+        raise UsageError(
+            f"summon_full_params() inside summon_full_params(): the parameters of unit {unit.label} are whole already"
+        )
+    if unit.phase is not IDLE or _torch.in_backward():
+        raise UsageError(
+            f"summon_full_params() inside a forward or backward (unit {unit.label} is in {unit.phase.value}); call "
+            "it between iterations"
+        )
+    if with_grads and any(grads.window_open for grads in unit.grads):
+        raise UsageError(
+            f"summon_full_params(with_grads=True): the gradients of unit {unit.label} were accumulated under "
+            "no_sync() and differ between ranks, so there is no whole one. Summon them after a backward outside of "
+            "no_sync(), or leave with_grads out"
+        )
+
+
 @contextmanager
 def summon(
     units: Sequence[Unit],
@@ -176,36 +196,11 @@ def summon(
 ) -> Iterator[None]:
     """Whole parameters for the units' modules inside the context. Collective over their axes, on entry (and on exit
     with `writeback` and `rank0_only`)."""
-    roots = {id(unit.root): unit.root for unit in units}.values()
-    for root in roots:
-        root.lazy_init()
-        if not _torch.in_backward():
-            root.finish_interrupted()
-    for unit in units:
-        if unit.phase is SUMMONED:
-            raise UsageError(
-                f"summon_full_params() inside summon_full_params(): the parameters of unit {unit.label} are whole "
-                "already"
-            )
-        if unit.phase is not IDLE or _torch.in_backward():
-            raise UsageError(
-                f"summon_full_params() inside a forward or backward (unit {unit.label} is in {unit.phase.value}); call "
-                "it between iterations"
-            )
-        if with_grads and any(grads.window_open for grads in unit.grads):
-            raise UsageError(
-                f"summon_full_params(with_grads=True): the gradients of unit {unit.label} were accumulated under "
-                "no_sync() and differ between ranks, so there is no whole one. Summon them after a backward outside of "
-                "no_sync(), or leave with_grads out"
-            )
-    for root in roots:
-        if not all(unit.is_between_iterations() for unit in units if unit.root is root):
-            root.reset_to_idle()
+    quiesce(units, check=partial(_check_summonable, with_grads=with_grads))
     with ExitStack() as undo:
         summoned = []
         with collective_call(units, f"summon_full_params({'with_grads=True' if with_grads else ''})"):
             for unit in units:
-                unit.write_back()
                 for kind in range(len(unit.handles)):
                     summoned.append(
                         _SummonedHandle(

@@ -29,6 +29,7 @@ from ..flat.flat_param_options import FlatParamOptions
 from ..flat.states import IDLE
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, ParamRef
 from ..runtime.module_tree import ignore, ignored_in, units_in
+from ..runtime.rest import quiesce
 from ..runtime.unit import Unit
 from .build import new_root
 from .wrapper_support import keep_root, register_flat_params
@@ -136,26 +137,24 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     register_flat_params(wrapper, unit)
 
 
+def _check_copyable(unit: Unit) -> None:
+    if unit.phase is not IDLE:
+        raise UsageError(
+            f"a wrapped model can be copied or pickled between steps only; unit {unit.label} is in "
+            f"{unit.phase.value}. Do so after its forward or backward"
+        )
+
+
 def _at_rest(wrapper: nn.Module) -> list[Unit]:
     """The units inside, at rest: what a user put in a parameter's place lies in their shards."""
     units = units_in(wrapper)
+    quiesce(units, collective=False, check=_check_copyable)
     for unit in units:
-        unit.root.wait_for_gradients()
-        unit.root.clear_failure()
-        if unit.phase is not IDLE:
-            raise UsageError(
-                f"a wrapped model can be copied or pickled between steps only; unit {unit.label} is in "
-                f"{unit.phase.value}. Do so after its forward or backward"
-            )
-        if not unit.is_between_iterations():
-            unit.root.reset_to_idle()
         if any(grads.pending for grads in unit.grads):
             raise UsageError(
                 "a wrapped model cannot be copied or pickled while gradients accumulate under no_sync(), or without "
                 f"all-reduce: those of unit {unit.label} would be lost. Run a backward that reduces them first"
             )
-    for unit in units:
-        unit.write_back()
     return units
 
 

@@ -13,7 +13,7 @@ from ...errors import UsageError, refuse_type
 from ..config.unit_options import CommHook
 from ..runtime.model import Root
 from ..runtime.module_tree import check_outermost
-from ..runtime.rest import check_outside
+from ..runtime.rest import check_outside, initialize, quiesce
 from ..runtime.unit import Unit
 
 
@@ -46,10 +46,8 @@ def flat_params_hidden(module: nn.Module) -> Iterator[None]:
 def root_of(unit: Unit, method: str) -> Root:
     """The root that `unit` is the outermost unit of, initialised; refuses other units."""
     check_outermost(unit, method)
-    root = unit.root
-    root.lazy_init()
-    root.finish_interrupted()
-    return root
+    initialize(unit.root)
+    return unit.root
 
 
 @contextmanager
@@ -67,7 +65,7 @@ def register_comm_hook(unit: Unit, state: Any, function: Callable[..., Any]) -> 
     check_outside(unit, method)
     check_outermost(unit, method)
     root = unit.root
-    root.finish_interrupted()
+    quiesce([unit], collective=False, shards=False)
     for each in root.units:
         _check_hookable(each, method)
     hook = CommHook.of(state, function)

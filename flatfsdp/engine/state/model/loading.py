@@ -27,8 +27,9 @@ from ...flat.flat_param import FlatParamHandle
 from ...flat.placeholder import PlaceholderReadError
 from ...flat.states import SUMMONED
 from ...runtime.module_tree import units_in
+from ...runtime.rest import check_idle, collective_call, initialize, quiesce
 from ...runtime.unit import Unit
-from ..consolidate import collective_call, is_first, scatter, store
+from ..consolidate import is_first, scatter, store
 from ..full_params import summon
 from ..owned_interval import OwnedInterval
 from .distributed_values import DistributedValue, defer_distributed
@@ -36,7 +37,7 @@ from .fqns import WRAPPED, clean, clean_text
 from .from_rank0 import FromRank0, axes_of, spread
 from .misfits import in_brief
 from .placeholders import Placeholders, stand_in
-from .saving import FLAT, check_between, has_own_classes
+from .saving import FLAT, has_own_classes
 
 UNDER_WAY = "_load_under_way"
 # Units whose modules read values of parameters while they load.
@@ -235,7 +236,7 @@ def begin(
     begin_unit(unit, state_dict)
     config = unit.options.state_dict.state_dict_config
     if isinstance(config, FullStateDictConfig) and config.rank0_only:
-        unit.root.lazy_init()
+        initialize(unit.root)
         spread(unit, state_dict, prefix)
     _unpack_flat(unit, state_dict, prefix)
     wrapper.__dict__[UNDER_WAY] = UnitLoad(unit, state_dict, prefix, errors)
@@ -246,11 +247,8 @@ def begin(
 
 def begin_unit(unit: Unit, state_dict: dict[str, Any]) -> None:
     """Bring `unit` to rest, and make of `state_dict` one that modules can load."""
-    check_between("load_state_dict()", [unit])
+    quiesce([unit], collective=False, check=lambda each: check_idle(each, "load_state_dict()"))
     unit.root.agreement.loaded = True
-    if not unit.is_between_iterations():
-        unit.root.reset_to_idle()
-    unit.write_back()
     defer_distributed(state_dict)
 
 

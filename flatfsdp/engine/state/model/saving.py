@@ -29,11 +29,12 @@ from ...config.state_dict_configs import (
 )
 from ...flat.flat_param import FlatParamHandle
 from ...flat.placeholder import Placeholder, PlaceholderReadError
-from ...flat.states import IDLE, SUMMONED
+from ...flat.states import SUMMONED
 from ...layout.layout import ParamSpec
 from ...runtime.module_tree import units_in
+from ...runtime.rest import check_idle, collective_call, quiesce
 from ...runtime.unit import Unit
-from ..consolidate import collective_call, consolidated, is_first, others_of
+from ..consolidate import consolidated, is_first, others_of
 from ..full_params import summon
 from ..owned_interval import OwnedInterval, RemoteElements
 from .distributed_values import carrier_of, flat_of, rows_of
@@ -131,30 +132,13 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
 def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> StateDictCall:
     """A job for `units`, outermost `unit`, which are brought to rest where they are to be gathered."""
     job = StateDictCall(chosen, is_first(unit))
-    check_between("state_dict()", units)
-    for root in {id(each.root): each.root for each in units}.values():
-        if not job.is_without_communication:
-            root.lazy_init()
-            root.finish_interrupted()
-    for each in units:
-        if not job.is_without_communication and not each.is_between_iterations():
-            each.root.reset_to_idle()
-        if each.is_between_iterations():
-            each.write_back()
+    communicates = not job.is_without_communication
+    quiesce(units, collective=communicates, shards=communicates, check=lambda each: check_idle(each, "state_dict()"))
+    if not communicates:
+        for each in units:
+            if each.is_between_iterations():
+                each.write_back()
     return job
-
-
-def check_between(what: str, units: Sequence[Unit]) -> None:
-    """Refuse `what` while a unit computes."""
-    for root in {id(unit.root): unit.root for unit in units}.values():
-        root.clear_failure()  # after which nothing does
-    for unit in units:
-        if unit.phase is not IDLE:
-            hint = "; leave summon_full_params() first, or call it on the whole model inside" * (unit.phase is SUMMONED)
-            raise UsageError(
-                f"{what} while unit {unit.label} is in {unit.phase.value}: expected a call between forward, backward "
-                f"and step{hint}"
-            )
 
 
 def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) -> None:

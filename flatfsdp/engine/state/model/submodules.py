@@ -20,8 +20,8 @@ from ...flat.placeholder import Placeholder
 from ...flat.states import SUMMONED
 from ...flat.views import ParamRef
 from ...runtime.param_registry import unit_around
+from ...runtime.rest import collective_call
 from ...runtime.unit import Unit
-from ..consolidate import collective_call
 from .loading import UnitLoad, begin_unit
 from .placeholders import Placeholders
 from .rank0_buffers import take_firsts

@@ -20,7 +20,8 @@ from ...base.plain_data import decode, encode
 from ...comm.transport import Transport
 from ...flat.layout_views import full_views
 from ...runtime.module_tree import units_in
-from ..consolidate import collective_call, is_first, scatter, store
+from ...runtime.rest import collective_call
+from ..consolidate import is_first, scatter, store
 from ..model.distributed_values import is_distributed, whole_of
 from ..model.fqns import NamedParam
 from .descriptions import value_of

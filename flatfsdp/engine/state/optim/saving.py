@@ -21,7 +21,8 @@ from ...agreement.object_collectives import all_or_none, is_first_of, ranks_over
 from ...comm.transport import Axis, Transport
 from ...flat.layout_views import dense
 from ...runtime.module_tree import units_in
-from ..consolidate import collective_call, consolidated, others_of, store
+from ...runtime.rest import collective_call, initialize, models_of
+from ..consolidate import consolidated, others_of, store
 from ..model.distributed_values import carrier_of, rows_of
 from ..model.fqns import NamedParam
 from ..model.zero_copy import shares_memory
@@ -147,9 +148,8 @@ def _state_by_name(
 def axes_of(model: nn.Module) -> list[Transport]:
     """The axes over which units of `model` are spread, each once. Collective if nothing collective came before."""
     units = units_in(model)
-    for root in {id(unit.root): unit.root for unit in units}.values():
-        root.lazy_init()
-        root.finish_interrupted()
+    for root in models_of(units):
+        initialize(root)
     found: dict[int, Transport] = {}
     for unit in units:
         for axis in (unit.replicate, unit.gather):
