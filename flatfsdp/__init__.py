@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .engine.base.aliases import install as _find_old_names
-from .engine.base.wait_limits import set_wait
+from .engine.base.wait_limits import set_collective_timeout
 from .engine.config.state_dict_configs import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -18,9 +18,9 @@ from .engine.config.state_dict_configs import (
     StateDictSettings,
     StateDictType,
 )
-from .engine.device.malloc import keep_host_memory
+from .engine.device.malloc import retain_host_memory
 from .engine.features.check_replicas import check_replicas
-from .engine.features.flat_optimizer.api import FlatSteps, step_flat
+from .engine.features.flat_optimizer.api import FusedSteps, fuse_optimizer_steps
 from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.features.inference import inference
 from .engine.features.nonfinite import detect_nonfinite
@@ -28,10 +28,10 @@ from .engine.features.optimizer_in_backward import OptimizerInBackward, optimize
 from .engine.features.participation import ensure_unit_participation
 from .engine.features.uneven_inputs import join
 from .engine.flat.flat_param import FlatParameter
-from .engine.inspection.dry_run import rehearsal
-from .engine.inspection.memory_plan import Plan, plan
-from .engine.inspection.summary import Stats, UnitSummary, stats, summary, whole_shapes
-from .engine.watchdog.watchdog import failing_together, waiting_for_ranks
+from .engine.inspection.dry_run import dry_run
+from .engine.inspection.memory_plan import Plan, memory_plan
+from .engine.inspection.summary import Stats, UnitSummary, stats, summary, unsharded_shapes
+from .engine.watchdog.watchdog import collective_region, fail_together
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .sharded_grad_scaler import ShardedGradScaler
 
@@ -43,10 +43,10 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "FlatParameter",
-    "FlatSteps",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "FusedSteps",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -64,20 +64,20 @@ __all__ = [
     "Stats",
     "UnitSummary",
     "check_replicas",
+    "collective_region",
     "detect_nonfinite",
+    "dry_run",
     "ensure_unit_participation",
-    "failing_together",
+    "fail_together",
+    "fuse_optimizer_steps",
     "inference",
     "join",
-    "keep_host_memory",
+    "memory_plan",
     "optimizer_in_backward",
-    "plan",
     "register_fsdp_forward_method",
-    "rehearsal",
-    "set_wait",
+    "retain_host_memory",
+    "set_collective_timeout",
     "stats",
-    "step_flat",
     "summary",
-    "waiting_for_ranks",
-    "whole_shapes",
+    "unsharded_shapes",
 ]

@@ -57,7 +57,7 @@ class LostRankError(AgreementError):
 
 
 class WaitError(AgreementError):
-    """Ranks have waited for others for longer than `set_wait(raise_after=...)` allows."""
+    """Ranks have waited for others for longer than `set_collective_timeout(raise_after=...)` allows."""
 
 
 class CheckpointError(FlatFSDPError, RuntimeError):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from flatfsdp import FullyShardedDataParallel, waiting_for_ranks
+from flatfsdp import FullyShardedDataParallel, collective_region
 from flatfsdp.trainer.data_loading import Microbatch
 from flatfsdp.trainer.gradients import loss_of, weight_of
 from flatfsdp.trainer.launch import RankContext
@@ -44,7 +44,7 @@ def evaluate(
                 sums[1] += weight_of(microbatch, objective)
     finally:
         model.train(was_training)
-    with waiting_for_ranks():
+    with collective_region():
         dist.all_reduce(sums)
     loss, weight = sums.tolist()
     return {"eval_loss": loss / max(weight, 1.0), "eval_tokens": int(weight)}, 0
@@ -60,6 +60,6 @@ class _StopFlag:
     def by_anyone(self) -> int:
         """0, or the highest number of a request."""
         if self._work is not None:
-            with waiting_for_ranks():
+            with collective_region():
                 self._work.wait()
         return int(self._most)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from flatfsdp import keep_host_memory
+from flatfsdp import retain_host_memory
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.preemption import in_words, is_first, meant_by
 from flatfsdp.trainer.terminal import say
@@ -303,7 +303,7 @@ def _device(place: _RankEnv, device_type: str) -> torch.device:
 def _init(place: _RankEnv, device_type: str, store: dist.Store | None = None) -> None:
     device = _device(place, device_type)
     if device.type == "cpu":
-        keep_host_memory()
+        retain_host_memory()
     else:
         torch.get_device_module(device).set_device(device)
     dist.init_process_group(

@@ -1,6 +1,6 @@
 """What a run will hold and send on each rank, for any number of ranks, before anything of it is built.
 
-The model is made on the meta device, sharded and trained in a rehearsal (`flatfsdp.rehearsal`): no rank, no accelerator
+The model is made on the meta device, sharded and trained in a dry run (`flatfsdp.dry_run`): no rank, no accelerator
 and no memory is needed. Activations are not foretold, as nothing is computed.
 """
 
@@ -169,15 +169,15 @@ def forecast(
     if training.global_batch is not None:
         microbatches = -(-training.global_batch // (training.batch * ranks))
     unknown = ""
-    with flatfsdp.rehearsal(ranks, accelerator=accelerator):
+    with flatfsdp.dry_run(ranks, accelerator=accelerator):
         sharded = shard(model, fsdp, device=torch.device("cpu"))
         optimizer = make_optimizer(sharded, training)
         try:
-            plan = flatfsdp.plan(sharded, optimizer, microbatches=microbatches, max_norm=training.clip)
+            plan = flatfsdp.memory_plan(sharded, optimizer, microbatches=microbatches, max_norm=training.clip)
         except UsageError as error:
             unknown = str(error)
             sharded.zero_grad()
-            plan = flatfsdp.plan(sharded, microbatches=microbatches, max_norm=training.clip)
+            plan = flatfsdp.memory_plan(sharded, microbatches=microbatches, max_norm=training.clip)
     return MemoryEstimate(
         ranks=ranks,
         microbatches=microbatches,

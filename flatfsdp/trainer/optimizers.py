@@ -36,7 +36,8 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
 
     A function of the user's is called with parameters, or param groups where it takes `weight_decay`; with `lr` where
     it takes that; and with `optimizer_options`. With `optimizer_in_backward` the optimizer steps in the backward, and
-    its `step()` has nothing left to do: call it all the same. One of `OPTIMIZERS` steps flat (`flatfsdp.step_flat`).
+    its `step()` has nothing left to do: call it all the same. One of `OPTIMIZERS` takes fused steps
+    (`flatfsdp.fuse_optimizer_steps`).
 
     Every rank calls it at the same point; nothing is communicated.
 
@@ -68,7 +69,7 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
             f"optimizer: {shown(factory)} made {shown(optimizer)}. Accepted: a torch.optim.Optimizer."
         )
     if type(optimizer) in OPTIMIZERS.values():
-        flatfsdp.step_flat(optimizer)
+        flatfsdp.fuse_optimizer_steps(optimizer)
     if arguments.optimizer_in_backward:
         flatfsdp.optimizer_in_backward(model, optimizer)
     return optimizer
@@ -122,7 +123,7 @@ def _optimizer_factory(arguments: TrainingArguments) -> Callable[..., Any]:
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The trainable parameters in two param groups: with and without weight decay."""
-    shapes = flatfsdp.whole_shapes(model)
+    shapes = flatfsdp.unsharded_shapes(model)
     decaying: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():

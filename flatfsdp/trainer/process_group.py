@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from flatfsdp import waiting_for_ranks
+from flatfsdp import collective_region
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError, FlatFSDPError, warn
 from flatfsdp.messages import gather
 
@@ -77,7 +77,7 @@ class TrainerRanks:
             return [list(numbers)]
         own = torch.tensor(numbers)
         rows = [torch.empty_like(own) for _ in range(self.world)]
-        with waiting_for_ranks():
+        with collective_region():
             dist.all_gather(rows, own, group=self.host)
         return [row.tolist() for row in rows]
 

@@ -3,7 +3,7 @@
 [Note: failing alone] Where all ranks raise, each has its exception. Where one raises alone, in a callback, an optimizer
 or a scheduler, it takes part in the next exchange that there is in any case, and its failure is part of that: all raise
 then, without one more exchange per step. In an objective it may have left the others in the middle of a model: the
-engine reports it to them (`flatfsdp.failing_together`), and those that nothing wakes end their process.
+engine reports it to them (`flatfsdp.fail_together`), and those that nothing wakes end their process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Run:
             to the rank that leads).
         written: what callbacks have written besides, by a name for people; of the rank that leads.
         stop: whether this rank was asked to stop.
-        report: takes an exception of this rank's to the others, while `flatfsdp.failing_together`.
+        report: takes an exception of this rank's to the others, while `flatfsdp.fail_together`.
     """
 
     task: Task

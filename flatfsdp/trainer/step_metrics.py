@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp import waiting_for_ranks
+from flatfsdp import collective_region
 from flatfsdp.trainer.launch import RankContext
 
 
@@ -80,7 +80,7 @@ class MetricsReduction:
 
     def read(self) -> StepMetrics:
         """What arrived, after waiting for it."""
-        with waiting_for_ranks():
+        with collective_region():
             if self._copied is None:
                 self._found = self._arrived()
             else:

@@ -72,7 +72,7 @@ class Trainer(Run):
         shows = training.progress and not any(isinstance(each, ProgressBar) for each in callbacks)
         callbacks = (ProgressBar(), *callbacks) if shows else tuple(callbacks)
         world = RankContext.join(training.device)
-        with flatfsdp.failing_together("making the trainer"):
+        with flatfsdp.fail_together("making the trainer"):
             check_run(training, task, fsdp)
             check_options(task)
             seed_all(training.seed)  # the same weights on all ranks, whatever draws them
@@ -117,7 +117,7 @@ class Trainer(Run):
                 to train on, or no end that the course of the learning rate could know of.
         """
         looking = flatfsdp.detect_nonfinite(self.model) if self.training.detect_nonfinite else nullcontext()
-        with flatfsdp.failing_together("training") as self.report:
+        with flatfsdp.fail_together("training") as self.report:
             with self.stop.listening(), looking:
                 self._check_folder()
                 self.resume()
@@ -187,7 +187,7 @@ class Trainer(Run):
             add_gradients(self.model, step, self.objective, world=self.world, scale=self.scaler.scale)
         self.optimizer.zero_grad(set_to_none=True)
         most = torch.tensor(activations.peak_bytes, device=self.world.device)
-        with flatfsdp.waiting_for_ranks():
+        with flatfsdp.collective_region():
             dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 

@@ -1,4 +1,4 @@
-"""A rehearsal is a job of any size on any machine: it needs no memory, changes nothing outside, refuses in words."""
+"""A dry run is a job of any size on any machine: it needs no memory, changes nothing outside, refuses in words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel, Plan, plan, rehearsal, stats
+from flatfsdp import FullyShardedDataParallel, Plan, dry_run, memory_plan, stats
 from flatfsdp.errors import ConfigValueError, UsageError, current_rank
 from flatfsdp.trainer.optimizer_names import OPTIMIZERS
 from tests.fake import test_construction_at_scale as at_scale
@@ -42,7 +42,7 @@ def test_a_model_from_anywhere_trains_inside_and_counts(device: str) -> None:
     with torch.device(device):
         model = Tied()
     before = current_rank()
-    with rehearsal(4, rank=3):
+    with dry_run(4, rank=3):
         assert (dist.get_rank(), dist.get_world_size()) == (3, 4)
         wrapped = FullyShardedDataParallel(model, auto_wrap_policy={nn.Linear}, use_orig_params=True)
         optimizer = torch.optim.Adam(wrapped.parameters())
@@ -51,7 +51,7 @@ def test_a_model_from_anywhere_trains_inside_and_counts(device: str) -> None:
         figures = stats(wrapped)
         assert figures.bytes_params == figures.bytes_grads == 4 * (16 + 128) // 4
         assert figures.comm["reduce_scatter"] == (2, 4 * (16 + 128))
-        held = plan(wrapped, optimizer)
+        held = memory_plan(wrapped, optimizer)
         assert (held.params, held.buffers, held.optimizer["exp_avg"]) == (144, 12, 144)
         assert held.between_steps == 144 + 12 + 2 * 144 + 2 * 4
         assert wrapped(torch.ones(2, 16)).shape == ()  # its own forward again
@@ -75,8 +75,8 @@ def lived(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         found = {"comm": figures.comm, "params": figures.bytes_params, "grads": grads}
         found["unsharded_peak"] = figures.bytes_unsharded_peak
     plain = case.build()
-    with rehearsal(4):
-        made = asdict(plan(FullyShardedDataParallel(plain, **options)))
+    with dry_run(4):
+        made = asdict(memory_plan(FullyShardedDataParallel(plain, **options)))
     return {key: made[key] for key in found}, found
 
 
@@ -105,17 +105,17 @@ def test_every_optimizer_of_the_trainer_is_foretold(name: str) -> None:
         for state in optimizer.state.values():
             real.update({key: value.nbytes for key, value in state.items() if isinstance(value, Tensor)})
     plain = case.build()
-    with rehearsal(4):
-        assert plan(*wrapped()).optimizer == real
+    with dry_run(4):
+        assert memory_plan(*wrapped()).optimizer == real
 
 
 def planned_at_scale(blocks: int, ranks: int) -> Plan:
     """Of a decoder, 0.9 billion parameters a block, in bfloat16."""
     with torch.device("meta"), patch.object(at_scale, "BLOCKS", blocks):
         model = at_scale.Decoder().bfloat16()
-    with rehearsal(ranks, rank=ranks - 1):
+    with dry_run(ranks, rank=ranks - 1):
         wrapped = FullyShardedDataParallel(model, auto_wrap_policy={at_scale.Block}, use_orig_params=True)
-        return plan(wrapped, torch.optim.AdamW(wrapped.parameters()))
+        return memory_plan(wrapped, torch.optim.AdamW(wrapped.parameters()))
 
 
 def test_billions_of_parameters_on_a_thousand_ranks_need_no_memory() -> None:
@@ -150,12 +150,12 @@ def test_memory_of_an_accelerator_is_given_back_late() -> None:
     """With the limit, the unit before the one in use may hold its memory still; without, all of them may."""
 
     def peak(*, accelerator: bool, limit: bool) -> int:
-        with rehearsal(2, accelerator=accelerator):
+        with dry_run(2, accelerator=accelerator):
             blocks = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
             model = FullyShardedDataParallel(
                 blocks, auto_wrap_policy={nn.Linear}, join_units_below=0, limit_all_gathers=limit
             )
-            return plan(model).unsharded_peak // (4 * 64 * 64)
+            return memory_plan(model).unsharded_peak // (4 * 64 * 64)
 
     assert peak(accelerator=False, limit=False) == 2
     assert peak(accelerator=True, limit=True) == 2
@@ -163,17 +163,17 @@ def test_memory_of_an_accelerator_is_given_back_late() -> None:
 
 
 def test_it_refuses_in_words() -> None:
-    with pytest.raises(ConfigValueError, match="0 <= rank < ranks, found rank 4 of 4"), rehearsal(4, rank=4):
+    with pytest.raises(ConfigValueError, match="0 <= rank < ranks, found rank 4 of 4"), dry_run(4, rank=4):
         pass
     with fake_world(2):
-        with pytest.raises(UsageError, match="is a rank of a job already"), rehearsal(4):
+        with pytest.raises(UsageError, match="is a rank of a job already"), dry_run(4):
             pass
         model = FullyShardedDataParallel(nn.Linear(2, 2))
-        with pytest.raises(UsageError, match="in rehearsal"):
-            plan(model)
-    with rehearsal(2):
+        with pytest.raises(UsageError, match="in dry_run"):
+            memory_plan(model)
+    with dry_run(2):
         model = FullyShardedDataParallel(nn.Linear(2, 2))
         with pytest.raises(ConfigValueError, match="microbatches of at least 1, found 0"):
-            plan(model, microbatches=0)
+            memory_plan(model, microbatches=0)
         with pytest.raises(UsageError, match="a step of LBFGS fails on tensors without values"):
-            plan(model, torch.optim.LBFGS(model.parameters()))
+            memory_plan(model, torch.optim.LBFGS(model.parameters()))

@@ -45,7 +45,7 @@ SIZES = ((7,), (5, 9), (1,), (64,), (3, 3), (33,), (8, 2), (2,), (16,), (31,))
 
 
 class Twin:
-    """A model and its optimizer, and the same without `step_flat`, which it is compared with after each step.
+    """A model and its optimizer, and the same without `fuse_optimizer_steps`, with which it is compared after each.
 
     The parameters whose numbers are in `low` are in bfloat16.
     """
@@ -74,7 +74,7 @@ class Twin:
             )
             self.models.append(wrapped)
             self.optimizers.append(make(wrapped.parameters(), **options))
-        self.steps = flatfsdp.step_flat(self.optimizers[0], elementwise=elementwise)
+        self.steps = flatfsdp.fuse_optimizer_steps(self.optimizers[0], elementwise=elementwise)
         self.trained = 0
 
     @property
@@ -482,7 +482,7 @@ def test_remove_ends_it() -> None:
         twin.steps.remove()
         twin.step(2)
         assert twin.planned == 1 and twin.steps.runs == 0
-        flatfsdp.step_flat(twin.optimizers[0])
+        flatfsdp.fuse_optimizer_steps(twin.optimizers[0])
         twin.step(2)
 
 
@@ -490,7 +490,7 @@ def test_flat_parameters_step_as_they_are() -> None:
     with fake_world(2):
         model: Any = FullyShardedDataParallel(Block(SIZES), use_orig_params=False, device_id=torch.device("cpu"))
         optimizer = optim.AdamW(model.parameters())
-        steps = flatfsdp.step_flat(optimizer)
+        steps = flatfsdp.fuse_optimizer_steps(optimizer)
         model(torch.ones(2)).sum().backward()
         optimizer.step()
         assert steps.runs == 0 and list(optimizer.state) == [model._flat_param]
@@ -499,19 +499,19 @@ def test_flat_parameters_step_as_they_are() -> None:
 def test_what_cannot_step_flat_is_refused() -> None:
     wrong: Any = "AdamW"
     with fake_world(1):
-        with pytest.raises(ConfigTypeError, match="step_flat: optimizer"):
-            flatfsdp.step_flat(wrong)
+        with pytest.raises(ConfigTypeError, match="fuse_optimizer_steps: optimizer"):
+            flatfsdp.fuse_optimizer_steps(wrong)
         parameters = list(FullyShardedDataParallel(Block(SIZES), use_orig_params=True).parameters())
-        with pytest.raises(ConfigTypeError, match="step_flat: elementwise"):
-            flatfsdp.step_flat(optim.SGD(parameters), elementwise=wrong)
+        with pytest.raises(ConfigTypeError, match="fuse_optimizer_steps: elementwise"):
+            flatfsdp.fuse_optimizer_steps(optim.SGD(parameters), elementwise=wrong)
         with pytest.raises(UsageError, match=r"Adafactor is not known to treat every element by itself"):
-            flatfsdp.step_flat(optim.Adafactor(parameters))
+            flatfsdp.fuse_optimizer_steps(optim.Adafactor(parameters))
         with pytest.raises(UsageError, match="differentiable=True"):
-            flatfsdp.step_flat(optim.AdamW(parameters, differentiable=True))
+            flatfsdp.fuse_optimizer_steps(optim.AdamW(parameters, differentiable=True))
         optimizer = optim.AdamW(parameters)
-        flatfsdp.step_flat(optimizer)
+        flatfsdp.fuse_optimizer_steps(optimizer)
         with pytest.raises(UsageError, match="already steps flat"):
-            flatfsdp.step_flat(optimizer)
+            flatfsdp.fuse_optimizer_steps(optimizer)
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------
@@ -527,7 +527,7 @@ def test_a_step_takes_few_calls_for_each_parameter() -> None:
             calls[count] = [calls_of(optimizer.step) for optimizer in twin.optimizers]
             assert twin.planned == 1
     flat, single = ((calls[100][each] - calls[50][each]) / 100 for each in (0, 1))
-    assert flat <= 1, f"{flat} calls of Python functions for each parameter; {single} without step_flat"
+    assert flat <= 1, f"{flat} calls of Python functions for each parameter; {single} without fuse_optimizer_steps"
     assert single > 3
 
 
@@ -539,7 +539,7 @@ def bytes_of_states(flat: bool, make: Callable[[Any], Any]) -> tuple[int, int]:
         )
         optimizer = make(model.parameters())
         if flat:
-            flatfsdp.step_flat(optimizer)
+            flatfsdp.fuse_optimizer_steps(optimizer)
         model(torch.ones(2)).sum().backward()
         recording.mark("before")
         optimizer.step()

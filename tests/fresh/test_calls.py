@@ -57,7 +57,7 @@ EVERY = CALLS | WAITS if is_thorough() else {name: CALLS[name] for name in USUAL
 
 def alone(rank: int, world: int, name: str) -> None:
     dist.init_process_group("gloo")
-    flatfsdp.set_wait(report_after=1)
+    flatfsdp.set_collective_timeout(report_after=1)
     setting = Setting(tempfile.mkdtemp())
     if rank == 1:
         (CALLS | WAITS)[name](setting)

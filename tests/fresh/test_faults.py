@@ -118,7 +118,7 @@ def frozen_with_the_store(rank: int, world: int) -> None:
     """One waits in a collective, one has to leave a note in the store."""
     launcher = served_by_the_last(rank, world)
     launcher.set(f"pid of {rank}", str(os.getpid()))
-    flatfsdp.set_wait(report_after=2, raise_after=5)
+    flatfsdp.set_collective_timeout(report_after=2, raise_after=5)
     model = wrap(Net())
     step(model)
     if rank == world - 1:
@@ -150,12 +150,12 @@ def asleep(rank: int, world: int) -> None:
         said.append(sentence)
 
     with patch.object(watch, "print_immediately", speak_and_note):
-        flatfsdp.set_wait(report_after=2)
+        flatfsdp.set_collective_timeout(report_after=2)
         model = trained()
         if rank == 1:
             sleep_until(lambda: said)
         step(model)
-        flatfsdp.set_wait(report_after=2, raise_after=4)
+        flatfsdp.set_collective_timeout(report_after=2, raise_after=4)
         if rank == 1:
             sleep_until(inspect.verdict_of(model))
         step(model)
@@ -261,7 +261,9 @@ def test_a_rank_is_stopped_that_serves_the_store(outcomes: list[fresh.Outcome]) 
         assert re.search(rf"^\[flatfsdp, rank \d\] {doing}.*, for \d s. {silent}", outcome.output, re.MULTILINE), (
             outcome
         )
-        told = rf"WaitError: this rank waited for 5 s \(set_wait\(raise_after=...\)\), {doing}.*\. {silent}"
+        told = (
+            rf"WaitError: this rank waited for 5 s \(set_collective_timeout\(raise_after=...\)\), {doing}.*\. {silent}"
+        )
         assert re.search(told, outcome.output), outcome
 
 

@@ -6,7 +6,7 @@ import resource
 
 import torch
 
-from flatfsdp import keep_host_memory
+from flatfsdp import retain_host_memory
 from tests.harness import fresh
 
 BLOCK = 40 * 1024 * 1024  # bytes; glibc maps every block above 32 MiB afresh
@@ -14,7 +14,7 @@ BLOCK = 40 * 1024 * 1024  # bytes; glibc maps every block above 32 MiB afresh
 
 def faults(rank: int, world: int, kept: bool) -> tuple[bool, int]:
     """Whether the call took effect, and page faults of freeing a block and taking it again, ten times."""
-    took = kept and keep_host_memory()
+    took = kept and retain_host_memory()
     storage = torch.empty(0).untyped_storage()
 
     def take_and_free() -> None:

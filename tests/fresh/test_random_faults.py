@@ -107,7 +107,7 @@ def play(rank: int, world: int, seed: int) -> str:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set(f"pid of {rank}", str(os.getpid()))
     pids = [int(store.get(f"pid of {each}")) for each in range(world) if each != rank]
-    flatfsdp.set_wait(report_after=1, raise_after=12)
+    flatfsdp.set_collective_timeout(report_after=1, raise_after=12)
     strategies = ["FULL_SHARD", "SHARD_GRAD_OP", *["NO_SHARD"] * (fault in QUIET)]
     model = wrap(Net(), sharding_strategy=drawn.choice(strategies))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -314,7 +314,7 @@ class Player:
         self.optimizer = self.made_optimizer()
         self.within = flatfsdp.optimizer_in_backward(self.model, self.optimizer) if settings.in_backward else None
         if self.within is None and settings.original and drawn.chance(0.2):
-            flatfsdp.step_flat(self.optimizer)
+            flatfsdp.fuse_optimizer_steps(self.optimizer)
         self.mixtures = mixtures
         self.reduced = True  # no gradient is this rank's own
         self.exposed = False  # parameters may be unsharded

@@ -121,11 +121,11 @@ def test_every_collective_call_is_known_here() -> None:
 def watched_closely() -> Iterator[None]:
     """The watch looks twenty times as often, and reports at once; what it found is forgotten at the end."""
     with patch.object(board, "PERIOD", 0.02):
-        flatfsdp.set_wait(report_after=0.1)
+        flatfsdp.set_collective_timeout(report_after=0.1)
         try:
             yield
         finally:
-            flatfsdp.set_wait()
+            flatfsdp.set_collective_timeout()
             current_watch()._lost = None
 
 
@@ -163,7 +163,7 @@ def delayed(rank: int, world: int, seed: int, folder: str) -> tuple[int, list[st
             time.sleep(own.uniform(0.3, 1.2))
 
     with patch.object(watch, "print_immediately", said.append), patch.object(board, "PERIOD", 0.1):
-        flatfsdp.set_wait(report_after=0.3)
+        flatfsdp.set_collective_timeout(report_after=0.3)
         try:
             setting = Setting(folder)
             model = setting.model
@@ -181,7 +181,7 @@ def delayed(rank: int, world: int, seed: int, folder: str) -> tuple[int, list[st
                 )
                 setting = Setting(folder) if both.random() < 0.1 else setting
         finally:
-            flatfsdp.set_wait()
+            flatfsdp.set_collective_timeout()
     return sum("What the ranks do" in each for each in said), [each for each in said if "Error" in each]
 
 

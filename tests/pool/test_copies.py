@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FullyShardedDataParallel, MixedPrecision, set_wait
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, set_collective_timeout
 from flatfsdp.engine.flat.flat_param import FlatParamHandle
 from flatfsdp.engine.watchdog import store as board
 from flatfsdp.engine.watchdog import watchdog as watch
@@ -231,10 +231,10 @@ def loaded_late(rank: int, world: int) -> list[str]:
         notes.post("loaded_late", "told")
 
     if rank == 0:
-        set_wait(report_after=0.1)
+        set_collective_timeout(report_after=0.1)
         with patch.object(watch, "print_immediately", speak), patch.object(board, "PERIOD", 0.02):
             pickle.loads(pickled)
-        set_wait()
+        set_collective_timeout()
     else:
         assert notes.wait(lambda: notes.read("loaded_late"), 10.0)
         pickle.loads(pickled)

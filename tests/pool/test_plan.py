@@ -1,4 +1,4 @@
-"""What a rehearsal in this process says of a job is what the ranks of the real one hold and send."""
+"""What a dry run in this process says of a job is what the ranks of the real one hold and send."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def wrapped(name: str, options: dict[str, Any]) -> FullyShardedDataParallel:
-    """Inside a job or a rehearsal: `mesh` in `options` stands for a mesh of that shape."""
+    """Inside a job or a dry run: `mesh` in `options` stands for a mesh of that shape."""
     make, _, units = MODELS[name]
     options = dict(options)
     if shape := options.pop("mesh", None):
@@ -103,11 +103,11 @@ def lived(
 def planned(
     rank: int, world: int, name: str, options: dict[str, Any], optimizer: str, microbatches: int, stepping: bool
 ) -> dict[str, Any]:
-    with flatfsdp.rehearsal(world, rank=rank):
+    with flatfsdp.dry_run(world, rank=rank):
         model = wrapped(name, options)
         stepper = OPTIMIZERS[optimizer](model.parameters())
         how = flatfsdp.optimizer_in_backward(model, stepper) if stepping else stepper
-        plan = flatfsdp.plan(model, how, microbatches=microbatches)
+        plan = flatfsdp.memory_plan(model, how, microbatches=microbatches)
     return {
         "comm": plan.comm,
         "unsharded_peak": plan.unsharded_peak,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FullyShardedDataParallel, ShardedGradScaler, optimizer_in_backward, step_flat
+from flatfsdp import FullyShardedDataParallel, ShardedGradScaler, fuse_optimizer_steps, optimizer_in_backward
 from tests.conftest import Run
 from tests.harness.gradients import fill, gradients_of, names_of, together, unlike
 from tests.harness.meshes import replicas_of_shards
@@ -312,7 +312,7 @@ def _train(rank: int, world: int, seed: int, how: How) -> list[str]:
     if in_backward:
         optimizer_in_backward(model, optimizer)
     elif how.stepping == "flat" and how.original:
-        step_flat(optimizer)
+        fuse_optimizer_steps(optimizer)
 
     differ = how.apart or not how.alike
     last = how.microbatches > 1 or (how.reentrant and differ)

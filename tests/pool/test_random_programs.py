@@ -28,9 +28,9 @@ from flatfsdp import (
     StateDictType,
     comm_hooks,
     errors,
+    fuse_optimizer_steps,
     inference,
     register_fsdp_forward_method,
-    step_flat,
 )
 from flatfsdp.engine.features import local_clipping
 from tests.conftest import Run
@@ -157,7 +157,7 @@ class Player:
         self.flat_steps = self.original and drawn.random() < 0.3
         self.optimizer, self.plain = self._optimizer(self.model), self._optimizer(self.alone)
         if self.flat_steps:
-            step_flat(self.optimizer)
+            fuse_optimizer_steps(self.optimizer)
         self.number = self.turn = 0
         self.reduced = True  # no gradient is this rank's own
         self.before: list[Tensor | None] = []  # where some are: those of `alone` without them
@@ -578,7 +578,7 @@ def resume(player: Player) -> None:
         FullyShardedDataParallel.optim_state_dict_to_load(player.model, player.optimizer, state)
     )
     if player.flat_steps:
-        step_flat(player.optimizer)
+        fuse_optimizer_steps(player.optimizer)
 
 
 def edit_gradients(player: Player) -> None:

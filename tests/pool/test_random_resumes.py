@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, checkpoint, step_flat
+from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, checkpoint, fuse_optimizer_steps
 from tests.conftest import Run
 from tests.harness.gradients import fill, names_of, together
 from tests.harness.meshes import replicas_of_shards
@@ -91,7 +91,7 @@ class Pair:
             make([p for p in each.parameters() if p.is_floating_point()]) for each in (self.model, self.alone)
         )
         if original and drawn.random() < 0.4:
-            step_flat(self.optimizer)
+            fuse_optimizer_steps(self.optimizer)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):

@@ -47,13 +47,13 @@ def wrapped(**settings: Any) -> Any:
 
 
 def optimizer_of(model: nn.Module, *, flat: bool, kind: Any = torch.optim.AdamW, in_backward: bool = False) -> Any:
-    """An optimizer over two groups, as trainers make it, and what `step_flat` returned."""
-    shapes = flatfsdp.whole_shapes(model)
+    """An optimizer over two groups, as trainers make it, and what `fuse_optimizer_steps` returned."""
+    shapes = flatfsdp.unsharded_shapes(model)
     groups: list[list[nn.Parameter]] = [[], []]
     for name, parameter in model.named_parameters():
         groups[len(shapes[name]) < 2].append(parameter)
     optimizer = kind([{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], lr=0.02)
-    steps = flatfsdp.step_flat(optimizer) if flat else None
+    steps = flatfsdp.fuse_optimizer_steps(optimizer) if flat else None
     if in_backward:
         flatfsdp.optimizer_in_backward(model, optimizer)
     return optimizer, steps

@@ -72,7 +72,7 @@ def test_matrices_decay_and_vectors_do_not_whatever_a_rank_has_of_them() -> None
             found = decaying(model, make_optimizer(model, TrainingArguments(weight_decay=0.1)))
             expected = {"up.weight": 0.1, "up.bias": 0.0, "norm.weight": 0.0, "norm.bias": 0.0, "down.weight": 0.1}
             assert found == expected
-            shapes = {name: tuple(shape) for name, shape in flatfsdp.whole_shapes(model).items()}
+            shapes = {name: tuple(shape) for name, shape in flatfsdp.unsharded_shapes(model).items()}
             assert shapes == {name: tuple(parameter.shape) for name, parameter in Net().named_parameters()}
 
 

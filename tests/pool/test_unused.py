@@ -105,8 +105,8 @@ def difference(
     mine, reference = make(model.parameters(), **kind), make(alone.parameters())
     if prepare == "comm hook":
         model.register_comm_hook(None, averaged)
-    elif prepare == "step_flat":
-        flatfsdp.step_flat(mine)
+    elif prepare == "fuse_optimizer_steps":
+        flatfsdp.fuse_optimizer_steps(mine)
     if in_backward:
         flatfsdp.optimizer_in_backward(model, mine)
     scaler = flatfsdp.ShardedGradScaler("cpu", init_scale=2.0**8, enabled=prepare == "scaler")
@@ -192,7 +192,7 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
     "offloaded": {"cpu_offload": flatfsdp.CPUOffload(offload_params=True)},
     "foreach": {"prepare": "foreach"},
     "fused": {"prepare": "fused"},
-    "step_flat": {"prepare": "step_flat"},
+    "fuse_optimizer_steps": {"prepare": "fuse_optimizer_steps"},
     "comm hook": {"prepare": "comm hook"},
     "clipped": {"prepare": "clip"},
     "kept whole": {"backward_prefetch": None},

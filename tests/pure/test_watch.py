@@ -116,9 +116,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(board, "PERIOD", 0.01)
     monkeypatch.setattr(Watchdog, "_start", lambda self: None)
     monkeypatch.setattr(Timekeeper, "start", lambda self, wanted: None)
-    flatfsdp.set_wait(report_after=0.01)
+    flatfsdp.set_collective_timeout(report_after=0.01)
     yield found
-    flatfsdp.set_wait()
+    flatfsdp.set_collective_timeout()
 
 
 @pytest.mark.parametrize("size", [2, 256])
@@ -210,7 +210,7 @@ def test_an_end_by_what_all_ranks_were_told_is_no_news(said: list[str]) -> None:
 
 
 def test_a_wait_that_lasts_too_long_is_an_error_on_every_rank(said: list[str]) -> None:
-    flatfsdp.set_wait(report_after=0.01, raise_after=0.02)
+    flatfsdp.set_collective_timeout(report_after=0.01, raise_after=0.02)
     world = World(3)
     with world.watches[0].waiting(range(3), "compares its model"):
         world.look_until(lambda: all(model.error for model in world.models))
@@ -223,7 +223,7 @@ def test_a_wait_that_lasts_too_long_is_an_error_on_every_rank(said: list[str]) -
 
 
 def test_ranks_that_wait_for_each_other_in_different_places(said: list[str]) -> None:
-    flatfsdp.set_wait(report_after=math.inf)
+    flatfsdp.set_collective_timeout(report_after=math.inf)
     world = World(3)
     with world.watches[0].waiting([0, 1], "wraps"), world.watches[1].waiting([0, 1, 2], "compares"):
         world.look_until(lambda: len(said) == 2)
@@ -377,9 +377,9 @@ def test_a_large_world_looks_less_often(said: list[str]) -> None:
 
 
 def test_limits_are_set_and_set_back() -> None:
-    flatfsdp.set_wait(report_after=5, raise_after=50)
+    flatfsdp.set_collective_timeout(report_after=5, raise_after=50)
     assert waits.limits == waits.WaitLimits(5.0, 50.0)
-    flatfsdp.set_wait()
+    flatfsdp.set_collective_timeout()
     assert waits.limits == waits.WaitLimits(30.0, None)
 
 
@@ -396,7 +396,7 @@ def test_limits_are_set_and_set_back() -> None:
 )
 def test_limits_that_are_none_are_refused(kwargs: dict[str, Any], kind: type[Exception], told: str) -> None:
     with pytest.raises(kind) as caught:
-        flatfsdp.set_wait(**kwargs)
+        flatfsdp.set_collective_timeout(**kwargs)
     assert str(caught.value).startswith(told)
     assert waits.limits == waits.WaitLimits()
 

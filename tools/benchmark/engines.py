@@ -43,7 +43,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def _adamw_stepping_flat(model: nn.Module) -> torch.optim.Optimizer:
     made = _adamw(model)
-    flatfsdp.step_flat(made)
+    flatfsdp.fuse_optimizer_steps(made)
     return made
 
 
@@ -82,7 +82,7 @@ def _flat(use_orig_params: bool, **options: Any) -> Callable[[nn.Module, Place],
 
 
 def _flat_keeping_memory(model: nn.Module, place: Place) -> nn.Module:
-    flatfsdp.keep_host_memory()
+    flatfsdp.retain_host_memory()
     return _flat(False)(model, place)
 
 
@@ -129,9 +129,11 @@ def _floor(model: nn.Module, place: Place) -> nn.Module:
 ENGINES = {
     "flatfsdp": Engine("flatfsdp", _flat(False)),
     "flatfsdp-orig": Engine("flatfsdp, use_orig_params", _flat(True)),
-    "flatfsdp-orig-flat": Engine("flatfsdp, use_orig_params, step_flat()", _flat(True), _adamw_stepping_flat),
+    "flatfsdp-orig-flat": Engine(
+        "flatfsdp, use_orig_params, fuse_optimizer_steps()", _flat(True), _adamw_stepping_flat
+    ),
     "flatfsdp-lean": Engine("flatfsdp, BACKWARD_MID", _flat(False, backward_prefetch="BACKWARD_MID")),
-    "flatfsdp-kept": Engine("flatfsdp, keep_host_memory()", _flat_keeping_memory),
+    "flatfsdp-kept": Engine("flatfsdp, retain_host_memory()", _flat_keeping_memory),
     "fsdp1": Engine("FSDP1", _fsdp1(False)),
     "fsdp1-orig": Engine("FSDP1, use_orig_params", _fsdp1(True)),
     "fsdp2": Engine("FSDP2", _fsdp2),

@@ -10,7 +10,7 @@ from ..device.fake_tensors import is_memoryless
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A sum over the bits of `tensor`: equal values give equal sums on every rank. 0 in a rehearsal, without values."""
+    """A sum over the bits of `tensor`: equal values give equal sums on every rank. 0 in a dry run, without values."""
     if is_memoryless():
         return 0
     flat = tensor.detach().contiguous().view(-1)

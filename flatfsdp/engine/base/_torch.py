@@ -62,8 +62,8 @@ REASONS = {
     "memory for a piece; torch's own tensors of that kind are made by it",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "where torch's distributed checkpoint looks for a piece of "
     "a tensor: what it is to read must hold these",
-    "torch._subclasses.FakeTensorMode": "tensors that have a device, but no memory: what a rehearsal computes with",
-    "torch.testing._internal.distributed.fake_pg": "the process group of a rehearsal; importing it is the only way to "
+    "torch._subclasses.FakeTensorMode": "tensors that have a device, but no memory: what a dry run computes with",
+    "torch.testing._internal.distributed.fake_pg": "the process group of a dry run; importing it is the only way to "
     "register its backend",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
 }

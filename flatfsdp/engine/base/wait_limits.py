@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ...errors import ConfigValueError, refuse_type, refuse_value
 
-__all__ = ["set_wait"]
+__all__ = ["set_collective_timeout"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class WaitLimits:
 limits = WaitLimits()
 
 
-def set_wait(*, report_after: float = 30.0, raise_after: float | None = None) -> None:
+def set_collective_timeout(*, report_after: float = 30.0, raise_after: float | None = None) -> None:
     """Choose how long this process waits for other ranks, in one place, before something is done about it.
 
     After `report_after` every rank prints one report to standard error: what each rank does, waits in, and since when.
@@ -59,8 +59,8 @@ def set_wait(*, report_after: float = 30.0, raise_after: float | None = None) ->
 
     Example:
         >>> import flatfsdp
-        >>> flatfsdp.set_wait(report_after=60, raise_after=600)
-        >>> flatfsdp.set_wait()  # back to the defaults
+        >>> flatfsdp.set_collective_timeout(report_after=60, raise_after=600)
+        >>> flatfsdp.set_collective_timeout()  # back to the defaults
     """
     global limits
     for name, value in (("report_after", report_after), ("raise_after", raise_after)):

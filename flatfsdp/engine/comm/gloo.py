@@ -118,7 +118,7 @@ def is_near(process_group: Any) -> bool:
 
 
 def _on_one_host(process_group: Any) -> bool:
-    if is_memoryless():  # a rehearsal, which has no other rank to ask
+    if is_memoryless():  # a dry run, which has no other rank to ask
         return True
     host = int.from_bytes(hashlib.blake2b(platform.node().encode(), digest_size=7).digest(), "big")
     extremes = torch.tensor([host, -host])
@@ -297,7 +297,7 @@ class AllToAll:
 
 
 class SimulatedExchange:
-    """What `AllToAll` holds, without its exchanges and sums. [Note: rehearsal]"""
+    """What `AllToAll` holds, without its exchanges and sums. [Note: dry run]"""
 
     def __init__(self, rank: int, world: int, *, tracker: MemoryTracker, issue: Callable[[], None]) -> None:
         self._rank, self._world = rank, world

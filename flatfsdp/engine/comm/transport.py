@@ -319,7 +319,7 @@ class DeterministicGloo(ProcessGroupTransport):
 
 
 class CoalescingNccl(ProcessGroupTransport):
-    """NCCL, which makes one operation of several by itself: nothing is staged. (Rehearsals do not issue it: torch knows
+    """NCCL, which makes one operation of several by itself: nothing is staged. (Dry runs do not issue it: torch knows
     no such operation on tensors without memory.)"""
 
     def all_gather_coalesced(
@@ -401,7 +401,7 @@ _served_as: str | None = None
 
 @contextmanager
 def served_as(backend: str) -> Iterator[None]:
-    """Inside, groups are served as those of `backend` are, whatever theirs is: for rehearsals."""
+    """Inside, groups are served as those of `backend` are, whatever theirs is: for dry runs."""
     global _served_as
     before, _served_as = _served_as, backend
     try:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import ctypes
 import platform
 
-__all__ = ["keep_host_memory"]
+__all__ = ["retain_host_memory"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's numbers, from malloc.h
 _BLOCK = 1 << 30
 _FREE = 2**31 - 1
 
 
-def keep_host_memory() -> bool:
+def retain_host_memory() -> bool:
     """Let this process keep the host memory that it frees, for what it allocates next.
 
     For training on a CPU with units of more than 32 MiB. Call it once, first thing in each process; everything that the
@@ -30,7 +30,7 @@ def keep_host_memory() -> bool:
 
     Example:
         >>> import flatfsdp
-        >>> kept = flatfsdp.keep_host_memory()
+        >>> kept = flatfsdp.retain_host_memory()
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -1,6 +1,6 @@
 """One process that rehearses what a rank of a job of any size does: everything but memory, values and other ranks.
 
-[Note: rehearsal] What a rank holds and sends follows from the engine's own decisions, so a rehearsal takes them all:
+[Note: dry run] What a rank holds and sends follows from the engine's own decisions, so a dry run takes them all:
 units, schedule and books are those of any run. Tensors have shapes and no memory, and process groups send nothing.
 """
 
@@ -18,7 +18,7 @@ from ..device.streams import standing_in
 
 
 @contextmanager
-def rehearsal(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterator[None]:
+def dry_run(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterator[None]:
     """A context in which this process is one rank of a job of `ranks`, on any machine, and models need no memory.
 
     Models that are wrapped inside (and made before, best on the meta device) are trained and asked for `stats()` as
@@ -35,22 +35,22 @@ def rehearsal(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterat
 
     Raises:
         ConfigValueError: `rank` is none of `ranks`.
-        UsageError: a process group exists: a rehearsal makes its own.
+        UsageError: a process group exists: a dry run makes its own.
 
     Example:
         >>> import torch, flatfsdp
         >>> layer = torch.nn.Linear(65536, 65536, bias=False, device="meta")
-        >>> with flatfsdp.rehearsal(1024):
+        >>> with flatfsdp.dry_run(1024):
         ...     model = flatfsdp.FullyShardedDataParallel(layer)
         ...     model(torch.ones(1, 65536)).sum().backward()
         ...     flatfsdp.stats(model).bytes_params
         16777216
     """
     if ranks < 1 or not 0 <= rank < ranks:
-        raise ConfigValueError(f"rehearsal: expected ranks >= 1 and 0 <= rank < ranks, found rank {rank} of {ranks}")
+        raise ConfigValueError(f"dry_run: expected ranks >= 1 and 0 <= rank < ranks, found rank {rank} of {ranks}")
     if comm.is_initialized():
         raise UsageError(
-            "rehearsal: this process is a rank of a job already. Rehearse in a process that has not called "
+            "dry_run: this process is a rank of a job already. Rehearse in a process that has not called "
             "init_process_group()"
         )
     with ExitStack() as stack:

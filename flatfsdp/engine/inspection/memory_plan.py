@@ -1,4 +1,4 @@
-"""What a rank of a job will hold and send, as figures that a rehearsal brings.
+"""What a rank of a job will hold and send, as figures that a dry run brings.
 
 [Note: stand-in forwards] The schedule depends on the order of units and on where in it gradients arrive, not on what
 modules compute. So each unit's module gets a forward that uses its parameters in the order of their declaration, and
@@ -64,7 +64,7 @@ class Plan:
         return max(sum(self.at_peak.values()), during_step) + sum(self.optimizer.values()) + self.buffers
 
 
-def plan(
+def memory_plan(
     model: FullyShardedDataParallel,
     optimizer: torch.optim.Optimizer | OptimizerInBackward | None = None,
     *,
@@ -78,27 +78,27 @@ def plan(
     Not in it is what `detect_nonfinite()` and a gradient scaler send.
 
     Args:
-        model: the outermost wrapper, made inside `rehearsal()`.
+        model: the outermost wrapper, made inside `dry_run()`.
         optimizer: built on its parameters, or what `optimizer_in_backward` returned.
         microbatches: backwards of a step; all but the last run under `no_sync()`.
         max_norm: what the step clips gradients to, by `clip_grad_norm_`.
 
     Raises:
         ConfigValueError: `microbatches` below 1.
-        UsageError: outside of a rehearsal; `model` is a nested wrapper; a step of the optimizer looks at values.
+        UsageError: outside of a dry run; `model` is a nested wrapper; a step of the optimizer looks at values.
 
     Example:
         >>> import torch, flatfsdp
-        >>> with flatfsdp.rehearsal(8):
+        >>> with flatfsdp.dry_run(8):
         ...     model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(1024, 1024), use_orig_params=True)
-        ...     figures = flatfsdp.plan(model, torch.optim.SGD(model.parameters(), momentum=0.9))
+        ...     figures = flatfsdp.memory_plan(model, torch.optim.SGD(model.parameters(), momentum=0.9))
         >>> figures.params, figures.comm["reduce_scatter"]
         (524800, (1, 4198400))
     """
     unit = outermost_unit(model, "plan")
     if not is_memoryless():
         raise UsageError(
-            "plan(): its steps would train the model on nothing. Wrap the model, and call it, in rehearsal()"
+            "memory_plan(): its steps would train the model on nothing. Wrap the model, and call it, in dry_run()"
         )
     if microbatches < 1:
         raise ConfigValueError(f"plan: expected microbatches of at least 1, found {microbatches}")
@@ -203,8 +203,8 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
     except Exception as error:
         raise UsageError(
-            f"plan(): a step of {type(optimizer).__name__} fails on tensors without values "
-            f"({type(error).__name__}: {error}). What it keeps cannot be foretold; call plan() without it"
+            f"memory_plan(): a step of {type(optimizer).__name__} fails on tensors without values "
+            f"({type(error).__name__}: {error}). What it keeps cannot be foretold; call memory_plan() without it"
         ) from error
 
 

@@ -139,7 +139,7 @@ def stats(model: nn.Module) -> Stats:
     return Stats(model)
 
 
-def whole_shapes(model: nn.Module) -> dict[str, torch.Size]:
+def unsharded_shapes(model: nn.Module) -> dict[str, torch.Size]:
     """The shape that each parameter of `model` has as a whole, by its name in `model.named_parameters()`.
 
     Between steps those of a wrapped model show this rank's part, without its shape: what an optimizer treats by its
@@ -152,7 +152,7 @@ def whole_shapes(model: nn.Module) -> dict[str, torch.Size]:
     Example (in a process group of one rank):
         >>> import torch, flatfsdp
         >>> model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(3, 5), use_orig_params=True)
-        >>> flatfsdp.whole_shapes(model)
+        >>> flatfsdp.unsharded_shapes(model)
         {'weight': torch.Size([5, 3]), 'bias': torch.Size([5])}
     """
     shapes = {

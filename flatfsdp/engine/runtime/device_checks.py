@@ -20,7 +20,7 @@ from .unit import Unit
 def compute_device(module: nn.Module, config: Config) -> torch.device:
     """Where the unit computes: `device_id`; else where parameters on an accelerator are; else what the group serves.
 
-    In a rehearsal it is always the CPU, which every machine has.
+    In a dry run it is always the CPU, which every machine has.
     """
     if is_memoryless():
         return torch.device("cpu")

@@ -205,7 +205,7 @@ class Watchdog:
             self._wake.set()
 
     @contextlib.contextmanager
-    def failing_together(self, what: str) -> Iterator[Callable[[BaseException], None]]:
+    def fail_together(self, what: str) -> Iterator[Callable[[BaseException], None]]:
         """The enclosed block is run by all ranks: where one fails in it, those that wait for it there fail, too."""
         self._blocks[what] += 1
         block = f"{what}, number {self._blocks[what]}"
@@ -461,7 +461,7 @@ class Watchdog:
                 "process group or mesh, with the same strategy, on every rank, and make collective calls on all of them"
             )
         elif result.purpose in ("raise", "timeout"):
-            limit = f"more than {waits.limits.raise_after or waited:.0f} s (set_wait(raise_after=...))"
+            limit = f"more than {waits.limits.raise_after or waited:.0f} s (set_collective_timeout(raise_after=...))"
             if result.purpose == "timeout":
                 limit = "as long as their process group allows (timeout= of init_process_group or new_group)"
             error = WaitError(f"ranks waited for {limit}: {'; '.join(result.lines)}")
@@ -541,7 +541,11 @@ class Watchdog:
             self._reported = since
             print_immediately(f"[flatfsdp, rank {self._rank}] {doing}, for {waited:.0f} s. {_does_not_answer(silent)}")
         if (passed := self._passed()) is not None:
-            limit = "set_wait(raise_after=...)" if passed[0] == "raise" else "the time limit of the process group"
+            limit = (
+                "set_collective_timeout(raise_after=...)"
+                if passed[0] == "raise"
+                else "the time limit of the process group"
+            )
             reported = f"this rank waited for {passed[1]:.0f} s ({limit}), {doing}. {_does_not_answer(silent)}"
             self._fail(WaitError(reported), None)
 
@@ -634,12 +638,12 @@ def expecting(ranks: Sequence[int], what: str) -> contextlib.AbstractContextMana
     return current_watch().waiting(ranks, what)
 
 
-def failing_together(what: str) -> contextlib.AbstractContextManager[Callable[[BaseException], None]]:
+def fail_together(what: str) -> contextlib.AbstractContextManager[Callable[[BaseException], None]]:
     """A context for what all ranks run: an exception on one of them, which leaves it, reaches those that wait for it.
 
     For programs that catch exceptions and live on, a notebook say; of one that ends a process the others hear anyway.
     The rank that fails raises what it has. Another one, if it is inside, too, and has been waiting for some seconds in
-    a collective (of a model, or of the program's in `waiting_for_ranks`), prints an `AgreementError` with that rank and
+    a collective (of a model, or of the program's in `collective_region`), prints an `AgreementError` with that rank and
     its exception, and raises it from the next step of its model. Where nothing wakes it, its process ends. Ranks that
     all fail, in whatever way, raise each their own.
 
@@ -653,21 +657,21 @@ def failing_together(what: str) -> contextlib.AbstractContextManager[Callable[[B
 
     Example:
         >>> import flatfsdp
-        >>> with flatfsdp.failing_together("the evaluation"):
+        >>> with flatfsdp.fail_together("the evaluation"):
         ...     pass  # forwards, and what is made of their outputs
     """
     alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
     if alone or "fake" in str(dist.get_backend_config()):
         return contextlib.nullcontext(lambda error: None)
-    return current_watch().failing_together(what)
+    return current_watch().fail_together(what)
 
 
 @contextlib.contextmanager
-def waiting_for_ranks() -> Iterator[None]:
+def collective_region() -> Iterator[None]:
     """The enclosed code waits for other ranks, in a collective of the program's own.
 
-    Reports tell such a rank from one that computes (see `set_wait`), and a connection that breaks is explained. Not
-    collective, and quick enough for every step.
+    Reports tell such a rank from one that computes (see `set_collective_timeout`), and a connection that breaks is
+    explained. Not collective, and quick enough for every step.
 
     Raises:
         LostRankError: in place of the backend's error, where a connection broke: which rank ended, and with what, as
@@ -676,7 +680,7 @@ def waiting_for_ranks() -> Iterator[None]:
     Example:
         >>> import flatfsdp, torch
         >>> tokens = torch.tensor(512)
-        >>> with flatfsdp.waiting_for_ranks():
+        >>> with flatfsdp.collective_region():
         ...     torch.distributed.all_reduce(tokens)
     """
     try:

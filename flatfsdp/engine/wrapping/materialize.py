@@ -74,7 +74,7 @@ def materialize(
 
 
 def _forget_values(modules: Iterable[tuple[str, nn.Module]], device: torch.device, skip: set[nn.Parameter]) -> None:
-    """In a rehearsal nothing has memory, wherever it was, and nothing needs to be initialised."""
+    """In a dry run nothing has memory, wherever it was, and nothing needs to be initialised."""
     for _, module in modules:
         for _, name, tensor in _held(module):
             if tensor not in skip:

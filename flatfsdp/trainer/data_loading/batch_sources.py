@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp import waiting_for_ranks
+from flatfsdp import collective_region
 from flatfsdp.errors import AgreementError, ranks_in_words
 from flatfsdp.trainer.process_group import LocalFailure
 
@@ -111,7 +111,7 @@ class DispatchedSource:
         if coming.size == FAILED:
             self._ranks.share(local)
             _tell(self._ranks, coming.failure)
-        with waiting_for_ranks():
+        with collective_region():
             coming.work.wait()
         arrived, problem = (coming.part, None) if coming.message is None else _attempt(map(unpack, [coming.message]))
         self._coming = self._send_ahead(problem, local)
@@ -119,7 +119,7 @@ class DispatchedSource:
 
     def close(self) -> None:
         if self._coming is not None and self._coming.work is not None:
-            with waiting_for_ranks():
+            with collective_region():
                 self._coming.work.wait()
         self._coming, self._parts = None, iter(())
 

@@ -29,8 +29,8 @@ ELEMENTWISE = frozenset(
 _stepping_flat: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-class FlatSteps:
-    """The way to end flat steps: what `step_flat` returns.
+class FusedSteps:
+    """The way to end flat steps: what `fuse_optimizer_steps` returns.
 
     It is made there, for the `stepper` of one `optimizer`, which it does not keep alive.
     """
@@ -64,7 +64,7 @@ class FlatSteps:
             _stepping_flat.discard(optimizer)
 
 
-def step_flat(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> FlatSteps:
+def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> FusedSteps:
     """Let `optimizer.step()` take the parameters of a shard together: some long tensors in place of many short ones.
 
     For `use_orig_params=True`. An optimizer computes for microseconds on a small parameter, and takes tens of them to
@@ -104,13 +104,13 @@ def step_flat(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) ->
         >>> import torch, flatfsdp
         >>> model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(4, 4), use_orig_params=True)
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        >>> steps = flatfsdp.step_flat(optimizer)
+        >>> steps = flatfsdp.fuse_optimizer_steps(optimizer)
         >>> model(torch.ones(2, 4)).sum().backward()
         >>> optimizer.step()
         >>> steps.runs, steps.members, optimizer.state[model.weight]["exp_avg"].shape
         (1, 2, torch.Size([4, 4]))
     """
-    name = "step_flat"
+    name = "fuse_optimizer_steps"
     if not isinstance(optimizer, torch.optim.Optimizer):
         refuse_type(f"{name}: optimizer", optimizer, "an optimizer of torch.optim, or a class derived from it")
     if not isinstance(elementwise, bool):
@@ -121,7 +121,7 @@ def step_flat(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) ->
         raise UsageError(
             f"{name}(): {kind.__module__}.{kind.__qualname__} is not known to treat every element by itself, as "
             f"torch's {known} do; one that looks at norms, rows or matrices of parameters would compute something "
-            "else. If it does, say so: step_flat(optimizer, elementwise=True)"
+            "else. If it does, say so: fuse_optimizer_steps(optimizer, elementwise=True)"
         )
     if not {"state", "param_groups"} <= vars(optimizer).keys():
         raise UsageError(f"{name}(): this {kind.__name__} has no state of its own; call it with the optimizer in it")
@@ -130,4 +130,4 @@ def step_flat(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) ->
     if optimizer in _stepping_flat:
         raise UsageError(f"{name}(): this {kind.__name__} already steps flat; call remove() of what that returned")
     _stepping_flat.add(optimizer)
-    return FlatSteps(optimizer, FusedStepper(across_padding=kind in ELEMENTWISE))
+    return FusedSteps(optimizer, FusedStepper(across_padding=kind in ELEMENTWISE))

@@ -115,9 +115,9 @@ class FusedRun:
             if not (isinstance(value, PLAIN) or self.is_shaped(value) or is_number(value)):
                 reported = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise UsageError(
-                    f"step_flat(): the optimizer keeps {name!r} ({reported}) for {self.parameter.numel()} elements of "
-                    f"{len(self.members)} parameters; expected a number, or a tensor with an element for each. It "
-                    "cannot step on parameters together: leave step_flat() out"
+                    f"fuse_optimizer_steps(): the optimizer keeps {name!r} ({reported}) for {self.parameter.numel()} "
+                    f"elements of {len(self.members)} parameters; expected a number, or a tensor with an element for "
+                    "each. It cannot step on parameters together: leave fuse_optimizer_steps() out"
                 )
 
     def publish(self, states: States, pieces: Pieces) -> None:
