@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm import transport as comm
-from flatfsdp.engine.comm.transport import Axis, CommStats, Transport
+from flatfsdp.engine.comm.axes import Axis
+from flatfsdp.engine.comm.comm_stats import CommStats
+from flatfsdp.engine.comm.transport import Transport
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
 from flatfsdp.engine.watchdog.watchdog import is_lost_connection

@@ -203,7 +203,7 @@ class FakeDevice(TorchDispatchMode):
         self._stack.enter_context(seam.standing_in(self))
         self._stack.enter_context(patch.object(FlatBuffer, "allocate", self._noted(FlatBuffer.allocate, "allocate")))
         self._stack.enter_context(patch.object(FlatBuffer, "free", self._noted(FlatBuffer.free, "free")))
-        self._stack.enter_context(patch.object(comm.ProcessGroupTransport, "_pending", self._pending))
+        self._stack.enter_context(patch.object(comm, "PendingWork", self._pending_work))
         self._stack.enter_context(patch.object(dist, "all_to_all_single", self._all_to_all))
         return self
 
@@ -226,7 +226,10 @@ class FakeDevice(TorchDispatchMode):
 
         return noted
 
-    def _pending(self, work: Any, *keep: torch.Tensor) -> seam.PendingWork:
+    def _pending_work(self, *, work: Any = None, **others: Any) -> seam.PendingWork:
+        return self._pending(work) if isinstance(work, dist.Work) else seam.PendingWork(work=work, **others)
+
+    def _pending(self, work: Any) -> seam.PendingWork:
         return seam.PendingWork(work=None if work is None else AsyncWork(Event(self, self._backend), work))
 
     def _all_to_all(self, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:

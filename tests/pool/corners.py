@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.comm.transport import DelayedTransport, doubled
+from flatfsdp.engine.comm.delayed import DelayedTransport
+from flatfsdp.engine.comm.transport import doubled
 from flatfsdp.engine.device.memory import poison
 from flatfsdp.engine.flat import gradients as grads
 from flatfsdp.wrap import ModuleWrapPolicy

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from flatfsdp.engine.comm import gloo
 from flatfsdp.engine.comm import transport as comm
-from flatfsdp.engine.comm.transport import Axis, CommStats, Transport
+from flatfsdp.engine.comm.axes import Axis
+from flatfsdp.engine.comm.comm_stats import CommStats
+from flatfsdp.engine.comm.transport import Transport
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device, PendingWork
 from tests.conftest import Run

@@ -8,7 +8,7 @@ import time
 from ...errors import FlatFSDPError
 from ..base.events import EventLog
 from ..base.wait_limits import blocked_since
-from ..comm.transport import CommStats
+from ..comm.comm_stats import CommStats
 
 
 class Activity:

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 from ..base.events import EventLog
 from ..base.hashing import hash63
-from ..comm.transport import CommStats, Transport
+from ..comm.comm_stats import CommStats
+from ..comm.transport import Transport
 from . import ops
 from .conditions import StepConditions, autocast_on
 from .divergence import ModelNames

@@ -13,13 +13,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-
-from .wait_limits import blocked
 
 # Versions this release was tested with; a newer one works or fails in words, and warns once.
 TESTED = ((2, 11), (2, 14))
@@ -142,31 +141,32 @@ def _options(kind: str) -> tuple[Any, Any]:
 _GATHER, _REDUCE_SCATTER, _ALL_REDUCE = map(_options, ("AllgatherOptions", "ReduceScatterOptions", "AllreduceOptions"))
 
 
-def _wait_on_stream(work: Any) -> None:
-    if work is not None:
-        with blocked():
-            work.wait()  # where backends have work that orders a stream, it does so only here
+class FlatCollectives:
+    """The collectives over one process group whose tensors are flat, each of which returns its work, or None.
 
+    Attributes:
+        gather: of (output, shard): fills `output` with every rank's `shard`. No Python runs on its way: units pass it.
+        reduce_scatter: of (output, full): sums `full` over ranks and leaves this rank's piece in `output`; likewise.
+        all_reduce: of ([tensor]): sums it over ranks in place.
+    """
 
-def gather_base(process_group: Any, output: torch.Tensor, shard: torch.Tensor, *, beside: bool) -> Any:
-    """Fill `output` with every rank's `shard`, `beside` the caller's stream or on it; the work to wait for, or None."""
-    work = process_group._allgather_base(output, shard, _GATHER[beside])
-    return work if beside else _wait_on_stream(work)
+    def __init__(self, process_group: Any, *, beside: bool) -> None:
+        """`beside`: they run beside the caller's stream, else on it, after what that was given before."""
+        self._group = process_group
+        self._options = _GATHER[beside], _REDUCE_SCATTER[beside]
+        self.gather: Callable[..., Any] = partial(process_group._allgather_base, opts=_GATHER[beside])
+        self.reduce_scatter: Callable[..., Any] = partial(
+            process_group._reduce_scatter_base, opts=_REDUCE_SCATTER[beside]
+        )
+        self.all_reduce: Callable[..., Any] = partial(process_group.allreduce, opts=_ALL_REDUCE[beside])
 
+    def gather_grouped(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> Any:
+        """Fill each of `outputs` with every rank's shard, as one operation."""
+        return _gather_grouped()(self._group, outputs, shards, self._options[0])
 
-def reduce_scatter_base(process_group: Any, output: torch.Tensor, full: torch.Tensor, *, beside: bool) -> Any:
-    """Sum `full` over ranks and leave this rank's piece in `output`; otherwise as `gather_base`."""
-    if full.is_complex():  # backends know no complex numbers, whose sum is that of their parts
-        output, full = torch.view_as_real(output), torch.view_as_real(full)
-    work = process_group._reduce_scatter_base(output, full, _REDUCE_SCATTER[beside])
-    return work if beside else _wait_on_stream(work)
-
-
-def all_reduce(process_group: Any, tensor: torch.Tensor, *, beside: bool) -> Any:
-    """Sum `tensor` over ranks in place; otherwise as `gather_base`."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    work = process_group.allreduce([real], _ALL_REDUCE[beside])
-    return work if beside else _wait_on_stream(work)
+    def reduce_scatter_grouped(self, outputs: list[torch.Tensor], fulls: list[torch.Tensor]) -> Any:
+        """Sum each of `fulls` over ranks into `outputs`, as one operation."""
+        return _reduce_scatter_grouped()(self._group, outputs, fulls, self._options[1])
 
 
 def _newest(*names: str) -> Any:
@@ -185,24 +185,17 @@ def _reduce_scatter_grouped() -> Any:
     return _newest("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
 
-def gather_grouped(process_group: Any, outputs: list[torch.Tensor], shards: list[torch.Tensor], *, beside: bool) -> Any:
-    """Fill each of `outputs` with every rank's shard, as one operation; otherwise as `gather_base`."""
-    work = _gather_grouped()(process_group, outputs, shards, _GATHER[beside])
-    return work if beside else _wait_on_stream(work)
+def _lacking(name: str) -> Any:
+    def fail(*args: Any) -> NoReturn:
+        raise AttributeError(f"this torch has no {name}")
+
+    return fail
 
 
-def reduce_scatter_grouped(
-    process_group: Any, outputs: list[torch.Tensor], fulls: list[torch.Tensor], *, beside: bool
-) -> Any:
-    """Sum each of `fulls` over ranks into `outputs`, as one operation; otherwise as `gather_base`."""
-    work = _reduce_scatter_grouped()(process_group, outputs, fulls, _REDUCE_SCATTER[beside])
-    return work if beside else _wait_on_stream(work)
-
-
-def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Set the version counters of `tensors`."""
-    if tensors:
-        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+# Sets the version counters of some tensors; the function itself, because every unit calls it.
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = getattr(
+    torch._C._autograd, "_unsafe_set_version_counter", _lacking("_unsafe_set_version_counter")
+)
 
 
 # Inside the context tensors of subclasses are asked without their `__torch_function__`, which is slow; the class
@@ -371,14 +364,9 @@ def when_destroyed(process_group: Any, callback: Callable[[], None]) -> None:
     weakref.finalize(store, callback).atexit = False
 
 
-def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """`target.copy_(source)` for each pair, casting where the dtypes differ."""
-    torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
-
-
-def foreach_add_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """`target.add_(source)` for each pair."""
-    torch._foreach_add_(targets, sources)
+# `target.copy_(source)`, casting where the dtypes differ, and `target.add_(source)`, for each pair of two lists.
+foreach_copy_: Callable[..., None] = getattr(torch, "_foreach_copy_", _lacking("_foreach_copy_"))
+foreach_add_: Callable[..., None] = getattr(torch, "_foreach_add_", _lacking("_foreach_add_"))
 
 
 def tensor_without_memory(

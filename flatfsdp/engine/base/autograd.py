@@ -124,9 +124,9 @@ def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:
     return leaf.register_hook(told)
 
 
-def before_backward_of(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> Any:
-    """Call `callback` with the gradient with respect to `tensor` whenever that is about to flow on; has `remove()`."""
-    return tensor.register_hook(callback)
+# Calls a callback with the gradient with respect to a tensor whenever that is about to flow on; what it returns has
+# `remove()`. Torch's own, because every unit calls it.
+before_backward_of: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any] = torch.Tensor.register_hook
 
 
 def will_accumulate(leaf: torch.Tensor) -> bool:

@@ -24,7 +24,8 @@ from ...errors import UsageError, fail, shown
 from ..config.precision import gradient_scaling
 from ..config.unit_options import CommHook
 from ..device.streams import Device, PendingWork, Stream
-from .transport import ProcessGroups, Reducer, Transport
+from .axes import ProcessGroups
+from .transport import Reducer, Transport
 
 if TYPE_CHECKING:
     from ..runtime.unit import Unit

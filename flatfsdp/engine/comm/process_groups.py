@@ -22,7 +22,7 @@ from ..base import _torch
 from ..base.hashing import hash63
 from ..device.streams import accelerator_count
 from ..watchdog.watchdog import expecting
-from .transport import Axis, ProcessGroups
+from .axes import Axis, ProcessGroups
 
 # Communicators for reductions, one per process group and living as long as it does.
 _reduction_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -15,7 +15,7 @@ optimizer's step is refused as in an unsharded model.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -56,6 +56,13 @@ class MemoryTracker:
             raise InternalError(f"ledger: {count} bytes of {kind!r} freed, only {self.live[kind]} are live")
         self.live[kind] -= count
         self.total -= count
+
+    def move(self, kind: str, other: str, count: int) -> None:
+        """`count` bytes of `kind` are of the `other` kind from now on."""
+        self.live[kind] -= count
+        live = self.live[other] = self.live[other] + count
+        if live > self._peaks[other]:
+            self._peaks[other] = live
 
     def allocate(self, kind: str, count: int) -> Allocation:
         """`count` bytes of `kind` came to life; what is returned says when they are freed."""
@@ -122,8 +129,7 @@ class FlatBuffer:
 
     def now_holds(self, kind: str) -> None:
         """What lies in the memory is of another `kind` until it is freed."""
-        self._tracker.remove(self._kind, self._bytes)
-        self._tracker.add(kind, self._bytes)
+        self._tracker.move(self._kind, kind, self._bytes)
         self._kind = kind
 
     def allocate(self) -> None:
@@ -166,9 +172,10 @@ class FlatBuffer:
 
 
 VERSION = attrgetter("_version")
+_NEXT = (1).__add__
 
 
-def versions_of(leaves: Sequence[torch.Tensor]) -> list[int]:
+def versions_of(leaves: Iterable[torch.Tensor]) -> list[int]:
     """The version counters of `leaves`."""
     return list(map(VERSION, leaves))
 
@@ -205,13 +212,13 @@ class Versions:
 
         A leaf that somebody else wrote to since the last fill keeps its version, too.
         """
-        found = versions_of(self._leaves)
+        found = list(map(VERSION, self._leaves))
         if changed or not self.known:
             self._saved = self.known = found
             return
-        at_rest = [version + 1 for version in self.known]
+        at_rest = list(map(_NEXT, self.known))
         if found != at_rest:
             rows = zip(found, self._saved, at_rest, strict=True)
             self._saved = [saved if version == rest else version for version, saved, rest in rows]
         self.known = self._saved
-        _torch.set_versions(self._leaves, self.known)
+        _torch.set_versions(tuple(self._leaves), tuple(self.known))

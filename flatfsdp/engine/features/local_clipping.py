@@ -31,7 +31,7 @@ from .backward_steps import optimizers_of
 from .gradient_scales import Scaling, are_apart, one_factor, tolerance
 
 if TYPE_CHECKING:
-    from ..comm.transport import Axis
+    from ..comm.axes import Axis
     from ..device.streams import Device
     from ..flat.flat_param import FlatParamHandle
     from ..runtime.backward import Backward

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ..base.events import EventLog
-from ..comm.transport import Axis, CommStats, Transport, transport
+from ..comm.axes import Axis
+from ..comm.comm_stats import CommStats
+from ..comm.transport import Transport, transport
 from ..device.memory import MemoryTracker
 from ..device.rate_limiter import Limiter
 from ..device.streams import Device, Stream

@@ -22,7 +22,8 @@ from ...errors import UsageError, fail
 from ..agreement.checksums import InitialChecksums
 from ..base import _torch
 from ..base import autograd as hooks
-from ..comm.transport import ProcessGroups, Reducer, Transport
+from ..comm.axes import ProcessGroups
+from ..comm.transport import Reducer, Transport
 from ..config.schedule_options import AS_BUILT, Schedule
 from ..config.strategy import Traits
 from ..config.unit_options import UnitOptions

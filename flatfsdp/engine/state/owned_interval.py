@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ...errors import UsageError
 from ..agreement.collective_calls import meet
 from ..base import _torch
+from ..base.wait_limits import blocked
 from ..layout.boxes import Box, boxes_of
 from ..layout.layout import ParamSpec, Span
 from ..watchdog.watchdog import expecting
@@ -57,7 +58,10 @@ class RemoteElements:
             ranks = dist.get_process_group_ranks(self.process_group)
             with expecting(ranks, "gathers a value of a sharded state dict"):
                 meet(self.process_group, ranks, "called full_tensor() of a value of a sharded state dict")
-                _torch.gather_base(self.process_group, every.view(torch.uint8), own.view(torch.uint8), beside=False)
+                with blocked():
+                    dist.all_gather_into_tensor(
+                        every.view(torch.uint8), own.view(torch.uint8), group=self.process_group
+                    )
         rows = every.view(len(sizes), most)
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).to(local.device)
 

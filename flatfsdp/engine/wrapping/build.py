@@ -16,8 +16,8 @@ from ...api import Config, MixedPrecision
 from ...errors import UsageError, warn
 from ...wrap import check_called
 from ..agreement.checksums import InitialChecksums
+from ..comm.axes import ProcessGroups
 from ..comm.process_groups import plan_groups
-from ..comm.transport import ProcessGroups
 from ..config.schedule_options import AS_BUILT, Schedule, reshard_choice
 from ..config.strategy import traits
 from ..device.memory import MemoryTracker

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from ..agreement.model_check import compare_facts
-from ..comm.transport import CommStats, ProcessGroups, Transport, transport
+from ..comm.axes import ProcessGroups
+from ..comm.comm_stats import CommStats
+from ..comm.transport import Transport, transport
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from ...errors import UsageError
 from ..agreement.once_per_job import warn_once_per_job
+from ..comm.axes import ProcessGroups
 from ..comm.process_groups import plan_over
-from ..comm.transport import ProcessGroups
 from ..config.unit_options import PrefetchTargets
 from ..device.memory import MemoryTracker
 from ..flat.extensions import TransformedParam

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ....errors import UsageError
 from ...base import _torch
 from ...base.wait_limits import blocked
-from ...comm.transport import Axis
+from ...comm.axes import Axis
 from ...device.streams import accelerator
 from ...runtime.unit import Unit
 from .lazy_values import LazyValue

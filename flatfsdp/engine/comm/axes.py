@@ -1,0 +1,92 @@
+"""Axes of ranks, along which a unit's tensors travel, and the axes of one unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...api import ShardingStrategy
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of ranks: a process group, or this rank alone.
+
+    Attributes:
+        process_group: None for an axis of size 1 that needs no communication.
+        ranks: global ranks of the members in group order; known when the process group has been destroyed, too.
+        rank: this rank's place among them.
+        backend: the name of the backend that serves this device type.
+    """
+
+    process_group: Any
+    ranks: tuple[int, ...]
+    rank: int
+    backend: str
+
+    @staticmethod
+    def alone() -> Axis:
+        """The axis of size 1."""
+        return Axis(None, (dist.get_rank() if dist.is_initialized() else 0,), 0, "alone")
+
+    @staticmethod
+    def of(process_group: Any, device: torch.device) -> Axis:
+        """The axis over `process_group`, for tensors on `device`."""
+        backends = dist.get_backend_config(process_group)
+        # "cpu:gloo,cuda:nccl" or "gloo"
+        by_type = dict(part.split(":") for part in str(backends).split(",") if ":" in part)
+        backend = by_type.get(device.type, str(backends))
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+        return Axis(process_group, ranks, dist.get_rank(process_group), backend)
+
+    @cached_property
+    def size(self) -> int:
+        """Ranks on the axis."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """The axes of one unit.
+
+    Attributes:
+        shard: ranks that hold the pieces of one copy; parameters are gathered over it.
+        scatter: the same ranks on a communicator of its own, for reductions ([Note: backward order]).
+        replicate: ranks that hold the same piece of different copies; None where there is one copy.
+        strategy: what the axes were made for.
+        given: the process group the user knows, or the pair (shard group, replicate group).
+        device: where the tensors that travel are.
+    """
+
+    shard: Axis
+    scatter: Axis
+    replicate: Axis | None
+    strategy: ShardingStrategy
+    given: Any
+    device: torch.device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGroups:
+        return self  # copies of a model communicate over the same groups
+
+    @property
+    def given_ranks(self) -> tuple[Any, ...]:
+        """The global ranks of `given`; a pair of such tuples for a pair."""
+        if isinstance(self.given, tuple):
+            return tuple(tuple(dist.get_process_group_ranks(group)) for group in self.given)
+        return tuple(dist.get_process_group_ranks(self.given))
+
+    @property
+    def process_groups(self) -> set[Any]:
+        """All of the axes', the user's own, and the default one."""
+        given = self.given if isinstance(self.given, tuple) else (self.given,)
+        axes = (axis.process_group for axis in (self.shard, self.scatter, self.replicate) if axis is not None)
+        return {group for group in (*given, *axes, dist.group.WORLD) if group is not None}
+
+    @cached_property
+    def world(self) -> int:
+        """Ranks whose gradients are averaged."""
+        return self.shard.size * (self.replicate.size if self.replicate is not None else 1)

@@ -1,0 +1,47 @@
+"""A double of transports, for tests: results come as late as they may."""
+
+from __future__ import annotations
+
+import torch
+
+from ..device.streams import PendingWork, Stream
+from .transport import ProcessGroupTransport, Transport
+
+
+class DelayedTransport(ProcessGroupTransport):
+    """A double that delivers late: outputs are NaN (or zero bytes) until `wait()`, whatever the backend did
+    meanwhile."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.group, inner.device, comm_stats=inner.comm_stats, tracker=inner.tracker)
+        self._inner = inner
+
+    def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
+        hidden = torch.empty_like(output)
+        return self._deliver(output, hidden, self._inner.all_gather_base(hidden, shard.clone(), stream))
+
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
+        hidden = torch.empty_like(output)
+        return self._deliver(output, hidden, self._inner.reduce_scatter_base(hidden, full.clone(), stream), full)
+
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
+        hidden = tensor.clone()
+        return self._deliver(tensor, hidden, self._inner.all_reduce(hidden, stream))
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
+        self._inner.broadcast(tensor, source=source)
+
+    def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
+        return self._inner.all_reduce_now(tensor, maximum=maximum)
+
+    def gather_now(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._inner.gather_now(tensor)
+
+    @staticmethod
+    def _deliver(output: torch.Tensor, hidden: torch.Tensor, inner: PendingWork, *keep: torch.Tensor) -> PendingWork:
+        def arrive() -> None:
+            output.copy_(hidden)
+
+        if output.is_floating_point():
+            output.fill_(float("nan"))
+        return PendingWork(work=inner, keep=(output, hidden, *keep), finish=arrive)
