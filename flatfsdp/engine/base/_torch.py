@@ -70,49 +70,21 @@ REASONS = {
 
 def missing() -> list[str]:
     """The names above that this torch does not have (empty on every supported version)."""
-    probes: dict[str, Callable[[], object]] = {
-        "torch._C._autograd._unsafe_set_version_counter": lambda: torch._C._autograd._unsafe_set_version_counter,
-        "torch._C._current_graph_task_id": lambda: torch._C._current_graph_task_id,
-        "torch.autograd.graph.Node._input_metadata": lambda: torch.autograd.graph.Node._input_metadata,
-        "torch._C._autograd._top_saved_tensors_default_hooks": lambda: (
-            torch._C._autograd._top_saved_tensors_default_hooks
-        ),
-        "torch._C._autograd._pop_saved_tensors_default_hooks": lambda: (
-            torch._C._autograd._pop_saved_tensors_default_hooks
-        ),
-        "torch._C._autograd._push_saved_tensors_default_hooks": lambda: (
-            torch._C._autograd._push_saved_tensors_default_hooks
-        ),
-        "torch._C._current_autograd_node": lambda: torch._C._current_autograd_node,
-        "torch._C._will_engine_execute_node": lambda: torch._C._will_engine_execute_node,
-        "torch.autograd.Variable._execution_engine.queue_callback": lambda: (
-            torch.autograd.Variable._execution_engine.queue_callback
-        ),
-        "torch.Tensor._use_count": lambda: getattr(torch.Tensor, "_use_count"),  # noqa: B009
-        "torch.Tensor._post_accumulate_grad_hooks": lambda: getattr(torch.Tensor, "_post_accumulate_grad_hooks"),  # noqa: B009
-        "torch.amp.GradScaler._unscale_grads_": lambda: torch.amp.GradScaler._unscale_grads_,
-        "torch.distributed.distributed_c10d._process_group_name": lambda: (
-            torch.distributed.distributed_c10d._process_group_name
-        ),
-        "torch.distributed.ProcessGroup._get_backend": lambda: torch.distributed.ProcessGroup._get_backend,
-        "torch.distributed.distributed_c10d._world.pg_map": lambda: torch.distributed.distributed_c10d._world.pg_map,
-        "torch._C.DisableTorchFunctionSubclass": lambda: torch._C.DisableTorchFunctionSubclass,
-        "torch.autograd.profiler._is_profiler_enabled": lambda: torch.autograd.profiler._is_profiler_enabled,
+    probes: dict[str, Callable[[], object]] = {  # of those that are not found by their names alone
         "torch.distributed.ProcessGroup._allgather_base": lambda: (
             torch.distributed.ProcessGroup._allgather_base,
             torch.distributed.ProcessGroup._reduce_scatter_base,
         ),
         "torch.distributed.ProcessGroup.*_coalesced": lambda: (_gather_grouped(), _reduce_scatter_grouped()),
-        "torch.Tensor._make_wrapper_subclass": lambda: torch.Tensor._make_wrapper_subclass,
         "torch.distributed.checkpoint.filesystem._StorageInfo": storage_info,
         "torch._subclasses.FakeTensorMode": lambda: fake_tensors().FakeTensorMode,
         "torch.testing._internal.distributed.fake_pg": _fake_backend,
         "torch.foreach": lambda: (torch._foreach_copy_, torch._foreach_add_),
     }
     absent = []
-    for name, probe in probes.items():
+    for name in REASONS:
         try:
-            probe()
+            probes[name]() if name in probes else attrgetter(name.removeprefix("torch."))(torch)
         except AttributeError:
             absent.append(name)
     return absent

@@ -67,14 +67,10 @@ class HookReducer:
             if before != 1.0:
                 result.mul_(before)
 
-        self._comm_stats.log("comm_hook", tensors[0].numel() * tensors[0].element_size())
         with torch.no_grad(), stream.running():
-            try:
-                returned = self._hook.function(self._hook.state, *handed)
-                work = to_wait_for(returned, "a communication hook", result=handed[-1])
-            except BaseException:
-                self._comm_stats.take_back()
-                raise
+            returned = self._hook.function(self._hook.state, *handed)
+            work = to_wait_for(returned, "a communication hook", result=handed[-1])
+            self._comm_stats.log("comm_hook", tensors[0].nbytes)
             if work is not None and stream.is_callers:
                 return PendingWork(work=work, keep=(*tensors, *handed), finish=take_over)
             if work is not None:

@@ -64,12 +64,13 @@ def check_arguments(
     strategy = member("sharding_strategy", sharding_strategy, ShardingStrategy) or ShardingStrategy.FULL_SHARD
     modules, params = _ignored(module, ignored_modules, ignored_states)
     policy = _policy(auto_wrap_policy)
-    for name, flag in (
-        ("sync_module_states", sync_module_states),
-        ("forward_prefetch", forward_prefetch),
-        ("limit_all_gathers", limit_all_gathers),
-        ("use_orig_params", use_orig_params),
-    ):
+    flags = {
+        "sync_module_states": sync_module_states,
+        "forward_prefetch": forward_prefetch,
+        "limit_all_gathers": limit_all_gathers,
+        "use_orig_params": use_orig_params,
+    }
+    for name, flag in flags.items():
         check_bool(name, flag)
     config = Config(
         process_group=_process_group(process_group, strategy),
@@ -82,10 +83,7 @@ def check_arguments(
         ignored_params=params,
         param_init_fn=_param_init_fn(param_init_fn),
         device_id=_device_id(device_id),
-        sync_module_states=sync_module_states,
-        forward_prefetch=forward_prefetch,
-        limit_all_gathers=limit_all_gathers,
-        use_orig_params=use_orig_params,
+        **flags,
         device_mesh=_device_mesh(device_mesh, strategy),
         check_values=_check_values(check_values),
         reshard_after_forward=_reshard_after_forward(reshard_after_forward),

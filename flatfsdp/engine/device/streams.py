@@ -76,12 +76,10 @@ class Device:
         """The stream on which the caller computes (None on CPU)."""
         return self._module.current_stream(self.device) if self._module is not None else None
 
-    @contextmanager
-    def running_on(self, stream: Any) -> Iterator[None]:
-        """Make `stream` the current one."""
+    def running_on(self, stream: Any) -> AbstractContextManager[None]:
+        """Makes `stream` the current one."""
         assert self._module is not None
-        with self._module.stream(stream):
-            yield
+        return self._module.stream(stream)
 
     def mark(self) -> Any:
         """An event at the current end of the caller's stream (None on CPU)."""

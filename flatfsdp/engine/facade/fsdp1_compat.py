@@ -6,6 +6,7 @@ Read-only but for the three that programs set after construction: both kinds of 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import nn
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState, check_bool
 from ...errors import ConfigValueError
 from ..config.arguments import member
-from ..config.state_dict_configs import OptimStateDictConfig, StateDictConfig, StateDictType
 from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..flat.states import IDLE, SUMMONED
 from ..runtime.module_tree import ignored_in
@@ -30,6 +30,7 @@ class FSDP1Names:
     """Properties of the wrapper under the names that FSDP1 gave them."""
 
     _is_fsdp_managed_module = True
+    _fsdp_use_orig_params = True  # for torch.compile: it may look into the forward of a module that holds this one
     _unit: Unit
 
     @property
@@ -47,17 +48,12 @@ class FSDP1Names:
         return self._unit.handles[0] if self._unit.handles else None
 
     @property
-    def _has_params(self) -> bool:
-        return bool(self._unit.handles)
-
-    @property
     def flat_param(self) -> FlatParameter | None:
         """The flat parameter of the first kind."""
         return self._unit.handles[0].flat_param if self._unit.handles else None
 
-    @property
-    def _flat_param(self) -> FlatParameter | None:
-        return self.flat_param
+    _flat_param = flat_param
+    _has_params = property(lambda self: bool(self._unit.handles))
 
     @property
     def _is_root(self) -> bool | None:
@@ -74,11 +70,6 @@ class FSDP1Names:
     def _lazy_init(self) -> None:
         """Do what the first forward does first: name and connect units, compare ranks. Collective."""
         initialize(self._unit.root)
-
-    @property
-    def _fsdp_use_orig_params(self) -> bool:
-        # torch.compile asks whether it may look into the forward of a module that holds this one.
-        return True
 
     @property
     def process_group(self) -> Any:
@@ -150,29 +141,15 @@ class FSDP1Names:
         return next((handle.use_orig_params for unit in units for handle in unit.handles), False)
 
     @property
-    def _use_full_prec_in_eval(self) -> bool:
-        return self._unit.mixed_precision.full_precision_in_eval
-
-    @property
-    def _device_mesh(self) -> Any:
-        return self._unit.device_mesh
-
-    @property
     def _inter_node_pg(self) -> Any:
         group = self._unit.groups.given
         return group[1] if isinstance(group, tuple) else None
 
-    @property
-    def _state_dict_type(self) -> StateDictType:
-        return self._unit.options.state_dict.state_dict_type
-
-    @property
-    def _state_dict_config(self) -> StateDictConfig:
-        return self._unit.options.state_dict.state_dict_config
-
-    @property
-    def _optim_state_dict_config(self) -> OptimStateDictConfig:
-        return self._unit.options.state_dict.optim_state_dict_config
+    _device_mesh = property(attrgetter("_unit.device_mesh"))
+    _use_full_prec_in_eval = property(attrgetter("_unit.mixed_precision.full_precision_in_eval"))
+    _state_dict_type = property(attrgetter("_unit.options.state_dict.state_dict_type"))
+    _state_dict_config = property(attrgetter("_unit.options.state_dict.state_dict_config"))
+    _optim_state_dict_config = property(attrgetter("_unit.options.state_dict.optim_state_dict_config"))
 
     @property
     def _comm_hook(self) -> Any:
