@@ -60,10 +60,8 @@ def check_arguments(
     Raises:
         ConfigTypeError, ConfigValueError: naming the argument, what was given, and what is accepted.
     """
-    _check_module(module)
     strategy = member("sharding_strategy", sharding_strategy, ShardingStrategy) or ShardingStrategy.FULL_SHARD
-    modules, params = _ignored(module, ignored_modules, ignored_states)
-    policy = _policy(auto_wrap_policy)
+    modules, params = _ignored(_check_module(module), ignored_modules, ignored_states)
     flags = {
         "sync_module_states": sync_module_states,
         "forward_prefetch": forward_prefetch,
@@ -76,7 +74,7 @@ def check_arguments(
         process_group=_process_group(process_group, strategy),
         sharding_strategy=strategy,
         cpu_offload=_cpu_offload(cpu_offload),
-        auto_wrap_policy=policy,
+        auto_wrap_policy=_policy(auto_wrap_policy),
         backward_prefetch=member("backward_prefetch", backward_prefetch, BackwardPrefetch),
         mixed_precision=_mixed_precision(mixed_precision),
         ignored_modules=modules,
@@ -89,8 +87,7 @@ def check_arguments(
         reshard_after_forward=_reshard_after_forward(reshard_after_forward),
         join_units_below=_join_units_below(join_units_below),
     )
-    _check_combination(config)
-    return config
+    return _check_combination(config)
 
 
 def check_argument_names(given: Mapping[str, Any], *, where: str) -> None:
@@ -125,11 +122,12 @@ _IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # of FSDP1
 # --- One function an argument -----------------------------------------------------------------------------------------
 
 
-def _check_module(module: Any) -> None:
+def _check_module(module: Any) -> nn.Module:
     if isinstance(module, type) and issubclass(module, nn.Module):
         refuse_type("module", module, "an instance of nn.Module", hint=f"Build one first: {module.__name__}(...).")
     if not isinstance(module, nn.Module):
         refuse_type("module", module, "an nn.Module")
+    return module
 
 
 def _process_group(value: Any, strategy: ShardingStrategy) -> Any:
@@ -334,8 +332,8 @@ def _join_units_below(value: Any) -> int:
     return value
 
 
-def _check_combination(config: Config) -> None:
-    """What no argument shows alone: combinations that cannot work, and those that quietly do less than they say."""
+def _check_combination(config: Config) -> Config:
+    """`config`, unless its arguments cannot work together; warns of those that quietly do less than they say."""
     strategy, precision = config.sharding_strategy, config.mixed_precision
     if config.process_group is not None and config.device_mesh is not None:
         raise ConfigValueError("process_group, device_mesh: got both. Accepted: one of them.")
@@ -363,6 +361,7 @@ def _check_combination(config: Config) -> None:
             f"in {precision.param_dtype} too: small ones get lost as ranks are added. Pass reduce_dtype=torch.float32 "
             f"for full-precision sums, or reduce_dtype={precision.param_dtype} to keep this one without the warning."
         )
+    return config
 
 
 # --- torch's look-alikes ----------------------------------------------------------------------------------------------

@@ -309,92 +309,12 @@ class FlatParamHandle:
         target.filled_from = source
         self.pending = None
         if target.buffer is not None:
-            with stream.running():
-<<<<<<< HEAD
+            if stream.is_stream:
+                with stream.running():
+                    target.buffer.allocate()
+            else:  # without the calls that a context takes
                 target.buffer.allocate()
             self.pending = source.fill(target.flat, stream)
-=======
-                source = own.copy_(source, non_blocking=True)
-        self._pending = transport.all_gather_base(flat, source, stream)
-
-    def launch_unshard_post_forward(self, stream: Stream) -> None:
-        """Issue the all-gather of portions, in their dtype. Collective over the neighbours. [Note: portions]
-
-        Precondition: sharded, with a portion. Postcondition: gathering; `wait_unshard` ends it and drops the portion.
-        """
-        assert self.post_forward_shard is not None
-        if GATHERING not in SHARD_STEPS[self.state]:
-            refuse_step(self.state, GATHERING, SHARD_STEPS, self.name, None)
-        self.state = GATHERING
-        self._gathered_version = self._writes
-        target = self._active = self._unsharded.get(self.post_forward_shard.dtype) or self._new_target(
-            self.post_forward_shard.dtype
-        )
-        assert target.buffer is not None
-        with stream.running():
-            target.buffer.allocate()
-        self._pending = self.post_forward_shard.gather(target.buffer.tensor, stream)
-
-    def keep_post_forward_shard(self, transport: Transport) -> None:
-        """Copy this rank's portion out of the unsharded buffer, which is about to be freed. [Note: portions]
-
-        Precondition: unsharded.
-        """
-        self.post_forward_shard = PostForwardShard(self.unsharded, self.layout, transport, tracker=self.tracker)
-
-    def drop_post_forward_shard(self) -> None:
-        """Free the portion, if there is one; it must not be on its way."""
-        if self.post_forward_shard is not None:
-            self.post_forward_shard.free()
-            self.post_forward_shard = None
-
-    def keep_host_cache(self) -> None:
-        """Copy the unsharded parameter to the host. [Note: residents] Precondition: unsharded, in memory of its own."""
-        self.drop_host_cache()
-        self.host_cache = HostCache(self.unsharded, tracker=self.tracker)
-
-    def drop_host_cache(self) -> None:
-        """Free the copy on the host, if there is one."""
-        if self.host_cache is not None:
-            self.host_cache.free()
-            self.host_cache = None
-
-    def launch_upload(self, stream: Stream) -> None:
-        """Fill the unsharded buffer from the host. No communication.
-
-        Precondition: sharded, with a copy on the host. Postcondition: gathering; `wait_unshard` ends it.
-        """
-        assert self.host_cache is not None
-        flat = self.open_unshard(stream, dtype=self.host_cache.dtype)
-        assert flat is not None
-        self._pending = self.host_cache.upload(flat, stream)
-
-    def open_unshard(self, stream: Stream, *, dtype: torch.dtype) -> torch.Tensor | None:
-        """Take the memory that an all-gather in `dtype` fills: padded and 1-D; None where the shard is the whole.
-
-        Precondition: sharded. Postcondition: gathering; the caller issues the gather. A portion is dropped.
-        """
-        if self.post_forward_shard is not None:
-            self.drop_post_forward_shard()
-        if GATHERING not in SHARD_STEPS[self.state]:
-            refuse_step(self.state, GATHERING, SHARD_STEPS, self.name, None)
-        self.state = GATHERING
-        self._gathered_version = self._writes
-        target = self._active = self._unsharded.get(dtype) or self._new_target(dtype)
-        self._pending = None
-        if target.buffer is None:
-            return None
-        if stream.is_stream:
-            with stream.running():
-                target.buffer.allocate()
-        else:  # without the calls that a context takes
-            target.buffer.allocate()
-        return target.buffer.tensor
-
-    def await_unshard(self, pending: PendingWork) -> None:
-        """The gather that was opened is `pending`, maybe together with others."""
-        self._pending = pending
->>>>>>> 6cf9f41 (A collective is three calls deep: torch's own start it, and unsharding on the caller's stream enters no context; axes, statistics, staging and the late double in files of their own)
 
     def wait_unshard(self) -> None:
         """Order the caller after the gather. Precondition: gathering. Postcondition: unsharded."""

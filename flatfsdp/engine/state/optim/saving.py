@@ -18,14 +18,9 @@ from torch import nn
 
 from ....errors import ConfigValueError
 from ...agreement.object_collectives import all_or_none, is_first_of, ranks_over
-<<<<<<< HEAD
-from ...comm.transport import Axis, Transport
-from ...flat.layout_views import dense
-=======
 from ...comm.axes import Axis
 from ...comm.transport import Transport
-from ...flat.flat_param import dense
->>>>>>> 6cf9f41 (A collective is three calls deep: torch's own start it, and unsharding on the caller's stream enters no context; axes, statistics, staging and the late double in files of their own)
+from ...flat.layout_views import dense
 from ...runtime.module_tree import units_in
 from ...runtime.rest import collective_call, initialize, models_of
 from ..consolidate import consolidated, others_of, store
