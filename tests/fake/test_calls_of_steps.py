@@ -51,11 +51,11 @@ def calls_of_a_step(blocks: int, clips: bool, **options: Any) -> int:
 
 # For each unit, and for each step beside: they may become fewer, and more only for a reason.
 MOST = {
-    ("FULL_SHARD", False): (317, 501),
-    ("FULL_SHARD", True): (329, 512),
-    ("SHARD_GRAD_OP", False): (289, 500),
-    ("NO_SHARD", False): (297, 481),
-    ("NO_SHARD", True): (315, 466),
+    ("FULL_SHARD", False): (308, 487),
+    ("FULL_SHARD", True): (320, 502),
+    ("SHARD_GRAD_OP", False): (279, 486),
+    ("NO_SHARD", False): (291, 473),
+    ("NO_SHARD", True): (309, 463),
 }
 
 
