@@ -15,7 +15,7 @@ import flatfsdp
 # Variables that change what ranks do or say; everything else in the environment is nobody's business.
 PREFIXES = ("NCCL_", "TORCH_", "TORCHELASTIC_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "MKL_", "FLATFSDP_")
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-EXTRAS = ("numpy", "tqdm", "safetensors", "matplotlib", "accelerate", "transformers", "peft", "lightning")
+EXTRAS = ("numpy", "pydantic", "tqdm", "safetensors", "matplotlib", "accelerate", "transformers", "peft", "lightning")
 
 
 def describe() -> str:

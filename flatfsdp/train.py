@@ -38,7 +38,7 @@ from flatfsdp.trainer.memory_estimate import forecast, on_meta
 from flatfsdp.trainer.preemption import in_words
 from flatfsdp.trainer.settings.command_line import Parser, flag_of
 from flatfsdp.trainer.settings.field_types import Count, FilePath, Name
-from flatfsdp.trainer.terminal import say
+from flatfsdp.trainer.terminal import print_line
 from flatfsdp.trainer.trainer import Trainer
 
 PROGRAM = "python -m flatfsdp.train"
@@ -58,7 +58,7 @@ class Command(Settings):
     overwrite: bool = setting(False, "with --export: replace an export that is there, and nothing else")
     dry_run: bool = setting(False, "train nothing: print units, bytes per rank and traffic, without any device")
     world_size: Count | None = setting(None, "of so many ranks, for --dry-run; none for those that would start")
-    measure: bool = setting(False, "with --dry-run: run one real step, too, and say what it keeps of activations")
+    measure: bool = setting(False, "with --dry-run: run one real step, too, and print what it keeps of activations")
 
     def check_together(self) -> None:
         for name in ("world_size", "measure"):
@@ -122,10 +122,10 @@ class RankJob:
         if world.leads:
             goes_on = {"--resume": "latest", "--output": str(self.training.output)}
             if result.stopped_by:
-                say(f"stopped by {in_words(result.stopped_by)} after step {result.steps}; this goes on:")
-                say(f"  {self.program} {shlex.join(changed(self.given, goes_on))}")
+                print_line(f"stopped by {in_words(result.stopped_by)} after step {result.steps}; this goes on:")
+                print_line(f"  {self.program} {shlex.join(changed(self.given, goes_on))}")
             elif self.shows:
-                say(self._what_next(result.steps, goes_on), sys.stdout)
+                print_line(self._what_next(result.steps, goes_on), sys.stdout)
         return result.exit_code
 
     def _what_next(self, steps: int, goes_on: dict[str, str]) -> str:
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
 
     Args:
         program: how it was started, for messages.
-        announced: what is started has been said.
+        announced: the line with what is started has been printed.
 
     A wrong option raises `SystemExit(2)` after one line on stderr, before any process is started.
     """
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
         if not found.command.measure:
             return 0
     if found.command.export is None and not announced and not under_launcher():
-        say(found.announcement())
+        print_line(found.announcement())
     try:
         return run(job, found.placement)
     except mp.ProcessRaisedException as error:
@@ -191,17 +191,17 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
         print(f"flatfsdp.train: rank {error.error_index} died: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        say("flatfsdp.train: ended at once by a second signal")
+        print_line("flatfsdp.train: ended at once by a second signal")
         return 130
 
 
 def complaint_in(traceback: str) -> str:
     """What a setting is that only the model shows to be wrong; "" where code that is not ours has a part in it, whose
     places are of use."""
-    where, found, told = traceback.rpartition("\nflatfsdp.errors.ConfigValueError: ")
+    where, found, reason = traceback.rpartition("\nflatfsdp.errors.ConfigValueError: ")
     ours = tuple(str(Path(file).parent) + os.sep for file in (__file__, mp.__file__))
     files = re.findall(r'^  File "(.*?)", line', where, re.MULTILINE)
-    return told.strip() if found and all(file.startswith(ours) for file in files) else ""
+    return reason.strip() if found and all(file.startswith(ours) for file in files) else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +258,7 @@ def read(arguments: Sequence[str] | None, program: str = PROGRAM) -> ParsedComma
         if shows and (flag := changed_flag(task)):
             raise ConfigValueError(f"{flag} belongs to a model of your own: --model is not given")
         if command.export is not None and training.resume is None:
-            raise ConfigValueError("--export: --resume latest, best or a path says of which checkpoint")
+            raise ConfigValueError("--export: set --resume to latest, best or a path, the checkpoint to export")
         placement = Placement.of(training.ranks, training.device)
         if fsdp.replicas is not None and placement.ranks % fsdp.replicas:
             raise ConfigValueError(f"--replicas: {placement.ranks} ranks cannot form {fsdp.replicas} equal replicas")

@@ -36,3 +36,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

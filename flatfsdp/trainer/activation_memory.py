@@ -1,6 +1,6 @@
-"""How much of a step's activations is kept for its backward.
+"""The bytes of activations that a step keeps for its backward.
 
-No arithmetic foretells that, so a step is taken and autograd asked.
+No arithmetic predicts that, so a step is taken and autograd's hooks count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run of the trainer is told: how the model is sharded, how it is trained, and what is trained on what.
+"""The arguments of a run of the trainer: how the model is sharded, how it is trained, and what is trained on what.
 
 Checks that need neither model nor ranks are made as an instance is made; messages name the field, what was found, what
 is accepted, and the nearest name. Values are in one normal form afterwards: names in lower case, dtypes as
@@ -107,7 +107,7 @@ class FSDPArguments(Settings):
     reshard_after_forward: Count | bool | None = setting(
         None,
         "whether parameters are freed between forward and backward, or among how many ranks they stay; "
-        "none for what the strategy says",
+        "none for the strategy's own",
     )
     replicas: Count | None = setting(None, "copies of the model in the hybrid strategies; none for one per node")
     units: Units = setting("auto", "which submodules become units: auto, none, a path, a class; or several a,b")
@@ -190,7 +190,7 @@ class TrainingArguments(Settings):
     )
     scheduler: SchedulerName = setting(
         "cosine",
-        "course of the learning rate: constant, linear, cosine, or module:function called with optimizer and steps",
+        "schedule of the learning rate: constant, linear, cosine, or module:function called with optimizer and steps",
     )
     warmup: Annotated[NotNegative, Field(lt=1)] = setting(0.0, "share of the run in which the learning rate rises")
     clip: Positive | None = setting(None, "largest norm of the gradients over all ranks")
@@ -210,7 +210,7 @@ class TrainingArguments(Settings):
     save_on_each_node: bool = setting(False, "each node writes to a disk of its own, not all to a shared one")
     keep_last: Count = setting(2, "checkpoints that stay: the last so many")
     keep_best: Whole = setting(0, "checkpoints that stay besides: the best so many")
-    best_by: Text = setting("eval_loss", "the metric that says which is best")
+    best_by: Text = setting("eval_loss", "the metric that decides which is best")
     best_mode: Extremum = setting("min", "whether the smallest or the largest is best")
     resume: Resume | None = setting(
         None,
@@ -222,7 +222,9 @@ class TrainingArguments(Settings):
     plot: bool = setting(False, "draw the losses as a picture in the output folder")
     device: Text = setting("auto", "cpu, cuda or another accelerator; auto takes an accelerator where there is one")
     ranks: Count | None = setting(None, "processes to start; none for one per accelerator, 2 on CPU")
-    detect_nonfinite: bool = setting(False, "stop at the first NaN or inf and say where; costs a look at every value")
+    detect_nonfinite: bool = setting(
+        False, "stop at the first NaN or inf and name the place; costs a look at every value"
+    )
 
     @property
     def is_unlimited(self) -> bool:
@@ -250,7 +252,7 @@ class TrainingArguments(Settings):
                 other = "the model's" if name == "params" else f"set by {self.called(name)}"
                 self.refuse("optimizer_options", f"{name!r} is {other}")
         if self.warmup and not (isinstance(self.scheduler, str) and self.scheduler in SCHEDULERS):
-            self.refuse("warmup", f"the course of {self.called('scheduler')} {self.scheduler!r} is its own")
+            self.refuse("warmup", f"{self.called('scheduler')} {self.scheduler!r} sets all learning rates itself")
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ class Task(Settings):
     """What is trained, on what.
 
     The model, data, objective and tokenizer are the objects themselves, or functions that make them; `collate` is the
-    function itself. Each may be given as text that says where it is: "package.module:name".
+    function itself. Each may be given by its place as text: "package.module:name".
 
     Raises:
         ConfigTypeError, ConfigValueError: at construction, for a field that is none of these.

@@ -1,4 +1,4 @@
-"""Bytes in words."""
+"""Numbers of bytes with binary units."""
 
 from __future__ import annotations
 

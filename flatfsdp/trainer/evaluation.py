@@ -1,4 +1,4 @@
-"""The loss on data that is not trained on."""
+"""The evaluation loss, over all ranks."""
 
 from __future__ import annotations
 

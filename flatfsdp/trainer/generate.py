@@ -1,4 +1,4 @@
-"""Tokens from the model, one at a time."""
+"""Generate tokens with a sharded model."""
 
 from __future__ import annotations
 

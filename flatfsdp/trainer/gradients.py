@@ -1,8 +1,8 @@
 """The gradients of one step.
 
 [Note: weights] A step's loss is the sum of all its tokens' losses divided by their number, over all ranks and
-microbatches, however they are spread; what counts as a token the objective says. The number comes with the samples, so
-gradients are those of that mean without being scaled afterwards.
+microbatches, however they are spread; the objective decides what counts as a token. The number comes with the samples,
+so gradients are those of that mean without being scaled afterwards.
 """
 
 from __future__ import annotations

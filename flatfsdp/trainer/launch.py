@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 from flatfsdp import retain_host_memory
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.preemption import in_words, is_first, meant_by
-from flatfsdp.trainer.terminal import say
+from flatfsdp.trainer.terminal import print_line
 
 RANKS_ON_CPU = 2
 PATIENCE = 10.0  # seconds that ranks have to end at once
@@ -52,7 +52,7 @@ class RankContext:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that speaks and writes for all."""
+        """Whether this is the rank that prints and writes for all."""
         return self.rank == 0
 
     @classmethod
@@ -68,7 +68,7 @@ class RankContext:
             ConfigValueError: this machine has no such device.
         """
         if not dist.is_initialized():
-            _init(_place(), Placement.of(None if under_launcher() else 1, device).device_type)
+            _init(_context(Placement.of(None if under_launcher() else 1, device).device_type))
             atexit.register(_leave)
         kind = device_type_of(device)
         own = torch.device("cpu")
@@ -119,7 +119,7 @@ def device_type_of(device: str) -> str:
 
 
 def under_launcher() -> bool:
-    """Whether torchrun, or something that speaks its environment variables, started this process."""
+    """Whether torchrun, or a launcher with its environment variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -139,7 +139,6 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a spawned rank failed, or was killed.
     """
     if under_launcher():
-        _init(_place(), placement.device_type)
         return _run_rank(job, placement, arguments)
     store = _store_on_loopback()
     context = mp.get_context("spawn")
@@ -150,13 +149,15 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
         with _sigint_blocked():
             ranks = mp.spawn(_spawned, args=shared, nprocs=placement.ranks, join=False)
         try:
-            signals.tell(ranks.processes)
+            signals.forward_to(ranks.processes)
             while not ranks.join():
                 pass
         except mp.ProcessExitedException:
             if not signals.number:
                 raise
-            say(f"stopped by {in_words(signals.number)} while no step was running: there is nothing more to save")
+            print_line(
+                f"stopped by {in_words(signals.number)} while no step was running: there is nothing more to save"
+            )
         finally:
             _end(ranks.processes)  # after an exception that reached only this process they would train on
     return 128 + signals.number if signals.number else int(code.value)
@@ -172,7 +173,7 @@ def _end(processes: Sequence[Any]) -> None:
 
 
 class _SignalForwarding:
-    """A context in which signals that come to this process are told to the ranks that it has started, once.
+    """A context in which signals that come to this process are forwarded, once, to the ranks that it has started.
 
     Args:
         stop: shared with them: which signal it was. [Note: stopping]
@@ -187,8 +188,8 @@ class _SignalForwarding:
         self._processes: Sequence[Any] = ()
         self._times: dict[int, float] = {}
 
-    def tell(self, processes: Sequence[Any]) -> None:
-        """Tell these of the signal that comes, or has come."""
+    def forward_to(self, processes: Sequence[Any]) -> None:
+        """Forward the signal that comes, or has come, to these."""
         self._processes = processes
         if self.number:
             self._forward()
@@ -203,7 +204,7 @@ class _SignalForwarding:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if not is_first(signal.SIGTERM, self._times):  # of whatever kind: they are told of one
+        if not is_first(signal.SIGTERM, self._times):  # of whatever kind: one is forwarded
             raise KeyboardInterrupt
         if not self.number:
             self.number = self._stop.value = number
@@ -216,7 +217,7 @@ class _SignalForwarding:
 
 @contextmanager
 def _sigint_blocked() -> Iterator[None]:
-    """Processes that are started in here do not hear SIGINT while they import; for this one it waits."""
+    """Processes that are started in here do not get SIGINT while they import; for this one it waits."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -233,7 +234,7 @@ def _spawned(
     placement: Placement,
     arguments: tuple[Any, ...],
 ) -> None:
-    # A terminal's ^C reaches the whole process group: that of the parent is told to the ranks by the parent.
+    # A terminal's ^C reaches the whole process group: the parent forwards its own to the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     meant_by(stop)
@@ -244,8 +245,7 @@ def _spawned(
     if placement.device_type == "cpu":
         torch.set_num_threads(max(1, _cores() // placement.ranks))
     _stay_on_loopback()
-    _init(_place(), placement.device_type, dist.TCPStore("127.0.0.1", port, is_master=False))
-    mine = _run_rank(job, placement, arguments)
+    mine = _run_rank(job, placement, arguments, dist.TCPStore("127.0.0.1", port, is_master=False))
     with code.get_lock():
         code.value = max(code.value, mine)
 
@@ -274,34 +274,27 @@ def _end_with_the_parent() -> None:
         os._exit(1)
 
 
-def _run_rank(job: Callable[..., int], placement: Placement, arguments: tuple[Any, ...]) -> int:
-    place = _place()
+def _run_rank(
+    job: Callable[..., int], placement: Placement, arguments: tuple[Any, ...], store: dist.Store | None = None
+) -> int:
+    context = _context(placement.device_type)
+    _init(context, store)
     try:
-        return job(RankContext(place.rank, place.size, _device(place, placement.device_type)), *arguments)
+        return job(context, *arguments)
     finally:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class _RankEnv:
-    """What the environment says about this process."""
-
-    rank: int
-    local_rank: int
-    size: int
-
-
-def _place() -> _RankEnv:
+def _context(device_type: str) -> RankContext:
+    """Where this process stands by its environment, which is that of torchrun or empty."""
     rank = int(os.environ.get("RANK", 0))
-    return _RankEnv(rank, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("WORLD_SIZE", 1)))
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local)
+    return RankContext(rank, int(os.environ.get("WORLD_SIZE", 1)), device)
 
 
-def _device(place: _RankEnv, device_type: str) -> torch.device:
-    return torch.device("cpu") if device_type == "cpu" else torch.device(device_type, place.local_rank)
-
-
-def _init(place: _RankEnv, device_type: str, store: dist.Store | None = None) -> None:
-    device = _device(place, device_type)
+def _init(context: RankContext, store: dist.Store | None = None) -> None:
+    device = context.device
     if device.type == "cpu":
         retain_host_memory()
     else:
@@ -309,8 +302,8 @@ def _init(place: _RankEnv, device_type: str, store: dist.Store | None = None) ->
     dist.init_process_group(
         dist.get_default_backend_for_device(device.type),
         store=store if under_launcher() else dist.HashStore(),
-        rank=place.rank,
-        world_size=place.size,
+        rank=context.rank,
+        world_size=context.size,
         device_id=None if device.type == "cpu" else device,
     )
 

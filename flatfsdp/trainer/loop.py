@@ -27,7 +27,7 @@ class _PendingStep:
     """A step whose numbers are still on their way."""
 
     number: int
-    pulse: MetricsReduction
+    metrics: MetricsReduction
     lr: float
     footprint: MemoryFootprint
     ids: tuple[int, ...]
@@ -137,7 +137,7 @@ class Loop:
         self._failure = trainer.attempt("the step of its optimizer and scheduler", self._update)
         trainer.progress.step += 1
         self.taken += 1
-        pulse = MetricsReduction(
+        metrics = MetricsReduction(
             loss,
             step.weight,
             stop=trainer.stop.number,
@@ -147,7 +147,7 @@ class Loop:
             world=world,
         )
         ids = tuple(each for microbatch in step.microbatches for each in microbatch.ids)
-        return _PendingStep(trainer.progress.step, pulse, lr, self._footprint, ids)
+        return _PendingStep(trainer.progress.step, metrics, lr, self._footprint, ids)
 
     def _update(self) -> None:
         """What a step ends with once its gradients are there: the optimizer's own step, and the scheduler's."""
@@ -165,22 +165,22 @@ class Loop:
     def _arrive(self, taken: _PendingStep) -> None:
         """The numbers of a step have come from all ranks."""
         trainer, progress = self._trainer, self._trainer.progress
-        beat: StepMetrics = taken.pulse.read()
-        self.stopped_by = beat.stop
-        progress.tokens += beat.weight
-        progress.seconds = beat.seconds
-        self._losses = [*self._losses[:1], beat.loss]
+        metrics: StepMetrics = taken.metrics.read()
+        self.stopped_by = metrics.stop
+        progress.tokens += metrics.weight
+        progress.seconds = metrics.seconds
+        self._losses = [*self._losses[:1], metrics.loss]
         if taken.number % trainer.training.log_every == 0:
             report = StepReport(
                 step=taken.number,
-                loss=beat.loss,
-                tokens=beat.weight,
+                loss=metrics.loss,
+                tokens=metrics.weight,
                 total_tokens=progress.tokens,
                 lr=taken.lr,
-                grad_norm=beat.grad_norm,
-                seconds=beat.seconds,
+                grad_norm=metrics.grad_norm,
+                seconds=metrics.seconds,
                 tokens_per_second=self._speed(),
-                peak_bytes=beat.peak_bytes,
+                peak_bytes=metrics.peak_bytes,
                 done=self._done(taken.number),
                 footprint=taken.footprint,
                 ids=taken.ids,

@@ -1,7 +1,7 @@
-"""What a run will hold and send on each rank, for any number of ranks, before anything of it is built.
+"""Estimate the memory and traffic of each rank of a run of any size, before anything of it is built.
 
 The model is made on the meta device, sharded and trained in a dry run (`flatfsdp.dry_run`): no rank, no accelerator
-and no memory is needed. Activations are not foretold, as nothing is computed.
+and no memory is needed. Activations are not estimated, as nothing is computed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class MemoryEstimate:
         parameters: shards, padding included.
         gradients: sharded gradients, from the end of a backward until the optimizer has stepped.
         optimizer_state: by the name of the state.
-        optimizer_unknown: why the optimizer's state cannot be foretold; "" where it can.
+        optimizer_unknown: why the optimizer's state cannot be estimated; "" where it can.
         buffers: the model's buffers, and parameters that are not sharded.
         unsharded_peak: gathered parameters at their peak, as `flatfsdp.stats(model).bytes_unsharded_peak`.
         at_peak: what the engine holds where that is the most, by kind, as `flatfsdp.stats(model).bytes_at_peak`.

@@ -1,4 +1,4 @@
-"""The optimizers and the courses of the learning rate that settings name."""
+"""The optimizers and learning-rate schedules that settings name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         torch.optim.Rprop,
     )
 }
-"""Those of torch that treat every element by itself, hence give the same numbers on any number of ranks."""
+"""Those of torch that are element-wise, hence give the same numbers on any number of ranks."""
 
 NOT_BY_NAME = {
     "adafactor": "Adafactor looks at rows and columns, of which a rank may have parts.",
@@ -50,4 +50,4 @@ def _cosine(done: float) -> float:
 
 
 SCHEDULERS: Mapping[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
-"""Names of courses: the share of the highest learning rate when a share of the run after the warmup is over."""
+"""Names of schedules: the share of the highest learning rate when a share of the run after the warmup is over."""

@@ -1,4 +1,4 @@
-"""Optimizers and courses of the learning rate, by name or by a function of the user's."""
+"""Optimizers and learning-rate schedules, by name or by a user-defined function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
     "make_optimizer",
     "make_scheduler",
     "options_kept",
-    "rates_told",
+    "warn_of_other_rates",
 ]
 
 # --- Optimizers -------------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
     Weight decay is for parameters of two dimensions and more: of norms, biases and other vectors there is a param
     group without it. A flat parameter holds both kinds; with `use_orig_params=False` all of it decays.
 
-    A function of the user's is called with parameters, or param groups where it takes `weight_decay`; with `lr` where
+    A user-defined function is called with parameters, or param groups where it takes `weight_decay`; with `lr` where
     it takes that; and with `optimizer_options`. With `optimizer_in_backward` the optimizer steps in the backward, and
     its `step()` has nothing left to do: call it all the same. One of `OPTIMIZERS` takes fused steps
     (`flatfsdp.fuse_optimizer_steps`).
@@ -77,7 +77,7 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
 
 @contextmanager
 def options_kept(optimizer: Optimizer, arguments: TrainingArguments) -> Iterator[None]:
-    """A context in which a checkpoint's state may be loaded into `optimizer`: what `arguments` say counts afterwards.
+    """A context in which a checkpoint's state may be loaded into `optimizer`: `arguments` count afterwards.
 
     A state of an optimizer holds the weight decay and the other options that it was saved with, and would put them in
     the place of those that this run was given. The learning rate is the scheduler's.
@@ -90,11 +90,11 @@ def options_kept(optimizer: Optimizer, arguments: TrainingArguments) -> Iterator
 
 
 @contextmanager
-def rates_told(scheduler: LRScheduler, *, leads: bool) -> Iterator[None]:
+def warn_of_other_rates(scheduler: LRScheduler, *, leads: bool) -> Iterator[None]:
     """A context in which a checkpoint's state may be loaded into `scheduler`.
 
-    One of the user's may bring other learning rates than this run was given, of which the rank that `leads` warns.
-    Courses of the trainer's own follow the run.
+    A user-defined one may bring other learning rates than this run was given, of which the rank that `leads` warns.
+    Schedules of the trainer's own follow the run.
     """
     given = _base_rates(scheduler)
     yield
@@ -134,32 +134,32 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-# --- The course of the learning rate ----------------------------------------------------------------------------------
+# --- Learning-rate schedules ------------------------------------------------------------------------------------------
 
 
 class WarmupDecayLR(LRScheduler):
-    """The learning rate as a function of how much of the run is over: it rises linearly, then follows a course.
+    """The learning rate as a function of how much of the run is over: it rises linearly, then follows a schedule.
 
-    That is told by steps where their number is known, and besides by whoever knows better: a run that is limited by
-    minutes sets `done` before each `step()`, and the larger of both counts. The learning rates that courses start
+    It follows from steps where their number is known, and besides from the clock: a run that is limited by minutes
+    sets `done` before each `step()`, and the larger of both counts. The learning rates that schedules start
     from, and the number of steps, are this run's, not in the state: a run that goes on with other ones follows them.
 
     Args:
         optimizer: whose param groups get their own learning rates times the factor.
-        course: the factor of the learning rate when a share (0 to 1) of what comes after the warmup is over.
+        schedule: the factor of the learning rate when a share (0 to 1) of what comes after the warmup is over.
         warmup: share of the run in which the factor rises to 1; from 0 to below 1.
         steps: how many there will be; None where it is not known.
 
     Attributes:
-        done: share of the run that is over, 0 to 1, besides what steps say.
+        done: share of the run that is over, 0 to 1, besides steps.
         steps: as given.
     """
 
     def __init__(
-        self, optimizer: Optimizer, course: Callable[[float], float], *, warmup: float = 0.0, steps: int | None = None
+        self, optimizer: Optimizer, schedule: Callable[[float], float], *, warmup: float = 0.0, steps: int | None = None
     ) -> None:
         self.done = 0.0
-        self._course = course
+        self._schedule = schedule
         self._warmup = warmup
         self.steps = steps
         super().__init__(optimizer)
@@ -171,7 +171,7 @@ class WarmupDecayLR(LRScheduler):
             # From the first step on something: a learning rate of 0 would be a step for nothing.
             first = 1.0 / self.steps if self.steps else 1e-3
             return (done + first) / (self._warmup + first)
-        return self._course((done - self._warmup) / (1.0 - self._warmup))
+        return self._schedule((done - self._warmup) / (1.0 - self._warmup))
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """The learning rates of the param groups at present."""
@@ -206,8 +206,8 @@ def make_scheduler(optimizer: Optimizer, arguments: TrainingArguments, steps: in
 
     Args:
         optimizer: what `make_optimizer` made.
-        arguments: name the course, or a function `(optimizer, steps) -> LRScheduler` of the user's.
-        steps: how many steps the run will have; None where only the clock says so: set `done` of the `WarmupDecayLR`
+        arguments: name the schedule, or a function `(optimizer, steps) -> LRScheduler`.
+        steps: how many steps the run will have; None where only the clock ends it: set `done` of the `WarmupDecayLR`
             then.
 
     Raises:

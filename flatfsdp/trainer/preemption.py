@@ -1,18 +1,18 @@
-"""The end of a run before its time.
+"""Stop a run early, with a checkpoint: signals, and requests of the program.
 
 [Note: stopping] A signal, or a callback, asks one rank to stop. It goes on with its step; the request travels with the
 loss, so that all ranks know of it after the same step, and stop there, with a checkpoint. A second signal of the same
 kind is not asked to wait: it does what it did before the run. One that comes `ECHO_SECONDS` after the first at most is
-the same one on another way: who ends a job (Slurm, systemd, `timeout`) tells all its processes, and what started the
-ranks tells them, too.
+the same one on another way: who ends a job (Slurm, systemd, `timeout`) signals all its processes, and the process that
+started the ranks signals them, too.
 
-A process that started the ranks tells them of any signal by SIGTERM, and beside it which one was meant (`meant_by`): a
+A process that started the ranks forwards any signal to them as SIGTERM, with the number of the original (`meant_by`): a
 terminal sends its SIGINT to all processes, hence ranks leave that to the process that started them.
 
-[Note: deaf calls] Python sees to signals in its main thread, between two of its own instructions. One that is in a call
-of another language, where it waits for a rank that hangs, say, does not come to that. A thread hears of signals by a
-pipe: it says at once what comes of the first, it says where a run stands that does not stop, and ends the process for a
-second signal that is left lying.
+[Note: blocked main thread] Python handles signals in its main thread, between two of its own instructions. A thread
+that is blocked in C, for example waiting for a rank that hangs, never gets there. Another thread reads signals from a
+pipe: it announces the first at once, reports where a run is that does not stop, and ends the process when a second
+signal is not handled.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from select import select
 from types import FrameType
 from typing import Any
 
-from flatfsdp.trainer.terminal import say
+from flatfsdp.trainer.terminal import print_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: what Slurm sends some time before the end
 ECHO_SECONDS = 3.0
-REPORT_SECONDS = 30.0  # from a request until it is said where the run stands
-DEAF_SECONDS = 2.0  # that the main thread has for a second signal
+REPORT_SECONDS = 30.0  # from a request to the report where the run is
+BLOCKED_SECONDS = 2.0  # that the main thread has for a second signal
 ASKED = 1  # a request's number where the program asked; otherwise the signal's
 
 
@@ -53,7 +53,7 @@ class StopRequest:
         self.number = self.number or ASKED
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def handling_signals(self) -> Iterator[None]:
         """A context in which signals are requests. In other threads than the main one signals stay what they are."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -61,20 +61,20 @@ class StopRequest:
         before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
 
         came: dict[int, float] = {}
-        ear = SignalThread(before)
+        thread = SignalThread(before)
 
         def note(number: int, frame: FrameType | None) -> None:
             self.number = meant(number)
             if is_first(number, came):
                 return
-            ear.relieve()
+            thread.relieve()
             signal.signal(number, before[signal.Signals(number)])
             signal.raise_signal(number)
 
         for number in before:
             signal.signal(number, note)
         try:
-            with ear:
+            with thread:
                 yield
         finally:
             for number, handler in before.items():
@@ -82,7 +82,7 @@ class StopRequest:
 
 
 class SignalThread:
-    """Hears signals whatever the main thread does, in a `with` block of that. [Note: deaf calls]
+    """Reads signals whatever the main thread does, while that is in a `with` block. [Note: blocked main thread]
 
     Args:
         numbers: of the signals that count.
@@ -92,17 +92,17 @@ class SignalThread:
         self._numbers = frozenset(numbers)
         self._main = threading.get_ident()
         self._relieved = threading.Event()
-        self._before = -1  # who else listens
+        self._before = -1  # the wakeup descriptor of another library
 
     def relieve(self) -> None:
         """The main thread sees to a second signal itself."""
         self._relieved.set()
 
     def __enter__(self) -> SignalThread:
-        self._hears, self._tells = os.pipe()
-        os.set_blocking(self._tells, False)
-        self._before = signal.set_wakeup_fd(self._tells, warn_on_full_buffer=False)
-        _pipes.add(self._tells)
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        _pipes.add(self._write_end)
         self._thread = threading.Thread(target=self._listen, name="flatfsdp signals", daemon=True)
         self._thread.start()
         return self
@@ -110,39 +110,39 @@ class SignalThread:
     def __exit__(self, *raised: object) -> None:
         self.relieve()
         signal.set_wakeup_fd(self._before)
-        _pipes.discard(self._tells)
-        os.write(self._tells, _END)  # to close it is no end where a process that was forked has it, too
+        _pipes.discard(self._write_end)
+        os.write(self._write_end, _END)  # to close it is no end where a process that was forked has it, too
         self._thread.join()
-        os.close(self._tells)
-        os.close(self._hears)
+        os.close(self._write_end)
+        os.close(self._read_end)
 
     def _listen(self) -> None:
         came: dict[int, float] = {}
         report_at: float | None = None
         while True:
-            ready, _, _ = select([self._hears], [], [], report_at and max(0.0, report_at - time.monotonic()))
+            ready, _, _ = select([self._read_end], [], [], report_at and max(0.0, report_at - time.monotonic()))
             if not ready:
                 self._speak(f"was asked to stop {REPORT_SECONDS:.0f} s ago. The run stands at {self._place()}")
                 report_at = None
                 continue
-            heard = os.read(self._hears, 64)
-            if self._before != -1 and (others := heard.rstrip(_END)):
+            received = os.read(self._read_end, 64)
+            if self._before != -1 and (others := received.rstrip(_END)):
                 with suppress(OSError):
                     os.write(self._before, others)
-            for number in heard:
+            for number in received:
                 if number not in self._numbers:
                     continue
                 if not came:
                     report_at = time.monotonic() + REPORT_SECONDS
                     if os.environ.get("RANK", "0") == "0":  # for all: they stop together
                         self._print(f"{in_words(meant(number))}: stopping after this step, saving")
-                if not is_first(number, came) and not self._relieved.wait(DEAF_SECONDS):
+                if not is_first(number, came) and not self._relieved.wait(BLOCKED_SECONDS):
                     self._speak(
                         f"ends by a second {in_words(number)}, which its main thread did not see to: it was at "
                         f"{self._place()}"
                     )
                     os._exit(128 + number)
-            if heard.endswith(_END):
+            if received.endswith(_END):
                 return
 
     def _place(self) -> str:
@@ -156,7 +156,7 @@ class SignalThread:
     @staticmethod
     def _print(words: str) -> None:
         with suppress(OSError, ValueError):
-            say(words)
+            print_line(words)
 
 
 _END = b"\0"  # no signal's number
@@ -195,5 +195,5 @@ def meant(number: int) -> int:
 
 
 def in_words(number: int) -> str:
-    """What a request's number says: "SIGTERM", or "the program"."""
+    """The name of a request's number: "SIGTERM", or "the program"."""
     return "the program" if number == ASKED else signal.Signals(number).name

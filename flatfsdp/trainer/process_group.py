@@ -1,7 +1,7 @@
-"""The ranks of a run: what one of them finds or fails at, all of them know.
+"""The ranks of a run, which exchange values and failures on the host.
 
-Whatever may fail on some ranks alone (a disk, a user's function) goes through `TrainerRanks.tell`, so that no rank
-waits for another that has raised. All of it is exchanged on the host.
+Whatever may fail on some ranks alone (a disk, a user-defined function) goes through `TrainerRanks.collective_call`, so
+that no rank waits for another that has raised. All of it is exchanged on the host.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp import collective_region
-from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError, FlatFSDPError, warn
+from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError, FlatFSDPError, ranks_in_words, warn
 from flatfsdp.messages import gather
 
-__all__ = ["LocalFailure", "TrainerRanks", "node", "warn_for_all"]
+__all__ = ["LocalFailure", "TrainerRanks", "failures_in_words", "node", "ranks_by_value", "warn_for_all"]
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class LocalFailure:
 
     @property
     def words(self) -> str:
-        """What the others are told."""
+        """The line that the others raise with."""
         return f"{self.doing} with {type(self.error).__name__}: {self.error}"
 
 
@@ -89,27 +89,29 @@ class TrainerRanks:
         """
         return [value] if self.host is None else gather(value, self.host, call="exchanges what a trainer or loader has")
 
-    def tell(self, doing: str, work: Callable[[], T]) -> list[T]:
-        """Let every rank do its `work`; what each returned, in the order of ranks. Collective.
-
-        Raises:
-            CheckpointError: on every rank, where some raised; `doing` says in the message at what.
-        """
+    def attempt(
+        self, work: Callable[[], T], line_of: Callable[[Exception], str]
+    ) -> tuple[list[T], list[str | None], Exception | None]:
+        """Let every rank do its `work`: what each returned, a line of each failure, and this rank's own. Collective."""
         value: Any = None
         failure: Exception | None = None
         try:
             value = work()
-        except Exception as error:  # the others must hear of it
+        except Exception as error:  # the others must raise, too
             failure = error
-        words = None if failure is None else _in_words(failure)
-        answers = self.values((value, words))
-        failed = {rank: said for rank, (_, said) in enumerate(answers) if said is not None}
-        if failed:
-            if len(set(failed.values())) == 1 and len(failed) == self.world:
-                raise CheckpointError(f"{doing}: {failed[0]}") from failure
-            told = "; ".join(f"rank {rank}: {said}" for rank, said in failed.items())
-            raise CheckpointError(f"{doing}: {told}") from failure
-        return [value for value, _ in answers]
+        answers = self.values((value, None if failure is None else line_of(failure)))
+        return [value for value, _ in answers], [line for _, line in answers], failure
+
+    def collective_call(self, doing: str, work: Callable[[], T]) -> list[T]:
+        """Let every rank do its `work`; what each returned, in the order of ranks. Collective.
+
+        Raises:
+            CheckpointError: on every rank, where some raised; `doing` is what failed, in the message.
+        """
+        values, lines, failure = self.attempt(work, _in_words)
+        if words := failures_in_words(lines):
+            raise CheckpointError(f"{doing}: {words if len(set(lines)) > 1 else lines[0]}") from failure
+        return values
 
     def share(self, failure: LocalFailure | None) -> None:
         """Go on where no rank has a `failure`. Collective.
@@ -118,12 +120,12 @@ class TrainerRanks:
             Exception: this rank's own, as it was raised.
             AgreementError: on the other ranks, where some have one.
         """
-        told: list[str | None] = []
+        lines: list[str | None] = []
         with nullcontext() if failure is None else suppress(AgreementError):  # the others have ended: that is less
-            told = self.values(None if failure is None else failure.words)
+            lines = self.values(None if failure is None else failure.words)
         if failure is not None:
             raise failure.error
-        failed = [f"rank {rank} failed in {words}" for rank, words in enumerate(told) if words is not None]
+        failed = [f"rank {rank} failed in {words}" for rank, words in enumerate(lines) if words is not None]
         if failed:
             raise AgreementError(f"{'; '.join(failed)}. The others cannot go on without it")
 
@@ -138,8 +140,22 @@ class TrainerRanks:
         return tuple(sorted(own.index(rank) for rank in dist.get_process_group_ranks(group)))
 
 
+def ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
+    """The ranks that have each of the different `values`, which are in the order of ranks."""
+    found: dict[T, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def failures_in_words(lines: Iterable[str | None]) -> str:
+    """The lines of ranks that failed, with these ranks; empty where all are None."""
+    failed = ranks_by_value(lines)
+    return "; ".join(f"{ranks_in_words(ranks)}: {line}" for line, ranks in failed.items() if line is not None)
+
+
 def node() -> str:
-    """What tells this rank's node from others: its number, where torchrun gave one, or the host's name."""
+    """What distinguishes this rank's node from others: its number, where torchrun gave one, or the host's name."""
     return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
@@ -150,7 +166,7 @@ def warn_for_all(message: str) -> None:
 
 
 def _for_host(group: Any) -> Any:
-    if "cpu" in str(dist.get_backend_config(group)):  # "cpu:gloo,cuda:nccl", say
+    if "cpu" in str(dist.get_backend_config(group)):  # for example "cpu:gloo,cuda:nccl"
         return group
     if group not in _on_host:
         members = dist.get_process_group_ranks(group)

@@ -1,4 +1,4 @@
-"""What is known of a step, and of a run."""
+"""Reports of a step, and of a run."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class StepReport:
         grad_norm: over all ranks, before clipping; None without clipping.
         seconds: of training until this step, by rank 0's clock, those before the run was resumed included.
         tokens_per_second: since the run was started or resumed.
-        peak_bytes: of the rank that has held most: what the device's allocator says, or of a CPU the process' largest
-            resident set.
+        peak_bytes: of the rank that has held most: by the device's allocator, or of a CPU the process' largest resident
+            set.
         done: the share of the run that is over, 0 to 1.
         footprint: this rank's bytes, as its third step showed them, or an earlier one until then.
         ids: the samples that this rank has trained on in the step.
@@ -147,7 +147,7 @@ class TrainingResult:
 
     @property
     def exit_code(self) -> int:
-        """What a program says at its end: 0, or 128 and the number of the signal that ended the run before its time."""
+        """What a program exits with: 0, or 128 and the number of the signal that ended the run before its time."""
         return 128 + self.stopped_by if self.stopped_by > ASKED else 0
 
 

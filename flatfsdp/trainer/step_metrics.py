@@ -1,4 +1,4 @@
-"""What all ranks know of a step: its loss, its weight, who wants to stop, what time it is, who holds most memory."""
+"""The metrics of a step that all ranks share: loss, weight, a request to stop, rank 0's clock, the most memory held."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StepMetrics:
 
 
 class MetricsReduction:
-    """A beat on its way to every rank.
+    """The metrics of a step on their way to every rank.
 
     Read one step later than sent, so that an accelerator never idles while the host waits for a number. All ranks read
     the same values, hence take the same decisions.

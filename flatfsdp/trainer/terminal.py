@@ -1,4 +1,4 @@
-"""Where people read: lines above a progress bar, and the width that there is."""
+"""Lines above a progress bar, and the width of the terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from typing import TextIO
 
 
-def say(text: str, file: TextIO | None = None) -> None:
+def print_line(text: str, file: TextIO | None = None) -> None:
     """Print `text` on `file`, stderr by default: above the progress bar, where tqdm draws one."""
     file = sys.stderr if file is None else file
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)

@@ -32,14 +32,14 @@ from flatfsdp.trainer.loop import Loop
 from flatfsdp.trainer.model.hugging_face import files_of
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.objectives.objectives import fused, objective_for
-from flatfsdp.trainer.optimizers import WarmupDecayLR, make_optimizer, make_scheduler, options_kept, rates_told
+from flatfsdp.trainer.optimizers import WarmupDecayLR, make_optimizer, make_scheduler, options_kept, warn_of_other_rates
 from flatfsdp.trainer.reports import Progress, TrainingResult
 from flatfsdp.trainer.run import Run, planned_steps
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.components import Component, rng_component, seed_all, stateful_component
-from flatfsdp.trainer.terminal import say
+from flatfsdp.trainer.terminal import print_line
 
-_NO_END = "a dataset that does not say its length does not tell how much of the run is over: set steps or minutes"
+_NO_END = "a dataset of unknown length does not show how much of the run is over: set steps or minutes"
 
 
 class Trainer(Run):
@@ -114,17 +114,17 @@ class Trainer(Run):
             AgreementError: another rank raised such an exception ([Note: failing alone]).
             CheckpointError: on every rank: the checkpoint is not there or does not fit, or one could not be saved.
             ConfigValueError: the run's folder has checkpoints, and this run goes on from none of them; there is nothing
-                to train on, or no end that the course of the learning rate could know of.
+                to train on, or no end that the schedule of the learning rate could know of.
         """
         looking = flatfsdp.detect_nonfinite(self.model) if self.training.detect_nonfinite else nullcontext()
         with flatfsdp.fail_together("training") as self.report:
-            with self.stop.listening(), looking:
+            with self.stop.handling_signals(), looking:
                 self._check_folder()
                 self.resume()
                 self._say_from_where()
                 if self.checkpoint is not None and self.training.resume != "latest":
                     self.aside = self.manager.set_aside(self.checkpoint)
-                self._check_course()
+                self._check_schedule()
                 self.call("on_begin")
                 loop = Loop(self)
                 loop.run()
@@ -142,7 +142,7 @@ class Trainer(Run):
         """Go on from the checkpoint that `training.resume` names; `train` begins with it. Nothing is moved or removed.
 
         The learning rate, weight decay and optimizer options are this run's; a scheduler of your own keeps what its
-        state has, of which a warning tells.
+        state has, with a warning.
 
         With "latest" a run that has no checkpoint yet starts anew.
 
@@ -159,7 +159,7 @@ class Trainer(Run):
         if path is None:
             raise ConfigValueError(f"resume: got 'best', but {self.output} has no checkpoint yet")
         kept = options_kept(self.optimizer, self.training)
-        with kept, rates_told(self.scheduler, leads=self.world.leads):
+        with kept, warn_of_other_rates(self.scheduler, leads=self.world.leads):
             self.manager.load(path, model=self.model, optimizer=self.optimizer, components=self.components)
         if isinstance(self.scheduler, WarmupDecayLR):
             # The loader's global batch is the checkpoint's now, and this run may be longer than the one that saved it.
@@ -170,9 +170,9 @@ class Trainer(Run):
         if not self.world.leads or self.training.resume is None:
             return
         if self.checkpoint is None:
-            say(f"resume: no checkpoint in {self.output} yet, a new run begins")
+            print_line(f"resume: no checkpoint in {self.output} yet, a new run begins")
         else:
-            say(f"resume: from {self.shown(self.checkpoint)}, after step {self.progress.step:,}")
+            print_line(f"resume: from {self.shown(self.checkpoint)}, after step {self.progress.step:,}")
 
     def measure(self) -> int:
         """Take forwards and backwards of the next step's samples, which are consumed then, and forget the gradients.
@@ -215,7 +215,7 @@ class Trainer(Run):
                 f"{begin}. To go on: resume='latest'. Otherwise choose another folder, or remove them"
             )
 
-    def _check_course(self) -> None:
+    def _check_schedule(self) -> None:
         training, planned = self.training, self.planned_steps()
         if planned == 0 and self.progress.step == 0:
             raise ConfigValueError(

@@ -46,7 +46,7 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
         ("--device nosuch", "device: this machine has no 'nosuch' device that torch can use"),
         ("--text /no/such/file", "text: there is no file or folder '/no/such/file'"),
         ("--output /dev/null", "--output: cannot make the folder '/dev/null': File exists"),
-        ("--export folder", "--export: --resume latest, best or a path says of which checkpoint"),
+        ("--export folder", "--export: set --resume to latest, best or a path, the checkpoint to export"),
         ("--overwrite", "argument --overwrite: got True, but it belongs to --export"),
         ("--measure", "argument --measure: got True, but it belongs to --dry-run"),
         ("--model a:b", "argument --model: got 'a:b', but --train-data is not given"),

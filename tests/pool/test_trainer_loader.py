@@ -536,5 +536,5 @@ def given_up(rank: int, world: int, accumulate: int) -> tuple[int, list[str]]:
 def test_a_batch_that_a_resumed_run_does_not_take_is_told(pool2: Run) -> None:
     (size, told), (_, by_another) = pool2(given_up, 3)
     assert (size, by_another) == (4, [])
-    assert len(told) == 1 and "has 4 samples, and keeps them" in told[0] and "say global_batch=12" in told[0]
+    assert len(told) == 1 and "has 4 samples, and keeps them" in told[0] and "set global_batch=12" in told[0]
     assert pool2(given_up, 1) == [(4, []), (4, [])]

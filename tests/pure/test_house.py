@@ -58,7 +58,7 @@ LINES = {
     "engine": (23_715, 4_250, 220, 180, 475, 75, 70),
     "core": (11_350, 1_250, 100, 200),
     "checkpoint": (4_103, 1_250),
-    "trainer": (7_580, 60),
+    "trainer": (7_625,),
     "all": (36_122, 6_000, 220, 250, 360, 75),
 }
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine

@@ -85,7 +85,7 @@ def test_a_signal_is_a_request_and_the_second_one_is_obeyed(monkeypatch: pytest.
     stop = StopRequest()
     found = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs beside it ignore it
     try:
-        with stop.listening():
+        with stop.handling_signals():
             signal.raise_signal(signal.SIGINT)
             assert (stop.number, preemption.in_words(stop.number)) == (signal.SIGINT, "SIGINT")
             signal.raise_signal(signal.SIGINT)  # the same one, on another way
@@ -101,7 +101,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     stop = StopRequest()
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        with stop.listening():
+        with stop.handling_signals():
             signal.raise_signal(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -112,7 +112,7 @@ def test_what_started_the_ranks_says_which_signal_was_meant(capfd: pytest.Captur
     stop = StopRequest()
     preemption.meant_by(SimpleNamespace(value=signal.SIGINT))
     try:
-        with stop.listening():
+        with stop.handling_signals():
             signal.raise_signal(signal.SIGTERM)
     finally:
         preemption.meant_by(None)
@@ -124,7 +124,7 @@ def test_a_program_asks_and_a_signal_goes_first() -> None:
     stop = StopRequest()
     stop.ask()
     assert (stop.number, preemption.in_words(stop.number)) == (ASKED, "the program")
-    with stop.listening():
+    with stop.handling_signals():
         signal.raise_signal(signal.SIGTERM)
         stop.ask()
         assert stop.number == signal.SIGTERM
@@ -132,12 +132,12 @@ def test_a_program_asks_and_a_signal_goes_first() -> None:
 
 DEAF = """
 import ctypes, importlib.util, os, signal, sys, time, types
-say = lambda text: print(text, file=sys.stderr, flush=True)
-sys.modules["flatfsdp.trainer.terminal"] = types.SimpleNamespace(say=say)  # torch need not be imported
+print_line = lambda text: print(text, file=sys.stderr, flush=True)
+sys.modules["flatfsdp.trainer.terminal"] = types.SimpleNamespace(print_line=print_line)  # torch need not be imported
 spec = importlib.util.spec_from_file_location("preemption", sys.argv[1])
 preemption = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(preemption)
-preemption.ECHO_SECONDS, preemption.REPORT_SECONDS, preemption.DEAF_SECONDS = 0.1, 0.2, 0.1
+preemption.ECHO_SECONDS, preemption.REPORT_SECONDS, preemption.BLOCKED_SECONDS = 0.1, 0.2, 0.1
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 
 def deaf():
@@ -145,7 +145,7 @@ def deaf():
     print("deaf", flush=True)
     library.pthread_mutex_lock(mutex)  # never returns, whatever signal comes
 
-with preemption.StopRequest().listening():
+with preemption.StopRequest().handling_signals():
     if not (child := os.fork()):  # as those that read data may be
         signal.raise_signal(signal.SIGTERM)
         os._exit(0)
@@ -174,7 +174,7 @@ def test_a_run_in_a_call_that_never_returns_says_where_and_ends_by_the_second_si
 
 def test_in_other_threads_signals_stay_what_they_are() -> None:
     def listen() -> None:
-        with StopRequest().listening():
+        with StopRequest().handling_signals():
             handlers.append(signal.getsignal(signal.SIGTERM))
 
     handlers: list[Any] = []

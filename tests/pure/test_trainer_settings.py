@@ -159,7 +159,7 @@ def test_values_have_one_normal_form() -> None:
             lambda: TrainingArguments(eval_batches=1, eval_at_end=False),
             "nothing is evaluated: set eval_every or eval_at",
         ),
-        (lambda: TrainingArguments(scheduler="a.b:c", warmup=0.1), "the course of scheduler 'a.b:c' is its own"),
+        (lambda: TrainingArguments(scheduler="a.b:c", warmup=0.1), "scheduler 'a.b:c' sets all learning rates itself"),
         (
             lambda: Task(None, "a:b"),
             "Task.model: got None (NoneType). Accepted: 'package.module:name', or from Python ",

@@ -1,4 +1,4 @@
-"""What happens beside the training: progress, logs, pictures, an early end. Each is a `Callback`."""
+"""Callbacks of a run: progress, logs, pictures, an early end."""
 
 from __future__ import annotations
 

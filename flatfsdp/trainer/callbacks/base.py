@@ -1,4 +1,4 @@
-"""When a trainer calls, and with what."""
+"""The base class of callbacks: the events of a run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from flatfsdp.trainer.reports import StepReport, TrainingResult
 from flatfsdp.trainer.run import Run
 from flatfsdp.trainer.state.checkpoints import ASIDE
-from flatfsdp.trainer.terminal import say
+from flatfsdp.trainer.terminal import print_line
 
 
 class Callback:
     """The base of callbacks; each method does nothing.
 
     All of them are called on every rank, at the same points and with the same values (but for a report's `ids`). So
-    they may call what is collective, and `trainer.ask_to_stop()`; what speaks or writes asks `trainer.world.leads`.
-    What one raises on a rank ends the run on all: the others raise an `AgreementError` that says so.
+    they may call what is collective, and `trainer.ask_to_stop()`; what prints or writes checks `trainer.world.leads`.
+    What one raises on a rank ends the run on all: the others raise an `AgreementError` that names it.
     """
 
     def on_begin(self, trainer: Run) -> None:
@@ -54,7 +54,7 @@ def keep_earlier(trainer: Run, name: str) -> None:
         return
     if trainer.aside is None and trainer.begins:
         trainer.aside = _fresh(trainer.output)
-        say(f"{trainer.output} has files of an earlier run, which are in {trainer.aside} now")
+        print_line(f"{trainer.output} has files of an earlier run, which are in {trainer.aside} now")
     if trainer.begins and trainer.aside is not None:
         path.rename(trainer.aside / name)
     elif trainer.aside is not None:  # a branch goes on with it

@@ -1,4 +1,4 @@
-"""The end of a run that no longer improves."""
+"""Stop a run that no longer improves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss as a picture."""
+"""Plot the losses of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("flatfsdp")
 class LossPlot(Callback):
     """At the end draw the losses of `metrics.jsonl` (see `MetricsLog`) into `loss.png` beside it, by rank 0.
 
-    Without matplotlib a line in the log says how to get it.
+    Without matplotlib a line in the log names the command that installs it.
     """
 
     def on_begin(self, trainer: Run) -> None:

@@ -1,4 +1,4 @@
-"""How far a run is."""
+"""A progress bar, or lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatfsdp.trainer.byte_format import sizes_in_words
 from flatfsdp.trainer.callbacks.base import Callback
 from flatfsdp.trainer.reports import MemoryFootprint, StepReport, TrainingResult, shown
 from flatfsdp.trainer.run import Run
-from flatfsdp.trainer.terminal import columns, say
+from flatfsdp.trainer.terminal import columns, print_line
 
 PLAIN_LINES = 20  # lines of a run whose output is not a terminal
 BAR = 23  # columns: percentage, bar, hours, minutes and seconds that remain, what stands between, and one to spare
@@ -46,7 +46,7 @@ class ProgressBar(Callback):
     def on_evaluation(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         if trainer.world.leads:
             values = ", ".join(f"{name} {shown(value)}" for name, value in metrics.items())
-            say(f"step {trainer.progress.step}: {values}")
+            print_line(f"step {trainer.progress.step}: {values}")
 
     def on_end(self, trainer: Run, result: TrainingResult) -> None:
         if self._bar is not None:

@@ -1,4 +1,4 @@
-"""Text from the model, now and then."""
+"""Print text that the model generates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatfsdp.trainer.callbacks.base import Callback
 from flatfsdp.trainer.generate import TEMPERATURE, generate
 from flatfsdp.trainer.reports import TrainingResult
 from flatfsdp.trainer.run import Run
-from flatfsdp.trainer.terminal import say
+from flatfsdp.trainer.terminal import print_line
 
 
 class SampleText(Callback):
@@ -66,4 +66,4 @@ class SampleText(Callback):
     @staticmethod
     def _show(trainer: Run, where: TextIO, text: str) -> None:
         if trainer.world.leads:
-            say(text, where)
+            print_line(text, where)

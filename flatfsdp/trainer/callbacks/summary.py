@@ -1,4 +1,4 @@
-"""What a run came to, on a page."""
+"""A summary of a run, on one page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatfsdp.trainer.byte_format import sizes_in_words
 from flatfsdp.trainer.callbacks.base import Callback
 from flatfsdp.trainer.reports import TrainingResult, shown
 from flatfsdp.trainer.run import Run
-from flatfsdp.trainer.terminal import columns, say
+from flatfsdp.trainer.terminal import columns, print_line
 
 HANGING: dict[str, Any] = {"subsequent_indent": " " * 14, "break_long_words": False, "break_on_hyphens": False}
 
@@ -26,14 +26,14 @@ class Summary(Callback):
 
     def on_begin(self, trainer: Run) -> None:
         if trainer.world.leads:
-            say(f"{flatfsdp.summary(trainer.model, compact=True)}\n\n{self.plan(trainer)}", sys.stdout)
+            print_line(f"{flatfsdp.summary(trainer.model, compact=True)}\n\n{self.plan(trainer)}", sys.stdout)
 
     def on_end(self, trainer: Run, result: TrainingResult) -> None:
         facts = self.facts(trainer, result)
         if trainer.world.leads:
             width = columns(sys.stdout) or 10_000
             lines = (textwrap.fill(f"  {name:<11} {fact}", width, **HANGING) for name, fact in facts.items())
-            say("\n".join(["summary", *lines]), sys.stdout)
+            print_line("\n".join(["summary", *lines]), sys.stdout)
 
     @staticmethod
     def plan(trainer: Run) -> str:

@@ -1,7 +1,7 @@
 """How a step's microbatches come to their ranks: each rank reads its own, or rank 0 reads all and sends.
 
-What one rank could not read, all ranks hear of before any of them goes on to where it would wait for the others: for
-that they exchange two numbers in every step.
+What one rank could not read is reported to all ranks before any of them waits for the others: for that they exchange
+two numbers in every step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flatfsdp import collective_region
 from flatfsdp.errors import AgreementError, ranks_in_words
-from flatfsdp.trainer.process_group import LocalFailure
+from flatfsdp.trainer.process_group import LocalFailure, ranks_by_value
 
 from .packing import pack, unpack
 from .process_group import LoadingRanks
@@ -37,7 +37,7 @@ class BatchSource(Protocol):
         """This rank's part of the next step, with the weight of the whole; None on all ranks at the end. Collective.
 
         Args:
-            local: what this rank has failed at since the last step. Where data are at their end it is not told.
+            local: what this rank has failed at since the last step. At the end of the data it is not reported.
 
         Raises:
             Exception: the `local` failure's own; AgreementError on the other ranks.
@@ -66,7 +66,7 @@ class ShardedSource:
         found, weights = zip(*self._ranks.rows(own, 0 if part is None else part.weight), strict=True)
         if FAILED in found:
             self._ranks.share(local)
-            _tell(self._ranks, failure)
+            _raise_failures(self._ranks, failure)
         if len(set(found)) > 1:
             raise AgreementError(_difference(found))
         return None if part is None else replace(part, weight=sum(weights))
@@ -110,7 +110,7 @@ class DispatchedSource:
             return None
         if coming.size == FAILED:
             self._ranks.share(local)
-            _tell(self._ranks, coming.failure)
+            _raise_failures(self._ranks, coming.failure)
         with collective_region():
             coming.work.wait()
         arrived, problem = (coming.part, None) if coming.message is None else _attempt(map(unpack, [coming.message]))
@@ -130,7 +130,7 @@ class DispatchedSource:
         rows = self._ranks.rows(FAILED if problem is not None or local is not None else 0, size)
         if any(outcome == FAILED for outcome, _ in rows):
             self._ranks.share(local)
-            _tell(self._ranks, problem)
+            _raise_failures(self._ranks, problem)
         size = rows[0][1]
         if size < 0:
             return _PrefetchedStep(size, failure=failure)
@@ -148,7 +148,7 @@ class DispatchedSource:
         parts = [replace(whole, shares=(share,)) for share in whole.shares]
         try:
             return parts[0], None, [torch.empty(1, dtype=torch.uint8), *map(pack, parts[1:])]
-        except Exception as error:  # whatever pickle has to say of the user's values
+        except Exception as error:  # of pickle, about user-defined values
             return None, ReadFailure.of(error, at="sending what collate made"), []
 
 
@@ -158,24 +158,21 @@ def _attempt(parts: Iterator[StepPart]) -> tuple[StepPart | None, ReadFailure | 
         return next(parts, None), None
     except DataError as error:
         return None, ReadFailure(str(error), str(error.__cause__))
-    except Exception as error:  # a process that read has died, say
+    except Exception as error:  # for example, a process that read has died
         return None, ReadFailure.of(error)
 
 
-def _tell(ranks: LoadingRanks, failure: ReadFailure | None) -> NoReturn:
+def _raise_failures(ranks: LoadingRanks, failure: ReadFailure | None) -> NoReturn:
     """Raise on all ranks what failed on some. Collective."""
     words = ranks.values(None if failure is None else failure.words)
-    ranks.tell_failures(words, None if failure is None else DataError(f"as it was raised\n{failure.trace}"))
+    ranks.raise_failures(words, None if failure is None else DataError(f"as it was raised\n{failure.trace}"))
     raise AssertionError("no rank has failed")
 
 
 def _difference(found: Sequence[int]) -> str:
-    told: dict[int, list[int]] = {}
-    for rank, position in enumerate(found):
-        told.setdefault(position, []).append(rank)
     each = "; ".join(
         f"{ranks_in_words(ranks)}: {'no sample more' if position == END else f'{position} samples so far'}"
-        for position, ranks in told.items()
+        for position, ranks in ranks_by_value(found).items()
     )
     return (
         f"ranks read different data ({each}). In sharded mode the dataset has to give every rank the same samples, of "

@@ -1,4 +1,4 @@
-"""Making one batch of samples of different lengths."""
+"""Collate samples of different lengths into one batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going through a dataset once, in its order, all ranks together."""
+"""One pass over a dataset, in its order, by all ranks together."""
 
 from __future__ import annotations
 

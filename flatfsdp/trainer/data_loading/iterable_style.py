@@ -8,6 +8,7 @@ own `state_dict()` and `load_state_dict(state)`, else by reading up to it once m
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
@@ -38,41 +39,31 @@ def stream_parts(source: StreamSource, *, workers: int) -> Iterator[StepPart]:
         yield part if isinstance(part, StepPart) else raise_failure(part)
 
 
+@dataclass(eq=False)
 class StreamSource(IterableDataset[Any]):
     """The parts of step after step that some `ranks` have of `dataset`, from `place` on; it goes to the process that
     reads.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        steps: StepLayout,
-        ranks: range,
-        epochs: int | None,
-        collate: Collate,
-        seed: int,
-        place: DataPosition,
-    ) -> None:
-        self._dataset = dataset
-        self._steps = steps
-        self._ranks = ranks
-        self._epochs = epochs
-        self._collate = collate
-        self._seed = seed
-        self._place = place
-        self._has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    dataset: Any
+    steps: StepLayout
+    ranks: range
+    epochs: int | None
+    collate: Collate
+    seed: int
+    place: DataPosition
 
     def __iter__(self) -> Iterator[StepPart | ReadFailure]:
-        samples, place = self._samples(), self._place
+        samples, place = self._samples(), self.place
         while True:
             try:
                 with untouched_randomness():
-                    taken = list(islice(samples, len(self._steps.at(place.position))))
-                    if not taken or (self._steps.drop_last and len(taken) < self._steps.global_batch):
+                    taken = list(islice(samples, len(self.steps.at(place.position))))
+                    if not taken or (self.steps.drop_last and len(taken) < self.steps.global_batch):
                         return
                     epoch, number, _ = taken[-1]
-                    state = self._dataset.state_dict() if self._has_state else None
+                    has_state = hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
+                    state = self.dataset.state_dict() if has_state else None
                     place = DataPosition(place.position + len(taken), epoch, number + 1, state)
                     part = self._part([(number, sample) for _, number, sample in taken], place)
             except Exception as error:
@@ -82,20 +73,20 @@ class StreamSource(IterableDataset[Any]):
 
     def _samples(self) -> Iterator[tuple[int, int, Any]]:
         """The samples from the place on: epoch, number within the epoch, sample."""
-        start, begun = self._place, self._place.position - self._place.offset
-        for epoch in count(start.epoch) if self._epochs is None else range(start.epoch, self._epochs):
+        start, begun = self.place, self.place.position - self.place.offset
+        for epoch in count(start.epoch) if self.epochs is None else range(start.epoch, self.epochs):
             resuming = epoch == start.epoch
             passed = start.offset if resuming else 0
-            if hasattr(self._dataset, "set_epoch"):
-                self._dataset.set_epoch(epoch)
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
             restored = resuming and start.dataset is not None
             if restored:
-                self._dataset.load_state_dict(start.dataset)
+                self.dataset.load_state_dict(start.dataset)
             found = passed if restored else 0
-            seed_generators(self._seed, begun)  # an iterator may shuffle as it is made
-            iterator = iter(self._dataset)
+            seed_generators(self.seed, begun)  # an iterator may shuffle as it is made
+            iterator = iter(self.dataset)
             while True:
-                seed_generators(self._seed, begun + found)
+                seed_generators(self.seed, begun + found)
                 try:
                     sample = next(iterator)
                 except StopIteration:
@@ -120,7 +111,7 @@ class StreamSource(IterableDataset[Any]):
     def _part(self, samples: list[tuple[int, Any]], after: DataPosition) -> StepPart:
         step = range(after.position - len(samples), after.position)
         shares = []
-        for cells in self._steps.shares(step, self._ranks):
+        for cells in self.steps.shares(step, self.ranks):
             share = []
             for positions in cells:
                 own = samples[positions.start - step.start : positions.stop - step.start]
@@ -131,7 +122,7 @@ class StreamSource(IterableDataset[Any]):
 
     def _collated(self, samples: list[tuple[int, Any]]) -> Any:
         try:
-            return self._collate([sample for _, sample in samples])
+            return self.collate([sample for _, sample in samples])
         except Exception as error:
             at = of_samples("collate", [number for number, _ in samples])
             raise DataError(ReadFailure.of(error, at=at).words) from error

@@ -20,7 +20,7 @@ from flatfsdp.errors import (
     ranks_in_words,
     shown,
 )
-from flatfsdp.trainer.process_group import LocalFailure
+from flatfsdp.trainer.process_group import LocalFailure, ranks_by_value
 
 from .batch_sources import BatchSource, DispatchedSource, ShardedSource
 from .iterable_style import StreamSource, stream_parts
@@ -61,7 +61,7 @@ class Loader:
         accumulate: microbatches of each rank in a step.
         global_batch: samples of a step, over all ranks; then there are as many microbatches as that takes.
         collate: makes inputs of a list of samples; default: torch's `default_collate`.
-        weigh: what the inputs of a microbatch count for, in tokens, say; default: the number of samples. Ranks learn
+        weigh: what the inputs of a microbatch count for, for example tokens; default: the number of samples. Ranks get
             the sum over a step together with whether all could read it.
         shuffle: whether each epoch is a permutation of its own. An iterable dataset has to see to that itself.
         seed: of the permutations, and of what samples draw at random. [Note: randomness]
@@ -73,7 +73,7 @@ class Loader:
         process_group: the ranks that load together; default: all, or this process alone where there are no others.
 
     Raises:
-        ConfigValueError, ConfigTypeError: an argument is not accepted; the other ranks get a DataError that says so.
+        ConfigValueError, ConfigTypeError: an argument is not accepted; the other ranks get a DataError with the reason.
         AgreementError: on all ranks: arguments, or lengths of the dataset, differ between them.
     """
 
@@ -175,7 +175,7 @@ class Loader:
         try:
             part = self._delivery.next(local)
         except Exception:
-            with suppress(LostRankError):  # the error that is there says more
+            with suppress(LostRankError):  # the error that is there explains more
                 self.close()
             raise
         if part is None:
@@ -230,7 +230,7 @@ class Loader:
             if self.global_batch != state["global_batch"]:
                 self._ranks.warn(
                     f"data position: a step of the run that is resumed has {state['global_batch']} samples, and keeps "
-                    f"them; batch, accumulate and ranks as they are now would make {self.global_batch}: say "
+                    f"them; batch, accumulate and ranks as they are now would make {self.global_batch}: set "
                     f"global_batch={self.global_batch} to go on with as many"
                 )
             self.global_batch = state["global_batch"]
@@ -270,7 +270,7 @@ class Loader:
 
     def _open(self, ranks: range) -> Iterator[StepPart]:
         """The parts of `ranks` in step after step from the position on. Processes that read start with the first: where
-        that fails, all ranks hear of it."""
+        that fails, all ranks raise."""
         yield from weighed(self._parts(ranks), self._weigh)
 
     def _parts(self, ranks: range) -> Iterator[StepPart]:
@@ -301,7 +301,7 @@ class Loader:
         if self._extent.is_stream and self._plan.shuffle and not hasattr(self._dataset, "set_epoch"):
             self._ranks.warn(
                 "Loader: shuffle=True has no effect on an iterable dataset, whose order is its own. Give it a method "
-                "set_epoch(epoch) that makes it begin each epoch in another order, or say shuffle=False"
+                "set_epoch(epoch) that makes it begin each epoch in another order, or set shuffle=False"
             )
         if self._extent.is_stream and self._plan.workers > 1:
             self._ranks.warn(
@@ -317,7 +317,7 @@ class Loader:
 
 @dataclass(frozen=True)
 class _DatasetExtent:
-    """What kind of dataset it is, and how many samples it says it has."""
+    """What kind of dataset it is, and how many samples it has, as far as it knows."""
 
     is_stream: bool
     length: int | None
@@ -390,10 +390,9 @@ def _agreed(ranks: LoadingRanks, make: Any) -> _CommonArguments:
     """
     plans: list[_CommonArguments] = ranks.together(make)
     for name in vars(plans[0]):
-        found: dict[Any, list[int]] = {}
-        for rank, plan in enumerate(plans):
-            if name != "extent" or plan.extent is not None:
-                found.setdefault(getattr(plan, name), []).append(rank)
+        found = ranks_by_value(getattr(plan, name) for plan in plans)
+        if name == "extent":
+            found.pop(None, None)
         if len(found) > 1:
             what = "the length of the dataset" if name == "extent" else name
             each = ", ".join(

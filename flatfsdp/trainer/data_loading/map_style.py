@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,32 +17,27 @@ from .sample_reader import Collate, Microbatch, MicrobatchSlice, ReadFailure, Sa
 from .sampling import SampleOrder, StepLayout
 
 
+@dataclass(eq=False)
 class MapParts:
     """The parts of step after step that some `ranks` have, from `position` on.
 
     With `workers` processes that many read ahead, two microbatches each; else each is read when it is asked for.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        order: SampleOrder,
-        steps: StepLayout,
-        ranks: range,
-        collate: Collate,
-        seed: int,
-        workers: int,
-        position: int,
-    ) -> None:
-        self._order = order
-        self._steps = steps
-        self._ranks = ranks
-        self._position = position
-        cells = planned(order, steps, ranks=ranks, position=position)
-        reader = SampleReader(dataset, collate=collate, seed=seed)
+    dataset: Any
+    order: SampleOrder
+    steps: StepLayout
+    ranks: range
+    collate: Collate
+    seed: int
+    workers: int
+    position: int
+
+    def __post_init__(self) -> None:
+        cells = planned(self.order, self.steps, ranks=self.ranks, position=self.position)
+        reader = SampleReader(self.dataset, self.collate, self.seed)
         self._microbatches: Iterator[Microbatch | ReadFailure] = (
-            in_processes(reader, workers, sampler=cells) if workers else map(reader.__getitem__, cells)
+            in_processes(reader, self.workers, sampler=cells) if self.workers else map(reader.__getitem__, cells)
         )
 
     def __iter__(self) -> Iterator[StepPart]:
@@ -53,13 +49,13 @@ class MapParts:
         Raises:
             DataError: one of its microbatches could not be made.
         """
-        step = self._steps.at(self._position)
+        step = self.steps.at(self.position)
         if not step:
             raise StopIteration
-        each = self._steps.microbatches(len(step))
-        shares = tuple(tuple(self._next_microbatch() for _ in range(each)) for _ in self._ranks)
-        self._position = step.stop
-        return StepPart(shares, after=self._order.place(step.stop))
+        each = self.steps.microbatches(len(step))
+        shares = tuple(tuple(self._next_microbatch() for _ in range(each)) for _ in self.ranks)
+        self.position = step.stop
+        return StepPart(shares, after=self.order.place(step.stop))
 
     def _next_microbatch(self) -> Microbatch:
         found = next(self._microbatches)

@@ -1,4 +1,4 @@
-"""Any value as one tensor of bytes, and back: the tensors in it are copied once, on the side that sends.
+"""Pack any value into one tensor of bytes, and unpack it: tensors in it are copied once, on the sending rank.
 
 The bytes are how many are pickled, the value pickled without its tensors, then the tensors, each at a multiple of 16.
 """
@@ -39,7 +39,7 @@ def unpack(packed: Tensor) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves a plain tensor out, and says instead where it will be found."""
+    """Leaves a plain tensor out, and writes its place instead."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)

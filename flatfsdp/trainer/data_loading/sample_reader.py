@@ -1,4 +1,4 @@
-"""A microbatch made of samples, or the words for why it could not be made.
+"""Read samples into microbatches; a failure is a value with its reason.
 
 [Note: randomness] What a sample draws of the global generators (of torch, `random`, and numpy where it is imported)
 follows from the seed and the sample's position alone: not from the rank that reads it, nor from the process it is read
@@ -90,28 +90,28 @@ class MicrobatchSlice:
     stand_in: bool = False
 
 
+@dataclass(eq=False)
 class SampleReader:
     """Makes microbatches of a dataset with a length; it goes to the processes that read.
 
-    What dataset or collate raise is returned: a process that reads for another has to say which sample it was.
+    What dataset or collate raise is returned: a process that reads for another has to name the sample.
     """
 
-    def __init__(self, dataset: Any, *, collate: Collate, seed: int) -> None:
-        self._dataset = dataset
-        self._collate = collate
-        self._seed = seed
+    dataset: Any
+    collate: Collate
+    seed: int
 
     def __getitem__(self, cell: MicrobatchSlice) -> Microbatch | ReadFailure:
         with untouched_randomness():
             samples = []
             for number, position in zip(cell.ids, cell.positions, strict=True):
-                seed_generators(self._seed, position)
+                seed_generators(self.seed, position)
                 try:
-                    samples.append(self._dataset[number])
+                    samples.append(self.dataset[number])
                 except Exception as error:
                     return ReadFailure.of(error, at=f"sample {number}")
             try:
-                inputs = self._collate(samples)
+                inputs = self.collate(samples)
             except Exception as error:
                 return ReadFailure.of(error, at=of_samples("collate", cell.ids))
         return Microbatch(inputs, () if cell.stand_in else cell.ids)

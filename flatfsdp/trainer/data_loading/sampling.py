@@ -1,9 +1,9 @@
-"""Which samples a step takes, and which rank reads which of them, in which microbatch: integers only.
+"""The samples of each step, divided over ranks and microbatches: integers only.
 
 [Note: position] There is one order of samples for all ranks: epoch after epoch, each a permutation that follows from
 (seed, epoch), or the order of the dataset. A *position* is the number of samples that all ranks together have consumed,
 and so the place of the next one in that order. A *step* takes the next `global_batch` samples; steps cross the borders
-of epochs, and only the last step of the last epoch may be smaller. So a position says all there is to know about what
+of epochs, and only the last step of the last epoch may be smaller. So a position is all there is to know about what
 was seen: any number of ranks can go on from it, in either mode, with nothing seen twice and nothing lost.
 
 A step is cut into *cells*, a microbatch each, and as many on every rank: as few as `batch` allows. They are contiguous,

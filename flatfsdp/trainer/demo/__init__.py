@@ -1,4 +1,4 @@
-"""What `python -m flatfsdp.train` trains when it is given nothing else: a transformer over the bytes of some text."""
+"""The default task of `python -m flatfsdp.train`: a transformer over the bytes of some text."""
 
 from __future__ import annotations
 

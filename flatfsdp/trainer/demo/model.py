@@ -19,8 +19,8 @@ TOGETHER = 4096  # vectors for the last two bytes together, as many for the last
 
 
 class RecentBytes(nn.Module):
-    """Each position as the sum of what its byte says, and the byte before it, and so on, `RECENT` in all; and of what
-    the last two, three, ... `RECENT` bytes say together. Those that a hash puts into one place of the table share it.
+    """Each position as the sum of vectors: of its byte, of the byte before it, and so on, `RECENT` in all; and of the
+    last two, three, ... `RECENT` bytes together. Those that a hash puts into one place of the table share it.
     """
 
     def __init__(self, width: int) -> None:

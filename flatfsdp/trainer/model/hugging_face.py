@@ -63,7 +63,7 @@ def build_pretrained(pretrained: str | os.PathLike[str] | Any, *, device: str = 
 
 
 def is_pretrained_folder(path: Path) -> bool:
-    """Whether `path` is a folder that says which model of transformers it holds."""
+    """Whether `path` is a folder with the configuration of a model of transformers."""
     return (path / CONFIG).is_file()
 
 

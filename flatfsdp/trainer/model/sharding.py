@@ -1,4 +1,4 @@
-"""A plain model becomes a sharded one, as the arguments say."""
+"""From a plain model and `FSDPArguments` to a sharded model."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 [Note: repeated blocks] What a model repeats stands in lists (`nn.ModuleList`, `nn.Sequential`) of modules of one class.
 The outermost of them are meant: experts or heads that a block lists are parts of it. Two lists are lists of lists, and
 what stands in them is looked at instead: one of `nn.Sequential`s of whole modules, and one of which a single member
-holds more than half, as the stages of a pyramid do. A model of transformers says itself what it repeats.
+holds more than half, as the stages of a pyramid do. A model of transformers names the classes that it repeats, as its
+`_no_split_modules`.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def repeated_blocks(model: nn.Module) -> Modules:
 
     [Note: repeated blocks]
     """
-    found = _told_by_transformers(model) or _largest(_lists(model, "", {model}))
+    found = _named_by_transformers(model) or _largest(_lists(model, "", {model}))
     return _without_ties(model, found)
 
 
@@ -154,11 +155,11 @@ def _is_list(module: nn.Module) -> bool:
 # --- what a model repeats ---------------------------------------------------------------------------------------------
 
 
-def _told_by_transformers(model: nn.Module) -> Modules:
+def _named_by_transformers(model: nn.Module) -> Modules:
     names: set[str] = set()
     for module in model.modules():
-        told = getattr(module, "_no_split_modules", None)
-        names.update(told if isinstance(told, (list, tuple, set, frozenset)) else ())
+        named = getattr(module, "_no_split_modules", None)
+        names.update(named if isinstance(named, (list, tuple, set, frozenset)) else ())
     found: Modules = {}
     covered: set[nn.Module] = {model}
     for path, module in model.named_modules():  # parents first
@@ -240,11 +241,11 @@ def _complain(
 ) -> None:
     """Refuse names that are there for nothing, or warn where that was asked for; "auto" may find nothing."""
     kind = type(model).__name__
-    told = [_absence(model, each) for each in missing]
+    absent = [_absence(model, each) for each in missing]
     if not fallback and any(each != AUTO for each in missing):
         one = f"units_fallback=True takes {kind} as one unit, all of it gathered at once on every rank"
-        raise ConfigValueError(f"units: {'; '.join(told)}. {one}: {size_in_words(_bytes([model], param_dtype))}")
-    words = f"units: {'; '.join(told)}"
+        raise ConfigValueError(f"units: {'; '.join(absent)}. {one}: {size_in_words(_bytes([model], param_dtype))}")
+    words = f"units: {'; '.join(absent)}"
     if not alone:
         warn_for_all(f"{words}. It is left out; the other units that were named stay")
         return

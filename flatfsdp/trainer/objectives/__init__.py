@@ -1,1 +1,1 @@
-"""What is minimised, and how it is computed without whole logits."""
+"""Objectives, and their computation in chunks, without all logits in memory."""

@@ -1,8 +1,8 @@
 """The linear layer that makes a model's logits: found by trying, and replaced for the time of a forward.
 
-[Note: heads] Models do not say where their logits come from, nor whether they scale or cap them afterwards. So a model
-runs twice on next to nothing: once to see which linear layer's output has the shape of the logits, once with a number
-in that output's place, which has to come out as it went in. What is put there in training is a loss.
+[Note: heads] Models do not declare where their logits come from, nor whether they scale or cap them afterwards. So a
+model runs twice on next to nothing: once to see which linear layer's output has the shape of the logits, once with a
+number in that output's place, which has to come out as it went in. What is put there in training is a loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBER = 12345.678  # no cap and no scale leaves it alone, nor a dtype with les
 
 
 class NoHeadError(Exception):
-    """There is no layer whose output could be replaced; its text says why."""
+    """There is no layer whose output could be replaced; its text is the reason."""
 
 
 def find_head(model: nn.Module, logits: Callable[[], Tensor]) -> nn.Linear:

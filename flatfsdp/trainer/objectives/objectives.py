@@ -1,7 +1,7 @@
-"""What is minimised: how much of it a batch holds, and the sum over that.
+"""Objectives: the weight of a batch, and the sum of its losses.
 
 [Note: sums] An objective gives sums, not means, so that a step's loss is averaged over all that its microbatches hold
-on all ranks, however unevenly. `weight` says how much that is without running the model.
+on all ranks, however unevenly. `weight` is how much that is, without running the model.
 
 A batch is a mapping (handed to the model by keywords, but for "labels"), a pair (inputs, targets), or a tensor.
 """
@@ -127,7 +127,7 @@ class FromOutput:
     count: Callable[[Any], int] = counted_in
 
     def weight(self, batch: Any) -> int:
-        """What `count` says."""
+        """What `count` returns."""
         return self.count(batch)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -160,7 +160,7 @@ def fused(objective: Objective, model: nn.Module, *, example: Any = None, rows: 
     ranks. Where there is none it warns why, and returns `objective` as it is.
 
     Args:
-        objective: the objective to speak for.
+        objective: the objective to compute.
         model: the sharded model; the objective returned is for this one, and does not keep it alive.
         example: a small batch for those forwards, of the same size on all ranks; None for two tokens.
         rows: tokens of a chunk; None for so many that their logits are about as large as the hidden states.
@@ -229,7 +229,7 @@ def check_fit(logits: Tensor, targets: Tensor, model: nn.Module) -> None:
 
 
 def objective_for(model: nn.Module) -> Objective:
-    """What `model` is trained for where nobody says: its own loss; `CausalLM` for such a model of transformers."""
+    """What `model` is trained for by default: its own loss; `CausalLM` for such a model of transformers."""
     return CausalLM() if is_causal(model) else FromOutput()
 
 

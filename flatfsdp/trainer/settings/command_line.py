@@ -103,7 +103,7 @@ def flag_of(name: str) -> str:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The tables of a TOML or JSON file, told apart by its suffix.
+    """The tables of a TOML or JSON file, which its suffix distinguishes.
 
     Raises:
         ConfigValueError: there is no such file, it cannot be read, or is none of the two; names the file.

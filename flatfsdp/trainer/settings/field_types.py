@@ -1,4 +1,4 @@
-"""Types of settings that pydantic has not, or would accept too much for."""
+"""Types of settings that pydantic lacks, or checks less strictly."""
 
 from __future__ import annotations
 

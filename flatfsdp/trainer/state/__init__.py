@@ -1,1 +1,1 @@
-"""What a run has to find again, and the folders in which it does."""
+"""The state of a run and its checkpoints."""

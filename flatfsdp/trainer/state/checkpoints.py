@@ -2,7 +2,7 @@
 
 [Note: folders of a run] `OUTPUT/step-00001000/` appears at once and complete. It is a checkpoint of flatfsdp's, which
 any number of ranks loads, and a folder of Hugging Face's: `model.safetensors` with what `files` puts beside it.
-`components.json` says for people who wrote what. A run that goes on from another one than the last, and so begins a
+`components.json` shows people who wrote what. A run that goes on from another one than the last, and so begins a
 branch, finds the later ones in `OUTPUT/aside-1/`: steps of the same numbers are to come.
 """
 
@@ -175,7 +175,7 @@ class CheckpointManager:
         """Wait for a save in the background.
 
         Raises:
-            CheckpointError: on every rank: it failed; told once.
+            CheckpointError: on every rank: it failed; raised once.
         """
         saving, self._saving = self._saving, None
         if saving is not None:
@@ -228,7 +228,7 @@ class CheckpointManager:
         whole = [each for each in there if not each.problem]
         damaged = [each for each in there if each.problem and not each.unfinished]
         if not whole and damaged:
-            raise CheckpointError(f"no checkpoint of {self.folder} is whole: {_told(damaged)}")
+            raise CheckpointError(f"no checkpoint of {self.folder} is whole: {_listed(damaged)}")
         if self._ranks.rank == 0:
             for each in there:
                 if each.problem:
@@ -241,7 +241,7 @@ class CheckpointManager:
         if not measured:
             raise CheckpointError(
                 f"no checkpoint of {self.folder} has the metric {self._best_by!r}, by which the best is to be found: "
-                f"{_told(whole)}"
+                f"{_listed(whole)}"
             )
         return min(measured, key=values.__getitem__)  # of equal ones the later
 
@@ -252,11 +252,11 @@ class CheckpointManager:
             if each.problem:
                 raise CheckpointError(f"{path} cannot be loaded: {each.problem}")
             return path
-        if all(self._ranks.tell(doing, lambda: bool(_weights_in(path)))):
+        if all(self._ranks.collective_call(doing, lambda: bool(_weights_in(path)))):
             return path
         inside = checkpoint.listing(path, process_group=self._ranks.group)
         beside = checkpoint.listing(path.parent, process_group=self._ranks.group)
-        around = f"in it are {_told(inside)}" if inside else f"beside it are {_told(beside)}" if beside else ""
+        around = f"in it are {_listed(inside)}" if inside else f"beside it are {_listed(beside)}" if beside else ""
         raise CheckpointError(
             f"{path} is neither a checkpoint nor a folder with *.safetensors or {WHOLE}, on all ranks"
             f"{'; ' * bool(around)}{around}"
@@ -283,7 +283,7 @@ class CheckpointManager:
             return None
         path = Path(real)
         doing = f"setting aside what was saved after {path}"
-        taken = {name for names in self._ranks.tell(doing, lambda: _names_in(self.folder)) for name in names}
+        taken = {name for names in self._ranks.collective_call(doing, lambda: _names_in(self.folder)) for name in names}
         aside = self.folder / next(name for number in count(1) if (name := ASIDE.format(number)) not in taken)
 
         def move() -> None:
@@ -301,7 +301,7 @@ class CheckpointManager:
                 aside.rmdir()
                 raise
 
-        self._ranks.tell(doing, move)
+        self._ranks.collective_call(doing, move)
         if self._ranks.rank == 0:
             warn(
                 f"this run goes on from {path.name}; what was saved after it, {few([each.name for each in later])}, is "
@@ -355,13 +355,15 @@ class CheckpointManager:
 
         extra = checkpoint.load(where, model=model, optimizer=optimizer, extra=wanted, process_group=self._ranks.group)
         states = (extra or {}).get("components", {})
-        said = self._ranks.tell(f"loading {where}", lambda: give(components, choice, states, step=step or 0))
-        return self._loaded(where, step, world, [*choice.warnings, *said[self._ranks.rank]])
+        notes = self._ranks.collective_call(
+            f"loading {where}", lambda: give(components, choice, states, step=step or 0)
+        )
+        return self._loaded(where, step, world, [*choice.warnings, *notes[self._ranks.rank]])
 
     def _load_weights(self, path: Path, model: nn.Module) -> LoadResult:
-        found = self._ranks.tell(f"loading {path}", lambda: _weights_in(path))
+        found = self._ranks.collective_call(f"loading {path}", lambda: _weights_in(path))
         if not all(found):
-            self._at(path)  # says what is there
+            self._at(path)  # raises, with what is there
         if found[0].startswith(WHOLE):
             _load_whole(model, path, self._ranks)
         else:
@@ -379,7 +381,7 @@ def _names_in(folder: Path) -> list[str]:
     return [inside.name for inside in folder.iterdir()]
 
 
-def _told(there: Sequence[Listed]) -> str:
+def _listed(there: Sequence[Listed]) -> str:
     """What there is, in words."""
     return few([f"{each.path.name}{f' ({each.problem})' * bool(each.problem)}" for each in reversed(there)])
 
@@ -413,9 +415,9 @@ def _load_whole(model: nn.Module, folder: Path, ranks: TrainerRanks) -> None:
 
     state: dict[str, torch.Tensor] = {}
     doing = f"loading {folder}"
-    ranks.tell(doing, lambda: state.update(read()))
+    ranks.collective_call(doing, lambda: state.update(read()))
     with _on_rank_0(model):
-        ranks.tell(doing, lambda: void(model.load_state_dict(state)))
+        ranks.collective_call(doing, lambda: void(model.load_state_dict(state)))
 
 
 def _on_rank_0(model: nn.Module) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
-"""The states of components in a checkpoint: who writes which, and who gets which back.
+"""Write and read the states of components: the ranks that write each, and those that get it back.
 
 [Note: parts] A component has one *part* for each set of ranks that share a state: `"all"`, or one named by the number
-of its first rank, which writes it. The *table* says of each component its sharing, whether it is required, and of each
+of its first rank, which writes it. The *table* has of each component its sharing, whether it is required, and of each
 part the ranks; it is in the checkpoint beside the states, and in `components.json`, for people.
 """
 
@@ -52,7 +52,7 @@ def take(components: Sequence[Component], ranks: TrainerRanks) -> LocalComponent
                 if members[0] == ranks.rank:
                     states[component.name] = {part: _saved(component)}
 
-    ranks.tell(doing, save)
+    ranks.collective_call(doing, save)
     table = {
         component.name: {
             "sharing": component.sharing.value,
@@ -78,7 +78,7 @@ def _divided(components: Sequence[Component], ranks: TrainerRanks, doing: str) -
     """Of each component the ranks of each part. Collective."""
     names = [component.name for component in components]
 
-    def told() -> tuple[str, list[tuple[str, str, bool, tuple[int, ...]]]]:
+    def declare() -> tuple[str, list[tuple[str, str, bool, tuple[int, ...]]]]:
         for name in names:
             if names.count(name) > 1:
                 raise ConfigValueError(
@@ -87,7 +87,7 @@ def _divided(components: Sequence[Component], ranks: TrainerRanks, doing: str) -
         own = [(each.name, each.sharing.value, each.required, ranks.members(each.group)) for each in components]
         return node(), own
 
-    answers = ranks.tell(doing, told)
+    answers = ranks.collective_call(doing, declare)
     declared = [[each[:3] for each in own] for _, own in answers]
     for rank, each in enumerate(declared):
         if each != declared[0]:
@@ -185,18 +185,18 @@ def _begins(component: Component) -> str:
 def give(
     components: Sequence[Component], choice: ComponentSelection, states: Mapping[str, Any], *, step: int
 ) -> list[str]:
-    """Let `components` load their `states`, by name and part, or start anew; what these say. Not collective."""
-    said = []
+    """Let `components` load their `states`, by name and part, or start anew; the notes of those. Not collective."""
+    notes = []
     for component in components:
         part = choice.parts[component.name]
         try:
             if part is not None:
                 component.load(states[component.name][part])
             elif component.restart is not None:
-                said.append(component.restart(step))
+                notes.append(component.restart(step))
         except Exception as error:
             raise CheckpointError(f"component {component.name!r}: {type(error).__name__}: {error}") from error
-    return said
+    return notes
 
 
 # --- replicas ---------------------------------------------------------------------------------------------------------
@@ -218,11 +218,11 @@ def verify(components: Sequence[Component], ranks: TrainerRanks) -> None:
         return {name: _hash(repr(sorted(inside.items())).encode()) for name, inside in leaves.items()}
 
     doing = "comparing replicated components"
-    told = ranks.tell(doing, hashed)
-    differing = [name for name in leaves if len({each.get(name) for each in told}) > 1]
+    hashes = ranks.collective_call(doing, hashed)
+    differing = [name for name in leaves if len({each.get(name) for each in hashes}) > 1]
     if not differing:
         return
-    found = ranks.tell(doing, lambda: {name: leaves[name] for name in differing})
+    found = ranks.collective_call(doing, lambda: {name: leaves[name] for name in differing})
     problems = []
     for name in differing:
         keys = dict.fromkeys(key for each in found for key in each[name])

@@ -1,4 +1,4 @@
-"""What a run has to find again besides model and optimizer: components, each with a declared sharing.
+"""Components: the state of a run besides model and optimizer, each part with a declared sharing.
 
 [Note: components] A component is a name, two functions (one returns its state, one takes it back) and a `Sharing`: who
 has the same state, and so who writes it and who reads it. What all ranks share comes back on any number of them. What
@@ -46,11 +46,11 @@ class Component:
         save: returns the state: nested mappings and lists of tensors and plain values, as ``extra`` of
             `flatfsdp.checkpoint.save` takes them. Called on the rank that writes; on all ranks where it is REPLICATED.
         load: takes it back. Called on all ranks.
-        required: whether a checkpoint without it is refused; otherwise a warning says that it is missing.
+        required: whether a checkpoint without it is refused; otherwise a warning names it.
         group: the process group of this rank, for PER_GROUP.
         restart: called with the checkpoint's step in place of `load` where there is no state for this rank; returns
             what it did, as a sentence for the log. None: a required component is refused then, another one stays as
-            it was made, and a warning says so.
+            it was made, with a warning.
 
     Raises:
         ConfigTypeError, ConfigValueError: a group without PER_GROUP, or the other way round; an empty name.
