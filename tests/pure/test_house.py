@@ -61,6 +61,7 @@ LINES = {
     "trainer": (7_625,),
     "all": (36_122, 6_000, 220, 250, 360, 75),
 }
+SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
 # What a maintainer must know to change the engine: its packages for order, layout, configuration, device,
 # communication, flat parameters and units, and the public files that belong to these.
@@ -138,6 +139,11 @@ def test_lines() -> None:
     print(found)
     too_many = {part: found[part] for part, limits in LINES.items() if found[part] > sum(limits)}
     assert not too_many, f"more lines than {LINES} allow: {too_many}"
+
+
+def test_the_settings_of_the_trainer_leave_checking_to_their_library() -> None:
+    lines = sum(text.count("\n") for name, text in sources().items() if name.startswith("trainer/settings/"))
+    assert lines <= SETTINGS, f"{lines} lines in trainer/settings; what pydantic can check is pydantic's"
 
 
 def test_the_core_is_of_files_that_are_there() -> None:
