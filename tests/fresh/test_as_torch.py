@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import flatfsdp.examples
-from tests.harness import fresh
+from tests.harness import commands, fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 BEFORE = Path(flatfsdp.examples.__file__).parent / "from_fsdp1.before.txt"
@@ -164,8 +164,8 @@ def test_a_program_without_a_wrapper_is_told_at_its_end(kind: str, tmp_path: Pat
     (tmp_path / "program.py").write_text(WITHOUT)
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "flatfsdp.as_torch", "program.py", kind]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    command = ["-m", "flatfsdp.as_torch", "program.py", kind]
+    done = commands.run(*command, folder=tmp_path, environment=environment, limit=120)
     trained = {"ddp": "DistributedDataParallel, with the whole model on every rank", "plain": "modules in no wrapper"}
     assert done.returncode == 0, done.stderr[-2000:]
     assert "has made no FullyShardedDataParallel" in done.stderr and f"What trained: {trained[kind]}" in done.stderr

@@ -8,8 +8,6 @@ import io
 import os
 import re
 import runpy
-import subprocess
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ import torch.distributed as dist
 
 import flatfsdp.examples
 from flatfsdp.errors import FlatFSDPWarning
-from tests.harness import fresh
+from tests.harness import commands, fresh
 
 FOLDER = Path(flatfsdp.examples.__file__).parent
 ROOT = FOLDER.parents[1]
@@ -33,7 +31,7 @@ def start(*arguments: str) -> str:
     """Run this python with `arguments`, outside of any world of the test's own; what it printed."""
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, *arguments], env=clean, capture_output=True, text=True, timeout=TIMEOUT)
+    done = commands.run(*arguments, folder=ROOT, environment=clean, limit=TIMEOUT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

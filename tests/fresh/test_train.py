@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from flatfsdp.trainer.callbacks import read_metrics
+from tests.harness import commands
 from tests.harness.terminal import run_in_terminal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +26,11 @@ def start(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[s
     """Run this python with `arguments` in `folder`, outside of any world of the test's own."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def train(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The same in processes that have imported torch, which takes a third of the time."""
+    return commands.run(*arguments, folder=folder, environment=environment())
 
 
 def environment() -> dict[str, str]:
@@ -46,7 +52,7 @@ def text(tmp_path: Path) -> Path:
 
 def test_a_plain_start_trains_on_two_ranks_and_reports(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    done = start(
+    done = train(
         "-m", "flatfsdp.train", *TINY, "--steps", "40", "--text", text, "--output", "pictures", folder=tmp_path
     )
     assert done.returncode == 0, done.stderr
@@ -120,7 +126,7 @@ def test_the_commands_of_the_readme_run_as_written(tmp_path: Path) -> None:
     for command in commands.splitlines():
         python, *arguments = command.split()
         assert python == "python"
-        done = start(*arguments, folder=tmp_path)
+        done = train(*arguments, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout)
     assert promised in printed[0]
@@ -132,14 +138,21 @@ def test_the_commands_of_the_readme_run_as_written(tmp_path: Path) -> None:
     assert (tmp_path / "sums" / "export" / "model.safetensors").is_file()
 
     (tmp_path / "program.py").write_text(f"{program}print(result.steps)\n")
-    done = start("program.py", folder=tmp_path)
+    done = train("program.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "125"
     assert re.search(r"^100% step 125: loss \d", done.stderr, re.MULTILINE), "a trainer made in Python shows progress"
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000125"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
+def wait_for_a_step(folder: Path) -> None:
+    deadline = time.monotonic() + 300
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
 def test_ranks_end_with_the_process_that_started_them(text: Path, tmp_path: Path, number: int, code: int) -> None:
     """At once where it was killed; with a checkpoint where it was asked to stop, by `timeout`, say, which tells it and
     all processes of its group."""
@@ -154,10 +167,7 @@ def test_ranks_end_with_the_process_that_started_them(text: Path, tmp_path: Path
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 300
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for_a_step(tmp_path / "run")
         process.send_signal(number)
         if number == signal.SIGTERM:
             os.killpg(process.pid, number)
@@ -168,6 +178,18 @@ def test_ranks_end_with_the_process_that_started_them(text: Path, tmp_path: Path
     assert process.returncode == code, said
     assert ("stopped by" in said) == (number != signal.SIGKILL)
     assert bool([*(tmp_path / "run").glob("step-*")]) == (number != signal.SIGKILL)
+
+
+def test_ranks_end_with_the_process_that_started_them_where_only_it_is_told(text: Path, tmp_path: Path) -> None:
+    options = ["--steps", "100000", "--no-plot", "--no-progress", "--text", text, "--output", "run"]
+    command = ["-m", "flatfsdp.train", *TINY, *options]
+    with commands.started(*command, folder=tmp_path, environment=environment()) as running:
+        wait_for_a_step(tmp_path / "run")
+        running.send_signal(signal.SIGUSR1)
+        done = running.wait()
+    assert done.returncode == 138, done.stdout + done.stderr
+    assert "stopped by" in done.stdout + done.stderr
+    assert [*(tmp_path / "run").glob("step-*")]
 
 
 def test_in_a_terminal(text: Path, tmp_path: Path) -> None:

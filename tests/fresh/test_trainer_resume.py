@@ -6,13 +6,13 @@ import json
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from tests.fresh.programs.resumable import EPOCHS, GLOBAL_BATCH, SAMPLES, SAVE_EVERY
+from tests.harness import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = -(-SAMPLES * EPOCHS // GLOBAL_BATCH)
@@ -22,8 +22,8 @@ def start(output: Path, ranks: int, *options: float | str) -> subprocess.Complet
     """One run of the program, until it ends by itself or as it was told to."""
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "tests.fresh.programs.resumable", str(output), str(ranks), *map(str, options)]
-    return subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=240)
+    module = "tests.fresh.programs.resumable"
+    return commands.run("-m", module, output, ranks, *options, folder=ROOT, environment=clean, limit=240)
 
 
 def rows(path: Path) -> list[dict]:

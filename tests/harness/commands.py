@@ -1,0 +1,127 @@
+"""Commands of this python, ``-m module ARGUMENTS`` or ``program.py ARGUMENTS``, without the seconds of a start.
+
+They run in a process that is forked where torch is imported already, and so do the ranks that they spawn (see
+`processes`); what they do and print, their folder, environment and exit code are those of the command. For what happens
+before torch is imported, in a terminal, or to a whole process group, start an interpreter.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.context
+import multiprocessing.forkserver
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from tests.harness.processes import _Rank
+
+
+class _Printing(_Rank):
+    """Prints to files, and has the environment of the process that started it: a forked one inherits neither."""
+
+    printed: tuple[str, str] = ("", "")  # the files of the command that runs in this process
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.environment, self.files = dict(os.environ), self.printed
+
+    def _bootstrap(self, *args: Any) -> NoReturn:
+        type(self).printed = self.files
+        for descriptor, path in zip((1, 2), self.files, strict=True):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        super()._bootstrap(*args)
+
+
+class _Forking(ForkServerContext):
+    """In a command's process the context "spawn"."""
+
+    _name = "spawn"
+    Process = _Printing
+
+
+@dataclass(frozen=True)
+class Command:
+    """One that runs."""
+
+    process: _Printing
+    limit: float  # of seconds
+
+    def send_signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self) -> subprocess.CompletedProcess[str]:
+        """What it printed, once it has ended.
+
+        Raises:
+            TimeoutError: it did not in time; the text holds what it has printed.
+        """
+        self.process.join(self.limit)
+        said, complained = (Path(file).read_text(errors="replace") for file in self.process.files)
+        if self.process.exitcode is None:
+            raise TimeoutError(
+                f"{self.process.name} still runs after {self.limit:g} s. It printed:\n{said}{complained}"
+            )
+        return subprocess.CompletedProcess(self.process.name, self.process.exitcode, said, complained)
+
+
+@contextmanager
+def started(
+    *arguments: object, folder: Path, environment: Mapping[str, str], limit: float = 300.0
+) -> Iterator[Command]:
+    """``python ARGUMENTS`` in `folder`; it does not outlive the context."""
+    told = [str(each) for each in arguments]
+    with tempfile.TemporaryDirectory(prefix="flatfsdp-command-") as printed:
+        process = _Printing(target=_main, args=(told, str(folder)), name=" ".join(told))
+        process.files = f"{printed}/out", f"{printed}/err"
+        process.environment = dict(environment)
+        process.start()
+        try:
+            yield Command(process, limit)
+        finally:
+            process.kill()
+            process.join(60)
+
+
+def run(
+    *arguments: object, folder: Path, environment: Mapping[str, str], limit: float = 300.0
+) -> subprocess.CompletedProcess[str]:
+    """The same, until it has ended."""
+    with started(*arguments, folder=folder, environment=environment, limit=limit) as command:
+        return command.wait()
+
+
+def _main(arguments: list[str], folder: str) -> None:
+    os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    multiprocessing.context._concrete_contexts["spawn"] = _Forking()  # type: ignore[attr-defined]
+    # Its address is that of the server that forked this process, which goes on for as long as any process of its own.
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            sys.path.insert(0, folder)
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(arguments[0]).parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # as the interpreter does: libraries put theirs there
+        sys.exit(1)
