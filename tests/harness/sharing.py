@@ -1,4 +1,4 @@
-"""Several pytest processes that do one run together: ``pytest --processes 2``.
+"""Several pytest processes that do one run together: ``pytest --processes 3``.
 
 The one that was started starts the others and shows the results of all, as if it had run everything itself. Each takes,
 file by file, what none has taken before: many tests wait for something, and leave the cores to those of another

@@ -5,9 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, product
+from typing import TypeVar
 
 import pytest
+
+A, B = TypeVar("A"), TypeVar("B")
 
 
 @dataclass
@@ -44,3 +49,9 @@ def seeds(few: int, many: int) -> list[int]:
         return usual
     start = max(few, _extent.first)
     return usual + list(range(start, start + many - few))
+
+
+def spread(worlds: Sequence[A], cases: Iterable[B]) -> list[tuple[A, B]]:
+    """Each case in one of the worlds in turn, so that each world has several; with --thorough each case in each."""
+    cases = list(cases)
+    return list(product(worlds, cases)) if _extent.thorough else list(zip(cycle(worlds), cases, strict=False))

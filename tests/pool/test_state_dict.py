@@ -26,6 +26,7 @@ from flatfsdp.errors import FlatFSDPError
 from tests.conftest import Run
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import CASES, WIDTH, Feedforward
+from tests.harness.thorough import spread
 from tests.pool.corners import HYBRID, Net, Setting, data, joined, loss_of, seeded
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
@@ -107,14 +108,12 @@ def pieces(rank: int, world: int, name: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world", "name"), spread([1, 3, 2, 4], sorted(CASES)))
 def test_whole_state_dicts_are_those_of_the_plain_model(run: Run, world: int, name: str) -> None:
     assert not joined(run(world, whole, name))
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize(("world", "name"), spread([4, 1, 3], sorted(CASES)))
 def test_a_rank_saves_and_loads_what_it_owns(run: Run, world: int, name: str) -> None:
     assert not joined(run(world, pieces, name))
 
