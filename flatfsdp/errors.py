@@ -12,9 +12,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 __all__ = [
     "AgreementError",
@@ -29,6 +29,9 @@ __all__ = [
     "UsageError",
     "WaitError",
 ]
+
+
+V = TypeVar("V", bound=Hashable)
 
 
 class FlatFSDPError(Exception):
@@ -148,6 +151,19 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return f"ranks {', '.join('-'.join(map(str, run)) for run in runs)}"
+
+
+def ranks_by_value(values: Mapping[int, V]) -> dict[V, list[int]]:
+    """The ranks that have the same value, by that value; both in the order of `values`."""
+    alike: dict[V, list[int]] = {}
+    for rank, value in values.items():
+        alike.setdefault(value, []).append(rank)
+    return alike
+
+
+def by_ranks(texts: Mapping[int, str], between: str = " ") -> str:
+    """What ranks report, once for those that report the same: "rank 0 ...; ranks 1, 2 ..."."""
+    return "; ".join(f"{ranks_in_words(ranks)}{between}{text}" for text, ranks in ranks_by_value(texts).items())
 
 
 def shown(value: object) -> str:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from .engine.agreement import object_collectives
 from .engine.agreement.collective_calls import meet
+from .engine.agreement.object_collectives import description_of
 from .engine.base.plain_data import decode, encode
 from .engine.device.streams import accelerator
 from .engine.watchdog.watchdog import expecting
+
+T = TypeVar("T")
 
 
 def gather(value: Any, group: dist.ProcessGroup, *, call: str) -> list[Any]:
@@ -26,11 +32,57 @@ def gather(value: Any, group: dist.ProcessGroup, *, call: str) -> list[Any]:
         AgreementError: on every rank: some make another call.
         LostRankError: a rank has ended.
     """
-    content = encode(value)
+    return [decode(each) for each in meet_and_gather(encode(value), group, call=call).values()]
+
+
+def on_all_ranks(
+    work: Callable[[], T],
+    group: dist.ProcessGroup | None,
+    *,
+    call: str,
+    raises: Callable[[Mapping[int, str], Exception | None], Exception],
+    describe: Callable[[Exception], str] = description_of,
+) -> list[T]:
+    """Let every rank do its `work`; what each returned, in the order of the group's ranks. Where it fails on one, this
+    fails on all. Collective over the group, two all-gathers.
+
+    Args:
+        work: returns plain data.
+        group: on which this rank is; None for this process alone.
+        call: as of `gather`.
+        raises: what to raise, given the failed ranks with their descriptions, and this rank's own exception, which may
+            be the answer.
+        describe: an exception in words for the other ranks.
+
+    Raises:
+        Exception: what `raises` says.
+        AgreementError: on every rank: some make another call.
+        LostRankError: a rank has ended.
+    """
+
+    exchange = None if group is None else partial(meet_and_gather, group=group, call=call)
+    return [*object_collectives.on_all_ranks(work, exchange, raises=raises, describe=describe).values()]
+
+
+def meet_and_gather(
+    content: bytes, group: dist.ProcessGroup, *, call: str, waiting: str | None = None
+) -> dict[int, bytes]:
+    """Every rank's `content`, by the number of the rank in the group. Collective over the group, two all-gathers.
+
+    Args:
+        content: anything.
+        group: on which this rank is.
+        call: what the ranks meet in before, to follow "rank 0 ". [Note: calls]
+        waiting: what a rank does that waits for the others in it; None for `call`.
+
+    Raises:
+        AgreementError: on every rank: some make another call.
+        LostRankError: a rank has ended.
+    """
     members = dist.get_process_group_ranks(group)
-    with expecting(members, call):
+    with expecting(members, waiting or call):
         meet(group, members, call)
-        return [decode(each) for each in gather_bytes(content, group)]
+        return dict(enumerate(gather_bytes(content, group)))
 
 
 def gather_bytes(content: bytes, group: dist.ProcessGroup) -> list[bytes]:

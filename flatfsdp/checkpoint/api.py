@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..engine.state.optim.load_plan import TensorSpec
 from ..errors import refuse_value
 from . import background
 from .background import Saving
@@ -22,7 +23,7 @@ from .foreign import DcpFolder
 from .keeping import Keeping
 from .loading import Wanted, compare, empty_tensors, find, is_foreign, part_of, read_all
 from .nested import flatten, plain
-from .parts import SavedTensorInfo, Section, parts_of
+from .parts import Section, parts_of
 from .ranks import CheckpointRanks
 from .raw import dtype_named
 from .saving import Contents, SaveRequest, save_contents
@@ -214,7 +215,7 @@ def _listed(parts: list[Section]) -> str:
 
 
 def _targets(
-    parts: list[Section], there: Mapping[str, SavedTensorInfo], values: Iterable[Keys] | None = None, *, strict: bool
+    parts: list[Section], there: Mapping[str, TensorSpec], values: Iterable[Keys] | None = None, *, strict: bool
 ) -> dict[str, torch.Tensor]:
     """The tensors to fill, by key. `values`: the keys that lead to each plain value that is there, if that is known.
 
@@ -257,9 +258,7 @@ def _read_ours(
     verify: bool,
 ) -> tuple[dict[str, Any], Any]:
     found = find(ranks, path, check=verify)
-    there = {
-        key: SavedTensorInfo(saved.shape, dtype_named(saved.dtype)) for key, saved in found.manifest.tensors.items()
-    }
+    there = {key: TensorSpec(saved.shape, dtype_named(saved.dtype)) for key, saved in found.manifest.tensors.items()}
     targets: dict[str, torch.Tensor] = {}
     values = [plain(path) for path, _ in found.manifest.values.values()]
     ranks.exchange(doing, lambda: targets.update(_targets(parts, there, values, strict=strict)))

@@ -15,9 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ..errors import CheckpointError
+from ..engine.state.optim.load_plan import TensorSpec
+from ..errors import CheckpointError, by_ranks
 from .nested import Path, unflatten
-from .parts import SavedTensorInfo
 from .ranks import CheckpointRanks
 
 __all__ = ["DcpFolder"]
@@ -36,12 +36,12 @@ class DcpFolder:
         named = any(key.startswith(("model.", "optimizer.")) for key in saved)
         self._names = {key if named else f"model.{key}": key for key in saved}
 
-    def tensors(self) -> dict[str, SavedTensorInfo]:
+    def tensors(self) -> dict[str, TensorSpec]:
         """All tensors, by key ([Note: keys])."""
         saved = self._metadata.state_dict_metadata
         found = {name: saved[key] for name, key in self._names.items()}
         return {
-            name: SavedTensorInfo(tuple(each.size), each.properties.dtype)
+            name: TensorSpec(tuple(each.size), each.properties.dtype)
             for name, each in found.items()
             if isinstance(each, TensorStorageMetadata)
         }
@@ -77,8 +77,8 @@ class DcpFolder:
                 warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
                 dcp.load(state, checkpoint_id=self._path, process_group=ranks.group, no_dist=ranks.group is None)
         except dcp.CheckpointException as error:
-            told = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
-            raise CheckpointError(f"loading {self._path}: {told}") from error
+            failed = {rank: str(failure[0]) for rank, failure in sorted(error.failures.items())}
+            raise CheckpointError(f"loading {self._path}: {by_ranks(failed, ': ')}") from error
         return {name: state[self._names[name]] for name in values}, {name: state[self._names[name]] for name in others}
 
     def nested(self, leaves: Mapping[str, Any]) -> dict[Any, Any]:

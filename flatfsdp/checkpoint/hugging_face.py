@@ -8,12 +8,10 @@ each `BLOCK` bytes of each file, and the folder takes its place only then ([Note
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..engine.layout.boxes import Box
-from ..engine.layout.layout import ParamSpec, Span
-from ..engine.state.owned_interval import OwnedInterval
+from ..engine.runtime.module_tree import units_in
+from ..engine.runtime.rest import check_idle, quiesce
+from ..engine.state.named_param import NamedParam, named_buffers, named_state
 from ..errors import CheckpointError, few, refuse_type, refuse_value
 from . import form
 from .beside import written_by
-from .disk import File, disk
-from .folders import CheckpointFolder, leader_of, refuse_link
-from .held import LocalTensor, held_in_place, note_writes, settle
+from .disk import disk
+from .folders import CheckpointFolder, refuse_link
 from .loading import compare
-from .lock import Lock
 from .ranks import CheckpointRanks
-from .raw import LARGEST, bytes_of, cut
-from .reading import checksum
-from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, header_of, read_header
+from .replacement import Replacement
+from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, Files, as_interval, read_header, read_into
+from .weights import INDEX, BlockChecksums, Described, WeightFiles, checksums_of, verify_checksums
 
 __all__ = ["export_safetensors", "load_safetensors"]
 
-INDEX = f"{SINGLE}.index.json"
-BLOCK = 2**26
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -79,12 +73,9 @@ def export_safetensors(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         refuse_value("dtype", dtype, "a floating-point dtype, or None")
 
-    def hold() -> list[LocalTensor]:
-        settle(model, "export_safetensors()")
-        return held_in_place(model)
-
     ranks = CheckpointRanks(process_group, "export_safetensors()")
     with ranks.calling(model):
+        hold = partial(_held_in_place, model, "export_safetensors()")
         _export(ranks, folder, hold, largest=largest, dtype=dtype, overwrite=overwrite, files=files)
 
 
@@ -94,14 +85,14 @@ def write_whole(tensors: Mapping[str, torch.Tensor], folder: Path, *, overwrite:
     for name, tensor in tensors.items():
         memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
         same.setdefault(memory, []).append(name)
-    held = [LocalTensor(tuple(names), tensors[names[0]].detach(), None) for names in same.values()]
+    held = [NamedParam(names[0], tuple(names), None, 0, 0, tensors[names[0]]) for names in same.values()]
     _export(CheckpointRanks(), folder, lambda: held, largest=bytes_in("5GB"), dtype=None, overwrite=overwrite)
 
 
 def _export(
     ranks: CheckpointRanks,
     folder: str | os.PathLike[str],
-    hold: Callable[[], list[LocalTensor]],
+    hold: Callable[[], list[NamedParam]],
     *,
     largest: int,
     dtype: torch.dtype | None,
@@ -109,63 +100,42 @@ def _export(
     files: Callable[[Path], None] | None = None,
 ) -> None:
     place = CheckpointFolder.at(folder, CHECKSUMS)
-    lock = Lock(place.path)  # the leader's
-    doing = f"exporting to {place.path}"
-    held: list[LocalTensor] = []
-    written: dict[Path, tuple[bytes, list[Entry]]] = {}
+    export = Replacement(ranks, place, f"exporting to {place.path}")
+    held: list[NamedParam] = []
+    planned: list[WeightFiles] = []
 
-    def plan() -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def plan() -> list[Described]:
         held.extend(hold())
-        tensors = [(each.names[0], _written_as(each.value, dtype), tuple(each.value.shape)) for each in held]
-        written.update(files_of(place.new, tensors, largest))
+        values = {each.name: each.in_place() for each in held}
+        tensors = [(name, _written_as(value, dtype), tuple(value.shape)) for name, value in values.items()]
+        planned.append(WeightFiles.of(tensors, largest))
         return tensors
 
-    _require_same(ranks.exchange(doing, plan), doing)
-    leads = leader_of(place, ranks, doing, per_node=False) == ranks.rank
+    _require_same(export.all(plan), export.doing)
+    (weights,) = planned
 
     def prepare() -> None:
         refuse_link(folder, overwrite=overwrite)
-        lock.take()
+        export.lock.take()
         place.prepare(next(iter(place.complete()), None), overwrite=overwrite)
 
-    def create() -> None:
-        for path, (header, entries) in written.items():
-            with disk().create(path) as file:
-                file.write(header, 0)
-                file.allocate(len(header) + sum(entry.size for entry in entries))
+    def write() -> None:
+        mine = (each for each in held if each.saves(first=ranks.rank == 0))
+        weights.write(place.new, ((each.name, as_interval(each.name, each.in_place())) for each in mine))
 
-    def conclude(checksums: Sequence[Mapping[tuple[str, int], int]]) -> None:
-        if len(written) > 1:
-            disk().write_file(place.new / INDEX, index_of([entries for _, entries in written.values()]))
+    def conclude(checksums: Sequence[BlockChecksums]) -> None:
+        if (index := weights.index()) is not None:
+            disk().write_file(place.new / INDEX, index)
         beside = [] if files is None else [each.name for each in written_by(files, place.new)]
-        lock.check()
-        disk().publish(place.new / CHECKSUMS, checksums_of(checksums, beside=beside))
+        export.publish(checksums_of(checksums, beside=beside))
 
     def fill() -> None:
-        ranks.exchange(doing, lambda: create() if leads else None)
-        entries = {entry.name: entry for _, inside in written.values() for entry in inside}
-        ranks.exchange(doing, lambda: _write(held, entries, first=ranks.rank == 0))
-        checksums = ranks.exchange(doing, lambda: block_checksums(list(written), ranks.rank, ranks.world))
-        ranks.exchange(doing, lambda: conclude(checksums) if leads else None)
+        export.lead(lambda: weights.create(place.new))
+        export.all(write)
+        checksums = export.all(lambda: weights.checksums(place.new, ranks.rank, ranks.world))
+        export.lead(lambda: conclude(checksums))
 
-    def swap() -> None:
-        lock.check()
-        place.swap()
-
-    try:
-        ranks.exchange(doing, lambda: prepare() if leads else None)
-        try:
-            fill()
-        except CheckpointError:
-            if leads and not place.is_complete(place.new):
-                with contextlib.suppress(OSError, CheckpointError):
-                    lock.check()
-                    disk().remove(place.new)
-            raise
-        ranks.exchange(doing, lambda: swap() if leads else None)
-        ranks.exchange(doing, lambda: place.drop_old() if leads else None)
-    finally:
-        lock.release()
+    export.run(lambda: export.lead(prepare), fill)
 
 
 def load_safetensors(
@@ -196,13 +166,12 @@ def load_safetensors(
     ranks = CheckpointRanks(process_group, "load_safetensors()")
     doing = f"loading {os.fspath(source)}"
     there: dict[str, Entry] = {}
-    held: list[LocalTensor] = []
+    held: list[NamedParam] = []
 
     def look() -> None:
         there.update(_entries_at(Path(source)))
-        settle(model, "load_safetensors()")
-        held.extend(held_in_place(model))
-        wanted = {_name_in(each, there): each.value for each in held}
+        held.extend(_held_in_place(model, "load_safetensors()"))
+        wanted = {_name_in(each, there): each.in_place() for each in held}
         known = {name for each in held for name in each.names}
         shapes = {name: entry.shape for name, entry in there.items() if name in wanted or name not in known}
         compare(shapes, wanted, None, strict=strict)
@@ -211,17 +180,35 @@ def load_safetensors(
         with torch.no_grad(), Files() as files:
             for each in held:
                 if (name := _name_in(each, there)) in there:
-                    _read(files.of(there[name]), there[name], each.value)
-        note_writes(model)
+                    read_into(files.of(there[name]), there[name], each.in_place())
+        _note_writes(model)
 
     with ranks.calling(model):
         ranks.exchange(doing, look)
         if verify:
-            ranks.exchange(doing, lambda: _verify(sorted({entry.file for entry in there.values()}), ranks))
+            ranks.exchange(doing, lambda: verify_checksums(files_of(there.values()), ranks.rank, ranks.world))
         ranks.exchange(doing, read)
 
 
-def _name_in(held: LocalTensor, there: Mapping[str, Entry]) -> str:
+def _held_in_place(model: nn.Module, what: str) -> list[NamedParam]:
+    """Parameters, then buffers, in the order of `model.modules()`, ready to be asked for `NamedParam.in_place`. No
+    communication.
+
+    Raises:
+        UsageError: `what` (a function, for the message) was called while a unit computes.
+    """
+    units = units_in(model)
+    quiesce(units, collective=False, check=lambda unit: check_idle(unit, what))
+    return [*named_state(model), *named_buffers(model)]
+
+
+def _note_writes(model: nn.Module) -> None:
+    """Shards have been written to behind autograd's back: what was made of them is out of date."""
+    shards = [handle.shard for unit in units_in(model) for handle in unit.handles]
+    torch.autograd.graph.increment_version(shards)
+
+
+def _name_in(held: NamedParam, there: Mapping[str, Entry]) -> str:
     return next((name for name in held.names if name in there), held.names[0])
 
 
@@ -251,37 +238,13 @@ def _require_same(plans: Sequence[Any], doing: str) -> None:
                     )
 
 
-def files_of(
-    folder: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], largest: int
-) -> dict[Path, tuple[bytes, list[Entry]]]:
-    """Headers and places of the files that hold `tensors`."""
-    groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
-    room = largest
-    for tensor in tensors:
-        size = prod(tensor[2]) * tensor[1].itemsize
-        if size > room and groups[-1]:
-            groups.append([])
-            room = largest
-        groups[-1].append(tensor)
-        room -= size
-    count = len(groups)
-    names = [SINGLE] if count == 1 else [f"model-{n + 1:05}-of-{count:05}{SUFFIX}" for n in range(count)]
-    return {folder / name: header_of(folder / name, group) for name, group in zip(names, groups, strict=True)}
-
-
-def index_of(files: Sequence[Sequence[Entry]]) -> bytes:
-    places = {entry.name: entry.file.name for entries in files for entry in entries}
-    total = sum(entry.size for entries in files for entry in entries)
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
-
-
 def read_whole(source: Path) -> dict[str, torch.Tensor]:
     """All tensors of a file or a folder, on the CPU, whole."""
     found = {}
     with Files() as files:
         for name, entry in _entries_at(source).items():
             found[name] = torch.empty(entry.shape, dtype=entry.dtype)
-            _read(files.of(entry), entry, found[name])
+            read_into(files.of(entry), entry, found[name])
     return found
 
 
@@ -293,137 +256,12 @@ def entries_of(source: Path, *, check: bool) -> list[Entry]:
     """
     entries = list(_entries_at(source).values())
     if check:
-        _verify(sorted({entry.file for entry in entries}), CheckpointRanks())
+        verify_checksums(files_of(entries), 0, 1)
     return entries
 
 
-# --- elements ---------------------------------------------------------------------------------------------------------
-
-
-class Files:
-    """Open files, whose names may be relative to a folder; a context that closes them."""
-
-    def __init__(self, folder: Path = Path(), *, write: bool = False) -> None:
-        self._folder = folder
-        self._write = write
-        self._open: dict[Path, File] = {}
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        for file in self._open.values():
-            file.__exit__(*details)
-
-    def of(self, entry: Entry) -> File:
-        """The file that `entry` is in."""
-        if entry.file not in self._open:
-            self._open[entry.file] = disk().open(self._folder / entry.file, write=self._write)
-        return self._open[entry.file]
-
-    def sync(self) -> None:
-        """Wait for the disk."""
-        for file in self._open.values():
-            file.sync()
-
-
-def _write(held: Sequence[LocalTensor], entries: Mapping[str, Entry], *, first: bool) -> None:
-    with torch.no_grad(), Files(write=True) as files:
-        for each in held:
-            entry = entries[each.names[0]]
-            if not each.saves(first=first):
-                continue
-            write_interval(files.of(entry), entry, _interval_of(entry.name, each.value, contiguous=True))
-        files.sync()
-
-
-def write_interval(file: File, entry: Entry, interval: OwnedInterval) -> None:
-    """Write an interval of the tensor `entry` to its places, with at most `raw.LARGEST` bytes in memory twice."""
-    for box in cut(interval.spec, interval.span, LARGEST // entry.dtype.itemsize):
-        data = interval.data_of(box).to("cpu", entry.dtype).contiguous().view(-1)
-        for place, span in runs_of(box, entry.shape):
-            part = data[span.slice]
-            file.write(bytes_of(part), entry.offset + place * entry.dtype.itemsize)
-
-
-def _read(file: File, entry: Entry, target: torch.Tensor) -> None:
-    interval = _interval_of(entry.name, target, contiguous=False)
-    for box in cut(interval.spec, interval.span, LARGEST // entry.dtype.itemsize):
-        block = interval.data_of(box)
-        direct = block.is_contiguous() and block.device.type == "cpu" and block.dtype == entry.dtype
-        data = block.view(-1) if direct else torch.empty(box.span.numel, dtype=entry.dtype)
-        for place, span in runs_of(box, entry.shape):
-            wanted = bytes_of(data[span.slice])
-            if file.read(wanted, entry.offset + place * entry.dtype.itemsize) != len(wanted):
-                raise CheckpointError(f"{file.path} has lost its end")
-        if not direct:
-            block.copy_(data.view(box.sizes))
-    if not isinstance(target, OwnedInterval) and not target.is_contiguous():
-        target.copy_(interval.local.view(target.shape))
-
-
-def _interval_of(name: str, value: torch.Tensor, *, contiguous: bool) -> OwnedInterval:
-    """`value` as an interval of itself; a whole tensor that is not row-major as one of a copy (`contiguous`), or of
-    memory to fill."""
-    if isinstance(value, OwnedInterval):
-        return value
-    if not value.is_contiguous():
-        value = value.contiguous() if contiguous else torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    return OwnedInterval(value.detach().view(-1), ParamSpec(name, tuple(value.shape)), Span(0, value.numel()))
-
-
-def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Span]]:
-    """The pieces of a box that lie together where the tensor is row-major: (first element there, elements of the box,
-    itself row-major)."""
-    dim = len(shape) - 1
-    while dim > 0 and box.sizes[dim] == shape[dim]:
-        dim -= 1
-    length = prod(box.sizes[max(dim, 0) :])
-    steps = [prod(shape[each + 1 :]) for each in range(len(shape))]
-    first = sum(offset * step for offset, step in zip(box.offsets, steps, strict=True))
-    for number, index in enumerate(itertools.product(*map(range, box.sizes[: max(dim, 0)]))):
-        place = first + sum(each * step for each, step in zip(index, steps, strict=False))
-        yield place, Span(number * length, (number + 1) * length)
-
-
-# --- checksums, files -------------------------------------------------------------------------------------------------
-
-
-def block_checksums(files: Sequence[Path], share: int, shares: int) -> dict[tuple[str, int], int]:
-    """Of the blocks that fall to number `share` of `shares`, by name of the file and number of the block."""
-    blocks = [(path, block) for path in files for block in range(-(-path.stat().st_size // BLOCK))]
-    found = {}
-    for path, block in blocks[share::shares]:
-        found[path.name, block] = checksum(path, block * BLOCK, min(path.stat().st_size, (block + 1) * BLOCK))
-    return found
-
-
-def checksums_of(found: Sequence[Mapping[tuple[str, int], int]], *, beside: Sequence[str] = ()) -> bytes:
-    """What is left with weights: the checksums of their blocks, and which other files were written with them."""
-    files: dict[str, list[str]] = {}
-    for name, block in sorted(key for each in found for key in each):
-        files.setdefault(name, []).append(f"{next(each[name, block] for each in found if (name, block) in each):08x}")
-    others = sorted({name.partition("/")[0] for name in beside})
-    return json.dumps({"block": BLOCK, "crc32": files, "beside": others}, indent=1).encode() + b"\n"
-
-
-def _verify(files: Sequence[Path], ranks: CheckpointRanks) -> None:
-    path = files[0].parent / CHECKSUMS if files else Path(CHECKSUMS)
-    if not path.is_file():
-        return
-    try:
-        told = form.mapping(form.mapping(form.parse(disk().read_file(path)), "it").get("crc32"), "crc32")
-        sums = {name: form.items(each, f"crc32 of {name}") for name, each in told.items()}
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    known = [file for file in files if file.name in sums]
-    damaged = [
-        f"{name} (bytes {block * BLOCK} to {(block + 1) * BLOCK})"
-        for (name, block), crc32 in block_checksums(known, ranks.rank, ranks.world).items()
-        if sums[name][block : block + 1] != [f"{crc32:08x}"]
-    ]
-    if damaged:
-        raise CheckpointError(f"{files[0].parent}: damaged, or changed since it was exported: {', '.join(damaged)}")
+def files_of(entries: Iterable[Entry]) -> list[Path]:
+    return sorted({entry.file for entry in entries})
 
 
 def _header(path: Path) -> list[Entry]:

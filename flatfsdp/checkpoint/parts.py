@@ -5,31 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..engine.base.fqns import clean
 from ..engine.config.state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
-from ..engine.layout.layout import ParamSpec
-from ..engine.state.model.fqns import NamedParam, clean, named_state
 from ..engine.state.model.zero_copy import sharing_memory
+from ..engine.state.named_param import NamedParam, named_buffers, named_state
 from ..engine.state.optim.descriptions import value_of
+from ..engine.state.optim.load_plan import TensorSpec
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigValueError, refuse_type
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
-from .held import buffers_of
 from .nested import flatten
 
-__all__ = ["SavedTensorInfo", "Section", "parts_of"]
-
-
-class SavedTensorInfo(NamedTuple):
-    """A tensor that a checkpoint has: its whole shape, and its dtype."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+__all__ = ["Section", "parts_of"]
 
 
 class Section(Protocol):
@@ -49,7 +42,7 @@ class Section(Protocol):
     def take(self, *, lent: bool) -> None:
         """Find `state`; `lent`: its tensors may be those in use, elsewhere they are there to be filled. Collective."""
 
-    def expect(self, there: Mapping[str, SavedTensorInfo]) -> None:
+    def expect(self, there: Mapping[str, TensorSpec]) -> None:
         """Make `state` what is to be loaded from a checkpoint that has these tensors, by key ([Note: keys])."""
 
     def load(self, read: Mapping[str, Any]) -> None:
@@ -67,7 +60,7 @@ class _StateDictSection:
 
     def take(self, *, lent: bool) -> None: ...
 
-    def expect(self, there: Mapping[str, SavedTensorInfo]) -> None: ...
+    def expect(self, there: Mapping[str, TensorSpec]) -> None: ...
 
     def load(self, read: Mapping[str, Any]) -> None:
         _replace_values(self.state, read)
@@ -86,7 +79,7 @@ class _ModelSection:
         with _sharded(self._model), sharing_memory() if lent else nullcontext():
             self._own: dict[str, Any] = self._model.state_dict()
         named = [each.names for each in named_state(self._model)]
-        buffers = [each.names for each in buffers_of(self._model)]
+        buffers = [each.names for each in named_buffers(self._model)]
         named += buffers
         known = {name for names in named for name in names}
         # What modules tell of themselves beside parameters and buffers, which may be in use, and is filled here.
@@ -97,7 +90,7 @@ class _ModelSection:
         self.buffers = {name for names in buffers for name in names}
         self.ties = {name: names[0] for names in named for name in names[1:] if {name, names[0]} <= self.state.keys()}
 
-    def expect(self, there: Mapping[str, SavedTensorInfo]) -> None: ...
+    def expect(self, there: Mapping[str, TensorSpec]) -> None: ...
 
     def load(self, read: Mapping[str, Any]) -> None:
         for key, value in self._own.items():
@@ -132,7 +125,7 @@ class _OptimizerSection:
         with _sharded(self._model), sharing_memory() if lent else nullcontext():
             self.state = FullyShardedDataParallel.optim_state_dict(self._model, self._optimizer)
 
-    def expect(self, there: Mapping[str, SavedTensorInfo]) -> None:
+    def expect(self, there: Mapping[str, TensorSpec]) -> None:
         # Which parameters have state is what the checkpoint says: whose gradients were None there and here may differ.
         # Which state they have is what this optimizer says: of another one it must not take any.
         prefix = f"{self.name}.state."
@@ -140,7 +133,7 @@ class _OptimizerSection:
             return
         held = {name for group in self.state["param_groups"] for name in group["params"]}
         named = {name: each for each in named_state(self._model) for name in each.names}
-        found: dict[str, dict[str, SavedTensorInfo]] = {}
+        found: dict[str, dict[str, TensorSpec]] = {}
         for key, described in there.items():
             if key.startswith(prefix):
                 name = _longest(held & named.keys(), key.removeprefix(prefix))
@@ -174,19 +167,11 @@ def _longest(names: Collection[str], key: str) -> str | None:
     return next((name for name in candidates if name in names), None)
 
 
-def _target(named: NamedParam, described: SavedTensorInfo) -> torch.Tensor:
+def _target(named: NamedParam, described: TensorSpec) -> torch.Tensor:
     """Memory for what this rank owns of a state of a parameter; for all of a state of another shape."""
-    if named.unit is None or not described.shape:
+    if named.unit is None or not described.shape or described.shape != named.spec.shape:
         return torch.empty(described.shape, dtype=described.dtype)
-    handle = named.unit.handles[named.kind]
-    layout = handle.layout
-    spec = layout.params[named.index]
-    if described.shape != spec.shape:
-        return torch.empty(described.shape, dtype=described.dtype)
-    span = layout.span_in_param(named.index, handle.rank)
-    local = torch.empty(span.numel, dtype=described.dtype)
-    own = ParamSpec(named.name, spec.shape, spec.stride)
-    return OwnedInterval(local, own, span, names_empty=handle.rank == 0)
+    return named.interval(torch.empty(named.span_in_param.numel, dtype=described.dtype))
 
 
 def _is_tensor(value: Any) -> bool:

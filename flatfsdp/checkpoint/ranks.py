@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
-from ..engine.agreement.collective_calls import meet
-from ..engine.base.plain_data import decode, encode
+from ..engine.agreement.object_collectives import on_all_ranks
 from ..engine.comm.process_groups import new_group
 from ..engine.runtime.module_tree import units_in
 from ..engine.runtime.rest import collective_call
-from ..engine.watchdog.watchdog import expecting
-from ..errors import AgreementError, CheckpointError, ConfigValueError, ranks_in_words
-from ..messages import gather_bytes
+from ..errors import AgreementError, CheckpointError, ConfigValueError, by_ranks
+from ..messages import meet_and_gather
 
 __all__ = ["CheckpointRanks"]
 
@@ -86,12 +85,11 @@ class CheckpointRanks:
         Raises:
             CheckpointError: on every rank: some make another one.
         """
-        made: dict[str, list[int]] = {}
-        for rank, each in enumerate(self.exchange(doing, lambda: call)):
-            made.setdefault(str(each), []).append(rank)
-        if len(made) > 1:
-            told = "; ".join(f"{ranks_in_words(ranks)}: {each}" for each, ranks in made.items())
-            raise CheckpointError(f"{doing}: ranks make different calls ({told}); make the same one on all ranks")
+        calls = dict(enumerate(self.exchange(doing, lambda: call)))
+        if len(set(calls.values())) > 1:
+            raise CheckpointError(
+                f"{doing}: ranks make different calls ({by_ranks(calls, ': ')}); make the same one on all ranks"
+            )
 
     def exchange(self, doing: str, work: Callable[[], T]) -> list[T]:
         """Let every rank do its `work`; what each returned, in the order of ranks. Collective.
@@ -100,40 +98,19 @@ class CheckpointRanks:
             CheckpointError: on every rank, where a rank failed or ended; `doing` says in the message at what.
             AgreementError: on every rank: some make another call.
         """
-        value: Any = None
-        failure: Exception | None = None
-        content = b""
-        try:
-            value = work()
-            if self.world > 1:
-                content = encode((value, None))
-        except Exception as error:  # it must reach the others, who would wait for ever
-            failure = error
-        words = None if failure is None else _in_words(failure)
-        try:
-            answers = [(value, words)]
-            if self.world > 1:
-                answers = self._gather(content if failure is None else encode((None, words)), doing)
-        except RuntimeError as error:  # a rank has ended, or kept the others waiting for too long
-            if type(error) is AgreementError:
-                raise error from failure
-            raise CheckpointError(f"{doing}: {error}") from (failure or error)
-        told: dict[str, list[int]] = {}
-        for rank, (_, words) in enumerate(answers):
-            if words is not None:
-                told.setdefault(words, []).append(rank)
-        if told:
-            # A traceback of the same words, above that of this error, would show nothing.
-            cause = failure.__cause__ if isinstance(failure, CheckpointError) else failure
-            raise CheckpointError(f"{doing}: {self._together(told, failure)}") from cause
-        return [value for value, _ in answers]
 
-    def _together(self, told: dict[str, list[int]], failure: Exception | None) -> str:
-        """What failed on which ranks. What all ranks have alike the first tells in full, and the others in brief where
-        it has many names: under a launcher all tracebacks come to one screen."""
-        (words, ranks), *others = told.items()
-        if others or len(ranks) < self.world:
-            return "; ".join(f"{ranks_in_words(ranks)}: {words}" for words, ranks in told.items())
+        def problem(failed: Mapping[int, str], own: Exception | None) -> CheckpointError:
+            return CheckpointError(f"{doing}: {self._in_words(failed, own)}")
+
+        exchange = None if self.world == 1 else partial(self._gather, doing)
+        return [*on_all_ranks(work, exchange, raises=problem, describe=_described).values()]
+
+    def _in_words(self, failed: Mapping[int, str], failure: Exception | None) -> str:
+        """What failed on which ranks. What failed alike on all ranks the first reports in full, and the others in brief
+        where it has many names: under a launcher all tracebacks come to one screen."""
+        words, *others = set(failed.values())
+        if others or len(failed) < self.world:
+            return by_ranks(failed, ": ")
         if self.world == 1:
             return words
         brief = getattr(failure, BRIEF, "")
@@ -142,13 +119,16 @@ class CheckpointRanks:
         first = dist.get_process_group_ranks(self.group)[0]
         return f"on all {self.world} ranks: {brief}; the error of rank {first} has the names"
 
-    def _gather(self, content: bytes, doing: str) -> list[Any]:
-        members = dist.get_process_group_ranks(self.group)
-        with expecting(members, f"waits for the others while {doing}"):
-            meet(self.group, members, f"called {self.call}")
-            return [decode(each) for each in gather_bytes(content, self.group)]
+    def _gather(self, doing: str, content: bytes) -> dict[int, bytes]:
+        waiting = f"waits for the others while {doing}"
+        try:
+            return meet_and_gather(content, self.group, call=f"called {self.call}", waiting=waiting)
+        except RuntimeError as error:  # a rank has ended, or kept the others waiting for too long
+            if type(error) is AgreementError:
+                raise
+            raise CheckpointError(f"{doing}: {error}") from error
 
 
-def _in_words(error: Exception) -> str:
+def _described(error: Exception) -> str:
     # A message of ours says what is wrong; of others' the class says most.
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

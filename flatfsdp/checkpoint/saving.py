@@ -7,7 +7,6 @@ those of the save before.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -24,19 +23,19 @@ import torch
 from ..engine.agreement.checksums import checksum
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigTypeError, few, one_voice, warn_once
-from . import manifest, metadata
+from . import metadata
 from .beside import written_by
 from .disk import disk
-from .folders import CheckpointFolder, candidates, last_sequence, leader_of, refuse_link
-from .hugging_face import block_checksums
+from .folders import CheckpointFolder, candidates, last_sequence, refuse_link
 from .keeping import Keeping
-from .lock import Lock
 from .manifest import Manifest, SavedFile, SavedTensor
-from .nested import Path, decode, encode, flatten
+from .nested import Path, decode, encode, flatten, shown
 from .plan import PlannedInterval, assign, digest
 from .ranks import CheckpointRanks
-from .weights import WeightFiles, is_weight, is_whole_everywhere
-from .writing import Rows, held_by, write
+from .raw import dtype_named
+from .replacement import Replacement
+from .weights import BlockChecksums, WeightFiles, is_weight, is_whole_everywhere
+from .writing import Rows, held_by, interval_of, write
 
 __all__ = ["Contents", "SaveRequest", "save_contents"]
 
@@ -166,58 +165,27 @@ def save_contents(ranks: CheckpointRanks, request: SaveRequest, take: Callable[[
     Raises:
         CheckpointError: on every rank.
     """
-    _Save(ranks, request).run(take)
+    _Save(ranks, request).save(take)
 
 
-class _Save:
-    """One save under way; `contents` once they are taken, `leader` is the rank that acts on folders for this one.
-
-    `leaders` are those of all ranks.
-    """
+class _Save(Replacement):
+    """One save under way; `contents` once they are taken, `leaders` are the leaders of all ranks."""
 
     contents: Contents
-    leader: int
     leaders: list[int]
 
     def __init__(self, ranks: CheckpointRanks, request: SaveRequest) -> None:
-        self.ranks = ranks
+        place = CheckpointFolder.at(request.path)
+        super().__init__(ranks, place, f"saving {place.path}")
         self.request = request
-        self.place = CheckpointFolder.at(request.path)
-        self.lock = Lock(self.place.path)  # the leader's
-        self.doing = f"saving {self.place.path}"
 
-    def run(self, take: Callable[[], Contents]) -> None:
+    def save(self, take: Callable[[], Contents]) -> None:
         self.all(lambda: self.take(take))
-        self.leader = leader_of(self.place, self.ranks, self.doing, per_node=self.request.per_node)
-        try:
-            plan = self.replace()
-        finally:
-            self.lock.release()
-        _plans[self.ranks.key] = plan
+        _plans[self.ranks.key] = self.run(self.prepare, self.fill, per_node=self.request.per_node)
         if (keeping := self.request.keeping) is not None:
             doing = f"removing older checkpoints, now that {self.place.path} is complete"
-            leads = self.leader == self.ranks.rank
-            self.ranks.exchange(doing, lambda: keeping.remove(self.place.path.parent, self.place.path) if leads else [])
-
-    def replace(self) -> _WritePlan:
-        """Let a new checkpoint take the place of what there was."""
-        self.prepare()
-        try:
-            plan = self.fill()
-        except CheckpointError:
-            if self.leader == self.ranks.rank:
-                with contextlib.suppress(OSError, CheckpointError):  # the disk may be full: give back what was written
-                    self.lock.check()
-                    disk().remove(self.place.new)
-            raise
-
-        def swap() -> None:
-            self.lock.check()
-            self.place.swap()
-
-        self.lead(swap)
-        self.lead(self.place.drop_old)
-        return plan
+            folder, leads = self.place.path.parent, self.leads
+            self.ranks.exchange(doing, lambda: keeping.remove(folder, self.place.path) if leads else [])
 
     def fill(self) -> _WritePlan:
         """Write the new folder, complete at the end."""
@@ -226,18 +194,11 @@ class _Save:
             self.lead(lambda: weights.create(self.place.new))
         files = self.write(plan, values)
         checksums = [] if weights is None else self.checksums(weights)
-        leads = self.leader == self.ranks.rank
         parent = self.place.path.parent
-        told = self.all(lambda: (uuid.uuid4().hex, time.time(), last_sequence(parent) if leads else 0))
+        told = self.all(lambda: (uuid.uuid4().hex, time.time(), last_sequence(parent) if self.leads else 0))
         (name, when, _), sequence = told[0], 1 + max(last for _, _, last in told)
         self.lead(lambda: self.complete(plan, values, files, checksums, name, when, sequence))
         return plan
-
-    def all(self, work: Callable[[], T]) -> list[T]:
-        return self.ranks.exchange(self.doing, work)
-
-    def lead(self, work: Callable[[], T]) -> list[T | None]:
-        return self.all(lambda: work() if self.leader == self.ranks.rank else None)
 
     def take(self, take: Callable[[], Contents]) -> None:
         taken = take()
@@ -292,7 +253,7 @@ class _Save:
         writes = assign(plans, self.leaders, {key for _, _, keys in held for key in keys})
         planned = {held.key: held for plan in plans for held in plan}
         weights = self.weights(planned, writes) if self.request.safetensors else None
-        apart = weights.entries if weights is not None else {}
+        apart = {key for key, held in planned.items() if weights is not None and is_weight(held)}
         mine_own = [held for held in writes[self.ranks.rank] if held.key not in apart]
         weighty = [held for held in writes[self.ranks.rank] if held.key in apart]
         others = {key: held for key, held in planned.items() if key not in apart}
@@ -307,7 +268,7 @@ class _Save:
             return None
         if is_whole_everywhere(held, writes, self.leaders):
             try:
-                return WeightFiles.of(held)
+                return WeightFiles.of((str(each.path[1]), dtype_named(each.dtype), each.shape) for each in held)
             except ConfigTypeError as error:  # on all ranks, who see the same
                 raise CheckpointError(f"{self.doing}: {error} Others are saved with model_format='flatfsdp'") from error
         self.warn_once(
@@ -323,11 +284,11 @@ class _Save:
         with one_voice(speaks=self.ranks.rank == 0):
             warn_once(key, f"{self.doing}: {message}")
 
-    def checksums(self, weights: WeightFiles) -> list[dict[tuple[str, int], int]]:
+    def checksums(self, weights: WeightFiles) -> list[BlockChecksums]:
         """Of the blocks of all safetensors files, read by the ranks of this node, each its share."""
-        paths = [self.place.new / name for name in weights.headers]
         mine = [rank for rank, leader in enumerate(self.leaders) if leader == self.leader]
-        found = self.all(lambda: block_checksums(paths, mine.index(self.ranks.rank), len(mine)))
+        share = mine.index(self.ranks.rank)
+        found = self.all(lambda: weights.checksums(self.place.new, share, len(mine)))
         return [found[rank] for rank in mine]
 
     def write(self, plan: _WritePlan, values: Mapping[str, tuple[Path, Any]]) -> list[tuple[SavedFile, str]]:
@@ -337,11 +298,13 @@ class _Save:
             plain = {key: decode(value) for key, (_, value) in values.items()} if self.ranks.rank == 0 else {}
             done = write(self.place.new / f"__{self.ranks.rank}_0.distcp", plan.writes, self.contents.tensors, plain)
             if plan.weights is not None:
-                plan.weights.write(self.place.new, plan.weighty, self.contents.tensors)
+                tensors = self.contents.tensors
+                pieces = ((str(held.path[1]), interval_of(held, tensors[held.key])) for held in plan.weighty)
+                plan.weights.write(self.place.new, pieces)
             return done.file, done.digest, None if done.digest == plan.digest else done.tensors, done.values
 
         answers = self.all(write_mine)
-        if self.leader == self.ranks.rank:
+        if self.leads:
             plan.files = [
                 (plan.files[rank][0] if tensors is None else tensors, plain)
                 for rank, (_, _, tensors, plain) in enumerate(answers)
@@ -354,7 +317,7 @@ class _Save:
         plan: _WritePlan,
         values: Mapping[str, tuple[Path, Any]],
         files: Sequence[tuple[SavedFile, str]],
-        checksums: Sequence[Mapping[tuple[str, int], int]],
+        checksums: Sequence[BlockChecksums],
         name: str,
         when: float,
         sequence: int,
@@ -363,7 +326,7 @@ class _Save:
         saved = [file for file, _ in files]
         tensors = tensors_of_files(plan.tensors, plan.files)
         if plan.weights is not None:
-            tensors = plan.weights.saved(len(saved)) | tensors
+            tensors = {shown(each.path): each for each in plan.weights.saved(len(saved))} | tensors
         for key, first in self.contents.ties.items():
             if key not in tensors:
                 tensors[key] = replace(tensors[first], path=self.contents.paths[key])
@@ -389,8 +352,7 @@ class _Save:
             saved=when,
             sequence=sequence,
         )
-        self.lock.check()
-        disk().publish(self.place.new / manifest.NAME, whole.to_bytes())
+        self.publish(whole.to_bytes())
 
 
 def tensors_of_files(

@@ -8,6 +8,7 @@ with several names (a tied one) is there once, and the manifest has it under eac
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,18 +17,34 @@ from pathlib import Path
 import torch
 
 from ..engine.layout.layout import ParamSpec, Span
+from ..engine.state.owned_interval import OwnedInterval
+from ..errors import CheckpointError
+from . import form
 from .crc32 import joined
 from .disk import disk
-from .hugging_face import BLOCK, INDEX, Files, bytes_in, checksums_of, files_of, index_of, write_interval
 from .manifest import SavedFile, SavedTensor
 from .plan import PlannedInterval
-from .raw import LARGEST, cut, dtype_named, name_of
-from .tensor_file import CHECKSUMS, Entry
-from .writing import interval_of
+from .raw import LARGEST, cut, name_of
+from .reading import checksum
+from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, Files, header_of, write_interval
 
-__all__ = ["WeightFiles", "is_weight", "is_whole_everywhere"]
+__all__ = [
+    "INDEX",
+    "BlockChecksums",
+    "Described",
+    "WeightFiles",
+    "checksums_of",
+    "is_weight",
+    "is_whole_everywhere",
+    "verify_checksums",
+]
 
-_LARGEST_FILE = bytes_in("5GB")
+INDEX = f"{SINGLE}.index.json"
+BLOCK = 2**26  # bytes of a file that have a checksum of their own
+_LARGEST_FILE = 5 * 10**9
+
+Described = tuple[str, torch.dtype, tuple[int, ...]]  # a tensor's name, dtype and shape
+BlockChecksums = Mapping[tuple[str, int], int]  # by name of the file and number of the block
 
 
 def is_weight(held: PlannedInterval) -> bool:
@@ -56,24 +73,34 @@ class WeightFiles:
 
     Attributes:
         headers: how each file begins, by its name.
-        entries: where each tensor lies, by its key ([Note: keys]); the files are names inside the checkpoint's folder.
+        entries: where each tensor lies, by its name; the files are names inside a folder.
     """
 
     headers: Mapping[str, bytes]
     entries: Mapping[str, Entry]
 
     @classmethod
-    def of(cls, tensors: Iterable[PlannedInterval]) -> WeightFiles:
-        """Of any interval of each tensor.
+    def of(cls, tensors: Iterable[Described], largest: int | None = None) -> WeightFiles:
+        """Of these tensors in files of at most `largest` bytes, or of one tensor that is larger.
 
         Raises:
             ConfigTypeError: a dtype that the format does not know.
         """
-        keys = {str(held.path[1]): held.key for held in tensors}
-        described = [(str(held.path[1]), dtype_named(held.dtype), held.shape) for held in tensors]
-        files = files_of(Path(), described, _LARGEST_FILE)
-        entries = {keys[entry.name]: entry for _, inside in files.values() for entry in inside}
-        return cls({path.name: header for path, (header, _) in files.items()}, entries)
+        largest = _LARGEST_FILE if largest is None else largest
+        groups: list[list[Described]] = [[]]
+        room = largest
+        for tensor in tensors:
+            size = prod(tensor[2]) * tensor[1].itemsize
+            if size > room and groups[-1]:
+                groups.append([])
+                room = largest
+            groups[-1].append(tensor)
+            room -= size
+        count = len(groups)
+        names = [SINGLE] if count == 1 else [f"model-{n + 1:05}-of-{count:05}{SUFFIX}" for n in range(count)]
+        files = {name: header_of(Path(name), group) for name, group in zip(names, groups, strict=True)}
+        entries = {entry.name: entry for _, inside in files.values() for entry in inside}
+        return cls({name: header for name, (header, _) in files.items()}, entries)
 
     def create(self, folder: Path) -> None:
         """Make the files in their final sizes."""
@@ -82,16 +109,28 @@ class WeightFiles:
                 file.write(header, 0)
                 file.allocate(self._size(name))  # zeros until they are written
 
-    def write(self, folder: Path, writes: Iterable[PlannedInterval], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write intervals of `tensors` to their places."""
+    def write(self, folder: Path, pieces: Iterable[tuple[str, OwnedInterval]]) -> None:
+        """Write pieces of tensors, given with the tensors' names, to their places."""
         with torch.no_grad(), Files(folder, write=True) as files:
-            for held in writes:
-                entry = self.entries[held.key]
-                write_interval(files.of(entry), entry, interval_of(held, tensors[held.key]))
+            for name, piece in pieces:
+                write_interval(files.of(self.entries[name]), self.entries[name], piece)
             files.sync()
 
-    def conclude(self, folder: Path, checksums: Sequence[Mapping[tuple[str, int], int]]) -> list[SavedFile]:
-        """Write what goes with the files, given the checksums of their blocks; all files, for the manifest.
+    def checksums(self, folder: Path, share: int, shares: int) -> BlockChecksums:
+        """Those of number `share` of `shares` of the blocks of all files."""
+        return block_checksums([folder / name for name in self.headers], share, shares)
+
+    def index(self) -> bytes | None:
+        """Which tensor is in which file, as readers want it; None of one file."""
+        if len(self.headers) == 1:
+            return None
+        places = {entry.name: entry.file.name for entry in self.entries.values()}
+        total = sum(entry.size for entry in self.entries.values())
+        return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
+
+    def conclude(self, folder: Path, checksums: Sequence[BlockChecksums]) -> list[SavedFile]:
+        """Write what goes with the files of a checkpoint, given the checksums of their blocks; all files, for the
+        manifest.
 
         The weights themselves come first, in the order of `headers`.
         """
@@ -102,27 +141,24 @@ class WeightFiles:
             sizes = [min(BLOCK, size - start) for start in range(0, size, BLOCK)]
             crc32 = joined((found[name, block], length) for block, length in enumerate(sizes))
             saved.append(SavedFile(name, size, crc32))
-        beside = {CHECKSUMS: checksums_of(checksums)}
-        if len(self.headers) > 1:
-            inside = [[entry for entry in self.entries.values() if entry.file.name == name] for name in self.headers]
-            beside[INDEX] = index_of(inside)
-        for name, data in beside.items():
-            disk().write_file(folder / name, data)
-            saved.append(SavedFile.of(name, data))
+        for name, data in ((CHECKSUMS, checksums_of(checksums)), (INDEX, self.index())):
+            if data is not None:
+                disk().write_file(folder / name, data)
+                saved.append(SavedFile.of(name, data))
         return saved
 
-    def saved(self, first: int) -> dict[str, SavedTensor]:
-        """Where each tensor lies, for the manifest, in whose list the files begin at number `first`."""
+    def saved(self, first: int) -> list[SavedTensor]:
+        """Where each tensor of a model lies, for the manifest, in whose list the files begin at number `first`."""
         numbers = {name: first + place for place, name in enumerate(self.headers)}
-        found = {}
-        for key, entry in self.entries.items():
+        found = []
+        for entry in self.entries.values():
             # In pieces, each of them a box, for what is to be read into another order of memory.
             most = LARGEST // entry.dtype.itemsize
             pieces = [box.span for box in cut(ParamSpec(entry.name, entry.shape), Span(0, prod(entry.shape)), most)]
             row = [numbers[entry.file.name], 0]
             for span in pieces:
                 row += (span.numel, entry.offset + span.start * entry.dtype.itemsize)
-            found[key] = SavedTensor(("model", entry.name), name_of(entry.dtype), entry.shape, None, [row])
+            found.append(SavedTensor(("model", entry.name), name_of(entry.dtype), entry.shape, None, [row]))
         return found
 
     def _size(self, name: str) -> int:
@@ -130,3 +166,45 @@ class WeightFiles:
         return max(
             (each.offset + each.size for each in self.entries.values() if each.file.name == name), default=header
         )
+
+
+def block_checksums(files: Sequence[Path], share: int, shares: int) -> BlockChecksums:
+    """Of the blocks that fall to number `share` of `shares`, by name of the file and number of the block."""
+    blocks = [(path, block) for path in files for block in range(-(-path.stat().st_size // BLOCK))]
+    found = {}
+    for path, block in blocks[share::shares]:
+        found[path.name, block] = checksum(path, block * BLOCK, min(path.stat().st_size, (block + 1) * BLOCK))
+    return found
+
+
+def checksums_of(found: Sequence[BlockChecksums], *, beside: Sequence[str] = ()) -> bytes:
+    """What is left with weights: the checksums of their blocks, and which other files were written with them."""
+    files: dict[str, list[str]] = {}
+    for name, block in sorted(key for each in found for key in each):
+        files.setdefault(name, []).append(f"{next(each[name, block] for each in found if (name, block) in each):08x}")
+    others = sorted({name.partition("/")[0] for name in beside})
+    return json.dumps({"block": BLOCK, "crc32": files, "beside": others}, indent=1).encode() + b"\n"
+
+
+def verify_checksums(files: Sequence[Path], share: int, shares: int) -> None:
+    """Compare number `share` of `shares` of the blocks of files of one folder with the checksums left there, if any.
+
+    Raises:
+        CheckpointError: naming the blocks that differ.
+    """
+    path = files[0].parent / CHECKSUMS if files else Path(CHECKSUMS)
+    if not path.is_file():
+        return
+    try:
+        told = form.mapping(form.mapping(form.parse(disk().read_file(path)), "it").get("crc32"), "crc32")
+        sums = {name: form.items(each, f"crc32 of {name}") for name, each in told.items()}
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    known = [file for file in files if file.name in sums]
+    damaged = [
+        f"{name} (bytes {block * BLOCK} to {(block + 1) * BLOCK})"
+        for (name, block), crc32 in block_checksums(known, share, shares).items()
+        if sums[name][block : block + 1] != [f"{crc32:08x}"]
+    ]
+    if damaged:
+        raise CheckpointError(f"{files[0].parent}: damaged, or changed since it was exported: {', '.join(damaged)}")

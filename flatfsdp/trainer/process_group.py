@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp import collective_region
-from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError, FlatFSDPError, ranks_in_words, warn
-from flatfsdp.messages import gather
+from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError, by_ranks, warn
+from flatfsdp.messages import description_of, gather, on_all_ranks
 
-__all__ = ["LocalFailure", "TrainerRanks", "failures_in_words", "node", "ranks_by_value", "warn_for_all"]
+__all__ = ["LocalFailure", "TrainerRanks", "node", "warn_for_all"]
 
 T = TypeVar("T")
+
+_EXCHANGE = "exchanges what a trainer or loader has"
 
 # A group that only accelerators communicate over gets one beside it that the host does: one, whoever asks.
 _on_host: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -87,20 +89,17 @@ class TrainerRanks:
         Raises:
             AgreementError: on every rank: some make another call.
         """
-        return [value] if self.host is None else gather(value, self.host, call="exchanges what a trainer or loader has")
+        return [value] if self.host is None else gather(value, self.host, call=_EXCHANGE)
 
-    def attempt(
-        self, work: Callable[[], T], line_of: Callable[[Exception], str]
-    ) -> tuple[list[T], list[str | None], Exception | None]:
-        """Let every rank do its `work`: what each returned, a line of each failure, and this rank's own. Collective."""
-        value: Any = None
-        failure: Exception | None = None
-        try:
-            value = work()
-        except Exception as error:  # the others must raise, too
-            failure = error
-        answers = self.values((value, None if failure is None else line_of(failure)))
-        return [value for value, _ in answers], [line for _, line in answers], failure
+    def on_all(
+        self,
+        work: Callable[[], T],
+        *,
+        raises: Callable[[Mapping[int, str], Exception | None], Exception],
+        describe: Callable[[Exception], str] = description_of,
+    ) -> list[T]:
+        """`flatfsdp.messages.on_all_ranks` for these ranks. Collective."""
+        return on_all_ranks(work, self.host, call=_EXCHANGE, raises=raises, describe=describe)
 
     def collective_call(self, doing: str, work: Callable[[], T]) -> list[T]:
         """Let every rank do its `work`; what each returned, in the order of ranks. Collective.
@@ -108,10 +107,12 @@ class TrainerRanks:
         Raises:
             CheckpointError: on every rank, where some raised; `doing` is what failed, in the message.
         """
-        values, lines, failure = self.attempt(work, _in_words)
-        if words := failures_in_words(lines):
-            raise CheckpointError(f"{doing}: {words if len(set(lines)) > 1 else lines[0]}") from failure
-        return values
+
+        def problem(failed: Mapping[int, str], own: Exception | None) -> CheckpointError:
+            alike = len(failed) == self.world and len(set(failed.values())) == 1
+            return CheckpointError(f"{doing}: {failed[0] if alike else by_ranks(failed, ': ')}")
+
+        return self.on_all(work, raises=problem)
 
     def share(self, failure: LocalFailure | None) -> None:
         """Go on where no rank has a `failure`. Collective.
@@ -140,20 +141,6 @@ class TrainerRanks:
         return tuple(sorted(own.index(rank) for rank in dist.get_process_group_ranks(group)))
 
 
-def ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
-    """The ranks that have each of the different `values`, which are in the order of ranks."""
-    found: dict[T, list[int]] = {}
-    for rank, value in enumerate(values):
-        found.setdefault(value, []).append(rank)
-    return found
-
-
-def failures_in_words(lines: Iterable[str | None]) -> str:
-    """The lines of ranks that failed, with these ranks; empty where all are None."""
-    failed = ranks_by_value(lines)
-    return "; ".join(f"{ranks_in_words(ranks)}: {line}" for line, ranks in failed.items() if line is not None)
-
-
 def node() -> str:
     """What distinguishes this rank's node from others: its number, where torchrun gave one, or the host's name."""
     return os.environ.get("GROUP_RANK") or socket.gethostname()
@@ -174,7 +161,3 @@ def _for_host(group: Any) -> Any:
         some = len(members) < dist.get_world_size()
         _on_host[group] = dist.new_group(members, backend="gloo", use_local_synchronization=some)
     return _on_host[group]
-
-
-def _in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, FlatFSDPError) else f"{type(error).__name__}: {error}"

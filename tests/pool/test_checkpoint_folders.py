@@ -144,7 +144,7 @@ def cached(rank: int, world: int, path: str) -> list[int]:
         sizes[-1].append(len(content))
         return gather_bytes(content, group)
 
-    with patch("flatfsdp.checkpoint.ranks.gather_bytes", counted):
+    with patch("flatfsdp.messages.gather_bytes", counted):
         for add in (0.0, 1.0, 2.0):
             sizes.append([])
             checkpoint.save(

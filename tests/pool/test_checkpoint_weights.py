@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flatfsdp import checkpoint
-from flatfsdp.checkpoint import folders, hugging_face, lock, saving, weights
+from flatfsdp.checkpoint import folders, lock, saving, weights
 from flatfsdp.checkpoint.__main__ import main
 from flatfsdp.checkpoint.disk import through
 from flatfsdp.errors import CheckpointError, FlatFSDPWarning
@@ -125,14 +125,14 @@ def test_it_is_an_export_too_and_the_rest_is_torchs_to_read(pool2: Any, tmp_path
 
 
 def several_files(rank: int, world: int, path: str) -> dict[str, Tensor]:
-    sizes = weights._LARGEST_FILE, hugging_face.BLOCK, weights.BLOCK
-    weights._LARGEST_FILE, hugging_face.BLOCK, weights.BLOCK = 2000, 512, 512
+    sizes = weights._LARGEST_FILE, weights.BLOCK
+    weights._LARGEST_FILE, weights.BLOCK = 2000, 512
     saving._plans.clear()  # made with other sizes
     try:
         return save(rank, world, path, Setting())
     finally:
         saving._plans.clear()
-        weights._LARGEST_FILE, hugging_face.BLOCK, weights.BLOCK = sizes
+        weights._LARGEST_FILE, weights.BLOCK = sizes
 
 
 def test_large_models_are_several_files_of_several_blocks(pool2: Any, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def exchanged(rank: int, world: int, path: str) -> list[int]:
     model = build(Setting())
     for name in ("first", "second"):
         sizes.clear()
-        with patch("flatfsdp.checkpoint.ranks.gather_bytes", counted):
+        with patch("flatfsdp.messages.gather_bytes", counted):
             checkpoint.save(f"{path}/{name}", model=model, model_format="safetensors")
     assert len(checkpoint.listing(path)) == 2
     return sizes

@@ -133,3 +133,11 @@ def test_shown_keeps_messages_to_one_short_line():
     assert errors.shown(build) == "the function build"
     assert errors.shown("x" * 100) == "a value of type str"
     assert errors.shown(object()) == "a value of type object"
+
+
+def test_what_ranks_report_is_there_once_for_those_that_report_the_same() -> None:
+    texts = {2: "has ended", 0: "waits", 5: "has ended"}
+    assert errors.ranks_by_value(texts) == {"has ended": [2, 5], "waits": [0]}
+    assert errors.by_ranks(texts) == "ranks 2, 5 has ended; rank 0 waits"
+    assert errors.by_ranks(texts, ": ") == "ranks 2, 5: has ended; rank 0: waits"
+    assert errors.by_ranks({}) == ""

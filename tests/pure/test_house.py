@@ -17,7 +17,6 @@ SLACK = 25  # lines by which a number of a file may be too high before it has to
 
 # Files with more lines.
 FILES = {
-    "checkpoint/hugging_face": 475,
     "engine/flat/gradients": 600,
     "engine/flat/views": 525,
     "engine/runtime/backward": 650,
@@ -40,12 +39,9 @@ CLASSES = {
 }
 # Functions with more lines besides their docstring.
 FUNCTIONS = {
-    "checkpoint/hugging_face _export": 68,
     "engine/features/clip clip_grad_norm": 65,
     "engine/runtime/backward __init__": 59,
     "engine/runtime/model begin_backward": 56,
-    "engine/state/optim/loading _load": 52,
-    "engine/state/optim/saving _state_by_name": 54,
     "engine/wrapping/build build_unit": 66,
 }
 # Lines of a part (newlines of its files): at e07bc83; and what the issue "Corrections" brings, rounded up to 250 while
@@ -53,11 +49,13 @@ FUNCTIONS = {
 # Then what the packages of the engine bring: their docstrings, the table of old module names, longer import lines.
 # Then lines that longer names break in two. Then what the agreement's parts bring, of classes of their own with what
 # they take as values, until the parts of the runtime are as small. Then what it brings that a flat parameter is cut
-# into its handle, its sources, its views and its versions, files of their own.
+# into its handle, its sources, its views and its versions, files of their own. What all ranks do and fail at together
+# is the engine's alone, once for trainer, checkpoints and optimizer states: 80 lines, of them 70 of
+# `checkpoint`.
 LINES = {
-    "engine": (23_715, 4_250, 220, 180, 475, 75, 70),
+    "engine": (23_715, 4_250, 220, 180, 475, 75, 70, 80),
     "core": (11_350, 1_250, 100, 200),
-    "checkpoint": (4_103, 1_250),
+    "checkpoint": (4_103, 1_250, -70),
     "trainer": (7_625,),
     "all": (36_122, 6_000, 220, 250, 360, 75),
 }

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...errors import AgreementError, ranks_in_words
+from ...errors import AgreementError, by_ranks
 from ..base.foreign_text import one_line
 from ..base.hashing import hash63
 from ..watchdog import store as board
@@ -82,10 +82,7 @@ def _differ(watch: Watchdog, place: str, ranks: Sequence[int], call: str) -> Agr
         return len(said) == len(ranks)
 
     notes.wait(all_there, 2.5 * board.PERIOD)
-    alike: dict[str, list[int]] = {}
-    for rank in ranks:
-        alike.setdefault(said.get(rank, "has not come that far"), []).append(rank)
-    reported = "; ".join(f"{ranks_in_words(those)} {text}" for text, those in alike.items())
+    reported = by_ranks({rank: said.get(rank, "has not come that far") for rank in ranks})
     notes.count(f"{place}/read")
     notes.wait(functools.partial(_all_have_read, notes, place, len(ranks)), 2.5 * board.PERIOD)
     return AgreementError(f"{reported}. These calls are collective: all ranks must make the same, in the same order")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import deque
 
-from ...errors import AgreementError, LostRankError
+from ...errors import AgreementError, LostRankError, ranks_by_value
 from ..watchdog import store as board
 from ..watchdog.status_report import ExitRecord, in_one_sentence
 from ..watchdog.watchdog import PATIENCE
@@ -109,9 +109,8 @@ class Meetings:
         notes.wait(all_there, 2.5 * board.PERIOD)
         exits = ExitRecord.read_all(notes).values()
         ended = [each for each in exits if each.rank in peers.ranks and each.cause is None]
-        texts: dict[str, list[int]] = {}
-        for rank in peers.ranks:
-            texts.setdefault(found.get(rank, Op(-1, "has not come that far").to_text()), []).append(rank)
+        absent = Op(-1, "has not come that far").to_text()
+        texts = ranks_by_value({rank: found.get(rank, absent) for rank in peers.ranks})
         peers.let_all_read(position)
         if ended:
             return LostRankError(in_one_sentence(ended))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from ...errors import AgreementError, FlatFSDPError, current_rank, ranks_in_words
+from ...errors import AgreementError, FlatFSDPError, by_ranks, current_rank
 from ..base.plain_data import decode, encode
 from ..comm.transport import Transport
 from ..watchdog.watchdog import expecting
@@ -66,31 +66,64 @@ def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str,
     """
     if _is_alone(axes):
         return {current_rank(): work()}
+
+    def exchange(content: bytes) -> dict[int, bytes]:
+        return _everyones(axes, content, doing=doing)
+
+    def problem(failed: Mapping[int, str], own: Exception | None) -> Exception:
+        return own or AgreementError(by_ranks(failed, ": "))
+
+    return on_all_ranks(work, exchange, raises=problem, objects=objects)
+
+
+def description_of(error: Exception) -> str:
+    """What failed, in words. A message of ours has them; of others' errors the class says most."""
+    return str(error) if isinstance(error, FlatFSDPError) else f"{type(error).__name__}: {error}"
+
+
+def on_all_ranks(
+    work: Callable[[], T],
+    exchange: Callable[[bytes], Mapping[int, bytes]] | None,
+    *,
+    raises: Callable[[Mapping[int, str], Exception | None], Exception],
+    describe: Callable[[Exception], str] = description_of,
+    objects: bool = False,
+) -> dict[int, T]:
+    """What `work()` returned on every rank; where it fails on one, this fails on all. Collective as `exchange` is.
+
+    Args:
+        exchange: gives every rank's bytes for this rank's, in the order of ranks; None where this rank, 0, is alone.
+        raises: what to raise, given the failed ranks with their descriptions, and this rank's own exception, which may
+            be the answer.
+        describe: an exception in words for the other ranks.
+        objects: users' own may be in what is returned. [Note: plain data]
+    """
     error = None
+    value: Any = None
+    content = b""
     try:
-        payload = encode((work(), None), objects=objects)
-    except Exception as raised:
+        value = work()
+        if exchange is not None:
+            content = encode((value, None), objects=objects)
+    except Exception as raised:  # it must reach the others, who would wait for ever
         error = raised
-        payload = encode((None, _description_of(error)))
-    contents = _everyones(axes, payload, doing=doing)
-    unpacked = {each: decode(each, objects=objects) for each in set(contents.values())}  # most ranks say the same
-    answers = {rank: unpacked[each] for rank, each in contents.items()}
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error  # or it holds the frame that holds it, and with it the model, until the garbage collector comes
-    if failed := [rank for rank, (_, text) in answers.items() if text is not None]:
-        raise AgreementError(by_ranks({rank: f": {answers[rank][1]}" for rank in failed}))
-    return {rank: answer for rank, (answer, _) in answers.items()}
-
-
-def by_ranks(texts: Mapping[int, str]) -> str:
-    """What ranks have to say, once for those that say the same: "rank 0 ...; ranks 1, 2 ..."."""
-    alike: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        alike.setdefault(text, []).append(rank)
-    return "; ".join(f"{ranks_in_words(ranks)}{text}" for text, ranks in alike.items())
+    reported = None if error is None else describe(error)
+    try:
+        answers = {0: (value, reported)}
+        if exchange is not None:
+            contents = exchange(content if error is None else encode((None, reported)))
+            unpacked = {each: decode(each, objects=objects) for each in {*contents.values()}}  # most ranks' are equal
+            answers = {rank: unpacked[each] for rank, each in contents.items()}
+        if failed := {rank: words for rank, (_, words) in answers.items() if words is not None}:
+            raise raises(failed, error)
+    except Exception as problem:
+        if problem is error or error is None:
+            raise
+        # A traceback of the same words, above that of this error, would show nothing.
+        raise problem from (error.__cause__ if isinstance(error, type(problem)) else error)
+    finally:
+        del error  # or it holds the frame that holds it, and with it the model, until the garbage collector comes
+    return {rank: value for rank, (value, _) in answers.items()}
 
 
 def ranks_over(axes: Sequence[Transport]) -> list[int]:
@@ -105,7 +138,3 @@ def is_first_of(axes: Sequence[Transport]) -> bool:
 
 def _is_alone(axes: Sequence[Transport]) -> bool:
     return not axes or any(axis.group.backend == "fake" for axis in axes)
-
-
-def _description_of(error: Exception) -> str:
-    return str(error) if isinstance(error, FlatFSDPError) else f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 
-from ...errors import AgreementError, fail
+from ...errors import AgreementError, fail, ranks_by_value
 from ..base import _torch
 from ..base.hashing import hash63
 from ..comm.transport import Transport
@@ -104,11 +104,8 @@ class RankExchange:
         """The texts of ranks whose codes differ, by the ranks that share one. All ranks call it."""
         notes, place = self.store, f"{self.scope}/x{self._exchanges}"
         notes.post(f"{place}/{self.rank}", text)
-        alike: dict[int, list[int]] = {}
-        for rank in sorted(codes):
-            alike.setdefault(codes[rank], []).append(rank)
         texts: dict[tuple[int, ...], str] = {}
-        for ranks in alike.values():
+        for ranks in ranks_by_value(dict(sorted(codes.items()))).values():
             key = f"{place}/{ranks[0]}"
             found = notes.wait(functools.partial(notes.read, key), 10 * board.PERIOD)
             texts[tuple(ranks)] = found or NO_ANSWER

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import few, ranks_in_words
+from ...errors import few, ranks_by_value, ranks_in_words
 from ..base.hashing import hash63
 from .rank_exchange import RankExchange
 
@@ -27,18 +27,14 @@ def differences(peers: RankExchange, rows: Sequence[Replicated]) -> str:
     sums = [checksum for _, _, checksum in rows]
     place = hash63(str([list(ranks) for ranks, _, _ in rows]))  # who shares it has the same replicas
     answers = peers.numbers_of_ranks(place, hash63(str(sums)))
-    groups: dict[int, list[int]] = {}
-    for rank in sorted(answers):
-        groups.setdefault(answers[rank][0], []).append(rank)
+    groups = ranks_by_value({rank: answers[rank][0] for rank in sorted(answers)})
     if all(len({answers[rank][1] for rank in ranks}) == 1 for ranks in groups.values()):
         return ""
     found = peers.rows_of_ranks(sums)
     different: dict[str, list[list[int]]] = {}  # which ranks are alike
     for ranks in groups.values():
         for (_, name, _), *totals in zip(rows, *(found[rank] for rank in ranks), strict=True):
-            alike: dict[int, list[int]] = {}
-            for rank, total in zip(ranks, totals, strict=True):
-                alike.setdefault(total, []).append(rank)
+            alike = ranks_by_value(dict(zip(ranks, totals, strict=True)))
             if len(alike) > 1:
                 different.setdefault(name, list(alike.values()))
     first, *rest = [name for _, name, _ in rows if name in different]

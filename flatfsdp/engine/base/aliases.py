@@ -18,7 +18,7 @@ _ROOT = "flatfsdp"
 # By package below flatfsdp.engine: the modules of revision e07bc83, below flatfsdp, each with its new name where it has
 # another one.
 _MOVED = {
-    "base": "_torch hooks=autograd trace=events trees=nested_tensors waits=wait_limits",
+    "base": "_torch hooks=autograd trace=events trees=nested_tensors waits=wait_limits state_dicts.names=fqns",
     "layout": "layout boxes runs=contiguous_runs",
     "schedule": """
         policy.order=order policy.joining=coalescing policy.midway=mid_backward policy.branches=conditional
@@ -48,7 +48,7 @@ _MOVED = {
     "state": "owned=owned_interval consolidate full_params",
     "state.model": """
         state_dicts.carriers=distributed_values state_dicts.deferred=lazy_values state_dicts.from_first=from_rank0
-        state_dicts.kinds=types state_dicts.lending=zero_copy state_dicts.loading=loading state_dicts.names=fqns
+        state_dicts.kinds=types state_dicts.lending=zero_copy state_dicts.loading=loading
         state_dicts.parts=submodules state_dicts.saving=saving state_dicts.stand_ins=placeholders
     """,
     "state.optim": """

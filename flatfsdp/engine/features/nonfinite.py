@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...errors import NonFiniteError, UsageError, fail, ranks_in_words, refuse_type
+from ...errors import NonFiniteError, UsageError, fail, ranks_by_value, ranks_in_words, refuse_type
 from ..base import _torch
 from ..base.events import Observer
 from ..base.nested_tensors import tensors_in
@@ -93,7 +93,7 @@ class Finding:
         name = unit.label
         if self.stage not in (ValueKind.INPUT, ValueKind.OUTPUT):
             path = unit.handles[self.kind].layout.params[self.index].name
-            name = repr(f"{unit.name}.{path}" if unit.name else path)
+            name = repr(unit.prefix + path)
         return f"{'nan' if self.is_nan else 'inf'} in {self.stage.words.format(name)}"
 
 
@@ -178,9 +178,8 @@ def of_all_ranks(mine: Finding | None, agreement: Agreement, units: Sequence[Uni
     found = {rank: Finding.of(code - 1, extra) for rank, (code, extra) in answers.items() if code}
     if not found:
         return ""
-    alike: dict[str, list[int]] = {}
-    for rank in sorted(found, key=lambda rank: (found[rank].order, rank)):
-        alike.setdefault(found[rank].describe(units), []).append(rank)
+    in_order = sorted(found, key=lambda rank: (found[rank].order, rank))
+    alike = ranks_by_value({rank: found[rank].describe(units) for rank in in_order})
     reported = [f"{words} on {ranks_in_words(sorted(those))}" for words, those in alike.items()]
     clean = sorted(answers.keys() - found.keys())
     rest = [f"nothing else on {ranks_in_words(clean)}"] if clean else []

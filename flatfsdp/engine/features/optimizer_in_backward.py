@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from ..runtime.module_tree import outermost_unit
 from ..runtime.optimizer_hooks import check_parameters
 from ..runtime.rest import check_outside
 from ..state.optim.descriptions import alike
-from ..state.optim.initial_state import copy_of, own_step
+from ..state.optim.optimizer_clone import copy_over, step_alone
 from .backward_steps import BackwardOptimizer, optimizers_of, set_optimizers
 
 
@@ -144,20 +143,15 @@ def _check_divisible(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that needs all of its parameters in one step: a copy steps on small stand-ins to tell."""
     kind = type(optimizer).__name__
     stand_ins = {id(p): _stand_in(p) for group in optimizer.param_groups for p in group["params"]}
-    numbers = random.getstate()
     try:
-        trial = copy_of(optimizer, stand_ins)
-        trial.state = defaultdict(dict)
+        trial = copy_over(optimizer, stand_ins, defaultdict(dict))
         before = _counts(trial)
-        with torch.random.fork_rng(devices=[]):
-            own_step(type(optimizer))(trial)
+        step_alone(trial)
     except Exception as error:
         raise UsageError(
             f"optimizer_in_backward(): a copy of this {kind} does not step on some parameters by itself "
             f"({type(error).__name__}: {error}). Call its step() after the backward"
         ) from error
-    finally:
-        random.setstate(numbers)
     after = _counts(trial)
     changed = [name for name in after if name not in before or not alike(before[name], after[name])]
     changed += [repr(key) for key in trial.state if not isinstance(key, torch.Tensor)]

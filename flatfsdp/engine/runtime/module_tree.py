@@ -9,6 +9,7 @@ from torch import nn
 
 from ...api import Config
 from ...errors import ConfigValueError, UsageError, refuse_type
+from ..base.fqns import fqn
 from ..config.arguments import has_forward
 from ..flat.views import ParamRef
 from .unit import Unit
@@ -124,7 +125,7 @@ def param_refs_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[
     for prefix, holder in modules_of(module, ignored):
         for attribute, parameter in holder._parameters.items():
             if parameter is not None:
-                yield holder, attribute, f"{prefix}.{attribute}" if prefix else attribute
+                yield holder, attribute, fqn(prefix, attribute)
 
 
 def leaves_of(param_refs: Iterable[ParamRef]) -> list[tuple[nn.Parameter, str]]:
@@ -149,7 +150,7 @@ def _modules_below(
     yield path, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from _modules_below(child, f"{path}.{name}" if path else name, ignored, seen)
+            yield from _modules_below(child, fqn(path, name), ignored, seen)
 
 
 def ignore(module: nn.Module, attributes: Collection[str] | None) -> None:

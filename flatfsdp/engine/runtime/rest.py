@@ -7,7 +7,7 @@ call where a unit computes. No other module finishes what an iteration has left 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -113,21 +113,17 @@ def before_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def collective_call(units: Iterable[Unit], call: str, *, always: bool = False) -> Iterator[None]:
+def collective_call(units: Collection[Unit], call: str, *, always: bool = False, when: bool = True) -> Iterator[None]:
     """All ranks make this `call`, which gathers the parameters of `units` or sends them; it is collective inside.
 
-    `always`: ranks exchange something even where no unit is sharded.
+    `always`: ranks exchange something even where no unit is sharded. Nothing happens unless `when`.
 
     Raises:
         AgreementError: on every rank: some do something else.
     """
-    by_model: dict[int, list[Unit]] = {}
-    for unit in units:
-        by_model.setdefault(id(unit.root), []).append(unit)
     with ExitStack() as calls:
-        for those in by_model.values():
-            model = those[0].root
+        for model in models_of(units) if when else ():
             model.lazy_init()
-            indices = [unit.index for unit in those]
+            indices = [unit.index for unit in units if unit.root is model]
             calls.enter_context(model.agreement.collective_call(call, indices, always=always))
         yield

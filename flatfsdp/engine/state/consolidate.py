@@ -19,7 +19,7 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import full_views
 from ..layout.layout import FlatLayout
 from ..runtime.unit import Unit
-from .owned_interval import OwnedInterval, RemoteElements
+from .owned_interval import OwnedInterval
 
 
 def gather_shard(handle: FlatParamHandle, shard: torch.Tensor, transport: Transport, stream: Stream) -> torch.Tensor:
@@ -51,18 +51,6 @@ def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> It
         claim.close()
 
 
-def others_of(unit: Unit, kind: int, index: int) -> RemoteElements | None:
-    """Where the elements of one parameter are that this rank does not own; None where it owns all."""
-    layout = unit.handles[kind].layout
-    if layout.world == 1:
-        return None
-    return RemoteElements(
-        unit.groups.shard.process_group,
-        unit.groups.device,
-        lambda: [layout.span_in_param(index, rank).numel for rank in range(layout.world)],
-    )
-
-
 def is_first(unit: Unit) -> bool:
     """Whether this rank is the one that has what only one rank is to have: the first of shard and replicate axis."""
     replicate = unit.groups.replicate
@@ -90,7 +78,7 @@ def scatter(
     """Each rank's shard of what the first rank has whole. Collective over the shard and the replicate axis.
 
     Args:
-        whole: on the first rank ([Note: consolidation]) the parameters, N-D, on any device; None stands for zeros.
+        unsharded: on the first rank ([Note: consolidation]) the parameters, N-D, on any device; None stands for zeros.
             Ignored on other ranks.
         dtype: of the result; None for the master dtype.
 
@@ -101,24 +89,19 @@ def scatter(
     """
     handle = unit.handles[kind]
     layout, axis, replicate = handle.layout, unit.gather, unit.replicate
+    values = (unsharded or ()) if is_first(unit) else ()
 
     def assemble(rank: int) -> torch.Tensor:
         shard = torch.zeros(layout.shard_numel, dtype=dtype or handle.precision.master, device=handle.device)
-        for index, value in enumerate(unsharded or ()):
+        for index, value in enumerate(values):
             if value is not None:
                 store(layout, rank, shard, index, value)
         return shard
 
     with torch.no_grad():
-        mine = replicate is None or replicate.group.rank == 0
-        first = is_first(unit)
-        own = (
-            assemble(0)
-            if first
-            else torch.empty(layout.shard_numel, dtype=dtype or handle.precision.master, device=handle.device)
-        )
-        if mine:
-            if first:
+        own = assemble(0)
+        if replicate is None or replicate.group.rank == 0:
+            if axis.group.rank == 0:
                 for rank in range(1, axis.group.size):
                     axis.send_now(assemble(rank), rank)
             else:

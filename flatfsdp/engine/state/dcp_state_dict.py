@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ...api import HYBRIDS
-from .model.fqns import clean
+from ..base.fqns import clean
 
 MODULE = "torch.distributed.checkpoint.state_dict"
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Literal, NamedTuple, cast, get_args
 
-from ...errors import ranks_in_words
+from ...errors import ranks_by_value, ranks_in_words
 from ..base.foreign_text import parse
 from . import store as board
 from .store import StoreClient
@@ -362,11 +362,8 @@ def in_one_sentence(exit_records: Sequence[ExitRecord]) -> str:
 
 def lines_of(answers: dict[int, RankStatus]) -> list[str]:
     """One line for all ranks that do the same."""
-    alike: dict[str, list[int]] = {}
-    for rank, answer in answers.items():
-        alike.setdefault(answer.doing, []).append(rank)
     lines = []
-    for doing, ranks in alike.items():
+    for doing, ranks in ranks_by_value({rank: answer.doing for rank, answer in answers.items()}).items():
         seconds = sorted(round(answers[rank].seconds) for rank in ranks)
         span = f"{seconds[0]}" if seconds[0] == seconds[-1] else f"{seconds[0]} to {seconds[-1]}"
         lines.append(f"{ranks_in_words(ranks)}: {doing}, for {span} s")
@@ -376,9 +373,7 @@ def lines_of(answers: dict[int, RankStatus]) -> list[str]:
 def parted(answers: dict[int, RankStatus], *, patience: float) -> str:
     """What ranks do that have waited for each other, in different places, for more than `patience` seconds; or ""."""
     waiting = {rank: answer for rank, answer in answers.items() if answer.waits_for and answer.seconds > patience}
-    places: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for rank, answer in waiting.items():
-        places.setdefault((answer.doing, answer.waits_for), []).append(rank)
+    places = ranks_by_value({rank: (answer.doing, answer.waits_for) for rank, answer in waiting.items()})
     stuck = [
         ranks
         for (_, awaited), ranks in places.items()

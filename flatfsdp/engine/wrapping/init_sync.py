@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..agreement.model_check import compare_facts
+from ..base.fqns import fqn
 from ..comm.axes import ProcessGroups
 from ..comm.comm_stats import CommStats
 from ..comm.transport import Transport, transport
@@ -74,8 +75,7 @@ def synchronize(
         return
     tensors: list[tuple[torch.Tensor, str]] = list(leaves)
     for path, each in modules:
-        prefix = f"{path}." if path else ""
-        tensors += [(buffer, prefix + name) for name, buffer in each._buffers.items() if buffer is not None]
+        tensors += [(buffer, fqn(path, name)) for name, buffer in each._buffers.items() if buffer is not None]
     subject = f"a unit of class {type(module).__name__}"
     facts = [("construction", "goes on", True), (subject, f"of {len(tensors)} tensors", True)]
     for tensor, path in tensors:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp import collective_region
-from flatfsdp.errors import AgreementError, ranks_in_words
-from flatfsdp.trainer.process_group import LocalFailure, ranks_by_value
+from flatfsdp.errors import AgreementError, ranks_by_value, ranks_in_words
+from flatfsdp.trainer.process_group import LocalFailure
 
 from .packing import pack, unpack
 from .process_group import LoadingRanks
@@ -172,7 +172,7 @@ def _raise_failures(ranks: LoadingRanks, failure: ReadFailure | None) -> NoRetur
 def _difference(found: Sequence[int]) -> str:
     each = "; ".join(
         f"{ranks_in_words(ranks)}: {'no sample more' if position == END else f'{position} samples so far'}"
-        for position, ranks in ranks_by_value(found).items()
+        for position, ranks in ranks_by_value(dict(enumerate(found))).items()
     )
     return (
         f"ranks read different data ({each}). In sharded mode the dataset has to give every rank the same samples, of "

@@ -17,10 +17,11 @@ from flatfsdp.errors import (
     ConfigTypeError,
     ConfigValueError,
     LostRankError,
+    ranks_by_value,
     ranks_in_words,
     shown,
 )
-from flatfsdp.trainer.process_group import LocalFailure, ranks_by_value
+from flatfsdp.trainer.process_group import LocalFailure
 
 from .batch_sources import BatchSource, DispatchedSource, ShardedSource
 from .iterable_style import StreamSource, stream_parts
@@ -390,7 +391,7 @@ def _agreed(ranks: LoadingRanks, make: Any) -> _CommonArguments:
     """
     plans: list[_CommonArguments] = ranks.together(make)
     for name in vars(plans[0]):
-        found = ranks_by_value(getattr(plan, name) for plan in plans)
+        found = ranks_by_value({rank: getattr(plan, name) for rank, plan in enumerate(plans)})
         if name == "extent":
             found.pop(None, None)
         if len(found) > 1:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from flatfsdp.errors import FlatFSDPError, warn
-from flatfsdp.trainer.process_group import TrainerRanks, failures_in_words
+from flatfsdp.errors import FlatFSDPError, by_ranks, warn
+from flatfsdp.trainer.process_group import TrainerRanks
 
 from .sample_reader import DataError, ReadFailure
 
@@ -23,11 +23,11 @@ class LoadingRanks(TrainerRanks):
             FlatFSDPError: what it raised, on the rank where it did.
             DataError: on the others.
         """
-        values, lines, failure = self.attempt(work, lambda error: ReadFailure.of(error).words)
-        if isinstance(failure, FlatFSDPError):
-            raise failure
-        self.raise_failures(lines, failure)
-        return values
+
+        def problem(failed: Mapping[int, str], own: Exception | None) -> FlatFSDPError:
+            return own if isinstance(own, FlatFSDPError) else DataError(by_ranks(failed, ": "))
+
+        return self.on_all(work, raises=problem, describe=lambda error: ReadFailure.of(error).words)
 
     def raise_failures(self, failures: list[str | None], cause: Exception | None = None) -> None:
         """Raise on this rank what failed on any; nothing where none did.
@@ -35,8 +35,9 @@ class LoadingRanks(TrainerRanks):
         Raises:
             DataError: with the words of all ranks that failed, in order.
         """
-        if words := failures_in_words(failures):
-            raise DataError(words) from cause
+        failed = {rank: words for rank, words in enumerate(failures) if words is not None}
+        if failed:
+            raise DataError(by_ranks(failed, ": ")) from cause
 
     def warn(self, message: str) -> None:
         """Warn once for all ranks."""

@@ -15,7 +15,7 @@ are found anew.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -32,6 +32,7 @@ from ...layout.contiguous_runs import ParamInShard, find_runs
 from ...layout.layout import Span
 from ...runtime import param_registry as registry
 from ...runtime.optimizer_hooks import is_at_work
+from ...state.optim.optimizer_clone import clone_over
 from .state import PLAIN, FusedRun, Pieces, State, States, StepCounts, is_number
 
 _GRAD, _DTYPE, _PARAMS = attrgetter("grad"), attrgetter("dtype"), itemgetter("params")
@@ -150,12 +151,7 @@ class RunPlan:
         params: list[list[nn.Parameter]] = [list(each) for each in self.alone]
         for run in self.runs:
             params[run.group].append(run.parameter)
-        made: torch.optim.Optimizer = object.__new__(type(optimizer))
-        for name, value in vars(optimizer).items():
-            made.__dict__[name] = OrderedDict() if name.endswith("_hooks") else value  # a base's step would run them
-        made.param_groups = [
-            {**group, "params": each} for group, each in zip(optimizer.param_groups, params, strict=True)
-        ]
+        made = clone_over(optimizer, params)
         made.state = defaultdict(dict, {run.parameter: run.state for run in self.runs})
         for key in chain(self._beside, *self.alone):
             if key in optimizer.state:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +22,7 @@ from ....errors import UsageError
 from ...agreement import object_collectives as exchange
 from ...agreement.once_per_job import warn_once_per_job
 from ...base import _torch
+from ...base.fqns import WRAPPED, clean, clean_text, fqn
 from ...config.state_dict_configs import FullStateDictConfig, StateDictType
 from ...flat.flat_param import FlatParamHandle
 from ...flat.placeholder import PlaceholderReadError
@@ -33,7 +34,6 @@ from ..consolidate import is_first, scatter, store
 from ..full_params import summon
 from ..owned_interval import OwnedInterval
 from .distributed_values import DistributedValue, defer_distributed
-from .fqns import WRAPPED, clean, clean_text
 from .from_rank0 import FromRank0, axes_of, spread
 from .misfits import in_brief
 from .placeholders import Placeholders, stand_in
@@ -165,7 +165,7 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
     while True:
         token = _asked.set(True)
         try:
-            with collective_call(units_in(wrapper), "load_state_dict()") if sends else nullcontext():
+            with collective_call(units_in(wrapper), "load_state_dict()", when=sends):
                 return load(_of_first(unit, state_dict) if sends else state_dict)
         except PlaceholderReadError:
             reading = [each for each in _under_way(wrapper) if each.unit not in _read_values]
@@ -279,7 +279,7 @@ def _paths(module: nn.Module, path: str) -> list[str]:
     out = [path]
     for name, child in module._modules.items():
         if child is not None:
-            out += _paths(child, f"{path}.{name}" if path else name)
+            out += _paths(child, fqn(path, name))
     return out
 
 

@@ -8,7 +8,7 @@ what a rank has without communication (sharded and local state dicts, NO_SHARD) 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,8 @@ from torch import nn
 
 from ...agreement.object_collectives import firsts
 from ...runtime.unit import Unit
-from .fqns import clean
+from ..named_param import named_buffers
 from .from_rank0 import axes_of
-
-
-def names_of_buffers(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """The names in state dicts of all buffers of `module` that belong to its state."""
-    for path, inside in module.named_modules(remove_duplicate=False):
-        for name, buffer in inside._buffers.items():
-            if buffer is not None and name not in inside._non_persistent_buffers_set:
-                yield prefix + clean(f"{path}.{name}" if path else name)
 
 
 def take_firsts(unit: Unit, units: Collection[Unit], module: nn.Module, destination: Any, prefix: str) -> None:
@@ -37,7 +29,8 @@ def take_firsts(unit: Unit, units: Collection[Unit], module: nn.Module, destinat
     if all(each.groups.shard.size == 1 for each in units):
         return
     axes = [*axes_of(unit)]
-    mine = {key: destination[key] for key in names_of_buffers(module, prefix) if key in destination}
+    keys = [prefix + name for each in named_buffers(module) for name in each.names]
+    mine = {key: destination[key] for key in keys if key in destination}
     described = [(key, [*each.shape], str(each.dtype)) for key, each in mine.items() if _can_travel(each)]
     for key, shape, dtype in json.loads(firsts(axes, json.dumps(described).encode())):
         own = mine.get(key)

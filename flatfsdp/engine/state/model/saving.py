@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from ....errors import UsageError
+from ...base.fqns import clean
 from ...config.state_dict_configs import (
     FullStateDictConfig,
     LocalStateDictConfig,
@@ -34,11 +34,11 @@ from ...layout.layout import ParamSpec
 from ...runtime.module_tree import units_in
 from ...runtime.rest import check_idle, collective_call, quiesce
 from ...runtime.unit import Unit
-from ..consolidate import consolidated, is_first, others_of
+from ..consolidate import consolidated, is_first
 from ..full_params import summon
+from ..named_param import NamedParam
 from ..owned_interval import OwnedInterval, RemoteElements
 from .distributed_values import carrier_of, flat_of, rows_of
-from .fqns import clean
 from .placeholders import Placeholders, stand_in
 from .rank0_buffers import take_firsts
 from .types import settings_of
@@ -119,7 +119,7 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
     start = len(destination)
     token = _job.set(job)
     try:
-        with nullcontext() if job.is_without_communication else collective_call(units, "state_dict()"):
+        with collective_call(units, "state_dict()", when=not job.is_without_communication):
             _add(job, wrapper, destination, prefix)
             if job.broadcasts_buffers:
                 take_firsts(unit, units, wrapper, destination, prefix)
@@ -135,9 +135,8 @@ def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> State
     communicates = not job.is_without_communication
     quiesce(units, collective=communicates, shards=communicates, check=lambda each: check_idle(each, "state_dict()"))
     if not communicates:
-        for each in units:
-            if each.is_between_iterations():
-                each.write_back()
+        for each in filter(Unit.is_between_iterations, units):
+            each.write_back()
     return job
 
 
@@ -275,15 +274,8 @@ def _shard_of(job: StateDictCall, handle: FlatParamHandle) -> torch.Tensor:
 
 def _owned(job: StateDictCall, unit: Unit, kind: int, index: int, name: str) -> OwnedInterval:
     handle = unit.handles[kind]
-    spec, rank = handle.layout.params[index], handle.rank
-    shard = _shard_of(job, handle)
-    return OwnedInterval(
-        shard[handle.layout.span_in_shard(index, rank).slice],
-        ParamSpec(name, spec.shape, spec.stride),
-        handle.layout.span_in_param(index, rank),
-        names_empty=rank == 0,
-        others=others_of(unit, kind, index),
-    )
+    named = NamedParam(name, (name,), unit, kind, index, handle.leaves[index])
+    return named.interval(named.local_view(_shard_of(job, handle)))
 
 
 def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) -> Any:

@@ -8,7 +8,6 @@ placeholders]
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -87,7 +86,7 @@ def after_saving(module: nn.Module, destination: Any, prefix: str, metadata: Any
     under_way.stand_ins.remove()
     keys = [key for key, value in destination.items() if key.startswith(prefix) and type(value) is Placeholder]
     job, unit = under_way.job, under_way.unit
-    with nullcontext() if job.is_without_communication else collective_call([unit], "state_dict()"):
+    with collective_call([unit], "state_dict()", when=not job.is_without_communication):
         fill(job, unit, destination, keys, prefix)
         if job.broadcasts_buffers:
             take_firsts(unit, [unit, *unit.owning_units], module, destination, prefix)

@@ -11,21 +11,17 @@ numbers of torch and Python.
 
 from __future__ import annotations
 
-import copy
-import random
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ....errors import UsageError
 from ...agreement.once_per_job import warn_once_per_job
 from .descriptions import value_of
+from .optimizer_clone import copy_over, step_alone
 from .param_map import Key, OptimizedParam
-
-_ITS_OWN = frozenset({"state", "param_groups"})
 
 
 class _FirstValues(dict[Any, Any]):
@@ -92,13 +88,8 @@ def _state_of_trial(
 ) -> dict[Key, dict[str, Any]]:
     stand_ins = {id(held.parameter): _stand_in(held, on_values=on_values) for group in groups for held in group}
     states = _States()
-    numbers = random.getstate()
-    on = {each.device for each in stand_ins.values() if each.device.type != "cpu"}
     try:
-        trial = copy_of(optimizer, stand_ins)
-        trial.state = states
-        with torch.random.fork_rng(devices=sorted(on, key=str), device_type=_type_of(on)):
-            own_step(type(optimizer))(trial)
+        step_alone(copy_over(optimizer, stand_ins, states))
     except Exception as error:
         warn_once_per_job(
             f"the state that {type(optimizer).__name__} has before its first step is not known, because a copy of it "
@@ -106,8 +97,6 @@ def _state_of_trial(
             "a step"
         )
         return {}
-    finally:
-        random.setstate(numbers)
     found = {}
     for group in groups:
         for held in group:
@@ -140,60 +129,8 @@ def _stand_in(held: OptimizedParam, *, on_values: bool) -> nn.Parameter:
     return made
 
 
-def copy_of(optimizer: torch.optim.Optimizer, stand_ins: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
-    """`optimizer` without state, over the stand-ins for its parameters (by their ids), and without hooks.
-
-    Raises:
-        UsageError: it could step on the real parameters.
-    """
-    trial = object.__new__(type(optimizer))
-    memo: dict[int, Any] = {id(optimizer): trial, **stand_ins}
-    for name, value in vars(optimizer).items():
-        if name.endswith("_hooks"):
-            trial.__dict__[name] = OrderedDict()
-        elif name not in _ITS_OWN and not (callable(value) and hasattr(type(optimizer), name)):
-            trial.__dict__[name] = _copied_attribute(name, value, memo)
-    # By attribute: a wrapper around an optimizer hands them on to the copy of that.
-    trial.param_groups = [
-        {
-            key: [stand_ins[id(each)] for each in value] if key == "params" else copy.deepcopy(value, memo)
-            for key, value in group.items()
-        }
-        for group in optimizer.param_groups
-    ]
-    return trial
-
-
-def _copied_attribute(name: str, value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of an optimizer's attribute; what has no copy (a process group, a lock) is shared.
-
-    Raises:
-        UsageError: it could step on the real parameters.
-    """
-    if isinstance(value, nn.Module):
-        raise UsageError(f"its attribute {name!r} is a module, through which it could change real parameters")
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception as error:
-        if hasattr(value, "step"):
-            raise UsageError(f"its attribute {name!r}, a {type(value).__name__}, cannot be copied: {error}") from error
-        return value
-
-
 def _copied(value: Any) -> Any:
     try:
         return value_of(value)
     except Exception:
         return value
-
-
-def own_step(kind: type[torch.optim.Optimizer]) -> Any:
-    """The class's step, inside of torch's wrapper that calls hooks."""
-    step: Any = kind.step
-    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    return step
-
-
-def _type_of(devices: set[torch.device]) -> str:
-    return next(iter(devices)).type if devices else "cpu"

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from ....errors import ConfigTypeError, ConfigValueError, did_you_mean
+from ...base.fqns import clean
 from ..model.distributed_values import is_distributed
-from ..model.fqns import NamedParam, clean
+from ..named_param import NamedParam
 from ..owned_interval import OwnedInterval
 from .descriptions import alike, shown, value_of
-from .param_map import Key, OptimizedParam, ParamMap, handle_of, span_in_param, spec_of
+from .param_map import Key, OptimizedParam, ParamMap
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def plan(holder: ParamMap, description: StateDictSpec, others: Collection[Any] =
 def _with_scalars_shaped(named: NamedParam, values: Values, shaped: Collection[str]) -> Values:
     """`values` of a parameter without dimensions, whose states of its shape look like single values: those are that
     other parameters have in their shape; where none has any, all but the step count."""
-    if handle_of(named) is None or spec_of(named).shape:
+    if named.handle is None or named.spec.shape:
         return values
     return {
         state: TensorSpec((), value.dtype)
@@ -211,7 +212,7 @@ def _of_one(held: OptimizedParam, values: Values) -> dict[str, Any]:
             state: ReplicatedState(value.shape, value.dtype) if isinstance(value, TensorSpec) else value
             for state, value in values.items()
         }
-    spec = spec_of(named)
+    spec = named.spec
     planned: dict[str, Any] = {}
     for state, value in values.items():
         if not isinstance(value, TensorSpec):
@@ -235,7 +236,7 @@ def _of_flat(held: OptimizedParam, entries: Mapping[str, Values]) -> dict[str, A
 
     Those without elements have no say: whether optimizers have states of them depends on how they are wrapped.
     """
-    members = [named for named in held.params if spec_of(named).numel] or list(held.params)
+    members = [named for named in held.params if named.spec.numel] or list(held.params)
     entries = {named.name: entries[named.name] for named in members if named.name in entries}
     if not entries:
         return {}
@@ -270,7 +271,7 @@ def _cut_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[str,
         value = values.get(named.name)
         if value is None:
             continue
-        spec = spec_of(named)
+        spec = named.spec
         if not isinstance(value, TensorSpec):
             other = next(name for name, each in values.items() if isinstance(each, TensorSpec))
             raise ConfigValueError(
@@ -308,8 +309,8 @@ def _value_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[st
 
 
 def _check_interval(named: NamedParam, state: str, value: TensorSpec) -> None:
-    span = span_in_param(named)
-    unsharded = (0, spec_of(named).numel)
+    span = named.span_in_param
+    unsharded = (0, named.spec.numel)
     if value.span is not None and not span.is_empty and value.span not in ((span.start, span.stop), unsharded):
         raise ConfigValueError(
             f"optim_state_dict: state {state!r} of {named.name!r} holds elements [{value.span[0]}, {value.span[1]}), "
@@ -320,7 +321,7 @@ def _check_interval(named: NamedParam, state: str, value: TensorSpec) -> None:
 
 def _owned_by_one(named: NamedParam) -> bool:
     """Whether one rank owns all elements, the same on every rank's account."""
-    handle = handle_of(named)
+    handle = named.handle
     assert handle is not None
     layout = handle.layout
     span = layout.spans[named.index]

@@ -7,26 +7,26 @@ gets its shard, one state of one unit at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from ....errors import AgreementError, ConfigValueError, UsageError
-from ...agreement.object_collectives import all_or_none, by_ranks, firsts, is_first_of, ranks_over
+from ....errors import AgreementError, ConfigValueError, UsageError, by_ranks
+from ...agreement.object_collectives import all_or_none, firsts, is_first_of, ranks_over
 from ...base.hashing import hash63
 from ...base.plain_data import decode, encode
 from ...comm.transport import Transport
 from ...flat.layout_views import full_views
 from ...runtime.module_tree import units_in
 from ...runtime.rest import collective_call
+from ...runtime.unit import Unit
 from ..consolidate import is_first, scatter, store
 from ..model.distributed_values import is_distributed, whole_of
-from ..model.fqns import NamedParam
+from ..named_param import NamedParam
 from .descriptions import value_of
 from .load_plan import LoadPlan, ReplicatedState, ShardedState, StateDictSpec, TensorSpec, describe, plan
-from .param_map import Key, OptimizedParam, ParamMap, groups_of, handle_of, others_of, span_in_shard
+from .param_map import Key, OptimizedParam, ParamMap, groups_of, others_of
 from .saving import axes_of, is_source
 
 DOING = "loads the state of an optimizer"
@@ -59,73 +59,58 @@ def load(
         ConfigTypeError, ConfigValueError: what is wrong with the dict; on all ranks that are asked.
         AgreementError: ranks have different dicts, or another rank has a wrong one.
     """
-    agreeing = nullcontext() if alone else collective_call(units_in(model), "optim_state_dict_to_load()", always=True)
-    with agreeing:
-        return _load(
-            model,
-            optim,
-            state_dict,
-            [] if alone else axes_of(model),
-            optim_input=optim_input,
-            from_first=from_first,
-            by_name=by_name,
-            group=group,
-        )
+    with collective_call(units_in(model), "optim_state_dict_to_load()", always=True, when=not alone):
+        axes = [] if alone else axes_of(model)
+        from_first = from_first and bool(axes)
+        described = [_description_of_first(model, axes, state_dict, group)] if from_first else []
+        made: list[tuple[ParamMap, LoadPlan]] = []
+
+        def prepare() -> int:
+            if not described:
+                described.append(describe(state_dict))
+            holder = ParamMap(model, groups_of(model, optim, optim_input), by_name=by_name)
+            made.append((holder, plan(holder, described[0], frozenset(others_of(optim)))))
+            return hash63(repr(_told(holder, described[0])))
+
+        digests = all_or_none(axes, prepare, doing=DOING)
+        ((holder, planned),) = made
+        if len(set(digests.values())) > 1:
+            _refuse_difference(all_or_none(axes, lambda: _told(holder, described[0]), doing=DOING))
+        source = state_dict["state"] if not from_first or is_first_of(axes) else {}
+        loadable: dict[str, Any] = {
+            "state": {**_Filler(holder, planned, source, axes, from_first=from_first).states(), **planned.others}
+        }
+        return loadable if planned.param_groups is None else {**loadable, "param_groups": planned.param_groups}
 
 
-def _load(
-    model: nn.Module,
-    optim: torch.optim.Optimizer | None,
-    state_dict: Any,
-    axes: list[Transport],
-    *,
-    optim_input: Any,
-    from_first: bool,
-    by_name: bool,
-    group: Any,
-) -> dict[str, Any]:
-    """`load` over `axes`, none for what is to be done alone."""
-    from_first = from_first and bool(axes)
-    described: list[StateDictSpec] = []
-    if from_first:
-        first = is_first_of(axes)
-        packed: list[bytes] = []
+def _description_of_first(model: nn.Module, axes: list[Transport], state_dict: Any, group: Any) -> StateDictSpec:
+    """What the first rank's `state_dict` holds. Collective over `axes`.
 
-        def look() -> None:
-            if is_source(axes, group) is not first:
-                raise ConfigValueError(
-                    f"group: its first rank must be rank {ranks_over(axes)[0]}, the first over which the model is "
-                    "spread, which has the dict; leave it out"
+    Raises:
+        AgreementError, ConfigTypeError, ConfigValueError, UsageError: it is no such dict, or cannot reach all ranks.
+    """
+    ranks = ranks_over(axes)
+    packed: list[bytes] = []
+
+    def look() -> None:
+        if is_source(axes, group) is not is_first_of(axes):
+            raise ConfigValueError(
+                f"group: its first rank must be rank {ranks[0]}, the first over which the model is spread, which has "
+                "the dict; leave it out"
+            )
+        for unit in units_in(model) if not is_first_of(axes) else ():
+            if is_first(unit):
+                raise UsageError(
+                    f"unit {unit.label} is spread over ranks without rank {ranks[0]}, which has the state, and sends "
+                    "it to the ranks that it shares a unit with. Give every rank the dict, and call "
+                    "shard_full_optim_state_dict()"
                 )
-            if first:
-                packed.append(encode(describe(state_dict).to_cpu(), objects=True))
-            for unit in units_in(model):
-                if is_first(unit) and not first:
-                    raise UsageError(
-                        f"unit {unit.label} is spread over ranks without rank {ranks_over(axes)[0]}, which has the "
-                        "state, and sends it to the ranks that it shares a unit with. Give every rank the dict, and "
-                        "call shard_full_optim_state_dict()"
-                    )
+        if is_first_of(axes):
+            packed.append(encode(describe(state_dict).to_cpu(), objects=True))
 
-        all_or_none(axes, look, doing=FROM_FIRST)
-        described.append(decode(firsts(axes, packed[0] if first else b""), objects=True))
-    made: list[tuple[ParamMap, LoadPlan]] = []
-
-    def prepare() -> int:
-        if not described:
-            described.append(describe(state_dict))
-        holder = ParamMap(model, groups_of(model, optim, optim_input), by_name=by_name)
-        made.append((holder, plan(holder, described[0], frozenset(others_of(optim)))))
-        return hash63(repr(_told(holder, described[0])))
-
-    digests = all_or_none(axes, prepare, doing=DOING)
-    ((holder, planned),) = made
-    if len(set(digests.values())) > 1:
-        _refuse_difference(all_or_none(axes, lambda: _told(holder, described[0]), doing=DOING))
-    has_it = not from_first or is_first_of(axes)
-    filler = _Filler(holder, planned, state_dict["state"] if has_it else {}, axes, from_first=from_first)
-    state: dict[Any, Any] = {**filler.states(), **planned.others}
-    return {"state": state} if planned.param_groups is None else {"state": state, "param_groups": planned.param_groups}
+    all_or_none(axes, look, doing=FROM_FIRST)
+    described: StateDictSpec = decode(firsts(axes, b"".join(packed)), objects=True)
+    return described
 
 
 def _told(holder: ParamMap, description: StateDictSpec) -> list[tuple[str, str]]:
@@ -143,7 +128,7 @@ def _refuse_difference(reported: Mapping[int, list[tuple[str, str]]]) -> NoRetur
     """Raise an AgreementError with the first difference between what ranks hand in."""
     by_name = {rank: dict(each) for rank, each in reported.items()}
     for name in sorted({name for each in by_name.values() for name in each}):
-        found = {rank: f" {each.get(name, 'no state')}" for rank, each in by_name.items()}
+        found = {rank: each.get(name, "no state") for rank, each in by_name.items()}
         if len(set(found.values())) > 1:
             break
     raise AgreementError(
@@ -178,11 +163,11 @@ class _Filler:
         """
         by_name = {named.name: held for held in self._holder for named in held.params}
         out: dict[Key, dict[str, Any]] = {}
-        for members in self._holder.by_unit():
+        for unit, kind, members in self._holder.by_handle():
             held = list({id(by_name[n.name]): by_name[n.name] for n in members if n.name in by_name}.values())
             for state, dtype in self._cuts(held):
                 having = [each for each in held if self._planned(each).get(state) == ShardedState(dtype)]
-                shard = self._shard(members, having, state, dtype)
+                shard = self._shard(unit, kind, having, state, dtype)
                 for each in having:
                     out.setdefault(each.key, {})[state] = _piece(each, shard)
         for named in self._holder.params:
@@ -213,11 +198,10 @@ class _Filler:
         return None if source is None or not self._source else self._source[source].get(state)
 
     def _shard(
-        self, members: Sequence[NamedParam], having: Sequence[OptimizedParam], state: str, dtype: torch.dtype
+        self, unit: Unit, kind: int, having: Sequence[OptimizedParam], state: str, dtype: torch.dtype
     ) -> torch.Tensor:
         """One state of one handle, laid out like its shard."""
-        unit, kind, handle = members[0].unit, members[0].kind, handle_of(members[0])
-        assert unit is not None and handle is not None
+        handle = unit.handles[kind]
         wanted = [named for each in having for named in each.params]
         if self._from_first:
             whole: list[torch.Tensor | None] = [None] * len(handle.leaves)
@@ -257,4 +241,4 @@ def _piece(held: OptimizedParam, shard: torch.Tensor) -> torch.Tensor:
         return shard
     if handle.is_unsharded_at_rest:
         return full_views(shard, handle.layout)[held.params[0].index].clone()
-    return shard[span_in_shard(held.params[0]).slice].clone()
+    return held.params[0].local_view(shard).clone()

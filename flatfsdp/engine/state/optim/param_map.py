@@ -8,7 +8,7 @@ one on every rank. State dicts know names ([Note: clean names]); `OptimizedParam
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch import nn
 
 from ....errors import UsageError, refuse_type
 from ...flat.flat_param import FlatParamHandle
-from ...layout.layout import ParamSpec, Span
-from ..model.fqns import NamedParam, named_state
+from ...runtime.unit import Unit
+from ..named_param import NamedParam, named_state
 
 Key = int | str
 
@@ -46,7 +46,7 @@ class OptimizedParam:
     @property
     def handle(self) -> FlatParamHandle | None:
         """The handle that it belongs to; None outside of every unit."""
-        return handle_of(self.params[0])
+        return self.params[0].handle
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,12 +57,12 @@ class OptimizedParam:
         if self.is_flat:
             return (handle.layout.shard_numel,)
         named = self.params[0]
-        return spec_of(named).shape if handle.is_unsharded_at_rest else (span_in_shard(named).numel,)
+        return named.spec.shape if handle.is_unsharded_at_rest else (named.span_in_shard.numel,)
 
     @property
     def reports(self) -> bool:
         """Whether this rank has elements of it, so that its optimizer has all of its states."""
-        return self.is_flat or self.params[0].unit is None or has_elements(self.params[0])
+        return self.is_flat or self.params[0].unit is None or self.params[0].has_elements
 
     @property
     def keeps_any_shape(self) -> bool:
@@ -73,38 +73,8 @@ class OptimizedParam:
         return (
             handle is None
             or handle.is_unsharded_at_rest
-            or span_in_shard(self.params[0]).numel == spec_of(self.params[0]).numel
+            or self.params[0].span_in_shard.numel == self.params[0].spec.numel
         )
-
-
-def handle_of(named: NamedParam) -> FlatParamHandle | None:
-    """The handle that a parameter belongs to; None outside of every unit."""
-    return None if named.unit is None else named.unit.handles[named.kind]
-
-
-def spec_of(named: NamedParam) -> ParamSpec:
-    """The layout's entry of a parameter in a unit, by the parameter's name in the model."""
-    assert named.unit is not None
-    return replace(named.unit.handles[named.kind].layout.params[named.index], name=named.name)
-
-
-def span_in_shard(named: NamedParam) -> Span:
-    """Where this rank's elements of a parameter in a unit lie in the shard."""
-    assert named.unit is not None
-    handle = named.unit.handles[named.kind]
-    return handle.layout.span_in_shard(named.index, handle.rank)
-
-
-def span_in_param(named: NamedParam) -> Span:
-    """Which elements of a parameter in a unit this rank owns, in memory order."""
-    assert named.unit is not None
-    handle = named.unit.handles[named.kind]
-    return handle.layout.span_in_param(named.index, handle.rank)
-
-
-def has_elements(named: NamedParam) -> bool:
-    """Whether this rank owns some of a parameter in a unit, or nobody can because it has no elements."""
-    return not span_in_shard(named).is_empty or spec_of(named).numel == 0
 
 
 class ParamMap:
@@ -129,7 +99,7 @@ class ParamMap:
         flat: dict[int, list[NamedParam]] = {}
         for named in self.params:
             if not _steps_alone(named):
-                handle = handle_of(named)
+                handle = named.handle
                 assert handle is not None
                 flat.setdefault(id(handle.flat_param), []).append(named)
         for each, members in flat.items():
@@ -151,12 +121,13 @@ class ParamMap:
         for group in self.groups:
             yield from group
 
-    def by_unit(self) -> list[list[NamedParam]]:
-        """The parameters in units, those of one handle together, in an order that all ranks share."""
-        found: dict[tuple[int, int], list[NamedParam]] = {}
+    def by_handle(self) -> list[tuple[Unit, int, list[NamedParam]]]:
+        """The parameters in units: (unit, number of the handle, those that lie in it), in an order that all ranks
+        share."""
+        found: dict[tuple[int, int], tuple[Unit, int, list[NamedParam]]] = {}
         for named in self.params:
             if named.unit is not None:
-                found.setdefault((id(named.unit), named.kind), []).append(named)
+                found.setdefault((id(named.unit), named.kind), (named.unit, named.kind, []))[2].append(named)
         return list(found.values())
 
 
@@ -197,7 +168,7 @@ def others_of(optim: torch.optim.Optimizer | None) -> list[Any]:
 
 
 def _steps_alone(named: NamedParam) -> bool:
-    handle = handle_of(named)
+    handle = named.handle
     return handle is None or handle.use_orig_params
 
 

@@ -9,6 +9,7 @@ no element. Whole states are then gathered one state of one unit at a time; shar
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,28 +21,19 @@ from ....errors import ConfigValueError
 from ...agreement.object_collectives import all_or_none, is_first_of, ranks_over
 from ...comm.axes import Axis
 from ...comm.transport import Transport
+from ...flat.flat_param import FlatParamHandle
 from ...flat.layout_views import dense
 from ...runtime.module_tree import units_in
 from ...runtime.rest import collective_call, initialize, models_of
-from ..consolidate import consolidated, others_of, store
+from ...runtime.unit import Unit
+from ..consolidate import consolidated, store
 from ..model.distributed_values import carrier_of, rows_of
-from ..model.fqns import NamedParam
 from ..model.zero_copy import shares_memory
-from ..owned_interval import OwnedInterval
+from ..named_param import NamedParam
 from .descriptions import Facts, OtherState, ParamReport, ParamShaped, agree, facts_of, value_of
 from .initial_state import state_before_first_step
 from .load_plan import check_dict
-from .param_map import (
-    Key,
-    OptimizedParam,
-    ParamMap,
-    groups_of,
-    handle_of,
-    has_elements,
-    span_in_param,
-    span_in_shard,
-    spec_of,
-)
+from .param_map import Key, ParamMap, groups_of
 
 DOING = {
     "whole": "gathers the state of an optimizer",
@@ -87,63 +79,28 @@ def state_by_name(
     Collective over the axes of the model's units. No value shares memory with the optimizer's.
     """
     with collective_call(units_in(model), "optim_state_dict()", always=True):
-        return _state_by_name(model, optim, state_dict, wanted, optim_input=optim_input, group=group)
+        axes = axes_of(model)
+        doing = DOING[wanted.carrier]
+        made: list[_LocalState] = []
+        keeps: list[bool] = []
 
+        def report() -> tuple[bool, list[ParamReport]]:
+            keeps.append(is_source(axes, group) or not wanted.rank0_only)
+            made.append(_LocalState.of(model, optim, state_dict, groups_of(model, optim, optim_input)))
+            return bool(made[-1].state), made[-1].reports()
 
-def _state_by_name(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    state_dict: dict[str, Any] | None,
-    wanted: StateDictRequest,
-    *,
-    optim_input: Any,
-    group: Any,
-) -> dict[str, Any]:
-    axes = axes_of(model)
-    doing = DOING[wanted.carrier]
-    made: list[_LocalState] = []
-    source: list[bool] = []
+        def step() -> list[ParamReport]:
+            made.append(made[-1].with_state(state_before_first_step(optim, made[-1].holder.groups)))
+            return made[-1].reports()
 
-    def tell() -> tuple[bool, list[ParamReport]]:
-        source.append(is_source(axes, group))
-        made.append(_LocalState.of(model, optim, state_dict, groups_of(model, optim, optim_input)))
-        return bool(made[-1].state), made[-1].reports()
-
-    def step() -> list[ParamReport]:
-        made.append(made[-1].with_state(state_before_first_step(optim, made[-1].holder.groups)))
-        return made[-1].reports()
-
-    answers = all_or_none(axes, tell, doing=doing, objects=True)
-    if any(has_state for has_state, _ in answers.values()):
-        facts = agree({rank: reported for rank, (_, reported) in answers.items()})
-    else:
-        facts = agree(all_or_none(axes, step, doing=f"{doing}, before its first step", objects=True))
-    own = made[-1]
-    keeps = not wanted.rank0_only or source[0]
-    state: dict[str, dict[str, Any]] = {}
-    for members in own.holder.by_unit():
-        agreed = _by_name(members, facts)
-        if wanted.carrier == "interval":
-            _add_intervals(own, members, agreed, state, wanted)
-        else:
-            _add_gathered(own, members, agreed, state, wanted, keeps=keeps)
-        for named in members:
-            for name, fact in agreed.get(named.name, {}).items():
-                if not isinstance(fact, ParamShaped):
-                    state.setdefault(named.name, {})[name] = own.value(named, name, fact)
-    if not keeps:
-        return {}
-    for held in own.holder:
-        if held.handle is None and (values := own.state.get(held.key)):
-            state[held.name] = {
-                name: value.detach()
-                if shares_memory() and isinstance(value, torch.Tensor)
-                else _copied(value, wanted.device)
-                for name, value in values.items()
-            }
-    ordered: dict[Any, Any] = {named.name: state[named.name] for named in own.holder.params if named.name in state}
-    ordered |= {key: value_of(value) for key, value in own.others.items()}
-    return {"state": ordered, **own.param_groups()}
+        answers = all_or_none(axes, report, doing=doing, objects=True)
+        reports = {rank: found for rank, (_, found) in answers.items()}
+        if not any(has_state for has_state, _ in answers.values()):
+            reports = all_or_none(axes, step, doing=f"{doing}, before its first step", objects=True)
+        assembly = _Assembly(made[-1], agree(reports), wanted, keeps=keeps[0])
+        for unit, kind, members in made[-1].holder.by_handle():
+            assembly.add(unit, kind, members)
+        return assembly.state_dict() if keeps[0] else {}
 
 
 def axes_of(model: nn.Module) -> list[Transport]:
@@ -229,25 +186,59 @@ class _LocalState:
     def reports(self) -> list[ParamReport]:
         """What this rank tells the others: of every parameter in units of which it has elements."""
         out = []
-        for members in self.holder.by_unit():
-            for named in _reporting_ranks(members):
+        for unit, kind, members in self.holder.by_handle():
+            for named in _reporting(unit.handles[kind], members):
                 held = self._held.get(named.name)
                 if held is None:
-                    if has_elements(named):
+                    if named.has_elements:
                         out.append(ParamReport(named.name, None))
                 elif held.reports:
                     out.append(ParamReport(named.name, facts_of(held, self.state.get(held.key, {}))))
         return out
-
-    def held(self, named: NamedParam) -> OptimizedParam | None:
-        """What the optimizer holds `named` in."""
-        return self._held.get(named.name)
 
     def value(self, named: NamedParam, state: str, fact: Any) -> Any:
         """A copy of what `fact` says of a state that is not shaped."""
         if isinstance(fact, OtherState):
             return value_of(self.state[self._held[named.name].key][state] if fact.value is None else fact.value)
         return value_of(fact)
+
+    def shard_of(
+        self, handle: FlatParamHandle, having: Sequence[NamedParam], name: str, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """One state of parameters of one handle, laid out like its shard."""
+        first = self._held.get(having[0].name)
+        if first is not None and first.is_flat:
+            flat: torch.Tensor = self.state[first.key][name].detach()
+            return flat
+        shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard.device)
+        for named in having:
+            held = self._held.get(named.name)
+            if held is None or not named.has_elements:
+                continue
+            value = self.state[held.key][name].detach()
+            if handle.is_unsharded_at_rest:
+                store(handle.layout, handle.rank, shard, named.index, value)
+            else:
+                named.local_view(shard).copy_(value)
+        return shard
+
+    def local_of(self, handle: FlatParamHandle, named: NamedParam, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """What this rank owns of one shaped state, in its parameter's memory order, 1-D; in place where it has that
+        order."""
+        if named.span_in_param.is_empty:
+            return torch.empty(0, dtype=dtype)
+        held = self._held[named.name]
+        value: torch.Tensor = self.state[held.key][name].detach()
+        if held.is_flat:
+            return named.local_view(value)
+        if not handle.is_unsharded_at_rest:
+            return value
+        spec = named.spec
+        if value.is_contiguous() if spec.stride is None else value.stride() == spec.stride:
+            return dense(value)
+        interval = named.interval(value.new_empty(spec.numel))
+        interval.take_from(value)
+        return interval.local
 
     def param_groups(self) -> dict[str, list[dict[str, Any]]]:
         """The param groups with names in place of keys, as an entry of a state dict; none if they were not given."""
@@ -264,45 +255,85 @@ class _LocalState:
         return {"param_groups": out}
 
 
-def _reporting_ranks(members: Sequence[NamedParam]) -> Sequence[NamedParam]:
-    """Of the parameters of one handle those by whose names states are told: all, or the first for a flat parameter."""
-    handle = handle_of(members[0])
-    assert handle is not None
+def _reporting(handle: FlatParamHandle, members: Sequence[NamedParam]) -> Sequence[NamedParam]:
+    """Of the parameters of one handle those by whose names states are reported: all, or a flat parameter's first."""
     return members if handle.use_orig_params else [min(members, key=lambda named: named.index)]
 
 
-def _by_name(members: Sequence[NamedParam], facts: Mapping[str, Facts]) -> dict[str, Facts]:
+def _by_name(handle: FlatParamHandle, members: Sequence[NamedParam], facts: Mapping[str, Facts]) -> dict[str, Facts]:
     """What was agreed on, for each parameter of one handle."""
-    tellers = _reporting_ranks(members)
+    tellers = _reporting(handle, members)
     if len(tellers) == len(members):
         return {named.name: facts[named.name] for named in members if named.name in facts}
     found = facts.get(tellers[0].name)
     return {} if found is None else {named.name: found for named in members}
 
 
-def _add_gathered(
-    own: _LocalState,
-    members: Sequence[NamedParam],
-    facts: Mapping[str, Facts],
-    state: dict[str, dict[str, Any]],
-    wanted: StateDictRequest,
-    *,
-    keeps: bool,
-) -> None:
-    """Put the shaped states of one handle into `state`, whole or by rows, where this rank `keeps` them. Collective."""
-    unit, kind = members[0].unit, members[0].kind
-    assert unit is not None
-    carrier = carrier_of(unit, wanted.carrier)
-    for name, dtype in _shaped(facts):
-        having = [named for named in members if facts.get(named.name, {}).get(name) == ParamShaped(dtype)]
-        with consolidated(unit, kind, _shard_of(own, having, name, dtype)) as views:
-            for named in having if keeps else ():
-                view = views[named.index]
-                state.setdefault(named.name, {})[name] = (
-                    _copied(view, wanted.device)
-                    if carrier == "whole"
-                    else rows_of(view, unit, as_dtensor=carrier == "dtensor", offload_to_cpu=wanted.offload_to_cpu)
-                )
+class _Assembly:
+    """A state dict of names, as it is put together from what this rank's optimizer has and what all have agreed on.
+
+    `keeps`: whether this rank is to have what is gathered.
+    """
+
+    def __init__(self, own: _LocalState, facts: Mapping[str, Facts], wanted: StateDictRequest, *, keeps: bool) -> None:
+        self._own = own
+        self._facts = facts
+        self._wanted = wanted
+        self._keeps = keeps
+        self._state: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+
+    def add(self, unit: Unit, kind: int, members: Sequence[NamedParam]) -> None:
+        """The states of the parameters of one handle. Collective where they are gathered."""
+        facts = _by_name(unit.handles[kind], members, self._facts)
+        if self._wanted.carrier == "interval":
+            self._add_intervals(unit.handles[kind], members, facts)
+        else:
+            self._add_gathered(unit, kind, members, facts)
+        for named in members:
+            for name, fact in facts.get(named.name, {}).items():
+                if not isinstance(fact, ParamShaped):
+                    self._state[named.name][name] = self._own.value(named, name, fact)
+
+    def _add_gathered(self, unit: Unit, kind: int, members: Sequence[NamedParam], facts: Mapping[str, Facts]) -> None:
+        """The shaped states, whole or by rows, where this rank keeps them. Collective."""
+        wanted, carrier = self._wanted, carrier_of(unit, self._wanted.carrier)
+        for name, dtype in _shaped(facts):
+            having = [named for named in members if facts.get(named.name, {}).get(name) == ParamShaped(dtype)]
+            with consolidated(unit, kind, self._own.shard_of(unit.handles[kind], having, name, dtype)) as views:
+                for named in having if self._keeps else ():
+                    view = views[named.index]
+                    self._state[named.name][name] = (
+                        _copied(view, wanted.device)
+                        if carrier == "whole"
+                        else rows_of(view, unit, as_dtensor=carrier == "dtensor", offload_to_cpu=wanted.offload_to_cpu)
+                    )
+
+    def _add_intervals(
+        self, handle: FlatParamHandle, members: Sequence[NamedParam], facts: Mapping[str, Facts]
+    ) -> None:
+        """What this rank owns of the shaped states."""
+        for named in members:
+            for name, fact in facts.get(named.name, {}).items():
+                if isinstance(fact, ParamShaped):
+                    local = self._own.local_of(handle, named, name, fact.dtype)
+                    if not shares_memory():
+                        local = local.to(self._wanted.device or handle.shard.device, copy=True)
+                    self._state[named.name][name] = named.interval(local)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, in the order of the model's parameters, with the states of those outside of every unit."""
+        own, state = self._own, self._state
+        for held in own.holder:
+            if held.handle is None and (values := own.state.get(held.key)):
+                state[held.name] = {
+                    name: value.detach()
+                    if shares_memory() and isinstance(value, torch.Tensor)
+                    else _copied(value, self._wanted.device)
+                    for name, value in values.items()
+                }
+        ordered: dict[Any, Any] = {named.name: state[named.name] for named in own.holder.params if named.name in state}
+        ordered |= {key: value_of(value) for key, value in own.others.items()}
+        return {"state": ordered, **own.param_groups()}
 
 
 def _shaped(facts: Mapping[str, Facts]) -> Iterator[tuple[str, torch.dtype]]:
@@ -311,66 +342,6 @@ def _shaped(facts: Mapping[str, Facts]) -> Iterator[tuple[str, torch.dtype]]:
         (name, fact.dtype) for each in facts.values() for name, fact in each.items() if isinstance(fact, ParamShaped)
     }
     yield from sorted(found, key=str)
-
-
-def _shard_of(own: _LocalState, having: Sequence[NamedParam], name: str, dtype: torch.dtype) -> torch.Tensor:
-    """One state of parameters of one handle, laid out like its shard."""
-    handle = handle_of(having[0])
-    assert handle is not None
-    first = own.held(having[0])
-    if first is not None and first.is_flat:
-        flat: torch.Tensor = own.state[first.key][name].detach()
-        return flat
-    shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard.device)
-    for named in having:
-        held = own.held(named)
-        if held is None or not has_elements(named):
-            continue
-        value = own.state[held.key][name].detach()
-        if handle.is_unsharded_at_rest:
-            store(handle.layout, handle.rank, shard, named.index, value)
-        else:
-            shard[span_in_shard(named).slice].copy_(value)
-    return shard
-
-
-def _add_intervals(
-    own: _LocalState,
-    members: Sequence[NamedParam],
-    facts: Mapping[str, Facts],
-    state: dict[str, dict[str, Any]],
-    wanted: StateDictRequest,
-) -> None:
-    """Put what this rank owns of the shaped states of one handle into `state`."""
-    unit, handle = members[0].unit, handle_of(members[0])
-    assert unit is not None and handle is not None
-    for named in members:
-        others = others_of(unit, named.kind, named.index)
-        for name, fact in facts.get(named.name, {}).items():
-            if isinstance(fact, ParamShaped):
-                span = span_in_param(named)
-                owned = torch.empty(0, dtype=fact.dtype) if span.is_empty else _owned(own, named, name)
-                local = owned if shares_memory() else owned.to(wanted.device or handle.shard.device, copy=True)
-                interval = OwnedInterval(local, spec_of(named), span, names_empty=handle.rank == 0, others=others)
-                state.setdefault(named.name, {})[name] = interval
-
-
-def _owned(own: _LocalState, named: NamedParam, state: str) -> torch.Tensor:
-    """What this rank owns of one shaped state, in its parameter's memory order, 1-D; in place where it has that
-    order."""
-    held, handle = own.held(named), handle_of(named)
-    assert held is not None and handle is not None
-    value: torch.Tensor = own.state[held.key][state].detach()
-    if held.is_flat:
-        return value[span_in_shard(named).slice]
-    if not handle.is_unsharded_at_rest:
-        return value
-    spec = spec_of(named)
-    if value.is_contiguous() if spec.stride is None else value.stride() == spec.stride:
-        return dense(value)
-    interval = OwnedInterval(value.new_empty(spec.numel), spec, span_in_param(named))
-    interval.take_from(value)
-    return interval.local
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:

@@ -1,0 +1,81 @@
+"""Optimizers of the same class and settings over other parameters: for a step that the original does not take."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....errors import UsageError
+
+_ITS_OWN = frozenset({"state", "param_groups"})
+
+
+def clone_over(optimizer: torch.optim.Optimizer, params: Sequence[list[nn.Parameter]]) -> torch.optim.Optimizer:
+    """`optimizer` over `params`, by param group, without hooks, which a base class's step would run. It shares all else
+    with the original, the state included."""
+    clone: torch.optim.Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        clone.__dict__[name] = OrderedDict() if name.endswith("_hooks") else value
+    clone.param_groups = [{**group, "params": each} for group, each in zip(optimizer.param_groups, params, strict=True)]
+    return clone
+
+
+def copy_over(
+    optimizer: torch.optim.Optimizer, stand_ins: dict[int, nn.Parameter], state: Any
+) -> torch.optim.Optimizer:
+    """`optimizer` over the stand-ins for its parameters, by their ids, with another state, and without hooks. It shares
+    nothing that a step could change; what has no copy (a process group, a lock) is shared.
+
+    Raises:
+        UsageError: it could step on the real parameters.
+    """
+    clone: torch.optim.Optimizer = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): clone, **stand_ins}
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            clone.__dict__[name] = OrderedDict()
+        elif name not in _ITS_OWN and not (callable(value) and hasattr(type(optimizer), name)):
+            clone.__dict__[name] = _copied(name, value, memo)
+    # By attribute, and last: a wrapper around an optimizer hands them on to the copy of that.
+    clone.param_groups = [
+        {
+            key: [stand_ins[id(each)] for each in value] if key == "params" else copy.deepcopy(value, memo)
+            for key, value in group.items()
+        }
+        for group in optimizer.param_groups
+    ]
+    clone.state = state
+    return clone
+
+
+def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, nn.Module):
+        raise UsageError(f"its attribute {name!r} is a module, through which it could change real parameters")
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        if hasattr(value, "step"):
+            raise UsageError(f"its attribute {name!r}, a {type(value).__name__}, cannot be copied: {error}") from error
+        return value
+
+
+def step_alone(clone: torch.optim.Optimizer) -> None:
+    """Let `clone` take the step of its class, inside of torch's wrapper that calls hooks. The random numbers of torch
+    and Python stay as they are."""
+    step: Any = type(clone).step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    devices = {each.device for group in clone.param_groups for each in group["params"] if each.device.type != "cpu"}
+    kind = next(iter(devices)).type if devices else "cpu"
+    numbers = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=sorted(devices, key=str), device_type=kind):
+            step(clone)
+    finally:
+        random.setstate(numbers)
