@@ -19,7 +19,6 @@ SLACK = 25  # lines by which a number of a file may be too high before it has to
 FILES = {
     "engine/flat/gradients": 600,
     "engine/flat/views": 525,
-    "engine/runtime/backward": 650,
     "engine/runtime/model": 775,
     "engine/runtime/unit": 775,
     "engine/runtime/unit_data": 675,
@@ -31,7 +30,7 @@ FILES = {
 CLASSES = {
     "engine/features/flat_optimizer/stepper RunPlan": (6, 26),
     "engine/flat/gradients Gradients": (34, 30),
-    "engine/runtime/backward Backward": (47, 38),
+    "engine/runtime/backward Backward": (25, 29),
     "engine/runtime/model Root": (50, 31),
     "engine/runtime/unit Unit": (45, 19),
     "engine/runtime/unit_data UnitData": (55, 30),
@@ -40,7 +39,6 @@ CLASSES = {
 # Functions with more lines besides their docstring.
 FUNCTIONS = {
     "engine/features/clip clip_grad_norm": 65,
-    "engine/runtime/backward __init__": 59,
     "engine/runtime/model begin_backward": 56,
     "engine/wrapping/build build_unit": 66,
 }
@@ -51,10 +49,11 @@ FUNCTIONS = {
 # they take as values, until the parts of the runtime are as small. Then what it brings that a flat parameter is cut
 # into its handle, its sources, its views and its versions, files of their own. What all ranks do and fail at together
 # is the engine's alone, once for trainer, checkpoints and optimizer states: 80 lines, of them 70 of
-# `checkpoint`.
+# `checkpoint`. Then what the schedule of a backward has to declare of what it asks and of its actions, since it stands
+# by itself.
 LINES = {
-    "engine": (23_715, 4_250, 220, 180, 475, 75, 70, 80),
-    "core": (11_350, 1_250, 100, 200),
+    "engine": (23_715, 4_250, 220, 180, 475, 75, 70, 80, 340),
+    "core": (11_350, 1_250, 100, 200, 240),
     "checkpoint": (4_103, 1_250, -70),
     "trainer": (7_625,),
     "all": (36_122, 6_000, 220, 250, 360, 75),

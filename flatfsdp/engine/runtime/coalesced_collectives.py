@@ -103,13 +103,6 @@ class Coalescer:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def launch_in_backward(self, groups: Iterable[Sequence[Unit]], *, ahead: bool = False) -> None:
-        """Gather those units of `groups` whose backward reads the parameters. Collective over the shard axis."""
-        for group in groups:
-            reading = [unit for unit in group if unit.options.schedule.unshard_in_backward]
-            if reading:
-                self.launch_unshard(reading, ahead=ahead)
-
     def launch_unshard(self, units: Sequence[Unit], *, ahead: bool) -> None:
         """Issue the all-gathers of whatever is sharded of a group of `units`; `ahead`: before their use. Collective
         over the shard axis."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -27,8 +27,9 @@ from ..config.arguments import has_forward
 from ..flat.deferred_grad import PendingGradients
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, check_left
+from ..schedule.backward_driver import UnitRules
 from ..schedule.order import ForwardOrder, ForwardRecord
-from .backward import Backward
+from .backward import Backward, rules_of
 from .coalesced_collectives import Coalescer
 from .conditional_units import ConditionalUnits
 from .device_checks import check_placed, check_registered
@@ -52,6 +53,8 @@ from .replica_checks import ReplicaChecks
 from .resources import Resources, RootSettings
 from .unit import Unit
 from .unit_data import UnitData
+
+Exceptions = tuple[frozenset[Unit], frozenset[Unit], Mapping[Unit, UnitRules[Unit]]]
 
 
 class Root:
@@ -101,7 +104,7 @@ class Root:
         self._deferred_grads: PendingGradients | None = None  # gradients of the last backward that are reduced still
         self.agreement = Agreement(check_values=settings.check_values)
         self._schedule_description: str | None = None  # what was set, None when it has to be put together anew
-        self._exceptions_by_sync: dict[bool, tuple[frozenset[Unit], frozenset[Unit]]] = {}  # found before, by `sync`
+        self._exceptions_by_sync: dict[bool, Exceptions] = {}  # found before, by `sync`
         self._replica_checks = ReplicaChecks(self.agreement)
         self._post_forward_axes_due = True  # units are to be told anew who keeps portions with them
 
@@ -337,7 +340,7 @@ class Root:
         if _torch.in_backward():
             self.conditional_units.check_recomputed(unit)
             if self.backward is not None:
-                self.backward.gather_again(unit)
+                self.backward.recomputed(unit)
             else:
                 self._gather(unit)
         elif not (self.conditional_units.exist and self.conditional_units.enter(unit)):
@@ -501,7 +504,7 @@ class Root:
         self._follow_requests()
         with _torch.as_plain_tensors():  # leaves may be hidden
             trained = {unit: unit.trained() for unit in self.record.anchored}
-        unreduced, kept = self._exceptions()
+        unreduced, kept, rules = self._exceptions()
         sync = len(unreduced) < len(self.units)
         self._check_backward(trained, reduces=sync)
         self._replica_checks.before_backward(self.units, reduces=sync)
@@ -510,7 +513,7 @@ class Root:
         self.record.consumed = True
         backward = self.backward = Backward(
             self.record,
-            unreduced=unreduced,
+            rules=rules,
             stays_unsharded=kept,
             sync=sync,
             agreement=self.agreement,
@@ -560,13 +563,15 @@ class Root:
             reduces=reduces,
         )
 
-    def _exceptions(self) -> tuple[frozenset[Unit], frozenset[Unit]]:
-        """The units of which the next backward does not reduce gradients, and those that stay unsharded after it."""
+    def _exceptions(self) -> Exceptions:
+        """The units of which the next backward does not reduce gradients, those that stay unsharded after it, and the
+        rules of all for its schedule."""
         found = self._exceptions_by_sync.get(self.sync)
         if found is None:
             unreduced = frozenset(unit for unit in self.units if not (self.sync and unit.options.schedule.reduce))
-            unsharded = [unit for unit in self.units if not unit.reshards_after_backward(reduced=unit not in unreduced)]
-            found = self._exceptions_by_sync[self.sync] = unreduced, frozenset(unsharded)
+            rules = {unit: rules_of(unit, reduces=unit not in unreduced) for unit in self.units}
+            unsharded = frozenset(unit for unit, rule in rules.items() if rule.stays_unsharded)
+            found = self._exceptions_by_sync[self.sync] = unreduced, unsharded, rules
         return found
 
     def _follow_requests(self) -> None:

@@ -501,7 +501,7 @@ class Unit(UnitData):
             check_exposed(views, self.name)
         if call is None and self._may_be_read_after_its_gradients(backward):
             self.keep_unsharded = True
-        backward.gather(self)
+        backward.reached(self)
         if not self.completed:
             self.expect_gradients(backward, share=backward.is_over_with_gradients(self))
         self.enter_phase(PRE_BACKWARD)

@@ -319,7 +319,11 @@ def _apart(units: Iterable[U]) -> Iterable[tuple[U, ...]]:
 
 class GatherOrder(Generic[U]):
     """The gathers of one backward: hands out, for the unit that is needed now, all groups of units whose turn comes
-    first."""
+    first.
+
+    Attributes:
+        is_over: whether all was handed out.
+    """
 
     def __init__(
         self,
@@ -342,6 +346,7 @@ class GatherOrder(Generic[U]):
         self._position = {unit: i for i, group in enumerate(self._groups) for unit in group}
         self._coalesced = together
         self._next = 0
+        self.is_over = not self._groups
 
     def until(self, unit: U) -> Sequence[tuple[U, ...]]:
         """The groups to gather, in order, so that `unit` may be gathered; just `unit` where the plan is past it or
@@ -356,18 +361,14 @@ class GatherOrder(Generic[U]):
             return self._position.get(unit, self._next) < self._next
         return all(self._position.get(each, self._next) < self._next for each in self._coalesced[unit])
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all was handed out."""
-        return self._next == len(self._groups)
-
     def through(self, units: Iterable[U]) -> Sequence[tuple[U, ...]]:
         """The groups to gather, in order, so that all of `units` are gathered that the plan is not past."""
         if self._coalesced:
             units = [each for unit in units for each in self._coalesced.get(unit, (unit,))]
         last = max([self._position.get(unit, -1) for unit in units], default=-1)
         due = self._groups[self._next : last + 1]
-        self._next = max(self._next, last + 1)
+        self._next += len(due)
+        self.is_over = self._next == len(self._groups)
         return due
 
     def has_turn(self, unit: U) -> bool:
@@ -377,18 +378,19 @@ class GatherOrder(Generic[U]):
     def ahead(self, unit: U) -> Sequence[tuple[U, ...]]:
         """The next group of the plan, now handed out, unless one after the group of `unit` is already; none at the
         end."""
-        if self._position.get(unit, self._next) < self._next - 1:
-            return ()
-        due = self._groups[self._next : self._next + 1]
+        due = self._upcoming(unit)
         self._next += len(due)
+        self.is_over = self._next == len(self._groups)
         return due
 
     def following(self, unit: U) -> Iterator[U]:
         """The units that `ahead` would hand out."""
-        before = self._next
-        due = self.ahead(unit)
-        self._next = before
-        return itertools.chain.from_iterable(due)
+        return itertools.chain.from_iterable(self._upcoming(unit))
+
+    def _upcoming(self, unit: U) -> Sequence[tuple[U, ...]]:
+        return (
+            () if self._position.get(unit, self._next) < self._next - 1 else self._groups[self._next : self._next + 1]
+        )
 
 
 class ReduceOrder(Generic[U]):

@@ -1,0 +1,116 @@
+"""What the schedule of a backward asks of units and of the graph task, and what carries out its actions; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar
+
+U = TypeVar("U", bound=Hashable)
+U_contra = TypeVar("U_contra", bound=Hashable, contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRules(Generic[U]):
+    """What was settled of a unit before the backward, the same on all ranks.
+
+    Attributes:
+        prefetch: when the next group is gathered: as this unit is reached, half-way through its gradients, or when it
+            is freed; None: not ahead.
+        targets: what is gathered right after it instead.
+        reads: whether its backward reads the parameters, so that they are gathered.
+        reduces: whether its gradients are reduced, and not added up unsharded.
+        stays_unsharded: whether it is left unsharded after its part.
+        owners: units of which it uses parameters, gathered whenever it is.
+        is_conditional: whether ranks run it or not as their data will have it.
+    """
+
+    prefetch: Literal["before", "halfway", "after"] | None = "before"
+    targets: tuple[U, ...] = ()
+    reads: bool = True
+    reduces: bool = True
+    stays_unsharded: bool = False
+    owners: tuple[U, ...] = ()
+    is_conditional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFacts(Generic[U]):
+    """What is asked of a unit while a backward runs.
+
+    Attributes:
+        completed: whether every gradient has arrived that this backward awaits of it.
+        expects_gradients: whether gradients are awaited, or all have come.
+        is_over: whether its first call is over, and so all.
+        is_unsharded: whether it is gathered, or on its way.
+        is_trained: whether a parameter of it requires a gradient.
+        elements: of the gradients that it can get.
+        awaits_gradients: whether the running graph task will bring gradients that it lacks.
+        may_still_run: the same, or a call of it has not ended.
+        takes_part: whether there is something to reduce of it.
+        is_in_call: whether the backward goes on of the call that began at this tick.
+        inside: the units in its module.
+    """
+
+    completed: Callable[[U], bool]
+    expects_gradients: Callable[[U], bool]
+    is_over: Callable[[U], bool]
+    is_unsharded: Callable[[U], bool]
+    is_trained: Callable[[U], bool]
+    elements: Callable[[U], int]
+    awaits_gradients: Callable[[U], bool]
+    may_still_run: Callable[[U], bool]
+    takes_part: Callable[[U], bool]
+    is_in_call: Callable[[U, int | None], bool]
+    inside: Callable[[U], Iterable[U]]
+
+
+class Driver(Protocol[U_contra]):
+    """Carries out what a schedule decides, and knows the graph task.
+
+    Attributes:
+        double: `create_graph`: the parameters are needed again.
+        gradient_has_arrived: a gradient of a parameter has come.
+    """
+
+    double: bool
+    gradient_has_arrived: bool
+
+    def in_inner_task(self) -> bool:
+        """Whether a graph task inside of this backward's runs."""
+
+    def running_node(self) -> int:
+        """The node of the graph whose backward runs."""
+
+    def brings_gradients(self) -> bool:
+        """Whether a gradient of a parameter has arrived or will."""
+
+    def gradient_arrived(self, *, watched: bool) -> None:
+        """Take part in this backward's reductions to the end."""
+
+    def gather(self, units: Sequence[U_contra], *, ahead: bool) -> None:
+        """Issue the gather of whatever is sharded of a group, maybe `ahead` of its use."""
+
+    def release_inputs(self) -> None:
+        """Let no reduction hold what it reads: a gather is about to take its memory."""
+
+    def may_reach(self, unit: U_contra) -> bool:
+        """Whether the running graph task may come to `unit`, as far as its parameters tell."""
+
+    def take_part(self, unit: U_contra) -> None:
+        """Let `unit` have gradients, zeros where this backward brings none."""
+
+    def complete(self, unit: U_contra) -> None:
+        """No gradient of `unit` is awaited any more."""
+
+    def reduce(self, units: Sequence[U_contra]) -> None:
+        """Issue the reduction of a group."""
+
+    def end_turn(self) -> None:
+        """Of reductions all were issued whose turn it is."""
+
+    def reshard(self, unit: U_contra) -> None:
+        """Free the unsharded parameters."""
+
+    def report_no_gradients(self) -> None:
+        """This backward passes over units without a gradient of any."""
