@@ -1,0 +1,641 @@
+"""W ranks that train one model, without torch: a schedule of each for the backward, and who waits for whom.
+
+A *program* is what all ranks run forward, drawn at random: calls of units inside of each other, some again, some under
+checkpoints, some as a rank's data will have it. Each rank draws what its backward reaches of it, and which gradients
+that brings. `Rank` is a double of autograd and of the units: it reports events to a `BackwardSchedule`, carries out its
+actions, and writes down what it issues, and where its host or its device waits. What ranks decide depends on nothing
+that they receive, so `deadlock` plays what was written down afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flatfsdp.engine.schedule.backward_driver import UnitFacts, UnitRules
+from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
+from flatfsdp.engine.schedule.coalescing import coalesce
+from flatfsdp.engine.schedule.order import ForwardRecord
+
+PARAMETERS = 2  # of a unit
+Leaf = tuple[str, int]
+
+
+@dataclass(eq=False)
+class Region:
+    """A checkpoint around some calls."""
+
+    reentrant: bool
+    calls: list[Call] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward of a unit: `body` has calls inside of it, and the parameters that it uses, in order."""
+
+    unit: str
+    body: list[Call | Leaf]
+    region: Region | None = None
+    began: int | None = None
+
+    def calls(self) -> Iterator[Call]:
+        """This one and all inside, in the order of the forward."""
+        yield self
+        for each in self.body:
+            if isinstance(each, Call):
+                yield from each.calls()
+
+    def uses(self) -> Iterator[tuple[Call, Leaf]]:
+        """Which call uses which parameter, in the order of the forward."""
+        for each in self.body:
+            if isinstance(each, Call):
+                yield from each.uses()
+            else:
+                yield self, each
+
+
+@dataclass
+class Program:
+    """What all ranks share.
+
+    Attributes:
+        steps: outermost calls; a list: units of a conditional part, of which each rank runs some.
+        sizes: of units, for coalescing; 0: alone.
+    """
+
+    units: list[str]
+    steps: list[Call | list[str]]
+    rules: dict[str, UnitRules[str]]
+    frozen: set[Leaf]
+    sizes: dict[str, int]
+    most: int
+    together: dict[str, tuple[str, ...]]
+    has_inputs: bool
+
+    def cut(self, units: Iterable[str]) -> Iterable[tuple[str, ...]]:
+        """Groups that share a collective."""
+        return coalesce(units, lambda unit: (self.sizes[unit], None) if self.sizes[unit] else None, most=self.most)
+
+
+def _own(unit: str) -> list[Leaf]:
+    return [(unit, index) for index in range(PARAMETERS)]
+
+
+def drawn_program(seed: int) -> Program:
+    """A program, by a number."""
+    rng = random.Random(seed)
+    names = [f"u{index}" for index in range(rng.randint(2, 7))]
+    waiting, called = list(names), [""]
+
+    def draw(depth: int) -> Call:
+        again = [name for name in called[1:] if rng.random() < 0.5]
+        name = waiting.pop(0) if waiting else (again or called[-1:])[0]
+        called.append(name)
+        body: list[Call | Leaf] = [*_own(name)]
+        for _ in range(rng.choice((0, 0, 1, 2)) if depth < 2 else 0):
+            if waiting:
+                body.insert(rng.randint(0, len(body)), draw(depth + 1))
+        return Call(name, body)
+
+    steps: list[Call | list[str]] = []
+    together: dict[str, tuple[str, ...]] = {}
+    while waiting:
+        if len(waiting) > 2 and not together and rng.random() < 0.2:
+            part = [waiting.pop(0) for _ in range(2)]
+            together = dict.fromkeys(part, tuple(part))
+            steps.append(part)
+        else:
+            steps.append(draw(0))
+    once = [step for step in steps if isinstance(step, Call)]
+    inner_names = {each.unit for step in once for each in [*step.calls()][1:]}
+    for step in once:
+        if rng.random() < 0.15 and step.unit not in inner_names:  # called again, later
+            steps.append(Call(step.unit, [*_own(step.unit)]))
+    _draw_checkpoints(rng, steps)
+    kinds: list[Any] = [rng.choice(("before", "halfway", "after", None))]
+    if rng.random() < 0.2:
+        kinds = ["before", "halfway", "after", None]
+    rules = {
+        name: UnitRules(
+            prefetch=rng.choice(kinds),
+            targets=(rng.choice(names),) if rng.random() < 0.05 else (),
+            reduces=rng.random() < 0.97,
+            stays_unsharded=rng.random() < 0.05,
+            is_conditional=name in together,
+        )
+        for name in names
+    }
+    tied = _draw_tied(rng, steps) if rng.random() < 0.2 else ()
+    if tied:
+        rules[tied[0]] = replace(rules[tied[0]], owners=tied[1:])
+    frozen = {(name, index) for name in names for index in range(PARAMETERS) if rng.random() < 0.1}
+    sizes = {name: rng.choice((0, 1, 1)) if name not in together and name not in tied else 0 for name in names}
+    return Program(names, steps, rules, frozen, sizes, rng.choice((1, 1, 2, 3)), together, rng.random() < 0.7)
+
+
+def _draw_checkpoints(rng: random.Random, steps: Sequence[Call | list[str]]) -> None:
+    counts: dict[str, int] = {}
+    for step in steps:
+        for each in step.calls() if isinstance(step, Call) else ():
+            counts[each.unit] = counts.get(each.unit, 0) + 1
+    reentrant, region = rng.random() < 0.3, None
+    for step in steps:
+        if not isinstance(step, Call) or rng.random() < 0.6:
+            region = None
+            continue
+        if any(counts[each.unit] > 1 for each in step.calls()):
+            region = None
+            continue
+        if region is None or reentrant or rng.random() < 0.5:
+            region = Region(reentrant)
+        region.calls.append(step)
+        for each in step.calls():
+            each.region = region
+
+
+def _draw_tied(rng: random.Random, steps: Sequence[Call | list[str]]) -> tuple[str, ...]:
+    """Let a unit use a parameter of another one, its owner: these two, or none."""
+    calls = [each for step in steps if isinstance(step, Call) for each in step.calls()]
+    if any(each.region is not None for each in calls) or len({each.unit for each in calls}) < 2:
+        return ()
+    user, owner = rng.sample(sorted({each.unit for each in calls}), 2)
+    for each in calls:
+        if each.unit == user:
+            each.body.insert(rng.randint(0, len(each.body)), (owner, 0))
+    return user, owner
+
+
+class Problem(AssertionError):
+    """What a program of a user would notice."""
+
+
+class SimulatedRank:
+    """One rank's forward and backward.
+
+    Attributes:
+        gathers, reductions: the groups that it issued.
+        operations: what its host did, in order.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        seed: int,
+        *,
+        alike: bool = False,
+        double: bool = False,
+        schedule_class: type[BackwardSchedule[str]] = BackwardSchedule,
+    ) -> None:
+        """`alike`: all is reached that can be."""
+        self.program, self.rng = program, random.Random(seed)
+        self.alike = alike
+        self.double = double
+        self.gradient_has_arrived = False
+        self.gathers: list[tuple[str, ...]] = []
+        self.reductions: list[tuple[str, ...]] = []
+        self.operations: list[tuple[str, Any]] = []
+        self._schedule_class = schedule_class
+        self._record: ForwardRecord[str] = ForwardRecord()
+        self._segments: dict[Region, Any] = {}
+        self._unsharded: dict[str, int] = {}  # by unit, the number of its gather
+        self._waited: set[str] = set()
+        self._node, self._nodes = 0, 0
+        self._tasks: list[set[Leaf]] = []  # gradients that the running graph tasks bring
+        self._expecting: set[str] = set()
+        self._completed: set[str] = set()
+        self._over: set[str] = set()
+        self._kept: set[str] = set()
+        self._arrived: set[Leaf] = set()
+        self._missing: dict[str, set[int]] = {}
+        self._open: dict[str, list[Call]] = {}
+        self._in_flight: list[int] = []
+        self._participates: set[str] = set()
+        self._recomputed_regions: set[Region] = set()
+        self.lacks = False
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        """Record it, and draw what the backward will reach."""
+        self._record.begin()
+        self._steps: list[Call] = []
+        for step in self.program.steps:
+            if isinstance(step, Call):
+                self._steps.append(self._run(step))
+            else:
+                for unit in step:
+                    self._record.enter(unit)
+                chosen = [unit for unit in step * 2 if self.rng.random() < 0.4]
+                for unit in {unit for unit in chosen if chosen.count(unit) > 1}:
+                    self._record.repeat(unit)
+                self._steps += [Call(unit, [*_own(unit)]) for unit in chosen]
+                for unit in step:
+                    self._record.leave(unit)
+        self._alive = self._record.running  # as a graph would hold it
+        self._record.end()
+        # What a reentrant checkpoint runs again is reached on every rank: if it is on some only, these gather the next
+        # unit ahead of what others run again first.
+        self._reached = {
+            call
+            for call in self._calls()
+            if self.rng.random() < 0.8 or self.alike or (call.region is not None and call.region.reentrant)
+        }
+        uses = {leaf for call in self._calls() for leaf in call.body if not isinstance(leaf, Call)}
+        used = {leaf for leaf in uses if leaf not in self.program.frozen and (self.alike or self.rng.random() < 0.8)}
+        self._used = used
+
+    def _calls(self) -> Iterator[Call]:
+        for step in self._steps:
+            yield from step.calls()
+
+    def _run(self, call: Call) -> Call:
+        region = call.region
+        if region is not None and region.reentrant:
+            self._record.enter_without_graph(call.unit, checkpoint=id(region))
+        elif region is not None:
+            segment = self._segments.setdefault(region, _Segment())
+            self._record.enter(call.unit, segment=segment, segments=lambda: [segment])
+        else:
+            self._record.enter(call.unit)
+        began = self._record.entered_at
+        owners = self.program.rules[call.unit].owners
+        for owner in owners:
+            self._record.enter_sharing(owner)
+        body = [self._run(each) if isinstance(each, Call) else each for each in call.body]
+        if region is not None and region.reentrant:
+            self._record.leave_without_graph(call.unit)
+        else:
+            self._record.leave(call.unit)
+        for owner in owners:
+            self._record.leave(owner)
+        return Call(call.unit, body, region, None if region is not None and region.reentrant else began)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def brought(self, calls: Iterable[Call]) -> set[Leaf]:
+        """The gradients that a graph task through these calls brings."""
+        return {leaf for call in calls if call in self._reached for leaf in call.body if leaf in self._used}
+
+    def has_gradients(self) -> bool:
+        """Whether the backward brings any, but in tasks inside."""
+        return bool(self.brought(call for call in self._calls() if not (call.region and call.region.reentrant)))
+
+    def backward(self) -> None:
+        """Play it."""
+        record, program = self._record, self.program
+        if record.empty:
+            return
+        self._tasks = [self.brought(call for call in self._calls() if not (call.region and call.region.reentrant))]
+        self.schedule = self._schedule_class(
+            record, program.rules, self.facts(), self, coalesce=program.cut, together=program.together
+        )
+        for unit in record.anchored:
+            if self._leaves(unit):
+                self.schedule.expect(unit)
+        self.schedule.reductions.coalesce(program.cut)
+        for step in reversed(self._steps):
+            if step.region is not None and step.region.reentrant:
+                self._reentrant(step.region)
+            else:
+                self._through(step)
+        self.schedule.ended()
+        while self._in_flight:
+            self.operations.append(("await", ("reduce", self._in_flight.pop(0))))
+        self.lacks = any((unit, i) not in self._arrived for unit in program.units for i in self._leaves(unit))
+
+    def _reentrant(self, region: Region) -> None:
+        if region in self._recomputed_regions:
+            return
+        self._recomputed_regions.add(region)
+        self._nodes += 1
+        outer, self._node = self._node, self._nodes
+        calls = [call for call in self._steps if call.region is region]
+        for call in calls:
+            for each in call.calls():
+                self.schedule.recomputed(each.unit, with_graph=True)
+                self._wait(each.unit)
+            for each in reversed([*call.calls()]):
+                self.schedule.has_graph(each.unit)
+        self._tasks.append(self.brought(each for call in calls for each in call.calls()))
+        for call in reversed(calls):
+            self._through(call)
+        self._tasks.pop()
+        self._node = outer
+
+    def _recompute(self, region: Region) -> None:
+        """What a checkpoint without reentrance does when the first of its tensors is needed."""
+        if region in self._recomputed_regions:
+            return
+        self._recomputed_regions.add(region)
+        for call in self._steps:
+            for each in call.calls() if call.region is region else ():
+                self.schedule.recomputed(each.unit, with_graph=True)
+                self._wait(each.unit)
+
+    def _through(self, call: Call) -> None:
+        """The backward of one call: its end, what is inside of it, its begin."""
+        reached = call in self._reached
+        if reached:
+            self._nodes += 1
+            if not (call.region and call.region.reentrant):
+                self._node = self._nodes
+            self._before_backward(call)
+        for at, each in reversed([*enumerate(call.body)]):
+            if isinstance(each, Call):
+                self._through(each)
+            elif reached and self._flows_on(call, at):
+                if call.region is not None and not call.region.reentrant:
+                    self._recompute(call.region)
+                self._wait(each[0])
+                if each in self._tasks[-1] and self._is_last_use(call, each):
+                    self._leaf_ready(*each)
+        if reached and call in self._open.get(call.unit, ()):
+            self._inputs_ready(call)
+
+    def _flows_on(self, call: Call, at: int) -> bool:
+        """Whether a gradient is computed by what is at this place of the body of `call`, or before."""
+        before = call.body[: at + 1]
+        return call in self._open.get(call.unit, ()) or any(
+            isinstance(each, Call) or each not in self.program.frozen for each in before
+        )
+
+    def _is_last_use(self, call: Call, leaf: Leaf) -> bool:
+        """Whether no earlier call, to which the backward is yet to come, uses the parameter, too."""
+        uses = (user for step in self._steps for user, used in step.uses() if used == leaf and user in self._reached)
+        return call is next(uses)
+
+    def _before_backward(self, call: Call) -> None:
+        unit = call.unit
+        needed = [*self.program.rules[unit].owners, unit]
+        if unit in self._completed and (unit in self._over or all(map(self._has_its_gradients, needed))):
+            return
+        first = call is next(iter(self._calls()))
+        if self.program.has_inputs or not first:
+            self._open.setdefault(unit, []).append(call)
+        elif len([*call.calls()]) > 1 and (self.schedule.clock.recomputes or len(self._leaves(unit)) < PARAMETERS):
+            self._kept.add(unit)  # nothing tells when its backward is over
+        if unit in self._expecting and unit not in self._completed and unit in self._unsharded:
+            return
+        self.schedule.reached(unit)
+        for each in needed:
+            if each in self._unsharded:
+                self._wait(each)
+        if unit not in self._completed:
+            self.take_part(unit)
+
+    def _has_its_gradients(self, unit: str) -> bool:
+        return all((unit, i) in self._arrived or not self._comes(unit, i) for i in self._leaves(unit))
+
+    def _leaf_ready(self, unit: str, index: int) -> None:
+        if unit not in self._expecting:
+            self.take_part(unit)
+        if not self.gradient_has_arrived:
+            self.gradient_arrived(watched=False)
+        self._arrived.add((unit, index))
+        self._missing[unit].discard(index)
+        if unit in self._completed:
+            self._participates.add(unit)
+            self.schedule.expect(unit)
+        if (unit in self._completed or not self._missing[unit]) and not self._open.get(unit):
+            self._advance(unit)
+        self.schedule.progressed(unit, 1)
+
+    def _inputs_ready(self, call: Call) -> None:
+        unit = call.unit
+        self._open[unit].remove(call)
+        if call.began is not None and call.began == self.schedule.clock.began.get(unit):
+            self._over.add(unit)
+        if unit in self._expecting:
+            if not (self._open[unit] or unit in self._completed or self.in_inner_task()) and self.brings_gradients():
+                self._missing[unit] = {i for i in self._missing[unit] if self._comes(unit, i)}
+            self._advance(unit)
+
+    def _advance(self, unit: str) -> None:
+        if self._open.get(unit):
+            return
+        if self._leaves(unit) and unit not in self._completed and not self._missing[unit]:
+            self._completed.add(unit)
+            self._release(unit)
+            self.schedule.ready(unit)
+        elif unit in self._completed or not self._leaves(unit) or not self.brings_gradients():
+            self._release(unit)
+        for owner in self.program.rules[unit].owners:
+            if owner in self._expecting:
+                self._advance(owner)
+
+    def _release(self, unit: str) -> None:
+        lent = any(unit in rules.owners and self._open.get(user) for user, rules in self.program.rules.items())
+        if (
+            not lent
+            and unit not in self._kept
+            and not self.schedule.keeps_unsharded(unit)
+            and not self.schedule.reaches_again(unit)
+        ):
+            self.reshard(unit)
+            self.schedule.released(unit)
+
+    # -- facts -------------------------------------------------------------------------------------------------------
+
+    def facts(self) -> UnitFacts[str]:
+        """What the schedule may ask of a unit."""
+        inside = {call.unit: [each.unit for each in call.calls()] for call in self._calls()}
+        return UnitFacts(
+            completed=self._completed.__contains__,
+            expects_gradients=lambda unit: unit in self._expecting or unit in self._completed,
+            is_over=self._over.__contains__,
+            is_unsharded=self._unsharded.__contains__,
+            is_trained=lambda unit: bool(self._leaves(unit)),
+            elements=lambda unit: len(self._leaves(unit)),
+            takes_part=self._participates.__contains__,
+            awaits_gradients=self._awaits,
+            may_still_run=lambda unit: bool(self._open.get(unit)) or self._awaits(unit),
+            is_in_call=lambda unit, began: any(call.began == began for call in self._open.get(unit, ())),
+            inside=lambda unit: inside.get(unit, [unit]),
+        )
+
+    def _leaves(self, unit: str) -> list[int]:
+        return [index for index in range(PARAMETERS) if (unit, index) not in self.program.frozen]
+
+    def _comes(self, unit: str, index: int) -> bool:
+        return (unit, index) in self._tasks[-1]
+
+    def _awaits(self, unit: str) -> bool:
+        left = self._missing[unit] if unit in self._expecting else self._leaves(unit)
+        return any(self._comes(unit, index) for index in left)
+
+    def in_inner_task(self) -> bool:
+        return len(self._tasks) > 1
+
+    def running_node(self) -> int:
+        return self._node
+
+    def brings_gradients(self) -> bool:
+        return self.gradient_has_arrived or bool(self._tasks[-1])
+
+    def may_reach(self, unit: str) -> bool:
+        leaves = self._leaves(unit)
+        if leaves:
+            return any(self._comes(unit, index) for index in leaves)
+        return any(call.unit == unit for call in self._calls()) and unit in self.program.together
+
+    # -- actions -----------------------------------------------------------------------------------------------------
+
+    def gather(self, units: Sequence[str], *, ahead: bool) -> None:
+        sharded = tuple(unit for unit in units if unit not in self._unsharded)
+        if sharded:
+            number = len(self.gathers)
+            self.gathers.append(sharded)
+            self.operations.append(("issue", ("gather", number)))
+            self._unsharded.update(dict.fromkeys(sharded, number))
+
+    def _wait(self, unit: str) -> None:
+        if unit not in self._unsharded:
+            raise Problem(f"{unit} is to be used, and nobody gathered it")
+        if unit not in self._waited:
+            self._waited.add(unit)
+            self.operations.append(("await", ("gather", self._unsharded[unit])))
+
+    def reshard(self, unit: str) -> None:
+        if unit in self._unsharded:
+            self._wait(unit)
+            self._waited.discard(unit)
+            del self._unsharded[unit]
+            self.operations.append(("free", unit))
+
+    def gradient_arrived(self, *, watched: bool) -> None:
+        self.gradient_has_arrived = True
+
+    def release_inputs(self) -> None:
+        while self._in_flight:
+            self.operations.append(("await", ("reduce", self._in_flight.pop(0))))
+
+    def take_part(self, unit: str) -> None:
+        leaves = self._leaves(unit)
+        self._expecting.add(unit)
+        self._missing[unit] = {index for index in leaves if (unit, index) not in self._arrived}
+        if leaves:
+            self._participates.add(unit)
+            self.schedule.expect(unit)
+
+    def complete(self, unit: str) -> None:
+        self._completed.add(unit)
+
+    def reduce(self, units: Sequence[str]) -> None:
+        while len(self._in_flight) > 1:
+            self.operations.append(("await", ("reduce", self._in_flight.pop(0))))
+        number = len(self.reductions)
+        self.reductions.append(tuple(units))
+        self.operations.append(("issue", ("reduce", number)))
+        self._in_flight.append(number)
+        self._participates.difference_update(units)
+
+    def end_turn(self) -> None:
+        if self.rng.random() < 0.2:  # where the step is highest
+            self.release_inputs()
+
+    def report_no_gradients(self) -> None:
+        """None comes anywhere, in these programs, where none comes on one rank."""
+
+
+class _Segment:
+    """A checkpoint without reentrance, as the record knows it: by its identity."""
+
+
+# -- who waits for whom ------------------------------------------------------------------------------------------------
+
+
+Stream = list[tuple[str, Any]]
+
+
+def on_host(rank: SimulatedRank) -> list[Stream]:
+    """The host itself waits, as with gloo; at the end ranks that lack gradients wait for notes of all."""
+    notes: Stream = [("issue", ("note", 0))]
+    if rank.lacks:
+        notes.append(("await", ("note", 0)))
+    return [[each for each in rank.operations if each[0] != "free"] + notes]
+
+
+def on_device(rank: SimulatedRank) -> list[Stream]:
+    """Streams wait, and a gather for the memory of all that was freed when the host issued it."""
+    compute: Stream = []
+    unshard: Stream = []
+    reduce: Stream = []
+    marks = 0
+    for kind, what in rank.operations:
+        if kind == "free":
+            marks += 1
+            compute.append(("mark", marks))
+            unshard.append(("after", marks))
+        elif kind == "await":
+            compute.append((kind, what))
+        else:
+            stream = unshard if what[0] == "gather" else reduce
+            if what[0] == "reduce":
+                marks += 1
+                compute.append(("mark", marks))
+                reduce.append(("after", marks))
+            stream += [("issue", what), ("await", what)]
+    return [compute, unshard, reduce]
+
+
+def _may_go_on(kind: str, what: Any, marked: set[int], issued: dict[Any, set[int]], world: int) -> bool:
+    return what in marked if kind == "after" else len(issued.get(what, ())) == world
+
+
+def deadlock(ranks: Sequence[list[Stream]]) -> str:
+    """Plays streams of all ranks; "" if all come to their end, else where each is stuck."""
+    heads = [[0] * len(streams) for streams in ranks]
+    issued: dict[Any, set[int]] = {}
+    marked: list[set[int]] = [set() for _ in ranks]
+    moves = True
+    while moves:
+        moves = False
+        for number, streams in enumerate(ranks):
+            for at, stream in enumerate(streams):
+                while heads[number][at] < len(stream):
+                    kind, what = stream[heads[number][at]]
+                    if kind == "issue":
+                        issued.setdefault(what, set()).add(number)
+                    elif kind == "mark":
+                        marked[number].add(what)
+                    elif not _may_go_on(kind, what, marked[number], issued, len(ranks)):
+                        break
+                    heads[number][at] += 1
+                    moves = True
+    stuck = [
+        f"rank {number} at {streams[at][head]}"
+        for number, streams in enumerate(ranks)
+        for at, head in enumerate(heads[number])
+        if head < len(streams[at])
+    ]
+    return "; ".join(stuck)
+
+
+def problem_of(seed: int, *, schedule_class: type[BackwardSchedule[str]] = BackwardSchedule, world: int = 0) -> str:
+    """Play program `seed` on some ranks; "" or what went wrong."""
+    rng = random.Random(f"ranks {seed}")
+    program = drawn_program(seed)
+    double = rng.random() < 0.05 and not program.together
+    ranks = [
+        SimulatedRank(program, rng.randrange(2**30), alike=double, double=double, schedule_class=schedule_class)
+        for _ in range(world or rng.choice((2, 2, 3, 4)))
+    ]
+    for rank in ranks:
+        rank.forward()
+    if not all(rank.has_gradients() for rank in ranks):
+        return ""  # ranks are told that they differ, or none comes anywhere
+    try:
+        for rank in ranks:
+            rank.backward()
+    except Problem as error:
+        return str(error)
+    for name, found in (("gathers", [rank.gathers for rank in ranks]), ("reductions", [r.reductions for r in ranks])):
+        longest = max(found, key=len)
+        if any(each != longest[: len(each)] for each in found):
+            return f"{name} in another order: {found}"
+    for place, streams in (("host", on_host), ("device", on_device)):
+        if stuck := deadlock([streams(rank) for rank in ranks]):
+            return f"deadlock, {place}: {stuck}\n" + "\n".join(f"{rank.gathers} {rank.reductions}" for rank in ranks)
+    return ""

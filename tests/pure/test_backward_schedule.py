@@ -1,0 +1,122 @@
+"""No order that ranks find from what their own backwards reach lets one wait for another: by simulation.
+
+On each communicator all ranks issue beginnings of one sequence, and nobody waits for what a waiting rank has not
+issued, where hosts wait (gloo) and where streams do (NCCL, with the limiter's waits for memory). What is used is
+gathered. Schedules that break one of the rules of [Note: one clock] are found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
+from tests.harness.simulation import problem_of
+from tests.harness.thorough import seeds
+
+AT_ONCE = 50  # programs of a test
+Schedule = BackwardSchedule[str]
+
+
+@pytest.mark.parametrize("block", seeds(6, 400))
+def test_ranks_issue_one_sequence_and_nobody_waits_in_a_circle(block: int) -> None:
+    found = {seed: problem for seed in range(block * AT_ONCE, (block + 1) * AT_ONCE) if (problem := problem_of(seed))}
+    assert not found, found
+
+
+# -- schedules that are wrong ------------------------------------------------------------------------------------------
+
+
+class ReducesWhatIsReady(Schedule):
+    """Reductions go as soon as their gradients are there, whatever began later."""
+
+    def ready(self, unit: str) -> None:
+        if self.reductions.expects(unit):
+            self.reductions.ready(unit)
+            self._reduce([group for group in self.reductions.rest() if unit in group] or [(unit,)])
+
+
+class GathersWhatIsReached(Schedule):
+    """Gathers go without those whose turn comes before."""
+
+    def gather_in_turn(self, unit: str) -> None:
+        self._gather([(unit,)])
+
+
+class PassesOverNothing(Schedule):
+    """What this rank's backward does not reach is reduced at the end (rule 1)."""
+
+    def _pass(self, tick: float) -> None:
+        return
+
+
+class ReducesBeforeGathers(Schedule):
+    """A reduction is issued before gathers that are due before it (rule 2)."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.clock.due_before = lambda group: ()  # type: ignore[method-assign]
+
+
+class PrefetchesWhenFreedInEveryModel(Schedule):
+    """What is freed brings the next group also where checkpoints gather outside of the plan."""
+
+    def released(self, unit: str) -> None:
+        if self._rules[unit].prefetch == "after":
+            self._gather(self.gathers.ahead(unit), ahead=True)
+
+
+class FreesAtOnce(Schedule):
+    """A unit that is called again, or recomputed, is freed when its gradients have come."""
+
+    def reaches_again(self, unit: str) -> bool:
+        return False
+
+
+class LeavesRecomputedUnits(Schedule):
+    """What a checkpoint ran again and got no gradients on this rank is completed at the end only."""
+
+    def _complete_recomputed(self, *, but: str | None = None) -> None:
+        return
+
+
+class RecomputesWithoutGathers(Schedule):
+    """What ended later is not gathered before what a reentrant checkpoint runs again."""
+
+    def _gather_passed(self, unit: str, with_graph: bool) -> None:
+        return
+
+
+class RecomputesWithoutReductions(Schedule):
+    """What began later is not reduced before a checkpoint runs again."""
+
+    def _complete_before(self, unit: str, with_graph: bool) -> None:
+        return
+
+
+class ReadsAheadOfHalf(Schedule):
+    """A gather outside of the plan goes before one that awaits half of a unit's gradients."""
+
+    def gather_in_turn(self, unit: str) -> None:
+        self._gather(self.gathers.until(unit))
+
+
+class EndsWithoutTheRest(Schedule):
+    """What no gradient came to takes no part."""
+
+    def ended(self) -> None:
+        return
+
+
+WRONG: Sequence[type[Schedule]] = (
+    *(ReducesWhatIsReady, GathersWhatIsReached, PassesOverNothing, ReducesBeforeGathers, FreesAtOnce),
+    *(PrefetchesWhenFreedInEveryModel, LeavesRecomputedUnits, RecomputesWithoutGathers, RecomputesWithoutReductions),
+    *(ReadsAheadOfHalf, EndsWithoutTheRest),
+)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_schedule_is_found_out(wrong: type[Schedule]) -> None:
+    assert any(problem_of(seed, schedule_class=wrong) for seed in range(3000))
