@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.engine.base.events import Observer
 from flatfsdp.engine.flat import gradients as grads
 from flatfsdp.engine.flat.states import SHARDED, UNSHARDED
 from flatfsdp.engine.watchdog.watchdog import current_watch
@@ -369,7 +370,8 @@ def waits_for_gradients(model: Any) -> bool:
 
 def drop_observers(model: Any) -> None:
     """Let nothing look on when backwards have ended."""
-    _root(model).observers.set()
+    observers = _root(model).observers
+    observers.set(*[each for each in observers.all if type(each).backward_ended is Observer.backward_ended])
 
 
 def non_finite_detector(model: Any) -> Any:

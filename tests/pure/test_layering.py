@@ -208,7 +208,6 @@ engine/comm/comm_hook: engine/runtime/unit
 engine/config/unit_options: engine/runtime/unit
 engine/flat/views: engine/flat/extensions
 engine/runtime/gradient_counter: engine/runtime/unit
-engine/runtime/persistent_params: engine/runtime/model
 engine/runtime/unit: engine/runtime/backward engine/runtime/model
 engine/runtime/unit_data: engine/runtime/model engine/runtime/unit
 """

@@ -42,7 +42,7 @@ _MOVED = {
     """,
     "runtime": """
         unit unit_data root=model backward links=gradient_flow joining=coalesced_collectives
-        branches=conditional_units residents=persistent_params placement=device_checks
+        branches=conditional_units placement=device_checks
         traversal=module_tree registry=param_registry optimizers=optimizer_hooks midway=gradient_counter
     """,
     "state": "owned=owned_interval consolidate full_params",
@@ -57,7 +57,7 @@ _MOVED = {
     """,
     "features": """
         nonfinite clip check_replicas inference participation uneven=uneven_inputs forward_methods optimizer_in_backward
-        labels=profiler_ranges stepping=backward_steps
+        labels=profiler_ranges stepping=optimizer_in_backward residents=persistent_params
         flat_state=flat_optimizer.state flat_stepping=flat_optimizer.stepper step_flat=flat_optimizer.api
     """,
     "wrapping": """

@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 KEPT = 512
+T = TypeVar("T")
 
 
 class Event(NamedTuple):
@@ -87,10 +88,20 @@ class Observer:
         """What ranks must have in common, in words; "" for nothing."""
         return self.requested_by
 
-    def step_begins(self, model: Any) -> bool:
-        """An outermost forward, or a backward, of `model` is about to begin. True if methods of its units are others
-        from now on: the call of the unit that runs is made again."""
+    def options_changed(self) -> None:
+        """What users chose for a unit was changed."""
+
+    def step_begins(self, model: Any, unit: Any) -> bool:
+        """The forward of `unit`, the outermost of `model`, is about to begin, or a backward where that is None. True if
+        methods of units are others from now on: the call of `unit` is made again."""
         return False
+
+    def before_first_gather(self, model: Any) -> str:
+        """A forward is about to gather: what this one will do before, in words that are equal on all ranks."""
+        return ""
+
+    def first_gather_agreed(self, model: Any) -> None:
+        """All ranks go on with that: does it. Collective as those words tell."""
 
     def forward_begins(self, unit: Any, inputs: Any, *, outermost: bool) -> None:
         """The forward of `unit` is given `inputs`; not where it runs again for a backward."""
@@ -127,7 +138,10 @@ class Observers:
     An observer may leave while it is called.
     """
 
-    step_begins: tuple[Callable[[Any], bool], ...]
+    options_changed: tuple[Callable[[], None], ...]
+    step_begins: tuple[Callable[[Any, Any], bool], ...]
+    before_first_gather: tuple[Callable[[Any], str], ...]
+    first_gather_agreed: tuple[Callable[[Any], None], ...]
     forward_begins: tuple[Callable[..., None], ...]
     forward_ended: tuple[Callable[..., None], ...]
     backward_reaches: tuple[Callable[[], None], ...]
@@ -155,16 +169,13 @@ class Observers:
         """Call it no more."""
         self.set(*[each for each in self.all if each is not observer])
 
-    def begin_step(self, model: Any) -> bool:
-        """An outermost forward, or a backward, of `model` is about to begin. True if its units' methods changed."""
-        return any([observe(model) for observe in self.step_begins])
+    def find(self, kind: type[T]) -> T | None:
+        """The first of that `kind`."""
+        for each in self.all:
+            if isinstance(each, kind):
+                return each
+        return None
 
-    @property
-    def descriptions(self) -> list[str]:
-        """What ranks must have in common, in words."""
-        return [each.description for each in self.all if each.description]
-
-    @property
-    def requested_by(self) -> list[str]:
-        """The public functions by which every rank attached one."""
-        return [each.requested_by for each in self.all if each.requested_by]
+    def begin_step(self, model: Any, unit: Any) -> bool:
+        """Call all that have `step_begins`. True if methods of units changed."""
+        return any([observe(model, unit) for observe in self.step_begins])

@@ -15,10 +15,10 @@ from ..base import _torch
 from ..config.schedule_options import reshard_choice
 from ..config.unit_options import PrefetchTargets
 from ..device.streams import Device
+from ..features.persistent_params import can_stay, keep_frozen, persistent_params_of
 from ..flat.sources import ParamPersistence
 from ..flat.states import SUMMONED
 from ..runtime.module_tree import units_at, units_in
-from ..runtime.persistent_params import can_stay, keep_frozen
 from ..runtime.rest import check_outside
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ class ScheduleControls:
         if on not in places:
             refuse_value(f"{method}: on", on, " or ".join(map(repr, places)))
         units = self._meant(method, True)
-        if any(unit.root.persistent_params.pinned is not None for unit in units):
+        if any(persistent_params_of(unit.root).pinned is not None for unit in units):
             raise UsageError(f"{method} of unit {self._unit.label} was called inside inference(); call it outside")
         left = math.inf if max_bytes is None else max_bytes
         for unit in units:

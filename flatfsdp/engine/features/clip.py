@@ -13,8 +13,8 @@ from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageEr
 from ..runtime import param_registry as registry
 from ..runtime.model import Root
 from ..runtime.rest import initialize
-from .backward_steps import optimizers_of
 from .nonfinite import first_gradient, of_all_ranks
+from .optimizer_in_backward import optimizers_of
 
 
 def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

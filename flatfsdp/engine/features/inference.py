@@ -15,9 +15,9 @@ from ..flat.sources import DEVICE
 from ..flat.states import SUMMONED
 from ..runtime.model import Root
 from ..runtime.module_tree import units_in
-from ..runtime.persistent_params import HandleRef, persistence_of
 from ..runtime.rest import collective_call, free_unsharded, quiesce
 from ..runtime.unit import Unit
+from .persistent_params import HandleRef, persistence_of, persistent_params_of
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def _check_idle(unit: Unit) -> None:
         where = "a backward" if _torch.in_backward() else "a forward"
     elif unit.phase is SUMMONED:
         where = "summon_full_params()"
-    elif unit.root.persistent_params.pinned is not None:
+    elif persistent_params_of(unit.root).pinned is not None:
         where = "inference()"
     if where is not None:
         raise UsageError(f"inference() of unit {unit.label} was entered inside {where}; leave that first")
@@ -90,7 +90,7 @@ def _begin(roots: list[Root], units: list[Unit], max_bytes: int | None) -> None:
     with collective_call(units, chosen, always=True):
         for root in roots:
             root.resources.streams.unshard.follow_compute()
-            root.persistent_params.pin(root, [ref for ref in refs if ref.unit.root is root])
+            persistent_params_of(root).pin(root, [ref for ref in refs if ref.unit.root is root])
             root.agreement.forwards_are_silent = all(
                 HandleRef(unit, kind) in refs
                 for unit in root.units
@@ -100,11 +100,11 @@ def _begin(roots: list[Root], units: list[Unit], max_bytes: int | None) -> None:
 
 
 def _end(root: Root) -> None:
-    if root.persistent_params.pinned is None:
+    if persistent_params_of(root).pinned is None:
         return
     root.agreement.forwards_are_silent = False
     free_unsharded(root)
-    root.persistent_params.unpin(root)
+    persistent_params_of(root).unpin(root)
     for unit in root.units:
         unit.persists_between_iterations = False
     root.resources.limiter.free_all()

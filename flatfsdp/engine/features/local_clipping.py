@@ -27,8 +27,8 @@ from ..base.events import Observer
 from ..base.foreign_text import parse
 from ..watchdog.process_exit import at_end
 from ..watchdog.watchdog import current_watch
-from .backward_steps import optimizers_of
 from .gradient_scales import Scaling, are_apart, one_factor, tolerance
+from .optimizer_in_backward import optimizers_of
 
 if TYPE_CHECKING:
     from ..comm.axes import Axis

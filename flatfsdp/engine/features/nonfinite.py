@@ -250,7 +250,7 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
         refuse_type(f"{name}: infinities", infinities, "True or False")
     root = unit.root
     check_outside(unit, f"{name}()")
-    if f"{name}()" in root.observers.requested_by:
+    if root.observers.find(NonFiniteDetector) is not None:
         raise UsageError(f"{name}() was entered inside itself; one context is enough")
     detector = NonFiniteDetector(root, infinities=infinities)
     root.observers.add(detector)

@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.profiler import record_function
 
@@ -21,10 +21,8 @@ from ..base import _torch
 from ..base.events import Observer
 from ..flat.reduction import Reduction
 from ..flat.states import GATHERING
-
-if TYPE_CHECKING:
-    from ..runtime.model import Root
-    from ..runtime.unit import Unit
+from ..runtime.model import Root
+from ..runtime.unit import Unit
 
 
 class Stage(NamedTuple):
@@ -73,7 +71,7 @@ STAGES_OF_REDUCTIONS: Mapping[str, Stage] = {
 class ProfilerRanges(Observer):
     """Labels what a model does whenever somebody looks."""
 
-    def step_begins(self, model: Root) -> bool:
+    def step_begins(self, model: Root, unit: Unit | None) -> bool:
         """Asked at every step: nothing here is a call for each unit."""
         wanted = _torch.profiler_runs() or logger.isEnabledFor(logging.DEBUG)
         units = [unit for unit in model.units if ("run" in unit.__dict__) is not wanted]

@@ -12,9 +12,9 @@ from torch import nn
 
 from ...errors import UsageError
 from ..comm.process_groups import extent_of, groups_in_words
+from ..features.persistent_params import persistence_of
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.model import Root
-from ..runtime.persistent_params import persistence_of
 from ..runtime.unit import Unit
 
 

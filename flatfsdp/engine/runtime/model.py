@@ -48,7 +48,6 @@ from .model_facts import (
     unit_entries,
 )
 from .module_tree import entries
-from .persistent_params import PersistentParams
 from .replica_checks import ReplicaChecks
 from .resources import Resources, RootSettings
 from .unit import Unit
@@ -87,7 +86,6 @@ class Root:
         self.record: ForwardRecord[Unit] = ForwardRecord()
         self.backward: Backward | None = None
         self.gradient_flow = GradientFlow()
-        self.persistent_params = PersistentParams()
         self.coalescer = Coalescer(most=settings.join_units_below)
         self.conditional_units = ConditionalUnits()
         self.accumulators = GradAccumulators()
@@ -202,7 +200,8 @@ class Root:
         self._schedule_description = None
         self._exceptions_by_sync.clear()
         self._post_forward_axes_due = True
-        self.persistent_params.options_changed()
+        for observe in self.observers.options_changed:
+            observe()
         self.coalescer.forget()
         self.conditional_units.forget()
 
@@ -244,7 +243,7 @@ class Root:
                 f"{words} in {'all units' if len(labels) == everywhere else ', '.join(labels)}"
                 for words, labels in sorted(found.items())
             ]
-            reported += self.observers.descriptions
+            reported += [each.description for each in self.observers.all if each.description]
             self._schedule_description = "; ".join(reported)
         return self._schedule_description
 
@@ -272,11 +271,6 @@ class Root:
             self._check_placed()
         if _torch.in_backward():
             return
-        if self.persistent_params.pinned is not None and torch.is_grad_enabled():
-            raise UsageError(
-                f"a forward of unit {unit.label} inside inference() has gradients enabled; parameters are kept there "
-                "for forwards without. Leave the context to train"
-            )
         self.agreement.begin_forward(
             functools.partial(trained_parameters, self.units),
             training=torch.is_grad_enabled(),
@@ -352,8 +346,9 @@ class Root:
         """It is the turn of `unit`, on all ranks: start to gather it, and maybe the next. Collective."""
         first = self._order.enter(unit)
         schedule = self.schedule_description
-        if first and (persistent_params := self.persistent_params.follow(self.units)):
-            schedule += f"; {persistent_params}" if schedule else persistent_params
+        for observe in self.observers.before_first_gather if first else ():
+            if words := observe(self):
+                schedule += f"; {words}" if schedule else words
         self.agreement.check_order(unit.index, schedule=schedule)
         if first and not self.agreement.forwards_are_silent:
             if self._post_forward_axes_due:
@@ -361,7 +356,8 @@ class Root:
             if self._replica_checks.due is None and torch.is_grad_enabled() and self.agreement.compares_forwards:
                 self._replica_checks.at_first(self.units)
             self._follow_other_ranks()
-            self.persistent_params.fetch(self)
+            for act in self.observers.first_gather_agreed:
+                act(self)
         if torch.is_grad_enabled() or (self.conditional_units.training and unit.options.schedule.branch is not None):
             self.record.enter(unit, segment=_torch.saving(), segments=_torch.segments)
             for owning_unit in unit.owning_units:
@@ -493,11 +489,7 @@ class Root:
             return self.backward
         if not _torch.in_backward():
             raise InternalError(f"unit {self.unit.label}: a gradient arrived outside of a backward")
-        if self.persistent_params.pinned is not None:
-            raise UsageError(
-                "a backward inside inference(), of a forward from before it; run the backward first, or leave the "
-                "context"
-            )
+        self.observers.begin_step(self, None)
         if self._failed:  # the same graph again, after a backward that failed
             self.finish_interrupted()
         self.wait_for_gradients()
@@ -522,7 +514,6 @@ class Root:
             branches=self.conditional_units,
         )
         backward.double = torch.is_grad_enabled()
-        self.observers.begin_step(self)
         # Bound to this backward: on an accelerator a failed one may be let go late, by another thread.
         hooks.at_end_of_backward(
             functools.partial(self.end_backward, backward), functools.partial(self.fail_backward, backward)

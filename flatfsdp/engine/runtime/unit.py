@@ -142,7 +142,7 @@ class Unit(UnitData):
         """The module's forward, or another `method`, with the parameters unsharded around it. Collective over the shard
         axis."""
         root = self.root
-        if root.depth == 0 and root.observers.begin_step(root):
+        if root.depth == 0 and root.observers.begin_step(root, self):
             return self.run(args, kwargs, method=method)
         if self.phase is SUMMONED:
             return self._run_summoned(root, args, kwargs, method)

@@ -23,6 +23,7 @@ from ..config.strategy import traits
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
 from ..features.local_clipping import warn_of_local_clipping
+from ..features.persistent_params import PersistentParams
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import warn_if_unstepped
 from ..flat.extensions import can_transform, transform
@@ -187,7 +188,7 @@ def new_root(unit: Unit, settings: RootSettings, tracker: MemoryTracker, nested:
     own(unit)
     roots.add(root)
     guard_optimizers()
-    root.observers.add(ProfilerRanges())
+    root.observers.set(ProfilerRanges(), PersistentParams())
     warn_if_unstepped(root)
     warn_of_local_clipping(root)
     stamp_state_dicts()
@@ -213,7 +214,7 @@ def _check_unwrapped(module: nn.Module) -> None:
 def _check_unattended(nested: Iterable[Unit]) -> None:
     """Refuse to take units from a root by which others go: they would lose them without a word."""
     for unit in nested:
-        if given := unit.root.observers.requested_by:
+        if given := [each.requested_by for each in unit.root.observers.all if each.requested_by]:
             raise UsageError(
                 f"module: {type(unit.module).__name__} inside is of a model that was given to {given[0]}, and cannot "
                 "become part of a larger one. Wrap the whole model first, and call it on the outermost wrapper"

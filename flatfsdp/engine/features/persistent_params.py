@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from ...errors import UsageError
+from ..base import _torch
+from ..base.events import Observer
 from ..flat.flat_param import FlatParamHandle
 from ..flat.sources import DEVICE, HOST, ParamPersistence
 from ..flat.states import UNSHARDED
 from ..flat.views import SHOWS_SHARD
-from .unit import Unit
-
-if TYPE_CHECKING:
-    from .model import Root
+from ..runtime.model import Root
+from ..runtime.unit import Unit
 
 
 class HandleRef(NamedTuple):
@@ -41,7 +43,24 @@ class HandleRef(NamedTuple):
         return handle.state is UNSHARDED
 
 
-class PersistentParams:
+class NoTraining(Observer):
+    """Refuses what trains inside `inference()`."""
+
+    def step_begins(self, model: Root, unit: Unit | None) -> bool:
+        if unit is None:
+            raise UsageError(
+                "a backward inside inference(), of a forward from before it; run the backward first, or leave the "
+                "context"
+            )
+        if torch.is_grad_enabled() and not _torch.in_backward():
+            raise UsageError(
+                f"a forward of unit {unit.label} inside inference() has gradients enabled; parameters are kept there "
+                "for forwards without. Leave the context to train"
+            )
+        return False
+
+
+class PersistentParams(Observer):
     """The residents of one model.
 
     Attributes:
@@ -53,14 +72,14 @@ class PersistentParams:
         self._due: list[HandleRef] = []
         self._maybe_stale: list[HandleRef] = []
         self.pinned: list[HandleRef] | None = None
+        self._no_training = NoTraining()
 
     def options_changed(self) -> None:
         """What users chose for a unit was changed."""
         self._wanted = None
 
-    def follow(self, units: Iterable[Unit]) -> str:
-        """A forward begins: who is a resident, and what of them has to be gathered, in words that are equal on all
-        ranks; "" where all is as it is meant to be.
+    def before_first_gather(self, model: Root) -> str:
+        """Who is a resident, and what of them has to be gathered, in words; "" where all is as it is meant to be.
 
         Raises:
             UsageError: inside `inference()`, where nothing is gathered again.
@@ -68,7 +87,7 @@ class PersistentParams:
         if self._wanted is None:
             self._wanted = [
                 HandleRef(unit, kind)
-                for unit in units
+                for unit in model.units
                 if unit.options.schedule.keep_frozen is not None
                 for kind in range(len(unit.handles))
             ]
@@ -97,11 +116,11 @@ class PersistentParams:
                 reported.setdefault("gathering what is frozen, to keep it", []).append(unit.label)
         return "; ".join(f"{words}: {', '.join(labels)}" for words, labels in reported.items())
 
-    def fetch(self, root: Root) -> None:
-        """Gather what `follow` found. Collective over the shard axis if it found anything."""
+    def first_gather_agreed(self, model: Root) -> None:
+        """Gathers what was found. Collective over the shard axis if anything was."""
         due, doubtful = self._due, self._maybe_stale
         self._due, self._maybe_stale = [], []
-        if doubtful and root.agreement.any_rank(not all(ref.is_fetched for ref in doubtful)):
+        if doubtful and model.agreement.any_rank(not all(ref.is_fetched for ref in doubtful)):
             for ref in doubtful:
                 ref.unit.evict(ref.kind)
             due = [*due, *doubtful]
@@ -116,6 +135,7 @@ class PersistentParams:
         Precondition: at rest.
         """
         self.pinned = list(refs)
+        root.observers.add(self._no_training)
         if root.agreement.any_rank(any(not ref.is_fetched for ref in self.pinned if ref.stays)):
             for ref in self.pinned:
                 ref.unit.evict(ref.kind)
@@ -128,6 +148,7 @@ class PersistentParams:
     def unpin(self, root: Root) -> None:
         """End of `pin`: parameters rest as they did before. Precondition: at rest."""
         pinned, self.pinned = self.pinned or [], None
+        root.observers.remove(self._no_training)
         for ref in pinned:
             handle = ref.handle
             handle.persistence = persistence_of(ref.unit, handle)
@@ -142,6 +163,13 @@ class PersistentParams:
                     "from train() to eval() or back, which has them computed with in another dtype. What is kept is "
                     "not gathered again there: leave the context first, and enter it anew"
                 )
+
+
+def persistent_params_of(root: Root) -> PersistentParams:
+    """The residents of `root`."""
+    found = root.observers.find(PersistentParams)
+    assert found is not None
+    return found
 
 
 def can_stay(handle: FlatParamHandle) -> bool:
