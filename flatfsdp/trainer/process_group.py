@@ -128,7 +128,7 @@ class TrainerRanks:
             raise failure.error
         failed = [f"rank {rank} failed in {words}" for rank, words in enumerate(lines) if words is not None]
         if failed:
-            raise AgreementError(f"{'; '.join(failed)}. The others cannot go on without it")
+            raise AgreementError(f"{'; '.join(failed)}. The remaining ranks cannot continue")
 
     def members(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
         """The numbers of a group's ranks among these, in order. No communication.

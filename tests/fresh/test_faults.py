@@ -236,8 +236,8 @@ PLACE = r"the forward of unit 'blocks.0'"
         ),
         pytest.param(
             0,
-            r"rank 1 ended its program without an error.*\. The others cannot go on without "
-            r"it\. Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join\(model\)",
+            r"rank 1 exited normally.*\. The remaining ranks cannot continue\. "
+            r"Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join\(model\)",
             marks=job(one_batch_fewer),
             id="one_batch_fewer",
         ),
@@ -274,7 +274,7 @@ def test_a_rank_sleeps(outcomes: list[fresh.Outcome]) -> None:
     assert (waiting.exit_code, sleeping.exit_code) == (1, 1)
     for rank, outcome in enumerate((waiting, sleeping)):
         reports = re.findall(
-            rf"^\[flatfsdp, rank {rank}\] .*What the ranks do \(asked by rank 0\):\n"
+            rf"^\[flatfsdp, rank {rank}\] .*Status of all ranks \(requested by rank 0\):\n"
             rf"    rank 0: waiting in the forward of unit .*, in step (\d+) \(last: gather .*\), for \d+ s\n"
             rf"    rank 1: in the program's own code since a backward in step \d+, for \d+ s$",
             outcome.output,
@@ -282,8 +282,8 @@ def test_a_rank_sleeps(outcomes: list[fresh.Outcome]) -> None:
         )
         assert reports[0] == "3" and len(reports) <= 2, outcome.output  # at most one for each of the two waits
         assert "WaitError: ranks waited for more than 4 s" in outcome.output, outcome.output
-    assert re.search(r"^\[flatfsdp, rank 0\] goes on after \d+ s$", waiting.output, re.MULTILINE), waiting.output
-    assert "goes on after" not in sleeping.output
+    assert re.search(r"^\[flatfsdp, rank 0\] resumed after \d+ s$", waiting.output, re.MULTILINE), waiting.output
+    assert "resumed after" not in sleeping.output
 
 
 @job(slower_than_the_group)

@@ -514,7 +514,7 @@ def different(count: int, names: str) -> str:
     return (
         f"ranks begin with different values of {count} of 6 parameters: {names}. What they gather is pieced together "
         "from different models. Pass sync_module_states=True, give all ranks the same seed, or load a checkpoint "
-        'before the first step; check_values="off" if it is meant'
+        'before the first step; check_values="off" if this is intentional'
     )
 
 

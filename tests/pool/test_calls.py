@@ -182,7 +182,7 @@ def delayed(rank: int, world: int, seed: int, folder: str) -> tuple[int, list[st
                 setting = Setting(folder) if both.random() < 0.1 else setting
         finally:
             flatfsdp.set_collective_timeout()
-    return sum("What the ranks do" in each for each in said), [each for each in said if "Error" in each]
+    return sum("Status of all ranks" in each for each in said), [each for each in said if "Error" in each]
 
 
 @pytest.mark.parametrize("seed", seeds(1, 200))

@@ -183,7 +183,7 @@ def test_a_mesh_that_shards_nothing_is_said_once(pool4: Run) -> None:
             "HYBRID_SHARD over 4 replicas on ranks 0-3, each of one rank: nothing is sharded, every rank holds all "
             "parameters, gradients and optimizer states. A 2-D device_mesh is (replicate, shard): (4, 1) has one "
             "shard, (1, 4) has 4, and of a pair of process groups the first is that of the shards. Pass "
-            'sharding_strategy="NO_SHARD" if it is meant'
+            'sharding_strategy="NO_SHARD" if this is intentional'
         )
         assert said == ([words] if rank == 0 else [])  # the others log it
         assert words in logged if rank else words not in logged

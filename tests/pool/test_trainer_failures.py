@@ -94,7 +94,7 @@ EVENTS = {
 @pytest.mark.parametrize(("event", "at", "steps", "mode"), EVENTS.values(), ids=EVENTS)
 def test_a_callback_fails_on_one_rank(pool2: Run, tmp_path: Path, event: str, at: int, steps: int, mode: str) -> None:
     found = pool2(train, tmp_path, {"data_mode": mode}, [Fails(event, at)])
-    told = f"rank 1 failed in Fails.{event} with {LUCK}. The others cannot go on without it"
+    told = f"rank 1 failed in Fails.{event} with {LUCK}. The remaining ranks cannot continue"
     assert found == [(f"AgreementError: {told}", steps), (LUCK, steps)]
 
 
@@ -105,4 +105,4 @@ def test_a_step_of_the_optimizer_fails_on_one_rank(pool2: Run, tmp_path: Path, g
     (other, steps), (own, same) = pool2(train, tmp_path, given, [])
     assert (own, steps) == (LUCK, same)
     place = "the step of its optimizer and scheduler"
-    assert other == f"AgreementError: rank 1 failed in {place} with {LUCK}. The others cannot go on without it"
+    assert other == f"AgreementError: rank 1 failed in {place} with {LUCK}. The remaining ranks cannot continue"

@@ -152,11 +152,13 @@ def test_a_wait_is_reported_once_by_every_rank(said: list[str]) -> None:
     reports, after = sorted(said[:9]), said[9:]
     for rank, report in enumerate(reports):
         first, waiting, late = report.splitlines()
-        assert first.startswith(f"[flatfsdp, rank {rank}] ") and first.endswith("What the ranks do (asked by rank 0):")
+        assert first.startswith(f"[flatfsdp, rank {rank}] ") and first.endswith(
+            "Status of all ranks (requested by rank 0):"
+        )
         assert re.fullmatch("    ranks 0, 1, 2, 3, 4, 5, 6, 7: loads a state dict, for .* s", waiting), waiting
         assert late.startswith("    rank 8: in the program's own code since a backward in step 3, for ")
     assert [re.sub(r"\d+ s$", "", each) for each in after] == [
-        f"[flatfsdp, rank {rank}] goes on after " for rank in range(8)
+        f"[flatfsdp, rank {rank}] resumed after " for rank in range(8)
     ]
 
 
@@ -178,7 +180,7 @@ def test_a_rank_that_does_not_answer_is_in_the_report(said: list[str]) -> None:
         time.sleep(0.012)
         world.look_until(lambda: len(said) == 2, without=[2])
     assert said[0].splitlines()[-1] == (
-        f"    rank 2: no answer, {ProcessIdentity.this()} has no model any more, is stopped, or gone"
+        f"    rank 2: no response: {ProcessIdentity.this()} exited, is stopped, or no longer holds a model"
     )
     assert not any(model.error for model in world.models), "it may be stopped"
 
@@ -188,7 +190,7 @@ def test_a_rank_that_ends_with_an_exception_is_told_to_those_who_need_it(said: l
     world.models[3].ranks = [0, 3]
     ExitRecord(1, "ended with ValueError: out of luck").publish(world.notes[1], alarm=True)
     world.look()
-    told = "rank 1 ended with ValueError: out of luck. The others cannot go on without it"
+    told = "rank 1 ended with ValueError: out of luck. The remaining ranks cannot continue"
     assert [str(model.error) for model in world.models] == [told, "None", told, "None"]
     assert isinstance(world.models[0].error, LostRankError)
     assert said == [], "nobody waits"
@@ -242,7 +244,7 @@ def test_ranks_that_all_wait_in_different_places_prove_a_deadlock(said: list[str
         second.waiting([0, 1], "lists", settled_by_notes=True),
     ):
         world.look_until(lambda: all(model.error for model in world.models))
-    assert sum("What the ranks do" in each for each in said) == 2, "one report of each rank"
+    assert sum("Status of all ranks" in each for each in said) == 2, "one report of each rank"
     for model in world.models:
         assert type(model.error) is AgreementError
         assert re.fullmatch(

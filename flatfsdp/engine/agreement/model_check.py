@@ -119,7 +119,7 @@ class InitialValues:
                 peers,
                 f"ranks begin with different values of {len(names)} of {len(own)} parameters: {few(names)}. What they "
                 "gather is pieced together from different models. Pass sync_module_states=True, give all ranks the "
-                'same seed, or load a checkpoint before the first step; check_values="off" if it is meant',
+                'same seed, or load a checkpoint before the first step; check_values="off" if this is intentional',
             )
 
     def report(self, peers: RankExchange, message: str) -> None:

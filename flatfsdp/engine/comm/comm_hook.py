@@ -15,8 +15,7 @@ A hook talks over the user's groups, in the order of reductions, which has no co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,9 +25,6 @@ from ..config.unit_options import CommHook
 from ..device.streams import Device, PendingWork, Stream
 from .axes import ProcessGroups
 from .transport import Reducer, Transport
-
-if TYPE_CHECKING:
-    from ..runtime.unit import Unit
 
 
 class HookReducer:
@@ -108,18 +104,3 @@ def reducers(
     """What reduces along the shard axis and along the replicate axis, with `hook` in the place of one of them."""
     hooked = HookReducer(hook, scatter, replicas=left_to_average(groups))
     return (scatter, hooked) if groups.shard.size == 1 else (hooked, replicate)
-
-
-def check_all_or_none(units: Iterable[Unit]) -> None:
-    """Refuse a model of which only a part has a communication hook.
-
-    Raises:
-        UsageError: the model was wrapped again after a hook had been registered.
-    """
-    units = list(units)
-    without = [unit for unit in units if unit.options.comm_hook is None]
-    if without and len(without) < len(units):
-        raise UsageError(
-            f"a communication hook was registered on a part of this model, before the whole was wrapped: unit "
-            f"{without[0].label} has none. Wrap the whole model, then call register_comm_hook() on it, once"
-        )

@@ -132,7 +132,7 @@ def _new_plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> P
             f"{strategy.name} over {groups_in_words(plan)}, each of one rank: nothing is sharded, every rank holds all "
             f"parameters, gradients and optimizer states. A 2-D device_mesh is (replicate, shard): ({count}, 1) has "
             f"one shard, (1, {count}) has {count}, and of a pair of process groups the first is that of the shards. "
-            'Pass sharding_strategy="NO_SHARD" if it is meant',
+            'Pass sharding_strategy="NO_SHARD" if this is intentional',
         )
     return plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -13,9 +13,7 @@ from ... import comm_hooks
 from .schedule_options import AS_BUILT, Schedule
 from .state_dict_configs import StateDictSettings
 
-if TYPE_CHECKING:
-    from ..runtime.unit import Unit
-
+U = TypeVar("U")  # a unit, whatever that is
 _TORCHS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 
 
@@ -51,7 +49,7 @@ class CommHook:
         return f"a communication hook, {getattr(self.function, '__qualname__', type(self.function).__name__)}"
 
 
-class PrefetchTargets(tuple["weakref.ref[Unit]", ...]):
+class PrefetchTargets(tuple["weakref.ref[U]", ...], Generic[U]):
     """Units that a user lets another one gather ahead, in order. They are held weakly: any two may name each other.
 
     Whether there are any is asked at every step: a tuple answers without a call.
@@ -59,15 +57,15 @@ class PrefetchTargets(tuple["weakref.ref[Unit]", ...]):
 
     __slots__ = ()
 
-    def __new__(cls, units: Iterable[Unit] = ()) -> PrefetchTargets:
+    def __new__(cls, units: Iterable[U] = ()) -> PrefetchTargets[U]:
         return super().__new__(cls, map(weakref.ref, units))
 
-    def units(self) -> Iterator[Unit]:
+    def units(self) -> Iterator[U]:
         """Those that are still there."""
         return (unit for ref in self if (unit := ref()) is not None)
 
 
-NO_TARGETS = PrefetchTargets()
+NO_TARGETS: PrefetchTargets[Any] = PrefetchTargets()
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,9 @@ class UnitOptions:
     schedule: Schedule = AS_BUILT
     comm_hook: CommHook | None = None
     all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
-    forward_targets: PrefetchTargets = NO_TARGETS
-    backward_targets: PrefetchTargets = NO_TARGETS
-    branch_before: PrefetchTargets = NO_TARGETS
+    forward_targets: PrefetchTargets[Any] = NO_TARGETS
+    backward_targets: PrefetchTargets[Any] = NO_TARGETS
+    branch_before: PrefetchTargets[Any] = NO_TARGETS
     state_dict: StateDictSettings = field(default_factory=StateDictSettings)
 
     def describe(self) -> Iterator[str]:

@@ -407,7 +407,7 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any, device: Device
     return run
 
 
-def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets:
+def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
     check_outside(unit, method)
     accepted = "a list of FullyShardedDataParallel modules inside the same outermost one"
     if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):

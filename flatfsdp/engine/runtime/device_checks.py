@@ -111,3 +111,18 @@ def check_placed(root: nn.Module, units: Sequence[Unit], device: torch.device) -
             f"the model computes on {device}, but these are elsewhere: {', '.join(elsewhere)}. Move the "
             "whole model with model.to(device) before wrapping, or pass device_id="
         )
+
+
+def check_hooked(units: Iterable[Unit]) -> None:
+    """Refuse a model of which only a part has a communication hook.
+
+    Raises:
+        UsageError: the model was wrapped again after a hook had been registered.
+    """
+    units = list(units)
+    without = [unit for unit in units if unit.options.comm_hook is None]
+    if without and len(without) < len(units):
+        raise UsageError(
+            f"a communication hook was registered on a part of this model, before the whole was wrapped: unit "
+            f"{without[0].label} has none. Wrap the whole model, then call register_comm_hook() on it, once"
+        )

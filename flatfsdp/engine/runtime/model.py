@@ -21,7 +21,7 @@ from ..agreement.once_per_job import warn_once_per_job
 from ..base import _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
-from ..comm.comm_hook import check_all_or_none, reducers
+from ..comm.comm_hook import reducers
 from ..comm.process_groups import extent_of, groups_in_words, post_forward_axis
 from ..config.arguments import has_forward
 from ..flat.deferred_grad import PendingGradients
@@ -32,7 +32,7 @@ from ..schedule.order import ForwardOrder, ForwardRecord
 from .backward import Backward, rules_of
 from .coalesced_collectives import Coalescer
 from .conditional_units import ConditionalUnits
-from .device_checks import check_placed, check_registered
+from .device_checks import check_hooked, check_placed, check_registered
 from .finish import DeferLast, Finisher
 from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
@@ -133,7 +133,7 @@ class Root:
                 parameters += len(handle.leaves)
             self.connect(unit)
         self.entries = entries(self.unit)
-        check_all_or_none(self.units)
+        check_hooked(self.units)
         self._check_placed()
         self._choose_unshard_stream()
         if not any(unit.handles for unit in self.units):

@@ -32,7 +32,7 @@ from .store import StoreClient
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
 REFUSALS = 5  # looks after which one that asked first, and is not heard of, counts for nothing
-QUIETLY = "ended its program without an error"
+QUIETLY = "exited normally"
 UNEVEN = ". Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join(model) as joined`"
 OBITUARIES = 64  # ends of processes that a roll call reads at most
 
@@ -289,10 +289,10 @@ class StatusPoll:
                 *lines_of(answers),
                 *(f"rank {rank}: {each.words}" for rank, each in ended.items()),
                 *(
-                    f"rank {rank}: no answer, {process} has no model any more, is stopped, or gone"
+                    f"rank {rank}: no response: {process} exited, is stopped, or no longer holds a model"
                     for rank, process in silent.items()
                 ),
-                *([f"{ranks_in_words(absent)}: nothing of flatfsdp's was used yet"] if absent else []),
+                *([f"{ranks_in_words(absent)}: has not used flatfsdp yet"] if absent else []),
             ],
             lost=[astuple(each) for each in ended.values()],
             silent=silent,
@@ -357,7 +357,7 @@ def in_one_sentence(exit_records: Sequence[ExitRecord]) -> str:
             return each.cause
     reported = "; ".join(f"rank {each.rank} {each.words}" for each in exit_records)
     uneven = any(each.words.startswith(QUIETLY) for each in exit_records)
-    return f"{reported}. The others cannot go on without it{UNEVEN if uneven else ''}"
+    return f"{reported}. The remaining ranks cannot continue{UNEVEN if uneven else ''}"
 
 
 def lines_of(answers: dict[int, RankStatus]) -> list[str]:

@@ -251,8 +251,8 @@ class Watchdog:
         except RuntimeError as gone:
             return LostRankError(f"{gone}: {_server_ended()}. A connection to another rank broke: {broken}")
         return LostRankError(
-            "a connection to another rank broke, and nobody told why. Look for what ended the other ranks, or their "
-            f"network: {broken}"
+            "a connection to another rank broke, and no rank reported why. Look for what ended the other ranks, or "
+            f"their network: {broken}"
         )
 
     def last_step(self) -> str:
@@ -382,7 +382,7 @@ class Watchdog:
             reported = "; ".join(f"rank {each.rank} {each.words}" for each in self._failures)
             ranks = [each.rank for each in self._failures]
             self._failures = []
-            self._fail(AgreementError(f"{reported}. The others cannot go on without it"), ranks)
+            self._fail(AgreementError(f"{reported}. The remaining ranks cannot continue"), ranks)
 
     def _waited(self) -> tuple[float, AnnouncedWait | None]:
         """Since when this process waits (infinity if it does not), and the wait that was announced, if one was."""
@@ -421,7 +421,7 @@ class Watchdog:
         since, announced = self._waited()
         waited = time.monotonic() - since
         if self._reported is not None and since != self._reported:
-            print_immediately(f"[flatfsdp, rank {self._rank}] goes on after {time.monotonic() - self._reported:.0f} s")
+            print_immediately(f"[flatfsdp, rank {self._rank}] resumed after {time.monotonic() - self._reported:.0f} s")
             self._reported = None
         if self._requested_poll is not None and not self._requested_poll():
             return self._poll_reason
@@ -445,10 +445,10 @@ class Watchdog:
         since, announced = self._waited()
         waited = time.monotonic() - since
         if result.purpose == "report":
-            where = f"waited for {waited:.0f} s" if waited > 2 * self._calls.period else "others wait"
+            where = f"blocked for {waited:.0f} s" if waited > 2 * self._calls.period else "others wait"
             lines = "\n".join(f"    {line}" for line in result.lines)
             print_immediately(
-                f"[flatfsdp, rank {self._rank}] {where}. What the ranks do (asked by rank {result.by}):\n{lines}"
+                f"[flatfsdp, rank {self._rank}] {where}. Status of all ranks (requested by rank {result.by}):\n{lines}"
             )
             self._reported = since if math.isfinite(since) else None
         for rank, process in result.silent_processes():

@@ -195,7 +195,7 @@ def _copied_hook(hook: T | None, memo: dict[int, Any], method: str) -> T | None:
 def _lists_of(units: list[Unit]) -> _Lists:
     places = {unit: place for place, unit in enumerate(units)}
 
-    def known(targets: PrefetchTargets) -> list[int]:
+    def known(targets: PrefetchTargets[Unit]) -> list[int]:
         return [places[unit] for unit in targets.units() if unit in places]
 
     return [[known(getattr(unit.options, name)) for name in _NAMING] for unit in units]
