@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatfsdp.engine.base import per_group
 from flatfsdp.engine.comm import gloo
 from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.comm.axes import Axis
@@ -47,7 +48,7 @@ def going(way: str, rank: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(gloo, "SMALLEST", 2**40 if way == "too small" else 0))
         if way == "two hosts":
-            stack.enter_context(patch.object(gloo, "_near", weakref.WeakKeyDictionary()))
+            stack.enter_context(patch.object(per_group, "_made", weakref.WeakKeyDictionary()))
             stack.enter_context(patch("platform.node", lambda: f"host {min(rank, 1)}"))
         yield
 

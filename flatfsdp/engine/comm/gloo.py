@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.per_group import for_group
 from ..base.wait_limits import blocked
 from ..device.fake_tensors import is_memoryless
 from ..device.memory import MemoryTracker
@@ -101,20 +102,13 @@ class PeerConnection:
         return [group.recv([part], peer, tag) for part in _with_end(tensor)]
 
 
-_lines: weakref.WeakKeyDictionary[Any, PeerConnection] = weakref.WeakKeyDictionary()
-_near: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
 def _with_end(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor, tensor.new_empty(0)] if tensor.numel() else []
 
 
 def is_near(process_group: Any) -> bool:
     """Whether the ranks are few and all on one host. Collective over the group at its first call."""
-    found = _near.get(process_group)
-    if found is None:
-        found = _near[process_group] = process_group.size() <= MOST_RANKS and _on_one_host(process_group)
-    return found
+    return for_group(process_group, "near", lambda: process_group.size() <= MOST_RANKS and _on_one_host(process_group))
 
 
 def _on_one_host(process_group: Any) -> bool:
@@ -135,7 +129,7 @@ class PairwiseExchange:
         """`log` is told how many messages an exchange takes, their ends left out, and `issue` that a second half was
         issued."""
         self._rank, self._world = process_group.rank(), process_group.size()
-        self._connection = _lines.setdefault(process_group, PeerConnection(process_group))
+        self._connection = for_group(process_group, "messages", lambda: PeerConnection(process_group))
         self._tracker = tracker
         self._log = log
         self._issue = issue

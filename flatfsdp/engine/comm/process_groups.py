@@ -20,22 +20,13 @@ from ...api import HYBRIDS, Config, ShardingStrategy
 from ...errors import ConfigValueError, UsageError, set_rank, warn_once
 from ..base import _torch
 from ..base.hashing import hash63
+from ..base.per_group import for_group
 from ..device.streams import accelerator_count
 from ..watchdog.watchdog import expecting
 from .axes import Axis, ProcessGroups
 
-# Communicators for reductions, one per process group and living as long as it does.
-_reduction_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-# Groups of the ranks of a node and across nodes, made once per default process group.
-_node_groups: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-# Groups over some ranks of a default process group, made for pickles.
-_groups_by_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 # The plans in use: units over the same groups share one, and a group of many ranks is asked for them once.
 _plans: weakref.WeakValueDictionary[tuple[object, ...], ProcessGroups] = weakref.WeakValueDictionary()
-# Groups of some of a process group's ranks in a row, by how many.
-_post_forward_axes: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-# How many groups were made over the same ranks of a default process group; part of their names.
-_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def require_process_group() -> None:
@@ -70,7 +61,9 @@ def resolve_groups(config: Config) -> Config:
     elif given is not None:
         group = given
     else:
-        group = _groups_of_nodes() if hybrid else dist.group.WORLD
+        group = (
+            for_group(dist.group.WORLD, "nodes", _groups_of_nodes, usable=_all_exist) if hybrid else dist.group.WORLD
+        )
     return config.replace(process_group=group)
 
 
@@ -144,11 +137,10 @@ def _axis(process_group: Any, device: torch.device) -> Axis:
 def _for_reductions(process_group: Any) -> Any:
     if dist.get_world_size(process_group) == 1:
         return process_group
-    made = _reduction_groups.get(process_group)
-    if made is None or not _exists(made):
-        ranks = dist.get_process_group_ranks(process_group)
-        made = _reduction_groups[process_group] = new_group(tuple(ranks), "wraps a module", like=process_group)
-    return made
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    return for_group(
+        process_group, "reductions", lambda: new_group(ranks, "wraps a module", like=process_group), usable=_exists
+    )
 
 
 def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:
@@ -156,13 +148,12 @@ def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:
 
     Collective over these ranks where a group is made, once per process group and `count`, which divides its size.
     """
-    known = _post_forward_axes.setdefault(axis.process_group, {})
-    if count not in known or not _exists(known[count]):
-        first = axis.rank - axis.rank % count
-        known[count] = new_group(
-            axis.ranks[first : first + count], "keeps parameters after forward", like=axis.process_group
-        )
-    return Axis.of(known[count], device)
+    first, like = axis.rank - axis.rank % count, axis.process_group
+    row = axis.ranks[first : first + count]
+    made = for_group(
+        like, ("row", count), lambda: new_group(row, "keeps parameters after forward", like=like), usable=_exists
+    )
+    return Axis.of(made, device)
 
 
 def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: str | None = None) -> Any:
@@ -173,7 +164,7 @@ def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: 
     """
     limit = _torch.time_limit(dist.group.WORLD if like is None else like)
     timeout = None if math.isinf(limit) else timedelta(seconds=limit)
-    counts = _made.setdefault(dist.group.WORLD, Counter())
+    counts = for_group(dist.group.WORLD, "counts", Counter[tuple[int, ...]])  # of groups over the same ranks
     counts[ranks] += 1
     name = f"flatfsdp {hash63(str(ranks)):x} {counts[ranks]}"
     with expecting(ranks, f"{doing} over ranks {', '.join(map(str, ranks))}"), _torch.name_of_group(name):
@@ -191,31 +182,32 @@ def _exists(process_group: Any) -> bool:
     return True
 
 
+def _all_exist(groups: tuple[Any, ...]) -> bool:
+    return all(map(_exists, groups))
+
+
 def _groups_of_nodes() -> tuple[Any, Any]:
-    world = dist.group.WORLD
-    found = _node_groups.get(world)
-    if found is None or not all(map(_exists, found)):
-        size, rank = dist.get_world_size(), dist.get_rank()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or accelerator_count()
-        if local < 1 or size % local:
-            source = "LOCAL_WORLD_SIZE" if os.environ.get("LOCAL_WORLD_SIZE") else "the accelerators of this machine"
-            count = f"{local}, by {source}, do not divide the world of {size}" if local else "nothing tells how many"
-            raise ConfigValueError(
-                f"process_group: the hybrid strategies shard over the ranks of a node, but {count}. Launch with "
-                "torchrun, or give process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"
-            )
-        shard = replicate = None
-        with expecting(range(size), f"wraps a module over nodes of {local} ranks"):
-            for start in range(0, size, local):
-                members = list(range(start, start + local))
-                group = dist.new_group(members)
-                shard = group if rank in members else shard
-            for offset in range(local):
-                members = list(range(offset, size, local))
-                group = dist.new_group(members)
-                replicate = group if rank in members else replicate
-        found = _node_groups[world] = (shard, replicate)
-    return found
+    """The groups of the ranks of a node, and across nodes."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or accelerator_count()
+    if local < 1 or size % local:
+        source = "LOCAL_WORLD_SIZE" if os.environ.get("LOCAL_WORLD_SIZE") else "the accelerators of this machine"
+        count = f"{local}, by {source}, do not divide the world of {size}" if local else "nothing tells how many"
+        raise ConfigValueError(
+            f"process_group: the hybrid strategies shard over the ranks of a node, but {count}. Launch with "
+            "torchrun, or give process_group=(shard group, replicate group) or a 2-D device_mesh (replicate, shard)"
+        )
+    shard = replicate = None
+    with expecting(range(size), f"wraps a module over nodes of {local} ranks"):
+        for start in range(0, size, local):
+            members = list(range(start, start + local))
+            group = dist.new_group(members)
+            shard = group if rank in members else shard
+        for offset in range(local):
+            members = list(range(offset, size, local))
+            group = dist.new_group(members)
+            replicate = group if rank in members else replicate
+    return shard, replicate
 
 
 def plan_over(strategy: ShardingStrategy, ranks: tuple[Any, ...], device: torch.device) -> ProcessGroups:
@@ -236,10 +228,7 @@ def _group_over(ranks: tuple[int, ...]) -> Any:
         raise UsageError(
             f"this model was pickled on a rank of the group {ranks}; rank {dist.get_rank()} is not one of them"
         )
-    known = _groups_by_ranks.setdefault(dist.group.WORLD, {})
-    if ranks not in known:
-        known[ranks] = new_group(ranks, "loads a pickled model")
-    return known[ranks]
+    return for_group(dist.group.WORLD, ranks, lambda: new_group(ranks, "loads a pickled model"))
 
 
 def extent_of(plan: ProcessGroups) -> str:

@@ -52,6 +52,7 @@ from ...errors import AgreementError, FlatFSDPError, LostRankError, WaitError
 from ..base import _torch
 from ..base import wait_limits as waits
 from ..base.foreign_text import parse
+from ..base.per_group import for_group
 from .clock import Timekeeper
 from .process_exit import at_end, in_words
 from .status_report import (
@@ -592,20 +593,17 @@ def end_process_unless(come_back: Callable[[], bool]) -> None:
     os._exit(1)
 
 
-_watches: weakref.WeakKeyDictionary[Any, Watchdog] = weakref.WeakKeyDictionary()
-
-
 def current_watch() -> Watchdog:
     """The watch of the default process group."""
-    world = dist.group.WORLD
-    found = _watches.get(world)
-    if found is None:
-        store, rank = StoreClient(), dist.get_rank()
-        limit = _torch.time_limit(world)
-        found = _watches[world] = Watchdog(store, rank=rank, world=dist.get_world_size(), time_limit=limit)
-        at_end(functools.partial(_publish_exit_record, weakref.ref(found), store, rank))
-        _torch.when_destroyed(world, functools.partial(_close, weakref.ref(found)))
-    return found
+    return for_group(dist.group.WORLD, "watch", _new_watch)
+
+
+def _new_watch() -> Watchdog:
+    world, store, rank = dist.group.WORLD, StoreClient(), dist.get_rank()
+    made = Watchdog(store, rank=rank, world=dist.get_world_size(), time_limit=_torch.time_limit(world))
+    at_end(functools.partial(_publish_exit_record, weakref.ref(made), store, rank))
+    _torch.when_destroyed(world, functools.partial(_close, weakref.ref(made)))
+    return made
 
 
 def _publish_exit_record(

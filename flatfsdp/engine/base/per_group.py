@@ -1,0 +1,23 @@
+"""What is made once for a process group, and forgotten with it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_made: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+def for_group(
+    process_group: Any, key: Hashable, make: Callable[[], T], *, usable: Callable[[T], bool] = lambda found: True
+) -> T:
+    """What `make` made for `process_group` under `key`; made again once it is not `usable`. It must not hold the
+    group."""
+    known = _made.setdefault(process_group, {})
+    if key not in known or not usable(known[key]):
+        known[key] = make()
+    found: T = known[key]
+    return found
