@@ -24,13 +24,13 @@ Registry = dict[int, Callable[[torch.Tensor], None]]
 
 
 class LeafOwner(Protocol):
-    """Who is told that a leaf's gradient has been accumulated."""
+    """Is notified when a leaf's gradient has been accumulated."""
 
     def leaf_ready(self, kind: int, index: int) -> None: ...
 
 
 class LeafHook:
-    """The post-accumulate hook of one leaf: tells its owner, held weakly."""
+    """The post-accumulate hook of one leaf: notifies its owner, held weakly."""
 
     __slots__ = ("_index", "_kind", "_owner")
 
@@ -107,7 +107,7 @@ def run_hooks(parameter: torch.Tensor) -> None:
 
 
 def user_hooked(parameters: Iterable[torch.Tensor]) -> list[int]:
-    """The indices of those of `parameters` that have a post-accumulate hook of a user's."""
+    """The indices of those of `parameters` that have a user-defined post-accumulate hook."""
     return [
         index
         for index, hooks in enumerate(map(_torch.hooks_on, parameters))

@@ -1,4 +1,4 @@
-"""Python values as bytes and back, without a pickle: what ranks tell each other beside their collectives.
+"""Python values as bytes and back, without a pickle: what ranks exchange beside their collectives.
 
 [Note: plain data] Reading a pickle runs whatever code it names, and a connection between ranks proves nothing about who
 sends ([Note: trust]). So values travel as JSON, tensors and bytes as they are behind it. What can be sent: None,

@@ -126,8 +126,8 @@ class PairwiseExchange:
     def __init__(
         self, process_group: Any, *, tracker: MemoryTracker, log: Callable[[int], None], issue: Callable[[], None]
     ) -> None:
-        """`log` is told how many messages an exchange takes, their ends left out, and `issue` that a second half was
-        issued."""
+        """`log` gets the number of messages of an exchange, without their ends; `issue` is called when a second half
+        was issued."""
         self._rank, self._world = process_group.rank(), process_group.size()
         self._connection = for_group(process_group, "messages", lambda: PeerConnection(process_group))
         self._tracker = tracker
@@ -215,7 +215,7 @@ class AllToAll:
     """
 
     def __init__(self, process_group: Any, *, tracker: MemoryTracker, issue: Callable[[], None]) -> None:
-        """`issue` is told that a second half was issued."""
+        """`issue` is called when a second half was issued."""
         self._group = process_group
         self._rank, self._world = process_group.rank(), process_group.size()
         self._tracker = tracker

@@ -32,7 +32,7 @@ def wait_for_workers(seconds: float = SECONDS) -> None:
 
 
 def _states() -> Iterator[str]:
-    """What worker threads do, in the letters of Linux; nothing on systems that do not tell."""
+    """What worker threads do, in the letters of Linux; nothing on other systems."""
     for task in Path("/proc/self/task").glob("*"):
         try:
             _, name, rest = (task / "stat").read_text().replace(")", "(").split("(", 2)

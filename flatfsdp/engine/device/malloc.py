@@ -1,6 +1,6 @@
 """Memory of the host that is freed and taken again all the time, as unsharded parameters are on a CPU.
 
-glibc takes blocks of more than 32 MiB from the operating system each time anew, and gives them back each time: every
+glibc takes blocks of more than 32 MiB from the operating system again each time, and gives them back each time: every
 page is zeroed and mapped again at its first use. That is a setting of the whole process, so importing flatfsdp leaves
 it alone.
 """

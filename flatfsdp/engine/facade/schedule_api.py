@@ -48,16 +48,16 @@ class ScheduleControls:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this wrapper's parameters before its forward does; not those of wrappers inside.
 
-        They stay whole for that forward, or until the end of the forward or backward in which they are not used. What
-        is written to the shards meanwhile, on any rank, is seen: the forward gathers anew. What is whole is a copy: the
-        forward refuses what was written to it, or put in the place of its `.data` or `.grad`. Called between a forward
-        and its backward it is for a loss that takes parameters itself, of a wrapper that the forward did not call;
+        They stay whole for that forward, or until the end of the forward or backward in which they are not used. If any
+        rank writes to its shards in the meantime, the forward gathers again. The unsharded tensors are copies: the
+        forward refuses writes to them, and other tensors in the place of their `.data` or `.grad`. Between a forward
+        and its backward it serves a loss that takes parameters directly, of a wrapper that the forward did not call;
         their gradients are reduced with the others. Collective over the shard group; every rank calls it at the same
         point, between iterations or inside the forward of an outer wrapper.
 
         Args:
             async_op: whether to return at once, with a handle; else the parameters are whole, in their own shapes, when
-                it returns, and it returns None. The forward waits by itself.
+                it returns, and it returns None. The forward waits on its own.
 
         Raises:
             ConfigTypeError: `async_op` is no bool.
@@ -147,7 +147,7 @@ class ScheduleControls:
         self._unit.set_schedule(divide_by=float(factor))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
-        """Call `hook(total)` on every sum of this wrapper's gradients, to reduce it further, say.
+        """Call `hook(total)` on every sum of this wrapper's gradients, for example to reduce it further.
 
         `total` has this rank's shard of the sum over all ranks of the wrapper's groups, 1-D in the reduce dtype and not
         divided yet (with a communication hook: what that left, or its mean over replicas); the hook changes it in
@@ -216,7 +216,7 @@ class ScheduleControls:
         """Whether parameters are freed after a backward, in place of what the strategy says.
 
         With False, parameters stay whole between microbatches, which then gather nothing. Once an optimizer has written
-        to the shards of any rank, the next forward gathers all that was kept anew.
+        to the shards of any rank, the next forward gathers all that was kept again.
 
         Args:
             reshard_after_backward: False saves gathers in the next forward and takes the memory of whole parameters.

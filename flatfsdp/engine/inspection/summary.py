@@ -165,7 +165,7 @@ def unsharded_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 class Stats:
-    """Figures of one model on this rank, read anew at each access; made by `stats(model)`.
+    """Figures of one model on this rank, read again at each access; made by `stats(model)`.
 
     Does not keep the model alive: once that is deleted, every figure raises `UsageError`.
     """

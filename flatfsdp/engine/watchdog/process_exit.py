@@ -1,4 +1,4 @@
-"""The end of this process, told to those who tell the other ranks.
+"""The end of this process, reported to those who notify the other ranks.
 
 [Note: farewell] A program ends by an exception that reaches the interpreter (`sys.excepthook`) or that a process of
 `multiprocessing` catches (where finalizers see it, or the `SystemExit` that torch's `mp.spawn` makes of it), or it ends
@@ -21,7 +21,7 @@ explainers: list[Callable[[BaseException], str]] = []
 """What has words for exceptions of others that end the program, printed after them; "" for none."""
 
 _callbacks: list[ExitCallback] = []
-_process: int | None = None  # that has to be told of; a fork of it ends on its own account
+_process: int | None = None  # whose end has to be reported; a fork of it ends on its own account
 
 
 def at_end(callback: ExitCallback) -> None:

@@ -1,4 +1,4 @@
-"""What all ranks do at this moment, asked and told through the store.
+"""What all ranks do at this moment, requested and reported through the store.
 
 [Note: roll call] A rank that has waited for too long, or has lost a connection, *asks*; the watch of each rank answers
 with what that rank does, and the one that asked collects the answers, puts them together and posts the result for all.
@@ -105,7 +105,7 @@ class ProcessIdentity(NamedTuple):
         return None
 
     def is_gone(self) -> bool | None:
-        """Whether it has ended; None where that cannot be told from here, of other machines or without Linux."""
+        """Whether it has ended; None where that cannot be seen from here, of other machines or without Linux."""
         if not self.started or (self.host, self.namespace) != (socket.gethostname(), _namespace()):
             return None
         state, started = _state(self.pid)
@@ -311,7 +311,7 @@ class ExitRecord:
 
     Attributes:
         words: complete "rank 0 ...".
-        cause: the disagreement that it ended with, which was told to it as it is to be told to the others, or None.
+        cause: the disagreement that it ended with, in the words that the others are to get, or None.
     """
 
     rank: int
@@ -351,7 +351,7 @@ def _are_ranks(values: Sequence[object]) -> bool:
 
 
 def in_one_sentence(exit_records: Sequence[ExitRecord]) -> str:
-    """Whose end the others cannot go on after."""
+    """Whose end the remaining ranks cannot continue after."""
     for each in exit_records:
         if each.cause is not None:
             return each.cause

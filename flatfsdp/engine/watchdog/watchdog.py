@@ -214,7 +214,7 @@ class Watchdog:
 
         def tell(error: BaseException) -> None:
             nonlocal told
-            if told or isinstance(error, AgreementError):  # of that all ranks hear by other ways
+            if told or isinstance(error, AgreementError):  # which all ranks learn by other channels
                 return
             told = True
             with contextlib.suppress(RuntimeError):  # the store is gone; what is under way matters more
