@@ -321,7 +321,7 @@ def test_who_asks_may_die_and_another_asks_again(said: list[str]) -> None:
     with world.watches[0].waiting(range(3), "compares"):
         time.sleep(0.012)
         world.look_until(lambda: len(said) == 2, without=[2])
-    assert "asked by rank 0" in said[0]
+    assert "requested by rank 0" in said[0]
 
 
 def test_who_wins_to_ask_may_die_before_it_asks(said: list[str]) -> None:
@@ -330,7 +330,7 @@ def test_who_wins_to_ask_may_die_before_it_asks(said: list[str]) -> None:
     with world.watches[0].waiting(range(3), "compares"):
         time.sleep(0.012)
         world.look_until(lambda: len(said) == 2, without=[2])
-    assert "asked by rank 0" in said[0]
+    assert "requested by rank 0" in said[0]
 
 
 # -- the pure part ---------------------------------------------------------------------------------------------------
