@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.engine.base.events import Observer
-from flatfsdp.engine.flat import gradients as grads
+from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import SHARDED, UNSHARDED
 from flatfsdp.engine.watchdog.watchdog import current_watch
 

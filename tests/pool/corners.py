@@ -24,7 +24,7 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm.delayed import DelayedTransport
 from flatfsdp.engine.comm.transport import doubled
 from flatfsdp.engine.device.memory import poison
-from flatfsdp.engine.flat import gradients as grads
+from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
 from tests.harness.gradients import (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, wrap
-from flatfsdp.engine.flat import gradients as grads
+from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.gradients import Gradients
 from flatfsdp.engine.flat.reduction import ReductionInput
 from tests.conftest import Run

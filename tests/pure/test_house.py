@@ -17,8 +17,6 @@ SLACK = 25  # lines by which a number of a file may be too high before it has to
 
 # Files with more lines.
 FILES = {
-    "engine/flat/gradients": 600,
-    "engine/flat/views": 525,
     "engine/runtime/model": 775,
     "engine/runtime/unit": 775,
     "engine/runtime/unit_data": 675,
@@ -29,7 +27,6 @@ FILES = {
 # Classes with more methods, or more fields that methods assign.
 CLASSES = {
     "engine/features/flat_optimizer/stepper RunPlan": (6, 26),
-    "engine/flat/gradients Gradients": (34, 30),
     "engine/runtime/backward Backward": (25, 29),
     "engine/runtime/model Root": (50, 30),
     "engine/runtime/unit Unit": (45, 19),
@@ -47,12 +44,13 @@ FUNCTIONS = {
 # Then what the packages of the engine bring: their docstrings, the table of old module names, longer import lines.
 # Then lines that longer names break in two. Then what the agreement's parts bring, of classes of their own with what
 # they take as values, until the parts of the runtime are as small. Then what it brings that a flat parameter is cut
-# into its handle, its sources, its views and its versions, files of their own. What all ranks do and fail at together
+# into its handle, sources, views and versions, and its gradients into slots and what lasts, files of their own. What
+# all ranks do and fail at together
 # is the engine's alone, once for trainer, checkpoints and optimizer states: 80 lines, of them 70 of
 # `checkpoint`. Then what the schedule of a backward has to declare of what it asks and of its actions, since it stands
 # by itself.
 LINES = {
-    "engine": (23_715, 4_250, 220, 180, 475, 75, 70, 80, 340),
+    "engine": (23_715, 4_250, 220, 180, 475, 75, 175, 80, 340),
     "core": (11_350, 1_250, 100, 200, 240),
     "checkpoint": (4_103, 1_250, -70),
     "trainer": (7_625,),

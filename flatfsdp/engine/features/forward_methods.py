@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from ...errors import ConfigValueError, FlatFSDPError, UsageError, current_rank, refuse_type
+from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
-from ..flat.views import ParamRef
 from ..runtime import param_registry as registry
 from ..runtime.module_tree import units_in
 from ..runtime.unit import Unit

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigTypeError, UsageError
-from .views import ParamRef
+from .param_refs import ParamRef
 
 
 class FlatParamExtensions(Protocol):

@@ -1,63 +1,27 @@
-"""Gradients on their way from the leaves to the shard.
+"""Gradients on their way from the leaves to the shard: awaited, arrived, reduced, and shown as `.grad`.
 
-[Note: gradient slots] As a leaf's gradient arrives it is moved, with the cast to the reduce dtype, into its *slot*: its
-place in a flat buffer laid out like the parameter. Large ones are moved at once; small ones are collected up to
-`COLLECT_BYTES` and moved by one call. When the unit's last expected gradient is in, the buffer is reduce-scattered
-(`Reduction`). Slots that received nothing count as zero, and where that is so on all ranks their leaves get no gradient
-([Note: unused]). Without synchronisation the buffer stays and the next
-microbatch adds to it: a *window*.
+They gather in slots (`gradient_slots.py`); what no reduction took, or one in part, lasts until the next backward
+(`accumulation.py`).
 
-[Note: slot sharing] A parameter whose gradient has arrived is read no more, so its own place in the unsharded buffer
-can be its slot: the unit's memory is not needed twice. That takes equal dtypes, a backward that reduces and will not be
-differentiated, and a unit of which an earlier backward has shown that each gradient comes once and in the backward's
-own graph task; elsewhere (recomputation in tasks of their own) a parameter may be read after its gradient has come.
-What is overwritten cannot be read unnoticed: saved views of it are refused by their version, the leaf itself is hidden
-([Note: hidden]). A unit whose forward runs again before its reduction is refused, once: to gather anew would be a
-collective that only those ranks issue which share.
-
-[Note: partial sums] A reduction may stop after the shard axis: what several of them bring adds up, unscaled, until one
-goes on along the replicate axis with all of it.
-
-[Note: undo] Reduced gradients become `.grad` only at the end of a backward (`Gradients.settle`); until then a failed
-backward can be forgotten.
+[Note: undo] Reduced gradients become `.grad` only at the end of a backward (`Gradients.finalize_grads`); until then a
+failed backward can be forgotten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...errors import UsageError
 from ..base import _torch
 from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
+from .accumulation import Accumulation
 from .flat_param import FlatParamHandle
-from .layout_views import full_views
+from .gradient_slots import GradientSlots, SlotMemory
 from .reduction import ReductionInput
-from .views import ParamViews, assign_grad, check_gradients, take_grads
-
-# A gradient of at most SMALL_BYTES is collected; at COLLECT_BYTES the collected ones are moved.
-SMALL_BYTES = 64 * 1024
-COLLECT_BYTES = 1024 * 1024
-
-
-@dataclass(frozen=True, eq=False)
-class WindowGrad:
-    """The `.grad` of a parameter as a window left it, and which slots it stands for. [Note: marks]"""
-
-    parameter: torch.Tensor
-    grad: torch.Tensor
-    version: int
-    indices: tuple[int, ...]
-    is_ours: bool  # made by the window, and not the sum of earlier synchronised gradients
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the parameter still has it."""
-        return self.parameter.grad is self.grad
+from .views import ParamViews, assign_grad, take_grads
 
 
 class Gradients:
@@ -68,52 +32,38 @@ class Gradients:
         arrived: those that came.
         missing: those that are awaited still.
         collects_in: autograd's graph task in which gradients that come for the first time are only collected, if any.
-        shares_slots: gradients go to the parameters' places. [Note: slot sharing]
-        reducing: what this backward has handed over to reductions.
+        reducing: what this backward has handed over to reductions; one list for good.
+        slots: where gradients go that come now.
+        accumulation: what lasts from backward to backward.
         contributed: leaves of which a gradient came to what is being reduced, or was reduced earlier, on this rank.
         absent: leaves of which none did, on any rank: `.grad` stays as it is. [Note: unused]
     """
 
     def __init__(self, handle: FlatParamHandle, views: ParamViews) -> None:
         self.handle = handle
-        self._views = views
-        self._numels = [spec.numel for spec in handle.layout.params]
-        itemsize = handle.precision.compute.itemsize
-        self._all_small = max(self._numels) * itemsize <= SMALL_BYTES and sum(self._numels) * itemsize <= COLLECT_BYTES
         self.collects_in: int | None = None
         self.expected: frozenset[int] = frozenset()
         self.arrived: set[int] = set()
         self.missing: set[int] = set()
-        self._buffer: FlatBuffer | None = None
-        self._buffers: dict[torch.dtype, tuple[FlatBuffer, list[torch.Tensor]]] = {}
-        self._slots: list[torch.Tensor] = []
-        self._filled: set[int] = set()
-        self._collected: dict[int, torch.Tensor] = {}
-        self._collected_bytes = 0
-        self._before = self._after = 1.0
-        self._hooked = False  # [Note: communication hooks]
         self.reducing: list[ReductionInput] = []
-        self._stashed: dict[int, torch.Tensor] | None = None
-        self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
-        self._accumulating = False
-        self.shares_slots = False
         self.contributed: set[int] = set()
         self.absent: frozenset[int] = frozenset()
-        self._return_buffer: Callable[[FlatBuffer], None] | None = None  # once the places are ours
-        # Microbatches without synchronisation came before: the next synchronised backward reduces, on every rank alike,
-        # whether or not gradients arrived on this one.
-        self.window_open = False
-        self._partial: torch.Tensor | None = None  # [Note: partial sums]: shape (shard_numel,), reduce dtype
-        self._partly_contributed: set[int] = set()  # leaves of which a gradient came to it on this rank
+        self.accumulation = Accumulation(handle)
+        self._memory = SlotMemory(handle, views, self.reducing)
+        self.slots = GradientSlots(self._memory, handle.precision.reduce, 1.0)
+        self._factor_of_sum = 1.0
+        self._hooked = False  # [Note: communication hooks]
         self._completes = True  # whether the reductions in flight are more than partial sums
-        self._window_grads: list[WindowGrad] = []
+        self._stashed: dict[int, torch.Tensor] | None = None
+        self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
 
     # -- a backward begins -------------------------------------------------------------------------------------------
 
     def stash_grads(self) -> None:
         """Take the `.grad` of all leaves away until `finalize_grads` or `unstash_grads`."""
         if self._stashed is None:
-            self._check_window_grads()
+            if self.accumulation.check_window(self.slots):
+                self._drop_slots()
             self._stashed = take_grads(self.handle.leaves)
         elif self._stand_ins:
             self._end_retention()
@@ -161,13 +111,15 @@ class Gradients:
         self.arrived = set()
         self.missing = set(expected)
         self.collects_in = None
-        self._accumulating = not sync
+        precision = self.handle.precision
+        factor, self._factor_of_sum = gradient_scaling(world, precision.reduce, divide_by)
         self._hooked = hooked
-        self._before, self._after = gradient_scaling(world, self.handle.precision.reduce, divide_by)
         if hooked:
-            share, self._before = False, 1.0
-        self._before *= weight
-        self.shares_slots = share and self._buffer is None and self.handle.can_hold(self.handle.precision.reduce)
+            share, factor = False, 1.0
+        slots = self.slots
+        slots.factor = factor * weight
+        slots.dtype = precision.reduce if sync else precision.accumulate
+        slots.shares = share and slots.buffer is None and self.handle.can_hold(precision.reduce)
 
     def skip_missing(self, indices: Iterable[int]) -> None:
         """Do not wait for the gradients of these leaves, which are zero on this rank."""
@@ -177,103 +129,36 @@ class Gradients:
 
     def let_collect(self, task: int | None) -> None:
         """Nothing but their arrival is to be noted of gradients that come in this graph task, if there is one."""
-        if self._all_small and self._before != 0:
+        if self._memory.all_small and self.slots.factor != 0:
             self.collects_in = task
 
     def collect(self, index: int) -> bool:
         """Take the gradient of leaf `index`, if this backward awaits it: `arrive` without its questions, for
         `collects_in`."""
-        missing = self.missing
+        missing, collected = self.missing, self.slots.collected
         leaf = self.handle.leaves[index]
         grad = leaf.grad
-        if grad is None or index not in missing or index in self._collected:
+        if grad is None or index not in missing or index in collected:
             return False
         leaf.grad = None
         missing.remove(index)
         self.arrived.add(index)
-        self._collected[index] = grad
+        collected[index] = grad
         return True
 
     def arrive(self, index: int, grad: torch.Tensor) -> None:
         """Move `grad` (of leaf `index`, compute dtype) into its slot, now or with the other small ones."""
         self.arrived.add(index)
         self.missing.discard(index)
-        if self._before == 0:
-            return
-        size = self._numels[index] * grad.element_size()
-        if size > SMALL_BYTES:
-            self._move({index: grad})
-            return
-        if index in self._collected:
-            self._move_collected()
-        self._collected[index] = grad
-        self._collected_bytes += size
-        if self._collected_bytes > COLLECT_BYTES:
-            self._move_collected()
-
-    def _move_collected(self, *, freeing: bool = False) -> None:
-        if self._collected:
-            collected, self._collected, self._collected_bytes = self._collected, {}, 0
-            self._move(collected, freeing=freeing)
-
-    def _move(self, grads: dict[int, torch.Tensor], *, freeing: bool = False) -> None:
-        """Copy gradients, by index of their leaf, into their slots, or add them to what came before.
-
-        `freeing`: the handle gives its buffer up next, and with it hides all leaves.
-        """
-        # Others of as many elements cannot be copied, but for those whose shape is the same without ones.
-        if list(map(torch.Tensor.numel, grads.values())) != [self._numels[i] for i in grads]:
-            check_gradients(self.handle, grads)
-        self._open_buffer()
-        again = self._filled & grads.keys() if self._filled else ()
-        fresh = [i for i in grads if i not in again] if again else list(grads)
-        if self.shares_slots and not freeing:
-            self.handle.writes.on_overwrite(fresh)
-            self._views.hide(fresh)
-        if self._before != 1.0:
-            grads = {i: grad * self._before for i, grad in grads.items()}
-        slots = self._slots
-        try:
-            if fresh:
-                _torch.foreach_copy_([slots[i] for i in fresh], [grads[i] for i in fresh])
-            if again:
-                _torch.foreach_add_([slots[i] for i in again], [grads[i] for i in again])
-        except RuntimeError:
-            check_gradients(self.handle, grads)
-            raise
-        self._filled.update(grads)
-
-    def _open_buffer(self) -> None:
-        if self._buffer is not None:
-            return
-        handle = self.handle
-        if self.shares_slots:
-            whole = handle.unsharded
-            self._buffer, self._slots = whole.buffer, whole.views
-            return
-        dtype = handle.precision.accumulate if self._accumulating else handle.precision.reduce
-        buffer, views = self._buffers.get(dtype, (None, []))
-        if buffer is not None and buffer.allocated:
-            # A late gradient while the buffer's reduction is in flight: that one first.
-            for part in self.reducing:
-                part.release_input()
-        if buffer is None or (handle.is_unsharded_at_rest and buffer.tensor.numel() == 0):
-            buffer = FlatBuffer(handle.layout.padded_numel, dtype, handle.device, tracker=handle.tracker, kind="slots")
-            views = []
-        buffer.allocate()
-        if not views:
-            views = full_views(buffer.tensor, handle.layout)
-        self._buffers[dtype] = (buffer, views)
-        self._buffer, self._slots = buffer, views
-        for gap in handle.layout.gaps:
-            buffer.tensor[gap.slice].zero_()
+        if self.slots.factor != 0:
+            self.slots.put(index, grad)
 
     # -- the parameters' own places ----------------------------------------------------------------------------------
 
     @property
     def occupies_params(self) -> bool:
         """Whether gradients lie in places of parameters of which others may still be read."""
-        return self.shares_slots and self._return_buffer is None and bool(self.arrived)
+        return self.slots.shares and self.slots.return_buffer is None and bool(self.arrived)
 
     def take_over_buffer(self, return_buffer: Callable[[FlatBuffer], None]) -> bool:
         """The handle is about to give its buffer up: keep it for the reduction, if gradients lie there.
@@ -281,13 +166,9 @@ class Gradients:
         `return_buffer` gives its memory back.
         """
         if not self.occupies_params:
-            self.shares_slots = False
+            self.slots.shares = False
             return False
-        self._move_collected(freeing=True)
-        self._open_buffer()
-        assert self._buffer is not None
-        self._buffer.now_holds("slots")
-        self._return_buffer = return_buffer
+        self.slots.take_over(return_buffer)
         return True
 
     def return_inputs(self) -> None:
@@ -300,17 +181,12 @@ class Gradients:
     @property
     def participates(self) -> bool:
         """Whether this handle takes part in the next reduction."""
-        return bool(self.expected) or self.pending
-
-    @property
-    def pending(self) -> bool:
-        """Whether earlier microbatches left something to reduce: the next backward that reduces does, on all ranks."""
-        return self.window_open or self._partial is not None
+        return bool(self.expected) or self.accumulation.pending
 
     def keep_in_window(self) -> None:
-        """The backward ends without synchronisation: all gradients are in the window's buffer."""
-        self._move_collected()
-        self.window_open = self.window_open or bool(self.expected)
+        """The backward ends without synchronization: all gradients are in the window's buffer."""
+        self.slots.move_collected()
+        self.accumulation.window_open = self.accumulation.window_open or bool(self.expected)
 
     def start_reduction(self, *, completes: bool, hook: Callable[[torch.Tensor], Any] | None) -> ReductionInput:
         """What arrived, zeros for what did not, on its way into a reduction.
@@ -318,43 +194,27 @@ class Gradients:
         `completes`: not only a partial sum. `hook` runs on the sum. Precondition: a place that gradients occupy was
         taken.
         """
-        self._move_collected()
-        if self._return_buffer is None:
-            self.shares_slots = False  # nothing came: the places stay the parameters', whose memory may go at any time
-        self._open_buffer()
-        buffer = self._buffer
-        assert buffer is not None
-        filled = self._filled  # given up with the buffer
-        self.contributed = (
-            filled.union(self.contributed, self._partly_contributed)
-            if self.contributed or self._partly_contributed
-            else filled
-        )
-        if len(self._filled) < len(self._slots):
-            for i, slot in enumerate(self._slots):
-                if i not in self._filled:
-                    slot.zero_()
-        if buffer.tensor.dtype != self.handle.precision.reduce:
-            wide, self._buffer, self._accumulating = buffer, None, False
-            self._open_buffer()
-            buffer = self._buffer
-            assert buffer is not None
-            buffer.tensor.copy_(wide.tensor)
-            wide.free()
-        if self.handle.is_unsharded_at_rest or self._hooked:
-            del self._buffers[buffer.tensor.dtype]
-        return_buffer = self._return_buffer
-        give_back = FlatBuffer.disown if self._hooked else return_buffer or FlatBuffer.free
-        self._forget_buffer()
+        slots, handle, kept = self.slots, self.handle, self.accumulation
+        reduce = handle.precision.reduce
+        buffer = slots.close(reduce)
+        if self.contributed or kept.contributed:
+            self.contributed = slots.filled.union(self.contributed, kept.contributed)
+        else:
+            self.contributed = slots.filled
+        if handle.is_unsharded_at_rest or self._hooked:
+            self._memory.forget(reduce)
+        return_buffer = slots.return_buffer
+        self.slots = GradientSlots(self._memory, reduce, slots.factor)
+        kept.window_open = False
         self._completes = completes
         part = ReductionInput(
-            self.handle,
+            handle,
             buffer,
-            give_back,
-            scale=self._after if completes else 1.0,
-            earlier=None if self.reducing else self._partial,
+            FlatBuffer.disown if self._hooked else return_buffer or FlatBuffer.free,
+            scale=self._factor_of_sum if completes else 1.0,
+            earlier=None if self.reducing else kept.partial,
             hook=hook if completes else None,
-            download=completes and self.handle.options.offload and self.handle.options.pin_memory,
+            download=completes and handle.options.offload and handle.options.pin_memory,
             shares_unsharded_buffer=return_buffer is not None,
         )
         self.reducing.append(part)
@@ -362,7 +222,9 @@ class Gradients:
 
     def missing_contributions(self) -> frozenset[int]:
         """Leaves of which this rank has brought no gradient to what was or will be reduced."""
-        return self.expected.difference(self.contributed, self._filled, self._collected, self._partly_contributed)
+        return self.expected.difference(
+            self.contributed, self.slots.filled, self.slots.collected, self.accumulation.contributed
+        )
 
     @property
     def reduced(self) -> list[torch.Tensor]:
@@ -383,16 +245,16 @@ class Gradients:
             result = part.wait()
             total = result if total is None else total.add_(result)
         downloaded = self.reducing[0].downloaded if len(self.reducing) == 1 else None
-        self.reducing = []
+        self.reducing.clear()
         trained, contributed = self.expected - self.absent, self.contributed
         left_out = bool(self.absent) and not trained
         self._forget_expectations()
         if total is None:
             self.unstash_grads()
-            self._show_window_grads()
+            self.accumulation.show_window(self.slots)
             return False
-        if self._partial is not None or not self._completes:
-            self._replace_partial(*((None, set()) if self._completes else (total, contributed)))
+        if self.accumulation.partial is not None or not self._completes:
+            self.accumulation.keep_partial(*((None, set()) if self._completes else (total, contributed)))
         if left_out or not self._completes:
             self.unstash_grads()
             return False
@@ -403,7 +265,7 @@ class Gradients:
     def can_finish_later(self) -> bool:
         """Whether what is being reduced can become `.grad` before it is there. [Note: awaited]"""
         handle = self.handle
-        if len(self.reducing) != 1 or self._partial is not None:
+        if len(self.reducing) != 1 or self.accumulation.partial is not None:
             return False
         (part,) = self.reducing
         arrives_on_shard_device = part.dtype == handle.precision.grad and not handle.options.offload
@@ -415,7 +277,7 @@ class Gradients:
         Preconditions: `can_finish_later`; leaves show the shard.
         """
         (part,) = self.reducing
-        self.reducing = []
+        self.reducing.clear()
         trained = self.expected - self.absent
         left_out = bool(self.absent) and not trained
         self._forget_expectations()
@@ -465,14 +327,6 @@ class Gradients:
         # Where the CPU stands in for a device the same copy is made.
         return total.to(handle.shard.device) if total.device != handle.shard.device else total.clone()
 
-    def _replace_partial(self, total: torch.Tensor | None, contributed: set[int]) -> None:
-        tracker = self.handle.tracker
-        if self._partial is not None:
-            tracker.remove("partial", self._partial.numel() * self._partial.element_size())
-        if total is not None:
-            tracker.add("partial", total.numel() * total.element_size())
-        self._partial, self._partly_contributed = total, contributed
-
     def _forget_expectations(self) -> None:
         self.expected = frozenset()
         self.arrived = set()
@@ -488,86 +342,18 @@ class Gradients:
 
     def drop(self) -> bool:
         """Forget a failed backward: what arrived, what is in flight, the window. True if a window was lost."""
-        lost = self.window_open
-        self._collected = {}
-        self._collected_bytes = 0
+        lost = self.accumulation.window_open
         for part in self.reducing:
             part.discard()
-        self.reducing = []
-        self._close_window()
+        self.reducing.clear()
+        self._drop_slots()
         self._forget_expectations()
         return lost
 
-    def _close_window(self) -> None:
-        if self._return_buffer is not None and self._buffer is not None:
-            self._return_buffer(self._buffer)
-        elif self._buffer is not None and not self.shares_slots:
-            self._buffer.free()
-        self._forget_buffer()
-        self._window_grads = []
-
-    def _forget_buffer(self) -> None:
-        self._buffer = None
-        self._slots = []
-        self._filled = set()
-        self.shares_slots = False
-        self._return_buffer = None
-        self.window_open = False
-
-    # -- windows -----------------------------------------------------------------------------------------------------
-
-    def _show_window_grads(self) -> None:
-        """Show each parameter's share of the window as its `.grad`, so that `zero_grad` reaches what is kept unsharded.
-
-        [Note: marks] Under no_sync the gradients live in a buffer that no user sees. A parameter without `.grad` is
-        given this rank's slice of it. Whoever sets a parameter's `.grad` to None or zero, or puts another in its place,
-        drops that parameter's gradients from the window at the next backward.
-        """
-        if self._buffer is None:
-            return
-        handle = self.handle
-        flat = self._buffer.tensor
-        own = flat.narrow(0, handle.rank * handle.layout.shard_numel, handle.layout.shard_numel)
-        every = tuple(range(len(handle.leaves)))
-        shares: list[tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]] = [(handle.flat_param, own, every)]
-        if handle.use_orig_params:
-            views = handle.at_rest.views_of(own)
-            shares = [(handle.leaves[i], views[i], (i,)) for i in every if handle.leaves[i].requires_grad]
-        for parameter, share, indices in shares:
-            if parameter.grad is None:
-                # `.data` has a version counter of its own: an edit of one mark is not one of its neighbours.
-                mark = share.data.to(device=parameter.device, dtype=handle.precision.grad)
-                assign_grad(parameter, mark)
-                self._window_grads.append(WindowGrad(parameter, mark, mark._version, indices, is_ours=True))
-            else:
-                self._window_grads.append(
-                    WindowGrad(parameter, parameter.grad, parameter.grad._version, indices, is_ours=False)
-                )
-
-    def _check_window_grads(self) -> None:
-        """Drop from the window what the user dropped; take back the marks that we made."""
-        marks, self._window_grads = self._window_grads, []
-        if self._buffer is None:
-            return
-        changed = [mark for mark in marks if mark.is_there and mark.grad._version != mark.version]
-        edited = [mark for mark in changed if mark.grad.any()]
-        ours = [self.handle.layout.params[i].name for mark in edited if mark.is_ours for i in mark.indices]
-        if ours:
-            raise UsageError(
-                f"unit {self.handle.name or '<root>'!r}: the .grad of {', '.join(ours)} was edited after a backward "
-                "under no_sync(). Until gradients are synchronised it shows only a piece of what has accumulated; edit "
-                "it after a backward outside of no_sync(), or drop it with zero_grad()"
-            )
-        # An empty piece looks zero whatever was done to it; its neighbours tell.
-        zeroed = [mark for mark in changed if not mark.grad.any() and (mark.grad.numel() or not edited)]
-        dropped = [mark for mark in marks if mark in zeroed or not mark.is_there]
-        for mark in marks:
-            if mark.is_ours and mark.is_there:
-                mark.parameter.grad = None
-        for mark in dropped:
-            self._filled.difference_update(mark.indices)
-        if marks and len(dropped) == len(marks):
-            self._close_window()
+    def _drop_slots(self) -> None:
+        self.slots.free()
+        self.slots = GradientSlots(self._memory, self.handle.precision.reduce, self.slots.factor)
+        self.accumulation.close_window()
 
 
 def _add(sums: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -575,6 +361,3 @@ def _add(sums: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if sums:
         with _torch.no_grad():
             _torch.foreach_add_([old for old, _ in sums], [new for _, new in sums])
-
-
-__all__ = ["COLLECT_BYTES", "SMALL_BYTES", "Gradients"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .views import ParamRef
+from .param_refs import ParamRef
 
 
 def is_packed(param_ref: ParamRef) -> bool:

@@ -1,4 +1,4 @@
-"""What the user's parameters show, and where modules hold them. The only file that assigns a parameter's `.data`.
+"""What the user's parameters show. The only file that assigns a parameter's `.data`.
 
 [Note: exposure] A handle's leaves show one of these things, together: their place in the *shard* (at rest), the *whole*
 (N-D views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded and the backward,
@@ -6,38 +6,30 @@ where a shard of one element would broadcast unnoticed; [Note: hidden]). Where a
 the shard already, *guarded*, unless it is of another dtype or elsewhere: what is to be shown next need not be shown
 then. In a backward that does not read them they show their *shape*: NaN without memory, since autograd lays a gradient
 out like the leaf that it comes to.
-
-[Note: homes] A home is a (module, attribute) under which a parameter is registered. Tied parameters have several,
-perhaps in modules of other units. With `use_orig_params=False` the homes inside a unit give up the registration (the
-flat parameter has it) and hold the leaf as a plain attribute.
 """
 
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from ...errors import UsageError, fail
 from ..base import autograd as hooks
-from ..base._torch import as_plain_tensors, has_hooks, hooks_on
+from ..base._torch import as_plain_tensors
 from .deferred_grad import ARRIVALS, show_deferred
+from .extensions import TransformedParam
 from .flat_param import FlatParamHandle
 from .layout_views import dense
 from .leaf_classes import NOTICED, ORIGINAL
 from .left_unsharded import LEFT_CAST, LEFT_WHOLE
 from .param_guard import hide, may_hide, refuse_use
+from .param_refs import ParamRef
 from .states import UNSHARDED
-
-if TYPE_CHECKING:
-    from .extensions import TransformedParam
-
 
 _GRAD = attrgetter("grad")
 
@@ -53,46 +45,6 @@ class ViewMode(enum.Enum):
 
 
 SHOWS_SHARD, SHOWS_UNSHARDED, SHOWS_NOTHING, SHOWS_GUARDED, SHOWS_SHAPE = ViewMode
-
-
-@dataclass(frozen=True)
-class ParamRef:
-    """A place where a module holds a parameter: `module.attribute`, `path` from the unit's module."""
-
-    module: nn.Module
-    attribute: str
-    path: str
-    leaf: nn.Parameter
-
-    @property
-    def current(self) -> object:
-        """What the module has under the attribute now; None where it was deleted."""
-        registered = self.module._parameters.get(self.attribute)
-        return registered if registered is not None else self.module.__dict__.get(self.attribute)
-
-    @staticmethod
-    def changed(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
-        """Those of `param_refs` that do not hold their leaf."""
-        suspects = []
-        for param_ref in param_refs:  # once for every parameter and step
-            leaf, attribute, values = param_ref.leaf, param_ref.attribute, param_ref.module.__dict__
-            if values["_parameters"].get(attribute) is not leaf and values.get(attribute) is not leaf:
-                suspects.append(param_ref)
-        return [param_ref for param_ref in suspects if param_ref.current is not param_ref.leaf]
-
-    def register(self) -> None:
-        """Let the module list the leaf among its parameters."""
-        self.module.__dict__.pop(self.attribute, None)
-        self.module._parameters[self.attribute] = self.leaf
-
-    def unregister(self) -> None:
-        """Keep the leaf as a plain attribute that `parameters()` does not list."""
-        self.assign(self.leaf)
-
-    def assign(self, value: torch.Tensor) -> None:
-        """Let the module have `value` as a plain attribute in the parameter's place."""
-        self.module._parameters.pop(self.attribute, None)
-        self.module.__dict__[self.attribute] = value
 
 
 class ParamViews:
@@ -352,38 +304,6 @@ class ParamViews:
                 )
 
 
-def check_param_refs(
-    changed: Iterable[ParamRef], shared_refs: Iterable[ParamRef], names: Mapping[int, str], label: str
-) -> None:
-    """Refuse what cannot be written back of the `changed` homes of a unit: anything but new values for a parameter.
-
-    `shared_refs`: homes of parameters that other units own; `names`: of all parameters of the model, by id.
-    """
-    shared_refs = list(shared_refs)
-    for param_ref in changed:
-        held, where = param_ref.current, f"{param_ref.path!r} of unit {label} was changed after wrapping"
-        if held is None:
-            raise UsageError(f"{where}: it is gone. Delete parameters before wrapping, or keep them")
-        if not isinstance(held, nn.Parameter):
-            raise UsageError(f"{where}: it is a {type(held).__name__} now; expected the parameter, or a new one")
-        if id(held) in names:
-            raise UsageError(
-                f"{where}: it was tied to {names[id(held)]!r}. Which unit owns a tied parameter is settled by "
-                "wrapping; tie parameters before it"
-            )
-        if has_hooks(held) or hooks_on(held):
-            raise UsageError(
-                f"{where}: it is another parameter now, which has hooks. Its values are taken over, but the parameter "
-                "stays the one that was wrapped, so that the hooks would never run. Assign it, run a forward, and "
-                "register them then; or copy values into the parameter"
-            )
-        if any(param_ref is alias for alias in shared_refs):
-            raise UsageError(
-                f"{where}: it was tied to {names.get(id(param_ref.leaf), 'a parameter of another unit')!r}, and is "
-                "another parameter now. Untie parameters before wrapping, or copy values in place"
-            )
-
-
 def take_grads(leaves: list[nn.Parameter]) -> dict[int, torch.Tensor]:
     """Take the `.grad` of each leaf away, so that a backward finds none; by index."""
     taken = {i: grad for i, grad in enumerate(map(_GRAD, leaves)) if grad is not None}
@@ -493,16 +413,6 @@ def _refuse_gradient(handle: FlatParamHandle, index: int, grad: torch.Tensor) ->
             "this rank's shard: compute terms over parameters (an L2 penalty, say) inside the forward of the module "
             "that holds them, or under torch.no_grad()"
         )
-    )
-
-
-def refuse_functional_call(changed: Iterable[ParamRef], label: str) -> NoReturn:
-    """Refuse to compute with what functional_call put in the place of the `changed` homes."""
-    names = ", ".join(repr(param_ref.path) for param_ref in itertools.islice(changed, 3))
-    raise UsageError(
-        f"torch.func.functional_call gave unit {label} other tensors for {names}: a wrapped model computes with what "
-        "it shards, and these would be written into its shards. Call it on the model before wrapping, write values "
-        "inside summon_full_params(), or load them with load_state_dict()"
     )
 
 

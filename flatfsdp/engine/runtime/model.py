@@ -525,7 +525,7 @@ class Root:
                     grads.stash_grads()
         for unit in self.units:
             for grads in unit.grads:
-                if grads.pending:
+                if grads.accumulation.pending:
                     backward.expect(unit, reached=False)
         for unit, flags in trained.items():
             if any(map(any, flags)):

@@ -11,7 +11,7 @@ from ...api import Config
 from ...errors import ConfigValueError, UsageError, refuse_type
 from ..base.fqns import fqn
 from ..config.arguments import has_forward
-from ..flat.views import ParamRef
+from ..flat.param_refs import ParamRef
 from .unit import Unit
 
 # What wrapping ignored: the attributes of a module that held ignored parameters; None for an ignored module, whatever

@@ -23,8 +23,9 @@ from ..base.nested_tensors import cast_floating, map_tensors, move, tensors_in
 from ..comm.comm_hook import left_to_average
 from ..flat.buffer_casting import cast_buffers
 from ..flat.flat_param import FlatParamHandle
+from ..flat.param_refs import ParamRef
 from ..flat.states import FORWARD, IDLE, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED, UNSHARDED
-from ..flat.views import SHOWS_GUARDED, SHOWS_UNSHARDED, ParamRef, check_exposed, check_unwritten, keep_packed
+from ..flat.views import SHOWS_GUARDED, SHOWS_UNSHARDED, check_exposed, check_unwritten, keep_packed
 from ..schedule.order import ForwardPass
 from .gradient_counter import GradientCounter
 from .unit_data import UnitData, check_hooks

@@ -29,6 +29,7 @@ from ..config.strategy import Traits
 from ..config.unit_options import UnitOptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradients import Gradients
+from ..flat.param_refs import ParamRef, check_param_refs, refuse_functional_call
 from ..flat.reduction import Reduction, ReductionInput
 from ..flat.sources import DEVICE, HOST, HostCache, PostForwardShard, UnshardSource
 from ..flat.states import GATHERING, IDLE, PHASE_STEPS, SHARDED, SUMMONED, UNSHARDED, Phase, refuse_step
@@ -37,13 +38,10 @@ from ..flat.views import (
     SHOWS_SHAPE,
     SHOWS_SHARD,
     SHOWS_UNSHARDED,
-    ParamRef,
     ParamViews,
     ViewMode,
     check_exposed,
-    check_param_refs,
     check_requested,
-    refuse_functional_call,
 )
 
 if TYPE_CHECKING:
@@ -283,7 +281,7 @@ class UnitData:
         sharded: list[tuple[FlatParamHandle, UnshardSource]] = []
         resources = self.resources
         for handle, _, grads in self.kinds:
-            if grads.shares_slots and grads.arrived:
+            if grads.slots.shares and grads.arrived:
                 self._refuse_to_gather_again()
             if handle.state is SHARDED:
                 if grads.reducing:
@@ -409,7 +407,7 @@ class UnitData:
                     root = self.root
                     if views.tracks_writes and root.backward is not None:
                         check_exposed(views, self.name)  # a backward that did not reach it, or not yet
-                    if grads.shares_slots and grads.take_over_buffer(
+                    if grads.slots.shares and grads.take_over_buffer(
                         functools.partial(self.resources.limiter.free_later, handle.name)
                     ):
                         handle.reshard()
@@ -544,7 +542,7 @@ class UnitData:
                 views.show(SHOWS_SHARD)
             for grads in self.grads:
                 grads.unstash_grads()
-        return any(grads.window_open for grads in self.grads)
+        return any(grads.accumulation.window_open for grads in self.grads)
 
     def is_between_iterations(self) -> bool:
         """Whether the leaves show the shard, as between iterations."""

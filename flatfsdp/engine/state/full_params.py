@@ -177,7 +177,7 @@ def _check_summonable(unit: Unit, *, with_grads: bool) -> None:
             f"summon_full_params() inside a forward or backward (unit {unit.label} is in {unit.phase.value}); call "
             "it between iterations"
         )
-    if with_grads and any(grads.window_open for grads in unit.grads):
+    if with_grads and any(grads.accumulation.window_open for grads in unit.grads):
         raise UsageError(
             f"summon_full_params(with_grads=True): the gradients of unit {unit.label} were accumulated under "
             "no_sync() and differ between ranks, so there is no whole one. Summon them after a backward outside of "

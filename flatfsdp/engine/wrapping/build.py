@@ -29,8 +29,8 @@ from ..features.unstepped import warn_if_unstepped
 from ..flat.extensions import can_transform, transform
 from ..flat.flat_param import FlatParamHandle
 from ..flat.flat_param_options import FlatParamOptions
+from ..flat.param_refs import ParamRef
 from ..flat.quantized import is_packed
-from ..flat.views import ParamRef
 from ..runtime.device_checks import compute_device, move_buffers
 from ..runtime.model import Root
 from ..runtime.model_facts import own_pieces

@@ -26,8 +26,9 @@ from ..device.memory import MemoryTracker
 from ..flat.extensions import TransformedParam
 from ..flat.flat_param import FlatParamHandle
 from ..flat.flat_param_options import FlatParamOptions
+from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
-from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, ParamRef
+from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from ..runtime.module_tree import ignore, ignored_in, units_in
 from ..runtime.rest import quiesce
 from ..runtime.unit import Unit
@@ -150,7 +151,7 @@ def _at_rest(wrapper: nn.Module) -> list[Unit]:
     units = units_in(wrapper)
     quiesce(units, collective=False, check=_check_copyable)
     for unit in units:
-        if any(grads.pending for grads in unit.grads):
+        if any(grads.accumulation.pending for grads in unit.grads):
             raise UsageError(
                 "a wrapped model cannot be copied or pickled while gradients accumulate under no_sync(), or without "
                 f"all-reduce: those of unit {unit.label} would be lost. Run a backward that reduces them first"

@@ -78,7 +78,7 @@ def register_comm_hook(unit: Unit, state: Any, function: Callable[..., Any]) -> 
 def _check_hookable(unit: Unit, method: str) -> None:
     if unit.options.comm_hook is not None:
         problem = "it has one already. Register one for the whole life of the model, on its outermost wrapper"
-    elif any(grads.pending for grads in unit.grads):
+    elif any(grads.accumulation.pending for grads in unit.grads):
         problem = "gradients accumulate, not reduced yet. Run a backward that reduces them first"
     elif unit.options.schedule.divide_by is not None:
         problem = "set_gradient_divide_factor() was called, but a hook scales gradients itself. Divide there instead"

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ...flat.flat_param import FlatParamHandle
+from ...flat.param_refs import ParamRef
 from ...flat.placeholder import Placeholder
-from ...flat.views import ParamRef
 from ...runtime.unit import Unit
 
 # By the id of the leaf: modules of several units hold the same placeholder where they hold the same parameter.

@@ -15,9 +15,9 @@ from torch import nn
 from ....errors import UsageError
 from ...base import _torch
 from ...config.state_dict_configs import FullStateDictConfig, StateDictType
+from ...flat.param_refs import ParamRef
 from ...flat.placeholder import Placeholder
 from ...flat.states import SUMMONED
-from ...flat.views import ParamRef
 from ...runtime.param_registry import unit_around
 from ...runtime.rest import collective_call
 from ...runtime.unit import Unit

@@ -1,0 +1,187 @@
+"""Where the gradients of one handle gather until a reduction takes them.
+
+[Note: gradient slots] As a leaf's gradient arrives it is moved, with the cast to the reduce dtype, into its *slot*: its
+place in a flat buffer laid out like the parameter. Large ones are moved at once; small ones are collected up to
+`COLLECT_BYTES` and moved by one call. When the unit's last expected gradient is in, the buffer is reduce-scattered
+(`Reduction`), and what comes later goes to other slots. Slots that received nothing count as zero, and where that is so
+on all ranks their leaves get no gradient ([Note: unused]).
+
+[Note: slot sharing] A parameter whose gradient has arrived is read no more, so its own place in the unsharded buffer
+can be its slot: the unit's memory is not needed twice. That takes equal dtypes, a backward that reduces and will not be
+differentiated, and a unit of which an earlier backward has shown that each gradient comes once and in the backward's
+own graph task; elsewhere (recomputation in tasks of their own) a parameter may be read after its gradient has come.
+What is overwritten cannot be read unnoticed: saved views of it are refused by their version, the leaf itself is hidden
+([Note: hidden]). A unit whose forward runs again before its reduction is refused, once: to gather anew would be a
+collective that only those ranks issue which share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..base import _torch
+from ..device.memory import FlatBuffer
+from .flat_param import FlatParamHandle
+from .layout_views import full_views
+from .reduction import ReductionInput
+from .views import ParamViews, check_gradients
+
+# A gradient of at most SMALL_BYTES is collected; at COLLECT_BYTES the collected ones are moved.
+SMALL_BYTES = 64 * 1024
+COLLECT_BYTES = 1024 * 1024
+
+
+class SlotMemory:
+    """The buffers that one handle's slots lie in, backward after backward: one for each dtype.
+
+    Attributes:
+        all_small: whether all gradients together may be collected.
+    """
+
+    def __init__(self, handle: FlatParamHandle, views: ParamViews, reducing: Sequence[ReductionInput]) -> None:
+        """`reducing`: what reads buffers still, at any time."""
+        self.handle = handle
+        self.views = views
+        self.numels = [spec.numel for spec in handle.layout.params]
+        itemsize = handle.precision.compute.itemsize
+        self.all_small = max(self.numels) * itemsize <= SMALL_BYTES and sum(self.numels) * itemsize <= COLLECT_BYTES
+        self._reducing = reducing
+        self._buffers: dict[torch.dtype, tuple[FlatBuffer, list[torch.Tensor]]] = {}
+
+    def allocate(self, dtype: torch.dtype) -> tuple[FlatBuffer, list[torch.Tensor]]:
+        """The buffer of that dtype, with zeros where no parameter lies, and the slots in it."""
+        handle = self.handle
+        buffer, slots = self._buffers.get(dtype, (None, []))
+        if buffer is not None and buffer.allocated:
+            # A late gradient while the buffer's reduction is in flight: that one first.
+            for part in self._reducing:
+                part.release_input()
+        if buffer is None or (handle.is_unsharded_at_rest and buffer.tensor.numel() == 0):
+            buffer = FlatBuffer(handle.layout.padded_numel, dtype, handle.device, tracker=handle.tracker, kind="slots")
+            slots = []
+        buffer.allocate()
+        if not slots:
+            slots = full_views(buffer.tensor, handle.layout)
+        self._buffers[dtype] = buffer, slots
+        for gap in handle.layout.gaps:
+            buffer.tensor[gap.slice].zero_()
+        return buffer, slots
+
+    def forget(self, dtype: torch.dtype) -> None:
+        """The buffer of that dtype becomes somebody else's."""
+        del self._buffers[dtype]
+
+
+class GradientSlots:
+    """One filling of the slots: what comes until a reduction begins, or the window is dropped.
+
+    Attributes:
+        dtype: of the slots, unless they are the parameters' places.
+        factor: what gradients are multiplied by on their way in.
+        shares: gradients go to the parameters' places. [Note: slot sharing]
+        return_buffer: gives back the memory of the parameters' places, once they are ours.
+        buffer: None until a gradient was moved.
+        filled: the leaves whose slots have a gradient.
+        collected: gradients that are not moved yet, by leaf.
+    """
+
+    def __init__(self, memory: SlotMemory, dtype: torch.dtype, factor: float) -> None:
+        self._memory = memory
+        self.dtype = dtype
+        self.factor = factor
+        self.shares = False
+        self.return_buffer: Callable[[FlatBuffer], None] | None = None
+        self.buffer: FlatBuffer | None = None
+        self.filled: set[int] = set()
+        self.collected: dict[int, torch.Tensor] = {}
+        self._collected_bytes = 0
+        self._slots: list[torch.Tensor] = []
+
+    def put(self, index: int, grad: torch.Tensor) -> None:
+        """Move `grad` (of leaf `index`, compute dtype) into its slot, now or with the other small ones."""
+        size = self._memory.numels[index] * grad.element_size()
+        if size > SMALL_BYTES:
+            self._move({index: grad})
+            return
+        if index in self.collected:
+            self.move_collected()
+        self.collected[index] = grad
+        self._collected_bytes += size
+        if self._collected_bytes > COLLECT_BYTES:
+            self.move_collected()
+
+    def move_collected(self, *, freeing: bool = False) -> None:
+        """Move what was collected; `freeing`: the handle gives its buffer up next, and with it hides all leaves."""
+        if self.collected:
+            collected, self.collected, self._collected_bytes = self.collected, {}, 0
+            self._move(collected, freeing=freeing)
+
+    def _move(self, grads: dict[int, torch.Tensor], *, freeing: bool = False) -> None:
+        """Copy gradients, by index of their leaf, into their slots, or add them to what came before."""
+        numels, handle = self._memory.numels, self._memory.handle
+        # Others of as many elements cannot be copied, but for those whose shape is the same without ones.
+        if list(map(torch.Tensor.numel, grads.values())) != [numels[i] for i in grads]:
+            check_gradients(handle, grads)
+        if self.buffer is None:
+            self._open()
+        again = self.filled & grads.keys() if self.filled else ()
+        fresh = [i for i in grads if i not in again] if again else list(grads)
+        if self.shares and not freeing:
+            handle.writes.on_overwrite(fresh)
+            self._memory.views.hide(fresh)
+        if self.factor != 1.0:
+            grads = {i: grad * self.factor for i, grad in grads.items()}
+        slots = self._slots
+        try:
+            if fresh:
+                _torch.foreach_copy_([slots[i] for i in fresh], [grads[i] for i in fresh])
+            if again:
+                _torch.foreach_add_([slots[i] for i in again], [grads[i] for i in again])
+        except RuntimeError:
+            check_gradients(handle, grads)
+            raise
+        self.filled.update(grads)
+
+    def _open(self) -> FlatBuffer:
+        if self.shares:
+            whole = self._memory.handle.unsharded
+            assert whole.buffer is not None
+            self.buffer, self._slots = whole.buffer, whole.views
+        else:
+            self.buffer, self._slots = self._memory.allocate(self.dtype)
+        return self.buffer
+
+    def take_over(self, return_buffer: Callable[[FlatBuffer], None]) -> None:
+        """The parameters' places, which the handle gives up, are slots until `return_buffer` gives their memory back.
+
+        Precondition: gradients came, and share.
+        """
+        self.move_collected(freeing=True)
+        (self.buffer or self._open()).now_holds("slots")
+        self.return_buffer = return_buffer
+
+    def close(self, reduce: torch.dtype) -> FlatBuffer:
+        """What came in `reduce`, zeros for what did not, for a reduction. Precondition: what shares was taken over."""
+        self.move_collected()
+        if self.return_buffer is None:
+            self.shares = False  # nothing came: the places stay the parameters', whose memory may go at any time
+        buffer = self.buffer or self._open()
+        if len(self.filled) < len(self._slots):
+            for i, slot in enumerate(self._slots):
+                if i not in self.filled:
+                    slot.zero_()
+        if buffer.tensor.dtype != reduce:
+            wide, self.dtype = buffer, reduce
+            buffer = self._open()
+            buffer.tensor.copy_(wide.tensor)
+            wide.free()
+        return buffer
+
+    def free(self) -> None:
+        """Nobody wants what came."""
+        if self.return_buffer is not None and self.buffer is not None:
+            self.return_buffer(self.buffer)
+        elif self.buffer is not None and not self.shares:
+            self.buffer.free()

@@ -1,0 +1,101 @@
+"""Where modules hold parameters.
+
+[Note: parameter references] A *reference* is a (module, attribute) under which a parameter is registered. Tied
+parameters have several, perhaps in modules of other units. With `use_orig_params=False` those inside a unit give up the
+registration (the flat parameter has it) and hold the leaf as a plain attribute.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from ...errors import UsageError
+from ..base._torch import has_hooks, hooks_on
+
+
+@dataclass(frozen=True)
+class ParamRef:
+    """A place where a module holds a parameter: `module.attribute`, `path` from the unit's module."""
+
+    module: nn.Module
+    attribute: str
+    path: str
+    leaf: nn.Parameter
+
+    @property
+    def current(self) -> object:
+        """What the module has under the attribute now; None where it was deleted."""
+        registered = self.module._parameters.get(self.attribute)
+        return registered if registered is not None else self.module.__dict__.get(self.attribute)
+
+    @staticmethod
+    def changed(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
+        """Those of `param_refs` that do not hold their leaf."""
+        suspects = []
+        for param_ref in param_refs:  # once for every parameter and step
+            leaf, attribute, values = param_ref.leaf, param_ref.attribute, param_ref.module.__dict__
+            if values["_parameters"].get(attribute) is not leaf and values.get(attribute) is not leaf:
+                suspects.append(param_ref)
+        return [param_ref for param_ref in suspects if param_ref.current is not param_ref.leaf]
+
+    def register(self) -> None:
+        """Let the module list the leaf among its parameters."""
+        self.module.__dict__.pop(self.attribute, None)
+        self.module._parameters[self.attribute] = self.leaf
+
+    def unregister(self) -> None:
+        """Keep the leaf as a plain attribute that `parameters()` does not list."""
+        self.assign(self.leaf)
+
+    def assign(self, value: torch.Tensor) -> None:
+        """Let the module have `value` as a plain attribute in the parameter's place."""
+        self.module._parameters.pop(self.attribute, None)
+        self.module.__dict__[self.attribute] = value
+
+
+def check_param_refs(
+    changed: Iterable[ParamRef], shared_refs: Iterable[ParamRef], names: Mapping[int, str], label: str
+) -> None:
+    """Refuse what cannot be written back of the `changed` homes of a unit: anything but new values for a parameter.
+
+    `shared_refs`: homes of parameters that other units own; `names`: of all parameters of the model, by id.
+    """
+    shared_refs = list(shared_refs)
+    for param_ref in changed:
+        held, where = param_ref.current, f"{param_ref.path!r} of unit {label} was changed after wrapping"
+        if held is None:
+            raise UsageError(f"{where}: it is gone. Delete parameters before wrapping, or keep them")
+        if not isinstance(held, nn.Parameter):
+            raise UsageError(f"{where}: it is a {type(held).__name__} now; expected the parameter, or a new one")
+        if id(held) in names:
+            raise UsageError(
+                f"{where}: it was tied to {names[id(held)]!r}. Which unit owns a tied parameter is settled by "
+                "wrapping; tie parameters before it"
+            )
+        if has_hooks(held) or hooks_on(held):
+            raise UsageError(
+                f"{where}: it is another parameter now, which has hooks. Its values are taken over, but the parameter "
+                "stays the one that was wrapped, so that the hooks would never run. Assign it, run a forward, and "
+                "register them then; or copy values into the parameter"
+            )
+        if any(param_ref is alias for alias in shared_refs):
+            raise UsageError(
+                f"{where}: it was tied to {names.get(id(param_ref.leaf), 'a parameter of another unit')!r}, and is "
+                "another parameter now. Untie parameters before wrapping, or copy values in place"
+            )
+
+
+def refuse_functional_call(changed: Iterable[ParamRef], label: str) -> NoReturn:
+    """Refuse to compute with what functional_call put in the place of the `changed` homes."""
+    names = ", ".join(repr(param_ref.path) for param_ref in itertools.islice(changed, 3))
+    raise UsageError(
+        f"torch.func.functional_call gave unit {label} other tensors for {names}: a wrapped model computes with what "
+        "it shards, and these would be written into its shards. Call it on the model before wrapping, write values "
+        "inside summon_full_params(), or load them with load_state_dict()"
+    )
