@@ -100,8 +100,6 @@ class Accumulation:
         """Drop from the window in `slots` what the user dropped; take back the marks that we made. True if nothing is
         left of it."""
         marks, self._window_grads = self._window_grads, []
-        if slots.buffer is None:
-            return False
         changed = [mark for mark in marks if mark.is_there and mark.grad._version != mark.version]
         edited = [mark for mark in changed if mark.grad.any()]
         ours = [self._handle.layout.params[i].name for mark in edited if mark.is_ours for i in mark.indices]

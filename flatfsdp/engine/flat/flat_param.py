@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -94,6 +94,18 @@ class UnshardedParam:
     filled_from: UnshardSource | None = None
 
 
+class _NotUnsharded:
+    """What stands for the unsharded parameter while there is none: without memory, and who asks for more is refused."""
+
+    buffer = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise InternalError(f"{name} of an unsharded parameter was asked for while it is sharded")
+
+
+_NOT_UNSHARDED: Any = _NotUnsharded()
+
+
 class FlatParamHandle:
     """Layout, shard and unsharded buffer of one kind of parameters of a unit; unshard and reshard.
 
@@ -108,6 +120,8 @@ class FlatParamHandle:
         at_rest: what the leaves show of the shard.
         writes: who wrote to the shard and the leaves.
         state: [Note: lifecycle].
+        unsharded: the unsharded parameter, from the launch of its gather until it is resharded; it has a `buffer` only
+            where it does not share the shard's memory.
         kept_source: what stays here between uses besides the shard, from which the unsharded form may come.
         persistence: where the unsharded parameter stays between uses; None if it does not. [Note: persistent
             parameters]
@@ -140,7 +154,7 @@ class FlatParamHandle:
         self.state = SHARDED
         tracker.add("shard", shard.numel() * shard.element_size())
         self._unsharded: dict[torch.dtype, UnshardedParam] = {}
-        self._active: UnshardedParam | None = None
+        self.unsharded: UnshardedParam = _NOT_UNSHARDED
         self.pending: PendingWork | None = None
         self.kept_source: KeptSource | None = None
         self.persistence: ParamPersistence | None = None
@@ -305,7 +319,7 @@ class FlatParamHandle:
             refuse_step(self.state, GATHERING, SHARD_STEPS, self.name, None)
         self.state = GATHERING
         self.writes.gathered = self.shard._version + self.flat_param._version
-        target = self._active = self._unsharded.get(source.dtype) or self._target(source.dtype)
+        target = self.unsharded = self._unsharded.get(source.dtype) or self._target(source.dtype)
         target.filled_from = source
         self.pending = None
         if target.buffer is not None:
@@ -324,7 +338,7 @@ class FlatParamHandle:
         if UNSHARDED not in SHARD_STEPS[self.state]:
             refuse_step(self.state, UNSHARDED, SHARD_STEPS, self.name, None)
         self.state = UNSHARDED
-        active = self._active or self._refuse_sharded()
+        active = self.unsharded
         if not active.views:
             active.views = full_views(active.flat, self.layout)
             active.shown = list(zip(self.leaves, active.views, strict=True))
@@ -346,10 +360,10 @@ class FlatParamHandle:
         if SHARDED not in SHARD_STEPS[self.state]:
             refuse_step(self.state, SHARDED, SHARD_STEPS, self.name, None)
         self.state = SHARDED
-        buffer = (self._active or self._refuse_sharded()).buffer
+        buffer = self.unsharded.buffer
         if buffer is not None:
             self.writes.on_free()
-        self._active = None
+        self.unsharded = _NOT_UNSHARDED
         return buffer
 
     def can_hold(self, dtype: torch.dtype) -> bool:
@@ -357,14 +371,9 @@ class FlatParamHandle:
 
         Where the shard is the whole, the memory of the reduced gradient is that of the slots, and lasts.
         """
-        if self.state is not UNSHARDED or self._active is None or self.is_unsharded_at_rest:
+        if self.state is not UNSHARDED or self.is_unsharded_at_rest:
             return False
-        return self._active.flat.dtype == dtype
-
-    @property
-    def unsharded(self) -> UnshardedParam:
-        """The unsharded parameter; only while unsharded or on its way."""
-        return self._active or self._refuse_sharded()
+        return self.unsharded.flat.dtype == dtype
 
     @contextmanager
     def to_cpu(self) -> Iterator[torch.Tensor]:
@@ -376,14 +385,13 @@ class FlatParamHandle:
         Raises:
             UsageError: the parameters are sharded, or their shard is the whole.
         """
-        if self.state is not UNSHARDED or not self.owns_unsharded:
+        buffer = self.unsharded.buffer
+        if self.state is not UNSHARDED or buffer is None:
             raise UsageError(
                 f"to_cpu() of unit {self.name or '<root>'!r}: expected unsharded parameters apart from their shard, as "
                 "inside its forward; they are "
                 f"{'not sharded at all' if self.is_unsharded_at_rest else self.state.value}"
             )
-        buffer = self.unsharded.buffer
-        assert buffer is not None
         numel = self.layout.numel
         on_cpu = torch.empty(numel, dtype=buffer.tensor.dtype, device="cpu")
         on_cpu.copy_(buffer.tensor[:numel])
@@ -407,11 +415,6 @@ class FlatParamHandle:
         known = self._unsharded.get(dtype)
         return known.buffer if known is not None else None
 
-    @property
-    def owns_unsharded(self) -> bool:
-        """Whether the unsharded parameter has memory of its own (and does not share the shard's)."""
-        return self._active is not None and self._active.buffer is not None
-
     def is_shard_in(self, dtype: torch.dtype) -> bool:
         """Whether the shard itself is the unsharded parameter of that dtype, which takes no memory then."""
         return self.is_unsharded_at_rest and dtype == self.shard.dtype and not self.options.offload
@@ -434,9 +437,6 @@ class FlatParamHandle:
     def trainable_indices(self) -> frozenset[int]:
         """Which of the leaves require a gradient now."""
         return _indices_of(tuple(map(_REQUIRES_GRAD, self.leaves)))
-
-    def _refuse_sharded(self) -> NoReturn:
-        raise InternalError(f"{self.name}: the unsharded parameter was asked for while {self.state.value}")
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")

@@ -164,7 +164,8 @@ class GradientSlots:
 
     def close(self, reduce: torch.dtype) -> FlatBuffer:
         """What came in `reduce`, zeros for what did not, for a reduction. Precondition: what shares was taken over."""
-        self.move_collected()
+        if self.collected:
+            self.move_collected()
         if self.return_buffer is None:
             self.shares = False  # nothing came: the places stay the parameters', whose memory may go at any time
         buffer = self.buffer or self._open()

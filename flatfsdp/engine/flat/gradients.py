@@ -9,7 +9,8 @@ failed backward can be forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from .accumulation import Accumulation
 from .flat_param import FlatParamHandle
 from .gradient_slots import GradientSlots, SlotMemory
 from .reduction import ReductionInput
-from .views import ParamViews, assign_grad, take_grads
+from .views import ParamViews, assign_grad
+
+_GRAD = attrgetter("grad")
 
 
 class Gradients:
@@ -62,9 +65,12 @@ class Gradients:
     def stash_grads(self) -> None:
         """Take the `.grad` of all leaves away until `finalize_grads` or `unstash_grads`."""
         if self._stashed is None:
-            if self.accumulation.check_window(self.slots):
+            if self.slots.buffer is not None and self.accumulation.check_window(self.slots):
                 self._drop_slots()
-            self._stashed = take_grads(self.handle.leaves)
+            leaves = self.handle.leaves
+            self._stashed = {i: grad for i, grad in enumerate(map(_GRAD, leaves)) if grad is not None}
+            for i in self._stashed:
+                leaves[i].grad = None
         elif self._stand_ins:
             self._end_retention()
 
@@ -121,10 +127,6 @@ class Gradients:
         slots.dtype = precision.reduce if sync else precision.accumulate
         slots.shares = share and slots.buffer is None and self.handle.can_hold(precision.reduce)
 
-    def skip_missing(self, indices: Iterable[int]) -> None:
-        """Do not wait for the gradients of these leaves, which are zero on this rank."""
-        self.missing.difference_update(indices)
-
     # -- gradients arrive --------------------------------------------------------------------------------------------
 
     def let_collect(self, task: int | None) -> None:
@@ -163,12 +165,13 @@ class Gradients:
     def take_over_buffer(self, return_buffer: Callable[[FlatBuffer], None]) -> bool:
         """The handle is about to give its buffer up: keep it for the reduction, if gradients lie there.
 
-        `return_buffer` gives its memory back.
+        `return_buffer` gives its memory back. Precondition: slots are shared.
         """
-        if not self.occupies_params:
-            self.slots.shares = False
+        slots = self.slots
+        if slots.return_buffer is not None or not self.arrived:
+            slots.shares = False
             return False
-        self.slots.take_over(return_buffer)
+        slots.take_over(return_buffer)
         return True
 
     def return_inputs(self) -> None:
@@ -258,7 +261,12 @@ class Gradients:
         if left_out or not self._completes:
             self.unstash_grads()
             return False
-        _add(self._show(downloaded if downloaded is not None else self._on_shard_device(total), trained))
+        if downloaded is not None:
+            total = downloaded
+        elif self.handle.options.offload or total.dtype != self.handle.precision.grad:
+            total = self._on_shard_device(total)
+        if sums := self._show(total, trained):
+            _add(sums)
         return True
 
     @property
@@ -287,7 +295,8 @@ class Gradients:
 
         def finish() -> None:
             part.wait()
-            _add(sums)
+            if sums:
+                _add(sums)
 
         return finish
 
@@ -358,6 +367,5 @@ class Gradients:
 
 def _add(sums: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Add to the first of each pair the second."""
-    if sums:
-        with _torch.no_grad():
-            _torch.foreach_add_([old for old, _ in sums], [new for _, new in sums])
+    with _torch.no_grad():
+        _torch.foreach_add_([old for old, _ in sums], [new for _, new in sums])

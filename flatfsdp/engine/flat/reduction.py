@@ -109,14 +109,14 @@ class ReductionInput:
             stream.follow_compute()
         if self.downloads and stream.is_stream:
             with stream.running():
-                self._apply_scale()
+                if self.scale != 1.0:
+                    self._apply_scale()
                 result = self.result.to(self.handle.precision.grad)
             self.downloaded, self._downloading = stream.download(result)
 
     def _apply_scale(self) -> None:
-        if self.scale != 1.0:
-            self.result.mul_(self.scale)
-            self.scale = 1.0
+        self.result.mul_(self.scale)
+        self.scale = 1.0
 
     def wait(self) -> torch.Tensor:
         """The summed and scaled gradient of the shard. Collective over the replicate axis."""
@@ -127,7 +127,8 @@ class ReductionInput:
             self.buffer.disown()
             self.buffer = None
         self.handle.tracker.remove("reduced", self.bytes)
-        self._apply_scale()
+        if self.scale != 1.0:
+            self._apply_scale()
         return self.result
 
     def discard(self) -> None:

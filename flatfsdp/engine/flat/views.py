@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
 from typing import NoReturn
 
 import torch
@@ -30,8 +29,6 @@ from .left_unsharded import LEFT_CAST, LEFT_WHOLE
 from .param_guard import hide, may_hide, refuse_use
 from .param_refs import ParamRef
 from .states import UNSHARDED
-
-_GRAD = attrgetter("grad")
 
 
 class ViewMode(enum.Enum):
@@ -91,7 +88,8 @@ class ParamViews:
             for leaf, view in views:
                 leaf.data = view
             if mode is SHOWS_GUARDED:
-                self._refuse_use()
+                refuse_use(handle.leaves)
+                self.some_hidden = True
         self.mode = mode
         if self.extended and mode is not SHOWS_UNSHARDED:
             for each in self.extended:
@@ -112,11 +110,8 @@ class ParamViews:
     def guard(self) -> None:
         """Let the leaves refuse to be used for as long as they show a shard that is not the whole."""
         if self.mode is SHOWS_SHARD and not self.handle.is_unsharded_at_rest:
-            self._refuse_use()
-
-    def _refuse_use(self) -> None:
-        refuse_use(self.handle.leaves)
-        self.some_hidden = True
+            refuse_use(self.handle.leaves)
+            self.some_hidden = True
 
     def track_writes(self, *, described_as_unsharded: bool = False) -> None:
         """A forward is over and has left the leaves whole: what is written to them until they are freed would be lost,
@@ -128,7 +123,7 @@ class ParamViews:
         handle = self.handle
         if self.mode is not SHOWS_UNSHARDED:
             return
-        if not handle.owns_unsharded:
+        if handle.unsharded.buffer is None:
             self.is_left_unsharded = True  # what is written in place is kept, what is replaced is not
         else:
             kinds = NOTICED
@@ -234,7 +229,8 @@ class ParamViews:
         was replaced. Raises UsageError where shape or dtype does not fit. Precondition: the leaves show the shard.
         """
         handle = self.handle
-        found = self.adopt_flat()
+        if found := not handle.flat_shows_shard:
+            self.adopt_flat()
         replaced = handle.at_rest.replaced()
         if replaced:
             found = True
@@ -259,13 +255,10 @@ class ParamViews:
             found = True
         return found
 
-    def adopt_flat(self) -> bool:
-        """Copy what the user put in the place of the flat parameter's `.data` into the shard; True if there was
-        anything."""
+    def adopt_flat(self) -> None:
+        """Copy what the user put in the place of the flat parameter's `.data` into the shard."""
         handle = self.handle
         flat = handle.flat_param
-        if handle.flat_shows_shard:
-            return False
         if flat.shape != handle.shard.shape:
             raise UsageError(
                 f"the flat parameter of unit {handle.name or '<root>'!r} was given data of shape {tuple(flat.shape)}; "
@@ -274,11 +267,10 @@ class ParamViews:
             )
         if flat.dtype != handle.shard.dtype:
             self.replace_shard(flat.detach())
-            return True
+            return
         with torch.no_grad():
             handle.shard.copy_(flat.detach())
         flat.data = handle.shard
-        return True
 
     def _store(self, index: int, value: torch.Tensor, what: str) -> None:
         handle = self.handle
@@ -304,14 +296,6 @@ class ParamViews:
                 )
 
 
-def take_grads(leaves: list[nn.Parameter]) -> dict[int, torch.Tensor]:
-    """Take the `.grad` of each leaf away, so that a backward finds none; by index."""
-    taken = {i: grad for i, grad in enumerate(map(_GRAD, leaves)) if grad is not None}
-    for i in taken:
-        leaves[i].grad = None
-    return taken
-
-
 def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
     """`parameter.grad = grad`, also where low-precision gradients are kept for a master of another dtype."""
     if grad.dtype != parameter.dtype:
@@ -322,7 +306,11 @@ def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 def check_unwritten(views: ParamViews, name: str) -> None:
     """Refuse a change of parameters inside a forward: it would be lost with their unsharded memory."""
     handle = views.handle
-    if handle.state is UNSHARDED and handle.owns_unsharded and (handle.writes.was_edited or views.was_replaced):
+    if (
+        handle.state is UNSHARDED
+        and handle.unsharded.buffer is not None
+        and (handle.writes.was_edited or views.was_replaced)
+    ):
         _refuse_writes(views, name, "inside a forward")
 
 
@@ -373,7 +361,7 @@ def check_requested(views: ParamViews, name: str) -> None:
     Precondition: the leaves show the whole.
     """
     handle = views.handle
-    if handle.owns_unsharded and handle.writes.was_edited:
+    if handle.unsharded.buffer is not None and handle.writes.was_edited:
         _refuse_writes(views, name, "while unshard() showed them whole")
     rows = zip(handle.layout.params, handle.unsharded.shown, handle.at_rest.views, strict=True)
     for spec, (leaf, view), piece in rows:

@@ -420,7 +420,7 @@ class Unit(UnitData):
             handle.unsharded.flat.data_ptr()
             for unit in ((self, *self.owning_units) if self.owning_units else (self,))
             for handle in unit.handles
-            if handle.state is UNSHARDED and handle.owns_unsharded
+            if handle.state is UNSHARDED and handle.unsharded.buffer is not None
         }
         lent.discard(0)
         if not lent:
@@ -678,7 +678,7 @@ class Unit(UnitData):
         if backward is None or backward.in_inner_task() or not backward.brings_gradients():
             return
         for handle, grads in awaiting:
-            grads.skip_missing([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
+            grads.missing.difference_update([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
 
     def _advance(self) -> None:
         """Reduce when every gradient is there, and reshard, unless something in this backward can still read the

@@ -403,7 +403,7 @@ class UnitData:
                         views.show(mode)
                     elif mode is SHOWS_NOTHING:
                         views.track_writes()
-                elif handle.owns_unsharded or mode is SHOWS_SHARD:
+                elif handle.unsharded.buffer is not None or mode is SHOWS_SHARD:
                     root = self.root
                     if views.tracks_writes and root.backward is not None:
                         check_exposed(views, self.name)  # a backward that did not reach it, or not yet
