@@ -51,11 +51,11 @@ def calls_of_a_step(blocks: int, clips: bool, **options: Any) -> int:
 
 # For each unit, and for each step beside: they may become fewer, and more only for a reason.
 MOST = {
-    ("FULL_SHARD", False): (290, 471),
-    ("FULL_SHARD", True): (302, 486),
-    ("SHARD_GRAD_OP", False): (261, 470),
-    ("NO_SHARD", False): (281, 465),
-    ("NO_SHARD", True): (299, 455),
+    ("FULL_SHARD", False): (289, 471),
+    ("FULL_SHARD", True): (301, 486),
+    ("SHARD_GRAD_OP", False): (260, 470),
+    ("NO_SHARD", False): (280, 465),
+    ("NO_SHARD", True): (298, 455),
 }
 
 
