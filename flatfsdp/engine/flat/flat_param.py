@@ -100,6 +100,8 @@ class _NotUnsharded:
     buffer = None
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python's own question
+            raise AttributeError(name)
         raise InternalError(f"{name} of an unsharded parameter was asked for while it is sharded")
 
 
