@@ -17,7 +17,7 @@ SLACK = 25  # lines by which a number of a file may be too high before it has to
 
 # Files with more lines.
 FILES = {
-    "engine/runtime/model": 775,
+    "engine/runtime/model": 550,
     "engine/runtime/unit": 775,
     "engine/runtime/unit_data": 675,
     "engine/schedule/order": 525,
@@ -28,7 +28,7 @@ FILES = {
 CLASSES = {
     "engine/features/flat_optimizer/stepper RunPlan": (6, 26),
     "engine/runtime/backward Backward": (25, 29),
-    "engine/runtime/model Root": (50, 30),
+    "engine/runtime/model Root": (31, 22),
     "engine/runtime/unit Unit": (45, 19),
     "engine/runtime/unit_data UnitData": (55, 30),
     "engine/watchdog/watchdog Watchdog": (28, 27),
@@ -36,7 +36,7 @@ CLASSES = {
 # Functions with more lines besides their docstring.
 FUNCTIONS = {
     "engine/features/clip clip_grad_norm": 65,
-    "engine/runtime/model begin_backward": 51,
+    "engine/runtime/model begin_backward": 52,
     "engine/wrapping/build build_unit": 66,
 }
 # Lines of a part (newlines of its files): at e07bc83; and what the issue "Corrections" brings, rounded up to 250 while
@@ -48,13 +48,13 @@ FUNCTIONS = {
 # all ranks do and fail at together
 # is the engine's alone, once for trainer, checkpoints and optimizer states: 80 lines, of them 70 of
 # `checkpoint`. Then what the schedule of a backward has to declare of what it asks and of its actions, since it stands
-# by itself.
+# by itself. Then an iteration's table of stages, and the door to everything between iterations.
 LINES = {
-    "engine": (23_715, 4_250, 220, 180, 475, 75, 175, 80, 340),
-    "core": (11_350, 1_250, 100, 200, 240, 90),
+    "engine": (23_715, 4_250, 220, 180, 475, 75, 175, 80, 340, 140),
+    "core": (11_350, 1_250, 100, 200, 240, 90, 130),
     "checkpoint": (4_103, 1_250, -70),
     "trainer": (7_625,),
-    "all": (36_122, 6_000, 220, 250, 360, 75),
+    "all": (36_122, 6_000, 220, 250, 360, 75, 130),
 }
 SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine

@@ -324,7 +324,7 @@ def test_one_file_registers_with_autograd() -> None:
 PIECES_OF_REST = frozenset(
     "lazy_init finish_interrupted clear_failure wait_for_gradients show_shards shows_shards reset_to_idle".split()
 )
-DOOR = frozenset(f"engine/runtime/{file}" for file in ("rest", "model", "unit", "unit_data"))
+DOOR = frozenset(f"engine/runtime/{file}" for file in ("rest", "iteration", "model", "unit", "unit_data"))
 
 
 def test_one_door_to_what_is_between_iterations() -> None:

@@ -73,7 +73,7 @@ def inference(model: nn.Module, max_bytes: int | None = None) -> Iterator[None]:
 
 def _check_idle(unit: Unit) -> None:
     where = None
-    if _torch.in_backward() or unit.root.in_forward:
+    if _torch.in_backward() or unit.root.iteration.in_forward:
         where = "a backward" if _torch.in_backward() else "a forward"
     elif unit.phase is SUMMONED:
         where = "summon_full_params()"

@@ -167,7 +167,7 @@ class StepInBackward(Finisher):
         self._observers, self._accumulators = model.observers, model.accumulators
         # Whatever this backward still shows: late gradients come late. Units of branches come in any order.
         self._come_once = frozenset(
-            unit for unit in model.record.anchored if unit.single_use and unit.options.schedule.branch is None
+            unit for unit in model.iteration.record.anchored if unit.single_use and unit.options.schedule.branch is None
         )
         self._stepped: dict[Unit, None] = {}
 

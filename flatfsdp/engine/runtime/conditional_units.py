@@ -61,7 +61,7 @@ class ConditionalUnits:
         held = self._advance_to(unit)
         if held:
             if unit in self._ran and self.training:
-                unit.root.record.repeat(unit)
+                unit.root.iteration.record.repeat(unit)
             self._ran.add(unit)
         assert self._plan is not None
         self.cursors.append(self._plan.cursor(unit))

@@ -24,6 +24,6 @@ class GradientCounter:
         if unit is None:
             return
         unit.leaf_ready(kind, index)  # afterwards the gradient has been let go
-        backward = unit.root.backward
+        backward = unit.root.iteration.backward
         if backward is not None:
             backward.gradient_elements_arrived(unit, unit.handles[kind].layout.params[index].numel)

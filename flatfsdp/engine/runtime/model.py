@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-from ...errors import InternalError, UsageError, is_new, logger
+from ...errors import InternalError, UsageError, logger
 from ..agreement.agreement import Agreement
 from ..agreement.divergence import ModelNames
 from ..agreement.once_per_job import warn_once_per_job
@@ -24,9 +23,8 @@ from ..base.events import Observers
 from ..comm.comm_hook import reducers
 from ..comm.process_groups import extent_of, groups_in_words, post_forward_axis
 from ..config.arguments import has_forward
-from ..flat.deferred_grad import PendingGradients
 from ..flat.states import IDLE, SUMMONED
-from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, check_left
+from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from ..schedule.backward_driver import UnitRules
 from ..schedule.order import ForwardOrder, ForwardRecord
 from .backward import Backward, rules_of
@@ -36,6 +34,7 @@ from .device_checks import check_hooked, check_placed, check_registered
 from .finish import DeferLast, Finisher
 from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
+from .iteration import BACKWARD, FAILED, LEFT_BEHIND, RETAINED, Iteration
 from .model_facts import (
     Flags,
     axes_of,
@@ -63,10 +62,9 @@ class Root:
         unit: the outermost unit; units: all, children before parents as wrapped, the root last.
         entries: the units whose forward users call: the outermost one, or those inside it where it has no forward.
         resources: what the units share as values.
-        record: the forward passes that the next backward may cover.
+        iteration: what lives for one forward and its backward.
         sync: False inside `no_sync()`.
         is_last_backward: whether backwards end with all of their reductions. [Note: awaited]
-        depth: forwards of units that run, one in the other.
         weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
         coalescer: which units share their collectives.
         observers: who looks on. [Note: observers]
@@ -83,24 +81,14 @@ class Root:
         self.weight = 1.0
         self.ready = False
         self.placed = False  # whether everything was found where it computes since it last moved
-        self.record: ForwardRecord[Unit] = ForwardRecord()
-        self.backward: Backward | None = None
         self.gradient_flow = GradientFlow()
         self.coalescer = Coalescer(most=settings.join_units_below)
         self.conditional_units = ConditionalUnits()
         self.accumulators = GradAccumulators()
         self.observers = Observers()
-        self.depth = 0
-        self._ahead: dict[Unit, None] = {}  # gathered in this forward before their use
-        self._requested: dict[
-            Unit, None
-        ] = {}  # unsharded by users, who may compute with parameters outside of a forward
         self._order: ForwardOrder[Unit] = ForwardOrder()
-        self._failed = False
-        self._is_idle = True  # between iterations, where shards may be written to
-        self._retained_for_double_backward = False
-        self._deferred_grads: PendingGradients | None = None  # gradients of the last backward that are reduced still
         self.agreement = Agreement(check_values=settings.check_values)
+        self.iteration = Iteration(self.units, resources, self.agreement, self.accumulators, self.observers)
         self._schedule_description: str | None = None  # what was set, None when it has to be put together anew
         self._exceptions_by_sync: dict[bool, Exceptions] = {}  # found before, by `sync`
         self._replica_checks = ReplicaChecks(self.agreement)
@@ -110,10 +98,10 @@ class Root:
 
     def adopt(self, nested: list[Unit]) -> None:
         """Take the units of wrapped descendants into this tree, in front of the root's own."""
-        self.units = [*nested, self.unit]
+        self.units[:] = [*nested, self.unit]  # in place: the iteration has this list
         self._exceptions_by_sync.clear()
         for unit in nested:
-            unit.root.wait_for_gradients()
+            unit.root.iteration.wait_for_gradients()
             self.agreement.loaded |= unit.root.agreement.loaded
             self.accumulators.adopt(unit.root.accumulators)
             self.is_last_backward = self.is_last_backward and unit.root.is_last_backward
@@ -212,7 +200,7 @@ class Root:
     def set_unshard_async_op(self, async_op: bool) -> None:
         """Issue gathers on the caller's stream, and ahead only where a user says so; or on a lane of their own."""
         if self.ready:
-            self.reset_to_idle()  # memory of the one lane does not go back to the other
+            self.iteration.reset_to_idle()  # memory of the one lane does not go back to the other
             for unit in self.units:
                 unit.evict_all()
         for unit in self.units:
@@ -251,10 +239,10 @@ class Root:
 
     def enter(self, unit: Unit) -> bool:
         """A forward of `unit` begins; True if it is the outermost."""
-        outermost = self.depth == 0
+        outermost = self.iteration.depth == 0
         if outermost:
             self._begin(unit)
-        self.depth += 1
+        self.iteration.depth += 1
         return outermost
 
     def _begin(self, unit: Unit) -> None:
@@ -276,54 +264,48 @@ class Root:
             training=torch.is_grad_enabled(),
             device_type=self.resources.device.device.type,
         )
-        self.finish_interrupted()
+        if self.iteration.stage in LEFT_BEHIND:
+            self.iteration.finish_interrupted()
         try:
-            if self._is_idle:
-                self._retire_requests()
+            if self.iteration.is_at_rest:
+                self.iteration.retire_requests()
             for each in self.units:
                 each.write_back()
             if torch.is_grad_enabled():
                 self.accumulators.look_before_forward(self.units)
                 self.agreement.compare_values(functools.partial(initial_checksums, self.units))
         except BaseException:
-            self.abandon()
+            self.iteration.abandon()
             raise
         for each in self.units:
             for views in each.views:
                 views.guard()
-        if torch.is_grad_enabled() and self.record.consumed:
-            self.record = ForwardRecord()
+        if torch.is_grad_enabled() and self.iteration.record.consumed:
+            self.iteration.record = ForwardRecord()
             self.conditional_units.begin_record()
             self.gradient_flow.unhook()
-        self.record.begin()
         self._order.begin()
         self.conditional_units.begin(unit, training=torch.is_grad_enabled())
         self.gradient_flow.begin_forward()
-        self._follow_writes()
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward of any unit runs."""
-        return self.depth > 0
+        self.iteration.begin_forward()
 
     def leave(self, unit: Unit, *, failed: bool = False) -> None:
         """A forward of `unit` has ended."""
-        self.depth -= 1
+        self.iteration.depth -= 1
         if self.conditional_units.cursors:
-            self.conditional_units.leave(self.depth)
-        if self.depth or _torch.in_backward():
+            self.conditional_units.leave(self.iteration.depth)
+        if self.iteration.depth or _torch.in_backward():
             return
-        self.record.end()
+        self.iteration.record.end()
         if failed:
-            self.abandon()
+            self.iteration.abandon()
             return
         self.agreement.end_forward()
         self._order.end()
-        for each in self._ahead:
-            each.reshard_unused()
-        self._ahead.clear()
-        if not torch.is_grad_enabled() or self.record.empty:
-            self._is_idle = True
+        empty = self.iteration.record.empty
+        self.iteration.end_forward(empty=empty)
+        if not torch.is_grad_enabled() or empty:
+            self.iteration.is_at_rest = True
             for each in self.units:
                 if not each.keep_unsharded:
                     each.reset_to_idle(keep_unsharded=each.options.schedule.reshard_after_forward is False)
@@ -333,8 +315,8 @@ class Root:
         """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
         if _torch.in_backward():
             self.conditional_units.check_recomputed(unit)
-            if self.backward is not None:
-                self.backward.recomputed(unit)
+            if self.iteration.backward is not None:
+                self.iteration.backward.recomputed(unit)
             else:
                 self._gather(unit)
         elif not (self.conditional_units.exist and self.conditional_units.enter(unit)):
@@ -359,15 +341,15 @@ class Root:
             for act in self.observers.first_gather_agreed:
                 act(self)
         if torch.is_grad_enabled() or (self.conditional_units.training and unit.options.schedule.branch is not None):
-            self.record.enter(unit, segment=_torch.saving(), segments=_torch.segments)
+            self.iteration.record.enter(unit, segment=_torch.saving(), segments=_torch.segments)
             for owning_unit in unit.owning_units:
-                self.record.enter_sharing(owning_unit)
+                self.iteration.record.enter_sharing(owning_unit)
         elif self.conditional_units.training:
-            self.record.enter_without_graph(
+            self.iteration.record.enter_without_graph(
                 unit, checkpoint=_torch.custom_forward(), segment=_torch.saving(), segments=_torch.segments
             )
             for owning_unit in unit.owning_units:
-                self.record.enter_sharing_without_graph(owning_unit)
+                self.iteration.record.enter_sharing_without_graph(owning_unit)
         self._gather(unit)
         if unit.forward_prefetch or unit.options.forward_targets:
             self._prefetch_in_forward(unit)
@@ -401,7 +383,7 @@ class Root:
             return
         group = self.coalescer.first_gather(unit, following)
         self.coalescer.launch_unshard(group, ahead=ahead)
-        self._ahead.update(dict.fromkeys(group if ahead else group[1:]))
+        self.iteration.ahead.update(dict.fromkeys(group if ahead else group[1:]))
 
     def _prefetch_in_forward(self, unit: Unit) -> None:
         for target in unit.options.forward_targets.units():
@@ -426,18 +408,18 @@ class Root:
     def unshard(self, unit: Unit) -> None:
         """Start to gather `unit` because a user asks for it, in a forward or between iterations. Collective."""
         self.lazy_init()
-        if not self.in_forward:
-            self.finish_interrupted()
+        if not self.iteration.in_forward:
+            self.iteration.finish_interrupted()
             if torch.is_grad_enabled():
                 self.accumulators.look_before_forward(self.units)
         self.agreement.check_request(unit.index, "unshard")
-        if not self.in_forward:
+        if not self.iteration.in_forward:
             self.resources.streams.unshard.follow_compute()
         for each in (*unit.owning_units, unit):
             each.launch_requested()
-            self._ahead[each] = None
+            self.iteration.ahead[each] = None
             if torch.is_grad_enabled():
-                self._requested[each] = None
+                self.iteration.requested[each] = None
                 each.unshard_at_first_gradient()
 
     def wait_for(self, unit: Unit) -> None:
@@ -451,32 +433,20 @@ class Root:
     def reshard(self, unit: Unit) -> None:
         """Free the unsharded parameters of `unit` because a user asks for it."""
         self.lazy_init()
-        self.clear_failure()
-        if self._retained_for_double_backward or unit.keep_unsharded or unit.phase is not IDLE:
+        self.iteration.clear_failure()
+        if self.iteration.stage is RETAINED or unit.keep_unsharded or unit.phase is not IDLE:
             raise UsageError(
                 f"reshard() of unit {unit.label}: its parameters are still read, by its own forward or by a backward "
                 "that needs them as they are. Call it after that"
             )
         self.agreement.check_request(unit.index, "reshard")
-        if self._is_idle:
+        if self.iteration.is_at_rest:
             unit.retire_request(written=True)
         unit.check_left_unsharded()
-        awaits_backward = not self.record.consumed and unit in self.record.entered
+        awaits_backward = not self.iteration.record.consumed and unit in self.iteration.record.entered
         unit.reshard(SHOWS_NOTHING if awaits_backward else SHOWS_SHARD)
         unit.drop_post_forward_shards()
         unit.persists_between_iterations = False
-
-    def abandon(self) -> None:
-        """A forward failed: everything returns to between iterations, as if it had not begun."""
-        self.agreement.abandon(sys.exc_info()[1])
-        self.record = ForwardRecord()
-        self._is_idle = True
-        self._ahead.clear()
-        self._requested.clear()
-        for unit in self.units:
-            unit.reset_to_idle()
-        self.resources.limiter.free_all()
-        self.agreement.rest()
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -484,27 +454,27 @@ class Root:
         """The backward that runs; the first sign of it plans it."""
         for observe in self.observers.backward_reaches:
             observe()
-        if self.backward is not None:
-            self.backward.double = self.backward.double or torch.is_grad_enabled()
-            return self.backward
+        if self.iteration.backward is not None:
+            self.iteration.backward.double = self.iteration.backward.double or torch.is_grad_enabled()
+            return self.iteration.backward
         if not _torch.in_backward():
             raise InternalError(f"unit {self.unit.label}: a gradient arrived outside of a backward")
         self.observers.begin_step(self, None)
-        if self._failed:  # the same graph again, after a backward that failed
-            self.finish_interrupted()
-        self.wait_for_gradients()
-        self._follow_requests()
+        if self.iteration.stage is FAILED:  # the same graph again, after a backward that failed
+            self.iteration.finish_interrupted()
+        self.iteration.wait_for_gradients()
+        self.iteration.follow_requests()
         with _torch.as_plain_tensors():  # leaves may be hidden
-            trained = {unit: unit.trained() for unit in self.record.anchored}
+            trained = {unit: unit.trained() for unit in self.iteration.record.anchored}
         unreduced, kept, rules = self._exceptions()
         sync = len(unreduced) < len(self.units)
         self._check_backward(trained, reduces=sync)
         self._replica_checks.before_backward(self.units, reduces=sync)
-        if self._is_idle:  # a graph older than the last rest
-            self._follow_writes()
-        self.record.consumed = True
-        backward = self.backward = Backward(
-            self.record,
+        if self.iteration.is_at_rest:  # a graph older than the last rest
+            self.iteration.follow_writes()
+        self.iteration.record.consumed = True
+        backward = Backward(
+            self.iteration.record,
             rules=rules,
             stays_unsharded=kept,
             sync=sync,
@@ -513,14 +483,15 @@ class Root:
             finisher=self._finisher(sync=sync),
             branches=self.conditional_units,
         )
+        self.iteration.backward = backward
+        self.iteration.enter(BACKWARD)
         backward.double = torch.is_grad_enabled()
         # Bound to this backward: on an accelerator a failed one may be let go late, by another thread.
-        hooks.at_end_of_backward(
-            functools.partial(self.end_backward, backward), functools.partial(self.fail_backward, backward)
-        )
+        ended, failed = self.iteration.end_backward, self.iteration.fail_backward
+        hooks.at_end_of_backward(functools.partial(ended, backward), functools.partial(failed, backward))
         self.accumulators.look_before_backward(self.units)
         with _torch.as_plain_tensors():
-            for unit in self.record.begun:
+            for unit in self.iteration.record.begun:
                 for grads in unit.grads:
                     grads.stash_grads()
         for unit in self.units:
@@ -544,7 +515,7 @@ class Root:
         post_forward = tuple(
             unit.index for unit in self.units if unit.post_forward_gather and unit.has_post_forward_shards
         )
-        begun, anchored = self.record.entered, self.record.anchored
+        begun, anchored = self.iteration.record.entered, self.iteration.record.anchored
         # Hashed at every step: units by identity, and no dict.
         reduced = tuple(trained), tuple(trained.values())
         plan = self.sync, begun, anchored, reduced, post_forward, self.schedule_description
@@ -564,195 +535,6 @@ class Root:
             unsharded = frozenset(unit for unit, rule in rules.items() if rule.stays_unsharded)
             found = self._exceptions_by_sync[self.sync] = unreduced, unsharded, rules
         return found
-
-    def _follow_requests(self) -> None:
-        """What users unsharded and no forward entered takes part in the backward: they computed with it themselves."""
-        for unit in self._requested:
-            if unit.is_unsharded and not unit.keep_unsharded and unit not in self.record.entered:
-                self.record.add(unit)
-                unit.keep_unsharded = True
-        self._requested.clear()
-
-    def end_backward(self, backward: Backward) -> None:
-        """The graph task has ended: flush, and return to between iterations. Collective."""
-        if self.backward is not backward:
-            return
-        try:
-            backward.flush()
-            for observe in self.observers.backward_ends:
-                observe()
-            if not backward.double:
-                self._check_unreached()
-            self.backward = None
-            if backward.double:
-                self._retained_for_double_backward = True
-                for unit in self.units:
-                    unit.retain_for_double_backward()
-                self.agreement.rest()
-            else:
-                self._finish(backward)
-        except BaseException as error:
-            if self.backward is None:  # what failed comes too late for `fail_backward`
-                backward.finisher.backward_failed(self.units)
-            if isinstance(error, RuntimeError):
-                self.agreement.explain(error)
-            raise
-
-    def _check_unreached(self) -> None:
-        """Refuse what was written to units that the backward, which is over, has not reached."""
-        for unit in self.units:
-            for views in unit.views:
-                if views.tracks_writes or views.is_left_unsharded:
-                    check_left(views, unit.name)
-
-    def _finish(self, backward: Backward | None = None) -> None:
-        self._retained_for_double_backward = False
-        self._is_idle = True
-        self._failed = True  # until the gradients have settled
-        for unit in self.units:
-            unit.reset_to_idle(keep_unsharded=backward is not None and unit in backward.stays_unsharded)
-        self.resources.streams.await_downloads()
-        finisher = backward.finisher if backward is not None else Finisher()
-        finished = finisher.backward_ended(self.units, backward.deferred if backward is not None else ())
-        self._deferred_grads = finisher.pending
-        self.resources.limiter.free_all()
-        self._failed = False
-        self.agreement.rest()
-        self.resources.events.record("end", "", IDLE.value)
-        for unit, complete in finished:
-            unit.run_user_hooks(complete)
-            if self.accumulators.expects_gradients:
-                self.accumulators.run(complete)
-        if backward is not None:
-            for observe in self.observers.backward_ended:
-                observe(backward)
-
-    def wait_for_gradients(self) -> None:
-        """Wait for what the last backward left to be reduced, if it did."""
-        if self._deferred_grads is not None:
-            awaited, self._deferred_grads = self._deferred_grads, None
-            awaited.wait()
-
-    def __del__(self) -> None:
-        if self.resources.device.has_streams:  # whose memory would go back while a lane writes to it
-            self.wait_for_gradients()
-
-    def fail_backward(self, backward: Backward) -> None:
-        """The graph task died: `.grad` is as before at once; the rest waits for the next forward
-        (`finish_interrupted`)."""
-        if self.backward is not backward:
-            return
-        self.backward = None
-        self._failed = True
-        self._name_used_at_rest()
-        self._stop_sharing()
-        backward.finisher.backward_failed(self.units)
-        self.agreement.publish_abandoned(None)
-        self.agreement.rest()
-        lost = [unit.label for unit in self.units if unit.rollback()]
-        if lost:
-            warn_once_per_job(
-                "a backward failed inside an accumulation window: the unsharded gradients of earlier microbatches are "
-                f"dropped with it ({len(lost)} units, "
-                f"first {lost[0]}). Run the window again from its first microbatch",
-                names_rank=True,
-            )
-
-    def _name_used_at_rest(self) -> None:
-        """A backward failed: say which parameters it cannot bring gradients to, where autograd does not."""
-        for unit in self.record.entered:
-            used = [name for views in unit.views for name in views.used_at_rest() if unit.phase is not SUMMONED]
-            if used:
-                warn_once_per_job(
-                    f"a backward failed that brings gradients to {', '.join(map(repr, used))} of unit {unit.label}: "
-                    "before the forward, where parameters show this rank's shard, something was computed with them "
-                    "that autograd has recorded and that is still there. Compute terms over parameters (an L2 penalty, "
-                    "say) inside the forward of the module that holds them, or under torch.no_grad()",
-                    names_rank=True,
-                )
-
-    def _stop_sharing(self) -> None:
-        """A backward failed: units where gradients were taking the parameters' places do without from now on."""
-        sharing = [unit for unit in self.units if unit.gradients_occupy_params]
-        if not sharing:
-            return
-        if is_new(("failed sharing", id(self))):
-            warn_once_per_job(
-                f"a backward failed in unit {sharing[0].label}, while gradients took the places of its parameters. If "
-                "autograd complained of a variable that was modified by an inplace operation, a parameter is read "
-                "after its gradient has come (a detached use, say): run the step again; in units of this class "
-                "gradients have memory of their own from now on",
-                names_rank=True,
-            )
-        classes = {type(unit.module) for unit in sharing}
-        for unit in self.units:
-            if type(unit.module) in classes:
-                unit.single_use = False
-
-    def finish_interrupted(self) -> None:
-        """Bring what a failed or a double backward left behind to rest."""
-        if not self.clear_failure() and self._retained_for_double_backward and self.backward is None:
-            self._finish()
-
-    def clear_failure(self) -> bool:
-        """Bring what a failed backward left behind to rest, if one failed; waits for what it had issued."""
-        if self.backward is not None and not _torch.in_backward():
-            self.fail_backward(self.backward)  # autograd has not let it go yet
-        if not self._failed:
-            return False
-        self._failed = False
-        for unit in self.units:
-            for grads in unit.grads:
-                grads.drop()
-            unit.reset_to_idle()
-        self.resources.limiter.free_all()
-        return True
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a forward awaits its backward, or a double backward was left as it was."""
-        left = self._failed or self._retained_for_double_backward or self.backward is not None
-        return left or not (self.record.consumed or self.record.empty)
-
-    def _retire_requests(self, *, written: bool = False) -> None:
-        """Look after what users unsharded between iterations."""
-        for unit in self._ahead:
-            unit.retire_request(written=written)
-
-    @property
-    def shows_shards(self) -> bool:
-        """Whether everything is as between iterations, with nothing unsharded by users."""
-        return not (self._ahead or self.is_interrupted)
-
-    def show_shards(self) -> None:
-        """An optimizer is about to step: parameters show their shards, and gradients are there."""
-        self.wait_for_gradients()
-        if self.is_interrupted:
-            self.reset_to_idle()
-        elif not self.in_forward:
-            self._retire_requests(written=True)
-
-    def reset_to_idle(self) -> None:
-        """Shards are about to be written to: parameters show them. A backward that still comes gathers again."""
-        self.wait_for_gradients()
-        self.finish_interrupted()
-        if self._is_idle:
-            self._retire_requests(written=True)
-        try:
-            for unit in self.units:
-                unit.check_left_unsharded()
-        finally:
-            for unit in self.units:
-                unit.reset_to_idle()
-            self.resources.limiter.free_all()
-            self._is_idle = True
-
-    def _follow_writes(self) -> None:
-        """Order the next gathers after what was written to the shards at rest, by an optimizer say."""
-        self.resources.streams.unshard.follow_compute()
-        self._is_idle = False
-
-    # -- memory ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from .unit import Unit
 
 def check_outside(unit: Unit, method: str) -> None:
     """Refuse a change while a forward or a backward runs: what its ranks have agreed on would no longer hold."""
-    if _torch.in_backward() or unit.root.in_forward:
+    if _torch.in_backward() or unit.root.iteration.in_forward:
         raise UsageError(
             f"{method} of unit {unit.label} was called inside a "
             f"{'backward' if _torch.in_backward() else 'forward'}; call it before the forward, or between forward and "
@@ -49,7 +49,7 @@ def initialize(model: Root) -> None:
     """Prepare a collective call: units are named and connected (collective the first time), and what a backward that
     failed or may be differentiated again has left is finished. [Note: rest]"""
     model.lazy_init()
-    model.finish_interrupted()
+    model.iteration.finish_interrupted()
 
 
 def quiesce(
@@ -76,21 +76,21 @@ def quiesce(
         if collective:
             initialize(model)
         else:
-            model.finish_interrupted()
+            model.iteration.finish_interrupted()
     if check is not None:
         for unit in units:
             check(unit)
     if shards:
         for model in models:
             if frees or not all(unit.is_between_iterations() for unit in units if unit.root is model):
-                model.reset_to_idle()
+                model.iteration.reset_to_idle()
         for unit in units:
             unit.write_back()
 
 
 def free_unsharded(model: Root) -> None:
     """Parameters of `model` show their shards, and nothing of it is unsharded, for whatever reason it was kept."""
-    model.reset_to_idle()
+    model.iteration.reset_to_idle()
 
 
 def free_unit(unit: Unit) -> None:
@@ -103,13 +103,13 @@ def free_unit(unit: Unit) -> None:
 
 def before_step(optimizer: torch.optim.Optimizer) -> None:
     """Let models that `optimizer` steps show shards and gradients, as between iterations."""
-    busy = [model for model in registry.roots if not model.shows_shards]
+    busy = [model for model in registry.roots if not model.iteration.shows_shards]
     if busy:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in busy:
             handles = (handle for unit in model.units for handle in unit.handles)
             if any(id(parameter) in stepped for handle in handles for parameter in handle.steppable):
-                model.show_shards()
+                model.iteration.show_shards()
 
 
 @contextmanager

@@ -143,7 +143,7 @@ class Unit(UnitData):
         """The module's forward, or another `method`, with the parameters unsharded around it. Collective over the shard
         axis."""
         root = self.root
-        if root.depth == 0 and root.observers.begin_step(root, self):
+        if root.iteration.depth == 0 and root.observers.begin_step(root, self):
             return self.run(args, kwargs, method=method)
         if self.phase is SUMMONED:
             return self._run_summoned(root, args, kwargs, method)
@@ -291,7 +291,7 @@ class Unit(UnitData):
         if not awaited:
             return None
         timed = self.options.schedule.branch is None and not _torch.in_backward()
-        call = ForwardCall(root.record.entered_at if timed else None)
+        call = ForwardCall(root.iteration.record.entered_at if timed else None)
         me, this = weakref.ref(self), weakref.ref(call)
         if len(awaited) == 1 and root.gradient_flow.follow_output(awaited[0], me, call):
             return call
@@ -334,9 +334,9 @@ class Unit(UnitData):
             if keep:
                 self._stay_unsharded()
         if recomputing:
-            if root.backward is not None and torch.is_grad_enabled():
+            if root.iteration.backward is not None and torch.is_grad_enabled():
                 for unit in (self, *self.owning_units):
-                    root.backward.expect_recomputed(unit)
+                    root.iteration.backward.expect_recomputed(unit)
             return output
         if branching:
             if root.conditional_units.training:
@@ -353,11 +353,11 @@ class Unit(UnitData):
         `reached`: a gradient can come to it.
         """
         if reached:
-            self.root.record.leave(self)
+            self.root.iteration.record.leave(self)
             for owning_unit in self.owning_units:
-                self.root.record.leave(owning_unit)
+                self.root.iteration.record.leave(owning_unit)
         elif self.root.conditional_units.training:
-            self.root.record.leave_without_graph(self)
+            self.root.iteration.record.leave_without_graph(self)
         if keep or self._in_use_by_sharing_unit or not self.reshards_after_forward:
             for views in self.views:
                 views.track_writes()
@@ -391,7 +391,7 @@ class Unit(UnitData):
 
         # The graph holds the pass that it was made in. Not the root: an error of a backward that the root keeps holds
         # the graph, and no collector sees that circle.
-        def reached(grad: torch.Tensor, made_in: ForwardPass | None = root.record.running) -> None:
+        def reached(grad: torch.Tensor, made_in: ForwardPass | None = root.iteration.record.running) -> None:
             output_hook.reached()
 
         registered = hooks.before_backward_of(output, reached)
@@ -594,7 +594,7 @@ class Unit(UnitData):
                 self._advance()
             return
         root = self.root
-        backward = root.backward
+        backward = root.iteration.backward
         if backward is None or not (self.phase is PRE_BACKWARD or self.completed):
             backward = root.begin_backward()
             self.expect_gradients(backward)
@@ -645,7 +645,7 @@ class Unit(UnitData):
         """The gradients of the inputs of one call are there."""
         self._open_calls.discard(call)
         call.finished_in_task = _torch.graph_task()
-        backward = self.root.backward
+        backward = self.root.iteration.backward
         if backward is not None and call.began is not None and call.began == backward.began.get(self):
             self.backward_finished = True
         if self.expects_gradients:
@@ -674,7 +674,7 @@ class Unit(UnitData):
         awaiting = [(handle, grads) for handle, _, grads in self.kinds if grads.missing]
         if not awaiting or self._open_calls or self.completed:
             return
-        backward = self.root.backward
+        backward = self.root.iteration.backward
         if backward is None or backward.in_inner_task() or not backward.brings_gradients():
             return
         for handle, grads in awaiting:
@@ -683,7 +683,7 @@ class Unit(UnitData):
     def _advance(self) -> None:
         """Reduce when every gradient is there, and reshard, unless something in this backward can still read the
         parameters."""
-        backward = self.root.backward
+        backward = self.root.iteration.backward
         if self._open_calls or backward is None:
             return
         expecting = missing = False

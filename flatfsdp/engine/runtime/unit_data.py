@@ -269,8 +269,8 @@ class UnitData:
         """Gathers of this unit were issued."""
         self.record_event("gather")
         root = self.root
-        if root.backward is not None:
-            root.backward.gathered.append(self.index)
+        if root.iteration.backward is not None:
+            root.iteration.backward.gathered.append(self.index)
 
     def prepare_unshard(self, *, ahead: bool) -> list[tuple[FlatParamHandle, UnshardSource]]:
         """The handles that are sharded, and may take memory to be gathered now, maybe `ahead` of their use; and what
@@ -405,7 +405,7 @@ class UnitData:
                         views.track_writes()
                 elif handle.unsharded.buffer is not None or mode is SHOWS_SHARD:
                     root = self.root
-                    if views.tracks_writes and root.backward is not None:
+                    if views.tracks_writes and root.iteration.backward is not None:
                         check_exposed(views, self.name)  # a backward that did not reach it, or not yet
                     if grads.slots.shares and grads.take_over_buffer(
                         functools.partial(self.resources.limiter.free_later, handle.name)
@@ -423,7 +423,7 @@ class UnitData:
     def reshard_after_forward(self, *readers: Unit) -> None:
         """Free the unsharded parameters; where the backward of one of the `readers` is to come, they may stay among
         the ranks of the post-forward axis. [Note: post-forward shards]"""
-        if self.post_forward_gather is not None and any(map(self.root.record.awaits, readers)):
+        if self.post_forward_gather is not None and any(map(self.root.iteration.record.awaits, readers)):
             for handle in self.handles:
                 if handle.state is UNSHARDED and handle.persistence is None:
                     unsharded = handle.unsharded.flat

@@ -1,0 +1,356 @@
+"""What lives for one forward and its backward, and how it ends.
+
+[Note: iteration] An iteration goes through the stages of one table. It ends in one operation (`close`), whether its
+backward came to its end, will be differentiated again, or failed: what was issued is waited for, units are brought to
+rest, and gradients are published or dropped. A backward that dies does so where an exception is being raised, maybe on
+another thread: then `.grad` is put back at once (`fail_backward`), and the rest waits for the next call.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Mapping, Sequence
+
+from ...errors import InternalError, is_new
+from ..agreement.agreement import Agreement
+from ..agreement.once_per_job import warn_once_per_job
+from ..base import _torch
+from ..base.events import Observers
+from ..flat.deferred_grad import PendingGradients
+from ..flat.states import IDLE as UNIT_IDLE
+from ..flat.states import SUMMONED
+from ..flat.views import check_left
+from ..schedule.order import ForwardRecord
+from .backward import Backward
+from .finish import Finisher
+from .grad_accumulators import GradAccumulators
+from .resources import Resources
+from .unit import Unit
+
+
+class Stage(enum.Enum):
+    """Where an iteration is."""
+
+    __hash__ = object.__hash__  # members are singletons; enum's own hash is Python code on the way of every step
+
+    IDLE = "idle"
+    FORWARD = "forward"  # a forward runs; evaluations too
+    AWAITING_BACKWARD = "awaiting its backward"
+    BACKWARD = "backward"
+    RETAINED = "retained"  # a backward has ended that will be differentiated again; units are still unsharded for it
+    FAILED = "failed"  # a backward died, and what it left has not been brought to rest
+
+
+IDLE, FORWARD, AWAITING_BACKWARD, BACKWARD, RETAINED, FAILED = Stage
+INTERRUPTED = frozenset({AWAITING_BACKWARD, BACKWARD, RETAINED, FAILED})
+LEFT_BEHIND = frozenset({BACKWARD, RETAINED, FAILED})  # that a next call may find, and brings to rest
+
+STAGE_STEPS: Mapping[Stage, frozenset[Stage]] = {
+    # A backward may come of a graph that is older than the last rest.
+    IDLE: frozenset({IDLE, FORWARD, BACKWARD}),
+    # A gradient may be taken inside a forward. One that was refused before it ran is followed by another.
+    FORWARD: frozenset({FORWARD, IDLE, AWAITING_BACKWARD, BACKWARD}),
+    AWAITING_BACKWARD: frozenset({AWAITING_BACKWARD, IDLE, FORWARD, BACKWARD}),
+    BACKWARD: frozenset({IDLE, FORWARD, AWAITING_BACKWARD, RETAINED, FAILED}),
+    RETAINED: frozenset({IDLE, FORWARD, AWAITING_BACKWARD, BACKWARD, FAILED}),
+    FAILED: frozenset({IDLE, FORWARD, AWAITING_BACKWARD, FAILED}),
+}
+
+
+class Outcome(enum.Enum):
+    """How a backward ended."""
+
+    ENDED = "ended"
+    RETAINED = "retained"
+    FAILED = "failed"
+
+
+class Iteration:
+    """One forward, or several, and the backward over them; begun anew by the next training forward after that.
+
+    Attributes:
+        stage: where it is.
+        record: the forward passes that the next backward may cover.
+        backward: the one that runs; None without.
+        depth: forwards of units that run, one in the other.
+        ahead: units gathered in this forward before their use, or because a user asked for them.
+        requested: units that users unsharded, who may compute with parameters outside of a forward.
+        is_at_rest: shards may be written to, so the next gathers come after what was.
+        pending: gradients of the last backward that are reduced still. [Note: awaited]
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        resources: Resources,
+        agreement: Agreement,
+        accumulators: GradAccumulators,
+        observers: Observers,
+    ) -> None:
+        """`units`: of the model, in a list that is its own."""
+        self.stage = IDLE
+        self.record: ForwardRecord[Unit] = ForwardRecord()
+        self.backward: Backward | None = None
+        self.depth = 0
+        self.ahead: dict[Unit, None] = {}
+        self.requested: dict[Unit, None] = {}
+        self.is_at_rest = True
+        self.pending: PendingGradients | None = None
+        self._units = units
+        self._resources = resources
+        self._agreement = agreement
+        self._accumulators = accumulators
+        self._observers = observers
+
+    def enter(self, stage: Stage) -> None:
+        """Change the stage, by the table."""
+        if stage not in STAGE_STEPS[self.stage]:
+            story = "; ".join(map(str, self._resources.events.tail()))
+            raise InternalError(
+                f"an iteration that is {self.stage.value} cannot become {stage.value}. Last events: {story}"
+            )
+        self.stage = stage
+
+    def _return(self) -> None:
+        """No backward runs: back to the forward around it, or to what the record awaits. Any stage may end so."""
+        awaits = not (self.record.consumed or self.record.empty)
+        self.stage = FORWARD if self.depth else AWAITING_BACKWARD if awaits else IDLE
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of any unit runs."""
+        return self.depth > 0
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether units ran with a graph, and no backward has begun since."""
+        return not (self.record.consumed or self.record.empty)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a forward awaits its backward, or a backward runs, or was left as it was."""
+        return self.stage in INTERRUPTED or (self.stage is FORWARD and self.awaits_backward)
+
+    # -- forwards ----------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The outermost forward begins, with what was written to the shards at rest."""
+        if FORWARD not in STAGE_STEPS[self.stage]:
+            self.enter(FORWARD)  # refuses it
+        self.stage = FORWARD
+        self.record.begin()
+        self._resources.streams.unshard.follow_compute()
+        self.is_at_rest = False
+
+    def end_forward(self, *, empty: bool) -> None:
+        """The outermost forward has ended; `empty`: no backward can follow. What a backward inside of it has left is
+        still to be finished."""
+        if self.stage is FORWARD:
+            self.stage = IDLE if empty or self.record.consumed else AWAITING_BACKWARD
+        for each in self.ahead:
+            each.reshard_unused()
+        self.ahead.clear()
+
+    def abandon(self) -> None:
+        """A forward failed: everything returns to between iterations, as if it had not begun."""
+        self._agreement.abandon(sys.exc_info()[1])
+        self.record = ForwardRecord()
+        self.is_at_rest = True
+        self.ahead.clear()
+        self.requested.clear()
+        for unit in self._units:
+            unit.reset_to_idle()
+        self._resources.limiter.free_all()
+        self._agreement.rest()
+        self._return()
+
+    def follow_writes(self) -> None:
+        """Order the next gathers after what was written to the shards at rest, by an optimizer say."""
+        self._resources.streams.unshard.follow_compute()
+        self.is_at_rest = False
+
+    # -- backwards ---------------------------------------------------------------------------------------------------
+
+    def follow_requests(self) -> None:
+        """What users unsharded and no forward entered takes part in the backward: they computed with it themselves."""
+        for unit in self.requested:
+            if unit.is_unsharded and not unit.keep_unsharded and unit not in self.record.entered:
+                self.record.add(unit)
+                unit.keep_unsharded = True
+        self.requested.clear()
+
+    def end_backward(self, backward: Backward) -> None:
+        """The graph task has ended: flush, and return to between iterations. Collective."""
+        if self.backward is not backward:
+            return
+        try:
+            backward.flush()
+            for observe in self._observers.backward_ends:
+                observe()
+            if not backward.double:
+                self._check_unreached()
+            self.backward = None
+            self.close(Outcome.RETAINED if backward.double else Outcome.ENDED, backward)
+        except BaseException as error:
+            if self.backward is None:  # what failed comes too late for `fail_backward`
+                if self.stage is BACKWARD:
+                    self.enter(FAILED)
+                backward.finisher.backward_failed(self._units)
+            if isinstance(error, RuntimeError):
+                self._agreement.explain(error)
+            raise
+
+    def _check_unreached(self) -> None:
+        """Refuse what was written to units that the backward, which is over, has not reached."""
+        for unit in self._units:
+            for views in unit.views:
+                if views.tracks_writes or views.is_left_unsharded:
+                    check_left(views, unit.name)
+
+    def fail_backward(self, backward: Backward) -> None:
+        """The graph task died: `.grad` is as before at once; the rest waits for the next call (`close`)."""
+        if self.backward is not backward:
+            return
+        self.backward = None
+        self.enter(FAILED)
+        self._name_used_at_rest()
+        self._stop_sharing()
+        backward.finisher.backward_failed(self._units)
+        self._agreement.publish_abandoned(None)
+        self._agreement.rest()
+        lost = [unit.label for unit in self._units if unit.rollback()]
+        if lost:
+            warn_once_per_job(
+                "a backward failed inside an accumulation window: the unsharded gradients of earlier microbatches are "
+                f"dropped with it ({len(lost)} units, "
+                f"first {lost[0]}). Run the window again from its first microbatch",
+                names_rank=True,
+            )
+
+    def _name_used_at_rest(self) -> None:
+        """A backward failed: say which parameters it cannot bring gradients to, where autograd does not."""
+        for unit in self.record.entered:
+            used = [name for views in unit.views for name in views.used_at_rest() if unit.phase is not SUMMONED]
+            if used:
+                warn_once_per_job(
+                    f"a backward failed that brings gradients to {', '.join(map(repr, used))} of unit {unit.label}: "
+                    "before the forward, where parameters show this rank's shard, something was computed with them "
+                    "that autograd has recorded and that is still there. Compute terms over parameters (an L2 penalty, "
+                    "say) inside the forward of the module that holds them, or under torch.no_grad()",
+                    names_rank=True,
+                )
+
+    def _stop_sharing(self) -> None:
+        """A backward failed: units where gradients were taking the parameters' places do without from now on."""
+        sharing = [unit for unit in self._units if unit.gradients_occupy_params]
+        if not sharing:
+            return
+        if is_new(("failed sharing", id(self))):
+            warn_once_per_job(
+                f"a backward failed in unit {sharing[0].label}, while gradients took the places of its parameters. If "
+                "autograd complained of a variable that was modified by an inplace operation, a parameter is read "
+                "after its gradient has come (a detached use, say): run the step again; in units of this class "
+                "gradients have memory of their own from now on",
+                names_rank=True,
+            )
+        classes = {type(unit.module) for unit in sharing}
+        for unit in self._units:
+            if type(unit.module) in classes:
+                unit.single_use = False
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def close(self, outcome: Outcome, backward: Backward | None = None) -> None:
+        """The `backward` has come to its end, or what a former one left is brought to rest. Waits for what it issued;
+        no collective."""
+        if outcome is Outcome.RETAINED:
+            for unit in self._units:
+                unit.retain_for_double_backward()
+            self._agreement.rest()
+            self.enter(RETAINED)
+            return
+        kept = backward.stays_unsharded if backward is not None else frozenset()
+        if outcome is Outcome.FAILED:
+            for unit in self._units:
+                for grads in unit.grads:
+                    grads.drop()
+                unit.reset_to_idle()
+            self._resources.limiter.free_all()
+            self._return()
+            return
+        self.is_at_rest = True
+        for unit in self._units:
+            unit.reset_to_idle(keep_unsharded=unit in kept)
+        self._resources.streams.await_downloads()
+        finisher = backward.finisher if backward is not None else Finisher()
+        finished = finisher.backward_ended(self._units, backward.deferred if backward is not None else ())
+        self.pending = finisher.pending
+        self._resources.limiter.free_all()
+        self.stage = FORWARD if self.depth else IDLE
+        self._agreement.rest()
+        self._resources.events.record("end", "", UNIT_IDLE.value)
+        for unit, complete in finished:
+            unit.run_user_hooks(complete)
+            if self._accumulators.expects_gradients:
+                self._accumulators.run(complete)
+        if backward is not None:
+            for observe in self._observers.backward_ended:
+                observe(backward)
+
+    def finish_interrupted(self) -> None:
+        """Bring what a failed or a double backward left behind to rest."""
+        if self.stage in LEFT_BEHIND and not self.clear_failure() and self.stage is RETAINED:
+            self.close(Outcome.ENDED)
+
+    def clear_failure(self) -> bool:
+        """Bring what a failed backward left behind to rest, if one failed; waits for what it had issued."""
+        if self.backward is not None and not _torch.in_backward():
+            self.fail_backward(self.backward)  # autograd has not let it go yet
+        if self.stage is not FAILED:
+            return False
+        self.close(Outcome.FAILED)
+        return True
+
+    def wait_for_gradients(self) -> None:
+        """Wait for what the last backward left to be reduced, if it did."""
+        if self.pending is not None:
+            awaited, self.pending = self.pending, None
+            awaited.wait()
+
+    def __del__(self) -> None:
+        if self._resources.device.has_streams:  # whose memory would go back while a stream writes to it
+            self.wait_for_gradients()
+
+    def retire_requests(self, *, written: bool = False) -> None:
+        """Look after what users unsharded between iterations."""
+        for unit in self.ahead:
+            unit.retire_request(written=written)
+
+    @property
+    def shows_shards(self) -> bool:
+        """Whether everything is as between iterations, with nothing unsharded by users."""
+        return not (self.ahead or self.is_interrupted)
+
+    def show_shards(self) -> None:
+        """An optimizer is about to step: parameters show their shards, and gradients are there."""
+        self.wait_for_gradients()
+        if self.is_interrupted:
+            self.reset_to_idle()
+        elif not self.in_forward:
+            self.retire_requests(written=True)
+
+    def reset_to_idle(self) -> None:
+        """Shards are about to be written to: parameters show them. A backward that still comes gathers again."""
+        self.wait_for_gradients()
+        self.finish_interrupted()
+        if self.is_at_rest:
+            self.retire_requests(written=True)
+        try:
+            for unit in self._units:
+                unit.check_left_unsharded()
+        finally:
+            for unit in self._units:
+                unit.reset_to_idle()
+            self._resources.limiter.free_all()
+            self.is_at_rest = True
