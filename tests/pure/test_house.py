@@ -29,7 +29,7 @@ CLASSES = {
     "engine/features/flat_optimizer/stepper RunPlan": (6, 26),
     "engine/runtime/backward Backward": (25, 29),
     "engine/runtime/model Root": (31, 22),
-    "engine/runtime/unit Unit": (45, 19),
+    "engine/runtime/unit Unit": (44, 19),
     "engine/runtime/unit_data UnitData": (55, 30),
     "engine/watchdog/watchdog Watchdog": (28, 27),
 }

@@ -327,7 +327,9 @@ class Root:
     def gather_in_turn(self, unit: Unit) -> None:
         """It is the turn of `unit`, on all ranks: start to gather it, and maybe the next. Collective."""
         first = self._order.enter(unit)
-        schedule = self.schedule_description
+        schedule = self._schedule_description  # asked at every unit
+        if schedule is None:
+            schedule = self.schedule_description
         for observe in self.observers.before_first_gather if first else ():
             if words := observe(self):
                 schedule += f"; {words}" if schedule else words

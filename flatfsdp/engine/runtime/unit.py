@@ -358,7 +358,7 @@ class Unit(UnitData):
                 self.root.iteration.record.leave(owning_unit)
         elif self.root.conditional_units.training:
             self.root.iteration.record.leave_without_graph(self)
-        if keep or self._in_use_by_sharing_unit or not self.reshards_after_forward:
+        if keep or (self._sharing_units and self._in_use_by_sharing_unit) or not self.reshards_after_forward:
             for views in self.views:
                 views.track_writes()
         else:
@@ -401,7 +401,7 @@ class Unit(UnitData):
     @property
     def _in_use_by_sharing_unit(self) -> bool:
         """Whether a unit that holds some of these parameters too is in its forward."""
-        return bool(self._sharing_units) and any(unit.phase is FORWARD for unit in self._alive_sharing_units())
+        return any(unit.phase is FORWARD for unit in self._alive_sharing_units())
 
     def sharing_unit_finished(self, sharing_unit: Unit) -> None:
         """`sharing_unit`, which holds some of these parameters too, has run its forward: reshard, unless they are
@@ -591,7 +591,7 @@ class Unit(UnitData):
         grads = self.grads[kind]
         if grads.collects_in == _torch.graph_task() and grads.collect(index):
             if not (grads.missing or self._open_calls):
-                self._advance()
+                self._advance(self.root.iteration.backward)
             return
         root = self.root
         backward = root.iteration.backward
@@ -628,7 +628,7 @@ class Unit(UnitData):
         else:
             grads.let_collect(backward.collecting)
         if (self.completed or not grads.missing) and not self._open_calls:
-            self._advance()
+            self._advance(backward)
 
     def _awaits_more(self) -> bool:
         """Whether gradients that came in tasks inside have another part to come, or may have: a segment that is
@@ -649,7 +649,9 @@ class Unit(UnitData):
         if backward is not None and call.began is not None and call.began == backward.began.get(self):
             self.backward_finished = True
         if self.expects_gradients:
-            self.reduce_if_complete()
+            # Reduce now if all has come that this backward computes, and reshard if nothing reads the parameters.
+            self._skip_missing()
+            self._advance(backward)
 
     def may_still_run(self) -> bool:
         """Whether the running graph task will go on with this unit's backward, or begin it."""
@@ -660,11 +662,6 @@ class Unit(UnitData):
         if not self.expects_gradients:
             return any(map(hooks.will_accumulate, self.trainable_leaves()))
         return any(hooks.will_accumulate(handle.leaves[i]) for handle, _, grads in self.kinds for i in grads.missing)
-
-    def reduce_if_complete(self) -> None:
-        """Reduce now if all has come that this backward computes, and reshard if nothing reads the parameters."""
-        self._skip_missing()
-        self._advance()
 
     def _skip_missing(self) -> None:
         """Where calls are over and gradients are missing: await none that this backward does not compute.
@@ -680,10 +677,9 @@ class Unit(UnitData):
         for handle, grads in awaiting:
             grads.missing.difference_update([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
 
-    def _advance(self) -> None:
+    def _advance(self, backward: Backward | None) -> None:
         """Reduce when every gradient is there, and reshard, unless something in this backward can still read the
         parameters."""
-        backward = self.root.iteration.backward
         if self._open_calls or backward is None:
             return
         expecting = missing = False
@@ -707,7 +703,7 @@ class Unit(UnitData):
             self._release(backward)
         for owning_unit in self.owning_units:
             if owning_unit.expects_gradients:
-                owning_unit._advance()
+                owning_unit._advance(backward)
 
     def _release(self, backward: Backward) -> None:
         """Reshard after the unit's part of the backward, unless the parameters are needed still."""

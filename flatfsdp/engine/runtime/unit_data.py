@@ -404,8 +404,7 @@ class UnitData:
                     elif mode is SHOWS_NOTHING:
                         views.track_writes()
                 elif handle.unsharded.buffer is not None or mode is SHOWS_SHARD:
-                    root = self.root
-                    if views.tracks_writes and root.iteration.backward is not None:
+                    if views.tracks_writes and self.root.iteration.backward is not None:
                         check_exposed(views, self.name)  # a backward that did not reach it, or not yet
                     if grads.slots.shares and grads.take_over_buffer(
                         functools.partial(self.resources.limiter.free_later, handle.name)
