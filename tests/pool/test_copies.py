@@ -245,7 +245,7 @@ def test_a_rank_that_does_not_unpickle_is_named(pool3: Run) -> None:
     (report,), *others = pool3(loaded_late)
     assert others == [[], []]
     lines = report.splitlines()
-    assert lines[0].startswith("[flatfsdp, rank 0] waited for")
+    assert lines[0].startswith("[flatfsdp, rank 0] blocked for")
     assert lines[1].startswith("    rank 0: loads a pickled model over ranks 0, 1, for ")
     assert lines[-1].startswith("    ranks 1, 2: ") or "    rank 1: " in report
 

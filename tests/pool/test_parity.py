@@ -161,7 +161,7 @@ def impatient() -> Iterator[None]:
     wait = FlatParamHandle.wait_unshard
 
     def forget(self: FlatParamHandle) -> None:
-        self._pending = None
+        self.pending = None
         wait(self)
 
     with hostile_world(), patch.object(FlatParamHandle, "wait_unshard", forget):

@@ -54,7 +54,7 @@ LINES = {
     "core": (11_350, 1_250, 100, 200, 240, 90, 130),
     "checkpoint": (4_103, 1_250, -70),
     "trainer": (7_625,),
-    "all": (36_122, 6_000, 220, 250, 360, 75, 130),
+    "all": (36_122, 6_000, 220, 250, 360, 75, 140),
 }
 SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine

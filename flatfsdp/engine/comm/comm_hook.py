@@ -63,10 +63,15 @@ class HookReducer:
             if before != 1.0:
                 result.mul_(before)
 
+        # Before the call: a rank that waits inside of its hook has issued more than one whose hook fails.
+        self._comm_stats.log("comm_hook", tensors[0].nbytes)
         with torch.no_grad(), stream.running():
-            returned = self._hook.function(self._hook.state, *handed)
-            work = to_wait_for(returned, "a communication hook", result=handed[-1])
-            self._comm_stats.log("comm_hook", tensors[0].nbytes)
+            try:
+                returned = self._hook.function(self._hook.state, *handed)
+                work = to_wait_for(returned, "a communication hook", result=handed[-1])
+            except BaseException:
+                self._comm_stats.take_back()
+                raise
             if work is not None and stream.is_callers:
                 return PendingWork(work=work, keep=(*tensors, *handed), finish=take_over)
             if work is not None:

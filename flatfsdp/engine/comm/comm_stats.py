@@ -28,6 +28,10 @@ class CommStats:
         """This rank has issued what others wait for."""
         self.issued += 1
 
+    def take_back(self) -> None:
+        """What was counted last was not issued after all."""
+        self.issued -= 1
+
     def log_messages(self, count: int) -> None:
         """`count` messages to and from single ranks."""
         self.messages += count

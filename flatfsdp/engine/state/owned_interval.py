@@ -58,10 +58,11 @@ class RemoteElements:
             ranks = dist.get_process_group_ranks(self.process_group)
             with expecting(ranks, "gathers a value of a sharded state dict"):
                 meet(self.process_group, ranks, "called full_tensor() of a value of a sharded state dict")
+                gather = _torch.FlatCollectives(self.process_group, beside=False).gather
                 with blocked():
-                    dist.all_gather_into_tensor(
-                        every.view(torch.uint8), own.view(torch.uint8), group=self.process_group
-                    )
+                    work = gather(every.view(torch.uint8), own.view(torch.uint8))
+                    if work is not None:
+                        work.wait()
         rows = every.view(len(sizes), most)
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).to(local.device)
 
