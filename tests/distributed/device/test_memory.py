@@ -1,0 +1,288 @@
+"""Bytes in flight as a sum of named terms, on the ledger; the same at every step.
+
+What the ledger does not know, activations and the like, is measured in `tests/process/device/test_memory_of_models.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, wrap
+from flatfsdp.engine.flat import gradient_slots as grads
+from flatfsdp.engine.flat.gradients import Gradients
+from flatfsdp.engine.flat.reduction import ReductionInput
+from tests.conftest import Run
+from tests.harness import inspect
+from tests.harness.fake import fake_world
+
+WIDTH, DEPTH = 128, 4  # the gradient of a layer is too large to be collected with others
+KINDS = ("shard", "unsharded", "slots", "exchange", "reduced")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Tower(nn.Module):
+    """Blocks between an embedding and an untied head, which are the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
+        self.head = nn.Linear(WIDTH, 16, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+BLOCK = 4 * WIDTH * WIDTH  # elements
+ROOT = 2 * 16 * WIDTH
+MODEL = DEPTH * BLOCK + ROOT
+
+
+def peaks(rank: int, world: int, options: dict[str, Any], micro: int) -> dict[int, dict[str, int]]:
+    """The most bytes of each kind, and of all, in steps 2 and 50; every step ends with shards only."""
+    torch.manual_seed(0)
+    policy = wrap.ModuleWrapPolicy({Block})
+    model = FullyShardedDataParallel(Tower(), auto_wrap_policy=policy, join_units_below=0, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ledger = inspect.memory(model)
+    found = {}
+    for step in range(51):
+        ledger.reset_peaks()
+        for place in range(micro):
+            tokens = torch.randint(16, (2, 3), generator=torch.Generator().manual_seed(step * 8 + rank))
+            if place < micro - 1:
+                with model.no_sync():
+                    model(tokens).sum().backward()
+            else:
+                model(tokens).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (2, 50):
+            found[step] = {kind: ledger.peak(kind) for kind in KINDS} | {"all": ledger.peak_total}
+        live = Counter({kind: count for kind, count in ledger.live.items() if count})
+        assert live == {"shard": ledger.peak("shard")}, live
+    return found
+
+
+# (options, microbatches) -> elements by kind, and of all at once, on two ranks; a shard is half of a unit.
+IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
+    (
+        {"sharding_strategy": "FULL_SHARD"},
+        1,
+        {
+            "shard": MODEL // 2,
+            "unsharded": ROOT + 2 * BLOCK,  # the unit in use and the one ahead
+            "slots": 2 * BLOCK,  # the unit that is reduced and the one that is filled
+            "exchange": BLOCK // 2,  # what the other rank sends
+            "reduced": MODEL // 2,  # gradient shards, until the end of the backward
+            # The second block is in use, the first is ahead, the third is reduced: its gradients lie in its own place.
+            "all": MODEL // 2 + ROOT + 3 * BLOCK + BLOCK // 2 + 2 * BLOCK // 2,
+        },
+    ),
+    (
+        {"sharding_strategy": "FULL_SHARD", "backward_prefetch": None},
+        1,
+        {
+            "shard": MODEL // 2,
+            "unsharded": ROOT + BLOCK,
+            "slots": 2 * BLOCK,
+            "exchange": BLOCK // 2,
+            "reduced": MODEL // 2,
+            # The first block is in use, the second is reduced.
+            "all": MODEL // 2 + ROOT + 2 * BLOCK + BLOCK // 2 + 3 * BLOCK // 2,
+        },
+    ),
+    (
+        {"sharding_strategy": "FULL_SHARD", "backward_prefetch": "BACKWARD_MID"},
+        1,
+        {
+            "shard": MODEL // 2,
+            "unsharded": ROOT + 2 * BLOCK,  # the unit in use and the one ahead
+            "slots": BLOCK + ROOT,  # one block is let go of before another is filled; the root's come last
+            "exchange": BLOCK // 2,
+            "reduced": MODEL // 2,
+            # The second block is reduced, the first is ahead: it is used when the second has been let go of.
+            "all": MODEL // 2 + ROOT + 2 * BLOCK + BLOCK // 2 + 3 * BLOCK // 2,
+        },
+    ),
+    (
+        {"sharding_strategy": "SHARD_GRAD_OP"},
+        1,
+        {
+            "shard": MODEL // 2,
+            "unsharded": MODEL,
+            "slots": 2 * BLOCK,
+            "exchange": BLOCK // 2,
+            "reduced": MODEL // 2,
+            "all": MODEL // 2 + MODEL + 2 * BLOCK // 2,  # the last block is reduced
+        },
+    ),
+    (
+        {"sharding_strategy": "FULL_SHARD"},
+        3,
+        {
+            "shard": MODEL // 2,
+            "unsharded": ROOT + 2 * BLOCK,
+            "slots": MODEL,  # a window is unsharded
+            "exchange": BLOCK // 2,
+            "reduced": MODEL // 2,
+            # The last block is reduced, the one before is in use, and another ahead.
+            "all": MODEL // 2 + MODEL + ROOT + 2 * BLOCK + BLOCK // 2 + BLOCK // 2,
+        },
+    ),
+    (
+        # Gradients of another dtype than their parameters have buffers of their own, here of twice the bytes.
+        {"sharding_strategy": "FULL_SHARD", "mixed_precision": MixedPrecision(reduce_dtype=torch.float64)},
+        1,
+        {
+            "shard": MODEL // 2,
+            "unsharded": ROOT + 2 * BLOCK,
+            "slots": 2 * 2 * BLOCK,
+            "exchange": 2 * BLOCK // 2,
+            "reduced": 2 * MODEL // 2,
+            # As above; besides, the second block's gradients have a buffer beside their parameters.
+            "all": MODEL // 2 + ROOT + 2 * BLOCK + 2 * (2 * BLOCK + BLOCK // 2 + 2 * BLOCK // 2),
+        },
+    ),
+    (
+        {"sharding_strategy": "NO_SHARD"},
+        1,
+        {
+            "shard": MODEL,
+            "unsharded": 0,  # the shard is the whole
+            "slots": MODEL,
+            "exchange": BLOCK,  # the half that was added up, to be sent on, and the other rank's
+            "reduced": 0,  # the slots themselves become the gradients
+            "all": MODEL + DEPTH * BLOCK + BLOCK,  # the first block is reduced
+        },
+    ),
+]
+
+
+def named(value: Any) -> str | None:
+    if not isinstance(value, dict) or "shard" in value:
+        return None
+    return ", ".join("a wide reduction" if isinstance(each, MixedPrecision) else str(each) for each in value.values())
+
+
+@pytest.mark.parametrize(("options", "micro", "elements"), IN_FLIGHT, ids=named)
+def test_bytes_in_flight_are_a_stated_sum(
+    pool2: Run, options: dict[str, Any], micro: int, elements: dict[str, int]
+) -> None:
+    for found in pool2(peaks, options, micro):
+        assert found[2] == found[50]
+        assert found[2] == {kind: 4 * count for kind, count in elements.items()}
+
+
+def test_a_gradient_is_held_twice_only_between_its_reduction_and_the_end_of_its_backward() -> None:
+    """The first microbatch's, and what is to be added to it: a backward that fails can still be forgotten."""
+    with fake_world(2):
+        model = FullyShardedDataParallel(Tower(), auto_wrap_policy=wrap.ModuleWrapPolicy({Block}), use_orig_params=True)
+        memory = inspect.memory(model)
+
+        def microbatch() -> list[tuple[str, int]]:
+            """Bytes of gradients that are not the user's yet, whenever a reduction is issued, and at the end."""
+            loss = model(torch.zeros(2, 3, dtype=torch.int64)).sum()
+            found: list[tuple[str, int]] = []
+            with inspect.events(model).listening(lambda event: found.append((event.kind, memory.live["reduced"]))):
+                loss.backward()
+            return [(kind, count) for kind, count in found if kind in ("reduce", "end")]
+
+        def held() -> list[int]:
+            return [leaf.grad.untyped_storage().data_ptr() for leaf in model.parameters() if leaf.grad is not None]
+
+        first, theirs = microbatch(), held()
+        assert microbatch() == first == microbatch()
+        reductions = [("reduce", 4 * index * BLOCK // 2) for index in range(DEPTH + 1)]
+        assert first == [*reductions, ("end", 0)]
+        # One gradient is left, the one that was there: what was added to it is gone.
+        assert held() == theirs != []
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}, {"cpu_offload": True}], ids=named)
+def test_gradients_are_freed_without_the_collector(options: dict[str, Any]) -> None:
+    waited: list[weakref.ref[torch.UntypedStorage]] = []
+    wait = ReductionInput.wait
+
+    def watched(part: ReductionInput) -> Tensor:
+        result = wait(part)
+        waited.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    gc.collect()
+    gc.disable()
+    try:
+        with fake_world(2), patch.object(ReductionInput, "wait", watched):
+            model = FullyShardedDataParallel(Tower(), auto_wrap_policy=wrap.ModuleWrapPolicy({Block}), **options)
+            model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+            model.zero_grad()
+        assert len(waited) == DEPTH + 1
+        assert [ref() for ref in waited] == [None] * len(waited)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "sizes", [[300, 200, 100], [120] * 40, [300, *[120] * 30, 10, 250]], ids=["large", "small", "both"]
+)
+def test_beside_the_slots_live_only_gradients_that_were_not_moved_yet(sizes: list[int]) -> None:
+    class Stack(nn.Module):
+        """Square matrices of these widths."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(size, size) for size in sizes)
+
+        def forward(self, x: Tensor) -> Tensor:
+            total = x.new_zeros(())
+            for weight in self.weights:
+                total = total + (x[: len(weight)] @ weight).square().mean()
+            return total
+
+    arrived: list[weakref.ref[torch.UntypedStorage]] = []
+    most = 0
+
+    def alive() -> int:
+        return sum(storage.nbytes() for ref in arrived if (storage := ref()) is not None)
+
+    def sample(event: inspect.Event | None = None) -> None:
+        nonlocal most
+        most = max(most, alive())
+
+    arrive = Gradients.arrive
+
+    def watched(self: Gradients, index: int, grad: Tensor) -> None:
+        arrived.append(weakref.ref(grad.untyped_storage()))
+        sample()
+        arrive(self, index, grad)
+        sample()
+
+    with fake_world(2), patch.object(Gradients, "arrive", watched):
+        model = FullyShardedDataParallel(Stack(), use_orig_params=True)
+        with inspect.events(model).listening(sample):
+            model(torch.randn(max(sizes))).backward()
+    assert len(arrived) == len(sizes)
+    bytes_of = [4 * size * size for size in sizes]
+    small = [count for count in bytes_of if count <= grads.SMALL_BYTES]
+    collected = min(sum(small), grads.COLLECT_BYTES + max(small, default=0))  # the one that makes it full included
+    largest = max([count for count in bytes_of if count > grads.SMALL_BYTES], default=0)
+    assert most <= collected + largest
+    assert most < sum(bytes_of)
+    assert alive() == 0

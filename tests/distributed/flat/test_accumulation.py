@@ -1,0 +1,238 @@
+"""Gradients over several microbatches: with and without communication in any order, dropped, kept, replaced."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.engine.runtime.coalesced_collectives import apart
+from flatfsdp.errors import UsageError
+from tests.conftest import Run
+from tests.harness import inspect
+from tests.harness.corners import (
+    ALL,
+    HALVES,
+    HYBRID,
+    Net,
+    Setting,
+    at_rest,
+    data,
+    differences,
+    joined,
+    loss_of,
+    seeded,
+    unsynced,
+)
+from tests.harness.models import Feedforward
+
+OFFLOADED = tuple(
+    Setting(s, orig, offload=True) for s, orig in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", True))
+)
+
+
+def one(model: Any, rank: int, step: int, micro: int, *, sync: bool) -> torch.Tensor:
+    """One microbatch."""
+    if sync:
+        loss = loss_of(model(data(rank, step, micro)))
+        loss.backward()
+        return loss.detach()
+    with unsynced(model):
+        return one(model, rank, step, micro, sync=True)
+
+
+def sequence(model: Any, rank: int, step: int, *, of: str) -> list[torch.Tensor]:
+    """Microbatches in a row: s synced, n not; z and Z: zero_grad to None and in place; e: an evaluation in between."""
+    results = []
+    for micro, kind in enumerate(of):
+        if kind in "sn":
+            results.append(one(model, rank, step, micro, sync=kind == "s"))
+        elif kind in "zZ":
+            model.zero_grad(set_to_none=kind == "z")
+        else:
+            with torch.no_grad():
+                results.append(model(data(rank, step, micro)))
+    return results
+
+
+def mixed(rank: int, world: int, of: str, under: tuple[Setting, ...]) -> list[str]:
+    return differences(rank, world, Net, partial(sequence, of=of), under=under, bound=2e-6)
+
+
+SEQUENCES = [
+    "ns",
+    "nns",
+    "ss",
+    "sns",
+    "nss",
+    "nsns",
+    "ssnns",
+    "nens",
+    "nzs",
+    "nZs",
+    "snzs",
+    "snZs",
+    "nsZns",
+    "nnzns",
+    "sZs",
+]
+
+
+@pytest.mark.parametrize(("number", "of"), list(enumerate(SEQUENCES)))
+def test_any_mix_of_synced_and_unsynced_microbatches(number: int, of: str, pool2: Run) -> None:
+    under = (*HALVES[number % 2], OFFLOADED[number % 3])
+    assert not joined(pool2(mixed, of, under, timeout=40))
+
+
+@pytest.mark.parametrize("of", ["nns", "snZns"])
+def test_mixes_under_hybrids(of: str, pool4: Run) -> None:
+    assert not joined(pool4(mixed, of, HYBRID, timeout=40))
+
+
+@pytest.mark.parametrize("of", ["nns", "nZs", "nzs"])
+def test_mixes_with_shards_of_no_element(of: str, pool3: Run) -> None:
+    assert not joined(pool3(tiny, of, timeout=40))
+
+
+def tiny(rank: int, world: int, of: str) -> list[str]:
+    return differences(rank, world, _tiny, partial(sequence, of=of), units=(nn.LayerNorm,), bound=2e-6)
+
+
+def _tiny() -> nn.Module:
+    """Units with fewer elements than ranks, so that most ranks own nothing of most parameters."""
+    return nn.Sequential(nn.Linear(13, 1), nn.LayerNorm(1), nn.Linear(1, 1), nn.LayerNorm(1), nn.Linear(1, 2))
+
+
+def two_optimizers(rank: int, world: int, to_none: bool) -> list[str]:
+    """One optimizer drops its share of the window, the other keeps its own."""
+
+    def program(model: Any, rank: int, step: int) -> Any:
+        first = one(model, rank, step, 0, sync=False)
+        parameters = dict(model.named_parameters())
+        some = [p for name, p in parameters.items() if name.endswith("bias")]
+        torch.optim.SGD(some, lr=0.1).zero_grad(set_to_none=to_none)
+        return first, one(model, rank, step, 1, sync=True)
+
+    return differences(rank, world, Net, program, under=[s for s in ALL if s.orig], bound=2e-6)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_part_of_a_window_is_dropped(to_none: bool, pool2: Run) -> None:
+    assert not joined(pool2(two_optimizers, to_none, timeout=40))
+
+
+def replaced(rank: int, world: int, of: str) -> list[str]:
+    """The user puts gradients of his own in place of some, between the microbatches of `of`."""
+
+    def program(model: Any, rank: int, step: int) -> Any:
+        results = []
+        for micro, kind in enumerate(of):
+            if micro:
+                for name, parameter in model.named_parameters():
+                    if name.endswith("up.weight"):
+                        parameter.grad = torch.full_like(parameter, 0.25 * micro)
+                    elif name.endswith("down.bias"):
+                        parameter.grad = None
+            results.append(one(model, rank, step, micro, sync=kind == "s"))
+        return results
+
+    return differences(rank, world, Net, program, under=[s for s in ALL if s.orig], bound=2e-6)
+
+
+@pytest.mark.parametrize("of", ["sss", "ns", "sns"])
+def test_gradients_replaced_between_microbatches(of: str, pool2: Run) -> None:
+    assert not joined(pool2(replaced, of, timeout=40))
+
+
+def edited_window(rank: int, world: int) -> str:
+    model = Setting().wrap(seeded(Net), (Feedforward,))
+    one(model, rank, 0, 0, sync=False)
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+    with pytest.raises(UsageError) as caught:
+        one(model, rank, 0, 1, sync=True)
+    return str(caught.value)
+
+
+def test_a_gradient_edited_inside_a_window_is_refused(pool2: Run) -> None:
+    for said in pool2(edited_window):
+        assert "no_sync" in said and "weight" in said
+
+
+# --- communication ----------------------------------------------------------------------------------------------------
+
+
+def counts(rank: int, world: int, setting: Setting, of: str) -> list[dict[str, int]]:
+    """Collectives per microbatch, after a first step."""
+    with setting.doubles(), apart():
+        model = setting.wrap(seeded(Net), (Feedforward,))
+        one(model, rank, 0, 0, sync=True)
+        counted = []
+        for micro, kind in enumerate(of):
+            inspect.comm_stats(model).reset()
+            one(model, rank, 1, micro, sync=kind == "s")
+            counted.append(dict(inspect.comm_stats(model).counts))
+        assert not list(at_rest(model)) or of.endswith("n")
+        return counted
+
+
+UNITS = 4  # three blocks and the root
+# The root stays unsharded from its forward to its backward; SHARD_GRAD_OP stays so after a backward without sync, too.
+EXPECTED: dict[str, Callable[[str, str], dict[str, int]]] = {
+    "FULL_SHARD": lambda before, kind: {"all_gather": 2 * UNITS - 1, "reduce_scatter": UNITS * (kind == "s")},
+    "SHARD_GRAD_OP": lambda before, kind: {
+        "all_gather": UNITS * (before == "s"),
+        "reduce_scatter": UNITS * (kind == "s"),
+    },
+    "NO_SHARD": lambda before, kind: {"all_reduce": UNITS * (kind == "s")},
+}
+
+
+@pytest.mark.parametrize(("strategy", "orig"), list(itertools.product(EXPECTED, (True, False))))
+def test_collectives_of_each_microbatch(strategy: str, orig: bool, pool2: Run) -> None:
+    of = "nnsns"
+    expected = [
+        {kind: count for kind, count in EXPECTED[strategy](before, now).items() if count}
+        for before, now in zip("s" + of, of, strict=False)
+    ]
+    assert pool2(counts, Setting(strategy, orig), of) == [expected, expected]
+
+
+def outside_optimizer(rank: int, world: int) -> int:
+    """An evaluation of other weights right after unsynced SHARD_GRAD_OP: what was kept whole is gathered anew."""
+    model = Setting("SHARD_GRAD_OP").wrap(seeded(Net), (Feedforward,))
+    one(model, rank, 0, 0, sync=False)
+    with torch.no_grad():
+        before = model(data(rank, 0))
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        after = model(data(rank, 0))
+    plain = seeded(Net)
+    with torch.no_grad():
+        assert torch.equal(before, plain(data(rank, 0)))
+        for parameter in plain.parameters():
+            parameter.mul_(0.5)
+        assert torch.equal(after, plain(data(rank, 0)))
+    return 0
+
+
+def test_kept_parameters_follow_the_shard(pool2: Run) -> None:
+    assert pool2(outside_optimizer) == [0, 0]
+
+
+def only_the_root(rank: int, world: int) -> str:
+    model = Setting().wrap(seeded(Net), (Feedforward,))
+    with pytest.raises(UsageError) as caught, model.blocks[0].no_sync():
+        pass
+    assert isinstance(model.blocks[0], FullyShardedDataParallel)
+    return str(caught.value)
+
+
+def test_no_sync_on_a_nested_unit_is_refused(pool2: Run) -> None:
+    assert "outermost" in pool2(only_the_root)[0]

@@ -1,0 +1,114 @@
+"""torch.compile inside and around wrapped models: the graphs that it makes, and the numbers of the eager model."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import MixedPrecision
+from tests.conftest import Run
+from tests.harness.corners import Setting, data, full_gradients, full_parameters, joined, loss_of, seeded
+from tests.harness.models import WIDTH, Feedforward
+
+SETTINGS = (Setting(), Setting("SHARD_GRAD_OP", orig=False), Setting("NO_SHARD"))
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+UNITS = 3  # besides the root
+BACKEND = "aot_eager"  # traces forward and backward, and computes with torch's own kernels
+
+
+class Stack(nn.Module):
+    """Units one after the other, then a layer of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (Feedforward(WIDTH, 20 + i) for i in range(UNITS))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        x = self.b(x)
+        x = self.c(x)
+        return self.head(x)
+
+
+def compiled(setting: Setting, how: str, **more: Any) -> tuple[Any, Any]:
+    """(what is called, the wrapper): blocks compiled in place, or as modules of their own, or the whole model."""
+    net = seeded(Stack)
+    for name in "abc":
+        block = getattr(net, name)
+        if how == "in place":
+            block.compile(backend=BACKEND, fullgraph=True)
+        elif how == "as modules":
+            wrapped = setting.wrap(torch.compile(block, backend=BACKEND, fullgraph=True), (), **more)
+            setattr(net, name, wrapped)
+    model = setting.wrap(net, () if how == "as modules" else (Feedforward,), **more)
+    return (torch.compile(model, backend=BACKEND) if how == "whole" else model), model
+
+
+def trained(called: Any, model: Any, rank: int) -> list[Tensor]:
+    """The losses of three steps, and the parameters after them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(3):
+        loss = loss_of(called(data(rank, step)).float())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    state = full_parameters(model)
+    return [*losses, *(value for name, value in sorted(state.items()))]
+
+
+def like_eager(rank: int, world: int, how: str, low: bool) -> list[str]:
+    from torch._dynamo.utils import counters
+
+    lines = []
+    more = {"mixed_precision": LOW} if low else {}
+    for setting in SETTINGS[:1] if low else SETTINGS:
+        torch._dynamo.reset()
+        counters.clear()
+        called, model = compiled(setting, how, **more)
+        found = trained(called, model, rank)
+        expected = trained(eager := setting.wrap(seeded(Stack), (Feedforward,), **more), eager, rank)
+        if len(found) != len(expected) or not all(map(torch.equal, found, expected)):
+            lines.append(f"{setting}: computes something else")
+        graphs = counters["stats"]["unique_graphs"]
+        if graphs != UNITS + (how == "whole"):
+            lines.append(f"{setting}: {graphs} graphs; breaks: {dict(counters['graph_break'])}")
+        if how != "whole" and counters["graph_break"]:
+            lines.append(f"{setting}: breaks {dict(counters['graph_break'])}")
+    torch._dynamo.reset()
+    return lines
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["", "bf16"])
+@pytest.mark.parametrize("how", ["in place", "as modules", "whole"])
+def test_as_many_graphs_as_units_and_the_numbers_of_the_eager_model(how: str, low: bool, pool2: Run) -> None:
+    assert not joined(pool2(like_eager, how, low, timeout=120))
+
+
+def one_block(rank: int, world: int) -> list[str]:
+    """Eager and machine code, a step of each."""
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = 1  # else every rank starts a pool of processes
+    stories = []
+    for is_compiled in (False, True):
+        net = seeded(lambda: Feedforward(WIDTH, 8))
+        if is_compiled:
+            net.compile(fullgraph=True)
+        model = Setting().wrap(net, ())
+        loss = loss_of(model(data(rank, 0)))
+        loss.backward()
+        stories.append([loss.detach(), *full_gradients(model).values()])
+    torch._dynamo.reset()
+    return [f"{one} instead of {other}" for one, other in zip(*stories, strict=True) if not torch.allclose(one, other)]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs g++ on a CPU")
+def test_compiled_to_machine_code(pool2: Run) -> None:
+    assert not joined(pool2(one_block, timeout=240))

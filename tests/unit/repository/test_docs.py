@@ -1,0 +1,161 @@
+"""Every public name is documented, in its docstring and in the README, and the examples in docstrings run."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import flatfsdp
+import flatfsdp.errors
+import flatfsdp.wrap
+
+PUBLIC_MODULES = (flatfsdp, flatfsdp.wrap, flatfsdp.errors)
+POLICY_PROTOCOL = frozenset({"module", "recurse", "nonwrapped_numel"})  # what every policy takes, explained once
+README = (Path(__file__).resolve().parents[3] / "README.md").read_text()
+
+
+def public_names() -> Iterator[tuple[str, Any]]:
+    """(dotted name, object) of what users may rely on: public modules, their names, and those classes' members."""
+    for module in PUBLIC_MODULES:
+        yield module.__name__, module
+        for name in module.__all__:
+            found = getattr(module, name)
+            yield f"{module.__name__}.{name}", found
+            if isinstance(found, type):
+                for attribute, value in members(found):
+                    yield f"{module.__name__}.{name}.{attribute}", value
+
+
+def members(kind: type) -> Iterator[tuple[str, Any]]:
+    """Public methods and properties that flatfsdp itself defines for a class."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] == "flatfsdp":
+            for name, value in vars(base).items():
+                value = getattr(value, "__func__", value)  # of static and class methods
+                if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+                    yield name, value
+
+
+def arguments_of(found: Any) -> list[str]:
+    """The arguments that the docstring of a public name has to explain: not those that it takes over from torch."""
+    if isinstance(found, type):
+        if issubclass(found, (Enum, BaseException)) or is_dataclass(found) or issubclass(found, flatfsdp.Stats):
+            return []
+        torchs = next((base for base in found.__mro__ if base.__module__.partition(".")[0] == "torch"), object)
+        known = {"self", *inspect.signature(torchs.__init__).parameters}
+        found = vars(found).get("__init__")
+    else:
+        known = {"self", *(POLICY_PROTOCOL if getattr(found, "__module__", "") == "flatfsdp.wrap" else ())}
+    if not inspect.isfunction(found) or (hasattr(nn.Module, found.__name__) and found.__name__ != "__init__"):
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(found).parameters.values()
+    return [each.name for each in parameters if each.name not in known and each.kind not in variadic]
+
+
+PUBLIC = dict(public_names())
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_says_what_it_is(name: str) -> None:
+    text = PUBLIC[name].__doc__ or ""  # its own: one inherited from torch says nothing about us
+    assert re.match(r"\S[^.:]*[.:]", text), f"the docstring of {name} should begin with a sentence, found {text[:60]!r}"
+
+
+@pytest.mark.parametrize("name", [name for name, found in PUBLIC.items() if arguments_of(found)])
+def test_every_argument_is_explained(name: str) -> None:
+    text = PUBLIC[name].__doc__ or ""
+    missing = [argument for argument in arguments_of(PUBLIC[name]) if not re.search(rf"\b{argument}\b", text)]
+    assert not missing, f"the docstring of {name} does not mention {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("kind", [flatfsdp.MixedPrecision, flatfsdp.CPUOffload])
+def test_every_field_is_explained(kind: Any) -> None:
+    (definition,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(definition, ast.ClassDef)
+    explained = [
+        ast.unparse(field.target)
+        for field, below in zip(definition.body, definition.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    ]
+    assert explained == [field.name for field in fields(kind)]
+
+
+@pytest.mark.parametrize("kind", [flatfsdp.ShardingStrategy, flatfsdp.BackwardPrefetch])
+def test_every_member_is_explained(kind: type[Enum]) -> None:
+    assert [name for name in kind.__members__ if f"``{name}``" not in (kind.__doc__ or "")] == []
+
+
+def test_the_arguments_of_the_wrapper_are_listed_in_order() -> None:
+    wrapper = flatfsdp.FullyShardedDataParallel
+    text = inspect.cleandoc(wrapper.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+    listed = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
+    assert listed == [name for name in inspect.signature(wrapper).parameters]
+
+
+def test_the_readme_lists_every_public_name() -> None:
+    own = members(flatfsdp.FullyShardedDataParallel)
+    methods = {name for name, value in own if inspect.isfunction(value) and not hasattr(nn.Module, name)}
+    listed = {*flatfsdp.__all__, *flatfsdp.wrap.__all__, *methods, "forward", "apply", "state_dict"}
+    assert {name for name in listed if not re.search(rf"`(model\.)?{name}\b", README)} == set()
+
+
+def test_the_readme_says_something_on_every_argument_of_fsdp1() -> None:
+    table = README.partition("## Coming from FSDP1")[2].partition("## Coming from FSDP2")[0]
+    named = re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines() if row.startswith("| `")))
+    assert sorted(named) == sorted(inspect.signature(flatfsdp.FullyShardedDataParallel).parameters)
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+def examples() -> Iterator[doctest.DocTest]:
+    """The examples in the docstrings of the library; programs (the trainer, the examples) have tests of their own."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for found in pkgutil.walk_packages(flatfsdp.__path__, "flatfsdp."):
+        if found.name.split(".")[1] not in ("trainer", "train", "examples", "env"):
+            module = importlib.import_module(found.name)
+            yield from (test for test in finder.find(module, module.__name__) if test.examples)
+
+
+@pytest.fixture
+def single_process(example: doctest.DocTest) -> Iterator[None]:
+    """The process group that examples take for granted: this process alone. Dry runs make their own."""
+    if "dry_run(" in (example.docstring or ""):
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("example", [*examples()], ids=lambda example: example.name)
+def test_examples_in_docstrings_run(example: doctest.DocTest) -> None:
+    report: list[str] = []
+    failed, tried = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(example, out=report.append)
+    assert tried and not failed, "".join(report)
+
+
+def test_the_main_entries_have_examples() -> None:
+    shown = {example.name for example in examples()}
+    assert {
+        "flatfsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+        "flatfsdp.sharded_grad_scaler.ShardedGradScaler",
+        "flatfsdp.engine.inspection.summary.stats",
+        "flatfsdp.wrap.ModuleWrapPolicy",
+        "flatfsdp.wrap.CustomPolicy",
+    } <= shown

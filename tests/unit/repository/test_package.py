@@ -1,0 +1,121 @@
+"""The package as pip sees it: what a wheel holds, what it requires, and that installing it leaves torch alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+
+import pytest
+import torch
+
+import flatfsdp
+from flatfsdp import env
+from tools import memory_picture
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def pip(*arguments: str | Path) -> str:
+    """Run pip of this environment without any index; its stdout."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the sources, so that building leaves no traces in the tree."""
+    pytest.importorskip("setuptools", minversion="70.1")  # the first that builds wheels by itself
+    folder = tmp_path_factory.mktemp("package")
+    sources = folder / "sources"
+    shutil.copytree(ROOT / "flatfsdp", sources / "flatfsdp", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, sources)
+    pip("wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder, sources)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        return message_from_string(files.read(name).decode())
+
+
+def test_the_wheel_holds_the_package_its_types_and_its_licence(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as files:
+        shipped = set(files.namelist())
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "flatfsdp").rglob("*.py")}
+    assert sources <= shipped
+    assert "flatfsdp/py.typed" in shipped
+    assert [name for name in shipped if name.endswith("/LICENSE")]
+    assert {name.split("/")[0].split("-")[0] for name in shipped} == {"flatfsdp"}  # neither tests nor tools
+
+
+def test_the_metadata(wheel: Path) -> None:
+    found = metadata(wheel)
+    assert (found["Name"], found["Version"]) == ("flatfsdp", flatfsdp.__version__)
+    assert found["Requires-Python"] == ">=3.10"
+    assert found.get_all("Requires-Dist") == [
+        "torch>=2.11",
+        'pydantic>=2.11; extra == "train"',
+        'tomli; python_version < "3.11" and extra == "train"',
+        'tqdm; extra == "train"',
+        'safetensors; extra == "train"',
+        'matplotlib; extra == "train"',
+        'pytest; extra == "test"',
+        'expecttest; extra == "test"',
+    ]
+
+
+def test_installing_changes_no_torch(wheel: Path) -> None:
+    resolved = json.loads(pip("install", "--quiet", "--dry-run", "--no-index", "--report", "-", wheel))["install"]
+    assert {entry["metadata"]["name"] for entry in resolved} <= {"flatfsdp"}
+
+
+def test_every_requirement_is_pinned_for_the_tools() -> None:
+    pinned = re.findall(r"^([\w-]+)==", (ROOT / "tools" / "constraints.txt").read_text(), flags=re.MULTILINE)
+    needed = {*"torch pydantic tqdm safetensors matplotlib pytest expecttest mypy ruff setuptools".split()}
+    assert needed <= set(pinned)
+
+
+def test_a_bug_report_names_the_versions_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("SECRET_TOKEN", "hush")
+    facts = dict(line.split(": ", 1) for line in env.describe().splitlines())
+    assert facts["flatfsdp"] == flatfsdp.__version__
+    assert facts["torch"].startswith(torch.__version__)
+    assert "gloo" in facts["backends"]
+    assert facts["NCCL_DEBUG"] == "WARN"
+    assert "hush" not in env.describe()
+    assert {"python", "system", "cores", "devices", "packages"} <= set(facts)
+
+
+def test_a_picture_of_memory_says_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["memory_picture.py", "--help"])
+    with pytest.raises(SystemExit) as raised:
+        memory_picture.main()
+    assert raised.value.code == 0 and "picture     the file to draw" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="tools are for bash")
+def test_setting_up_shows_what_pip_is_at_and_keeps_all_of_it(tmp_path: Path) -> None:
+    lines = ["Collecting torch==2.13.0 (from flatfsdp)", "  Downloading torch-2.13.0.whl (181 MB)", "Collecting numpy"]
+    done = subprocess.run(
+        [ROOT / "tools" / "pip_progress", tmp_path / "log"],
+        input="\n".join([*lines, ""]), capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert re.fullmatch(r"tools/venv: \d+ s, 1 of about \d+ packages; Collecting torch==2.13.0\n", done.stderr)
+    assert done.stdout == ""
+    assert (tmp_path / "log").read_text().splitlines() == lines
