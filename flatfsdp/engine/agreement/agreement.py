@@ -105,11 +105,6 @@ class Agreement:
             self.initial_values.compare(self.peers, own, {rank: extra for rank, (_, extra) in answers.items()})
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank is the lowest of those that have answered, or the only one."""
-        return self.peers.rank == min(self.peers.ranks, default=self.peers.rank)
-
-    @property
     def compares_forwards(self) -> bool:
         """Whether all ranks run the same forwards; where nothing is sharded several need not."""
         return self._sharded or not self.peers.axes

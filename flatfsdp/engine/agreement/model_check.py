@@ -126,7 +126,7 @@ class InitialValues:
         """Raise or warn, as `check` has it: ranks hold different values, and all of them have found it out."""
         if self.check == "raise":
             raise AgreementError(message)
-        with one_voice(speaks=peers.rank == min(peers.ranks, default=peers.rank)):
+        with one_voice(speaks=peers.is_first):
             warn(message)
 
 

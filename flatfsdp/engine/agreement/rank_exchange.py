@@ -65,6 +65,11 @@ class RankExchange:
         return self.watch
 
     @property
+    def is_first(self) -> bool:
+        """Whether this rank is the lowest of those that have answered, or the only one."""
+        return self.rank == min(self.ranks, default=self.rank)
+
+    @property
     def time_limit(self) -> float:
         """Seconds that the process groups give an operation."""
         return max((_torch.time_limit(axis.group.process_group) for axis in self.axes), default=0.0)

@@ -126,7 +126,7 @@ def _warn(root: Root, in_vain: str) -> None:
             f"Names of flat parameters end in '_flat_param' ({few(names)}), so groups that are picked by names such as "
             "'bias' are empty; use_orig_params=True keeps the original names"
         )
-    with one_voice(speaks=root.agreement.is_first):
+    with one_voice(speaks=root.agreement.peers.is_first):
         warn_once(
             "unstepped",
             "no optimizer steps on the parameters of this model: it has got gradients in two backwards, and the "

@@ -67,7 +67,8 @@ class Outcome(enum.Enum):
 
 
 class Iteration:
-    """One forward, or several, and the backward over them; begun anew by the next training forward after that.
+    """One forward, or several, and the backward over them. A model has one object for all of its iterations, whose
+    record and stage begin anew with each.
 
     Attributes:
         stage: where it is.
@@ -114,8 +115,7 @@ class Iteration:
 
     def _return(self) -> None:
         """No backward runs: back to the forward around it, or to what the record awaits. Any stage may end so."""
-        awaits = not (self.record.consumed or self.record.empty)
-        self.stage = FORWARD if self.depth else AWAITING_BACKWARD if awaits else IDLE
+        self.stage = FORWARD if self.depth else AWAITING_BACKWARD if self.awaits_backward else IDLE
 
     @property
     def in_forward(self) -> bool:
@@ -163,7 +163,8 @@ class Iteration:
             unit.reset_to_idle()
         self._resources.limiter.free_all()
         self._agreement.rest()
-        self._return()
+        if self.stage not in LEFT_BEHIND:  # a backward inside of the forward failed: the next call brings that to rest
+            self._return()
 
     def follow_writes(self) -> None:
         """Order the next gathers after what was written to the shards at rest, by an optimizer say."""

@@ -1,0 +1,59 @@
+"""An iteration comes to rest, also where a forward and a backward inside of it fail together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel
+from tests.harness.fake import fake_world
+from tests.harness.inspect import memory
+
+
+class Refuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("bad gradient")
+
+
+class Inside(nn.Module):
+    """Runs a backward inside its forward, which fails after gradients of the unit inside have come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = FullyShardedDataParallel(nn.Linear(4, 4))
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            self.unit(Refuse.apply(x.requires_grad_())).sum().backward()
+        y: Tensor = self.unit(x)
+        return y
+
+
+@pytest.mark.parametrize("then", ["a forward", "a state dict"])
+def test_what_a_failed_backward_inside_a_forward_has_left_is_brought_to_rest(then: str) -> None:
+    with fake_world(2):
+        model = FullyShardedDataParallel(Inside())
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+        rest = memory(model).held
+        model.module.fails = True
+        with pytest.raises(ValueError, match="bad gradient"):
+            model(torch.ones(2, 4))
+        model.module.fails = False
+        assert memory(model).held != rest, "nothing is left to be brought to rest: the test shows nothing"
+        if then == "a forward":
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+        else:
+            model.state_dict()
+        assert memory(model).held == rest
+        model(torch.ones(2, 4)).sum().backward()
