@@ -28,9 +28,7 @@ except ModuleNotFoundError as error:
     print(f"flatfsdp.train: {error}", file=sys.stderr)
     sys.exit(2)
 from flatfsdp.trainer.arguments import Data, FSDPArguments, Module, Task, TrainingArguments, check_run
-from flatfsdp.trainer.byte_format import sizes_in_words
-from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, Summary
-from flatfsdp.trainer.callbacks.metrics_log import NAME as METRICS
+from flatfsdp.trainer.callbacks import METRICS, Callback, LossPlot, MetricsLog, Summary
 from flatfsdp.trainer.demo import DEFAULTS, DemoOptions
 from flatfsdp.trainer.instantiate import check_options, make
 from flatfsdp.trainer.launch import Placement, RankContext, run, under_launcher
@@ -38,7 +36,7 @@ from flatfsdp.trainer.memory_estimate import forecast, on_meta
 from flatfsdp.trainer.preemption import in_words
 from flatfsdp.trainer.settings.command_line import Parser, flag_of
 from flatfsdp.trainer.settings.field_types import Count, FilePath, Name
-from flatfsdp.trainer.terminal import print_line
+from flatfsdp.trainer.terminal import print_line, sizes_in_words
 from flatfsdp.trainer.trainer import Trainer
 
 PROGRAM = "python -m flatfsdp.train"

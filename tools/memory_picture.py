@@ -196,7 +196,10 @@ def draw(timelines: list[Timeline], foretold: MemoryEstimate, path: Path) -> Non
         names, colours, rows = zip(*layers, (*REST, rest), strict=True)
         areas = [[count / MIB for count in row] for row in rows]
         axis.stackplot(range(len(rest)), areas, labels=names, colors=colours, linewidth=0, step="post")
-        for words, count in (("between steps", foretold.between_steps), ("peak besides activations", foretold.peak)):
+        for words, count in (
+            ("between steps", foretold.plan.between_steps),
+            ("peak besides activations", foretold.plan.peak),
+        ):
             axis.axhline(count / MIB, color="black", linestyle="--", linewidth=1)
             axis.annotate(
                 f"foretold: {words}, {count / MIB:.1f} MiB",
@@ -224,7 +227,7 @@ def draw(timelines: list[Timeline], foretold: MemoryEstimate, path: Path) -> Non
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     figure.suptitle(
-        f"What a rank holds: GPT of {sum(u.parameters for u in foretold.units) / 1e6:.1f}M parameters, "
+        f"What a rank holds: GPT of {sum(u.parameters for u in foretold.plan.units) / 1e6:.1f}M parameters, "
         f"FULL_SHARD on {RANKS} ranks, AdamW",
         fontsize=11,
     )
@@ -245,8 +248,8 @@ def main() -> None:
         held = [sum(row) for row in zip(*timeline.layers.values(), strict=True)]
         lowest = min(total - known for total, known in zip(timeline.total, held, strict=True))
         print(
-            f"rank {rank}: {max(held):,} bytes at the peak besides activations, {foretold.peak:,} foretold; "
-            f"{held[-1]:,} between steps, {foretold.between_steps:,} foretold; "
+            f"rank {rank}: {max(held):,} bytes at the peak besides activations, {foretold.plan.peak:,} foretold; "
+            f"{held[-1]:,} between steps, {foretold.plan.between_steps:,} foretold; "
             f"{max(timeline.total):,} with activations; the rest is {lowest:,} at least"
         )
     draw(timelines, foretold, path)

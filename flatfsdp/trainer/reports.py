@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from flatfsdp import Stats
-from flatfsdp.trainer.byte_format import sizes_in_words
 from flatfsdp.trainer.preemption import ASKED
+from flatfsdp.trainer.terminal import sizes_in_words
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,3 @@ class TrainingResult:
     def exit_code(self) -> int:
         """What a program exits with: 0, or 128 and the number of the signal that ended the run before its time."""
         return 128 + self.stopped_by if self.stopped_by > ASKED else 0
-
-
-def shown(value: float) -> str:
-    """A metric for people: counts are whole."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -21,7 +21,6 @@ import torch.distributed as dist
 import flatfsdp
 from flatfsdp import ShardedGradScaler, checkpoint
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer.activation_memory import activations_counted
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import Callback, ProgressBar
 from flatfsdp.trainer.data_loading import Loader
@@ -29,6 +28,7 @@ from flatfsdp.trainer.gradients import add_gradients
 from flatfsdp.trainer.instantiate import check_options, make, resolve
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.loop import Loop
+from flatfsdp.trainer.memory_estimate import activations_counted
 from flatfsdp.trainer.model.hugging_face import files_of
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.objectives.objectives import fused, objective_for

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from flatfsdp.errors import ConfigValueError, refuse_type, refuse_value
-from flatfsdp.trainer.byte_format import size_in_words
 from flatfsdp.trainer.process_group import warn_for_all
+from flatfsdp.trainer.terminal import size_in_words
 from flatfsdp.wrap import CustomPolicy
 
 AUTO, NONE = "auto", "none"

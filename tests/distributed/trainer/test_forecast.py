@@ -66,10 +66,10 @@ def lived(rank: int, world: int, job: Job) -> dict[str, Any]:
         if training.clip is not None:
             model.clip_grad_norm_(training.clip)
         found = {
-            "gradients": figures.bytes_grads,
+            "grads": figures.bytes_grads,
             "unsharded_peak": figures.bytes_unsharded_peak,
             "at_peak": figures.bytes_at_peak,
-            "traffic": figures.comm,
+            "comm": figures.comm,
         }
         optimizer.step()
         optimizer.zero_grad()
@@ -77,7 +77,7 @@ def lived(rank: int, world: int, job: Job) -> dict[str, Any]:
     for values in optimizer.state.values():
         for name, value in values.items():
             state[name] = state.get(name, 0) + value.nbytes
-    return found | {"parameters": figures.bytes_params, "optimizer_state": state, "units": figures.units}
+    return found | {"params": figures.bytes_params, "optimizer": state, "units": figures.units}
 
 
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
@@ -96,11 +96,11 @@ JOBS = [
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.model.__name__}-{job.world}")
 def test_a_forecast_comes_true(run: Run, job: Job) -> None:
-    foretold = forecast(job.model, ranks=job.world, **job.arguments).to_dict()
+    foretold = forecast(job.model, ranks=job.world, **job.arguments).plan
     found = run(job.world, lived, job)[0]
     units = found.pop("units")
-    assert {name: foretold[name] for name in found} == found
-    assert len(foretold["units"]) == units
+    assert {name: getattr(foretold, name) for name in found} == found
+    assert len(foretold.units) == units
 
 
 def test_a_model_that_is_there_is_foretold_without_a_change() -> None:

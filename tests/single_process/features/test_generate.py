@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.trainer.generate import generate
+from flatfsdp.trainer.callbacks import generate
 from tests.harness.fake import fake_world
 
 

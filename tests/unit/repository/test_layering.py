@@ -374,12 +374,12 @@ def test_the_reader_sees_through_aliases() -> None:
 
 # Its parts (a folder is one), each importing from earlier rows and its own.
 TRAINER_ROWS = (
-    "process_group settings preemption byte_format terminal optimizer_names",
+    "process_group settings preemption terminal optimizer_names",
     "arguments launch",
     "instantiate",
     "optimizers model",
     "objectives data_loading state memory_estimate",
-    "gradients activation_memory generate reports",
+    "gradients reports",
     "step_metrics evaluation",
     "run",
     "callbacks",

@@ -18,14 +18,23 @@ from torch import nn
 
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer import launch, preemption, reports
-from flatfsdp.trainer.activation_memory import activations_counted
-from flatfsdp.trainer.byte_format import size_in_words, sizes_in_words
-from flatfsdp.trainer.callbacks import EarlyStop, LossPlot, MetricsLog, ProgressBar, read_metrics
-from flatfsdp.trainer.callbacks.loss_plot import plot_loss, smoothed
-from flatfsdp.trainer.callbacks.progress import BAR, PLAIN_LINES, fitting
+from flatfsdp.trainer.callbacks import (
+    BAR,
+    PLAIN_LINES,
+    EarlyStop,
+    LossPlot,
+    MetricsLog,
+    ProgressBar,
+    fitting,
+    plot_loss,
+    read_metrics,
+    smoothed,
+)
 from flatfsdp.trainer.launch import Placement
+from flatfsdp.trainer.memory_estimate import activations_counted
 from flatfsdp.trainer.preemption import ASKED, StopRequest
 from flatfsdp.trainer.reports import MemoryFootprint, Progress, StepReport
+from flatfsdp.trainer.terminal import size_in_words, sizes_in_words
 
 MIB = 2**20
 

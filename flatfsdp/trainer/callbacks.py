@@ -1,0 +1,448 @@
+"""Callbacks of a run: progress, logs, pictures, generated text, a summary, an early end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+
+import flatfsdp
+from flatfsdp.errors import ConfigValueError
+from flatfsdp.trainer.objectives.objectives import logits_of
+from flatfsdp.trainer.reports import MemoryFootprint, Progress, StepReport, TrainingResult
+from flatfsdp.trainer.run import Run
+from flatfsdp.trainer.state.checkpoints import ASIDE
+from flatfsdp.trainer.terminal import columns, print_line, shown, sizes_in_words
+
+__all__ = ["Callback", "EarlyStop", "LossPlot", "MetricsLog", "ProgressBar", "SampleText", "Summary", "read_metrics"]
+
+METRICS = "metrics.jsonl"
+PICTURE = "loss.png"
+PLAIN_LINES = 20  # lines of a run whose output is not a terminal
+BAR = 23  # columns: percentage, bar, hours, minutes and seconds that remain, what stands between, and one to spare
+TEMPERATURE = 0.8  # below it small models repeat themselves, spaces above all
+HANGING: dict[str, Any] = {"subsequent_indent": " " * 14, "break_long_words": False, "break_on_hyphens": False}
+
+
+class Callback:
+    """The base of callbacks; each method does nothing.
+
+    All of them are called on every rank, at the same points and with the same values (but for a report's `ids`). So
+    they may call what is collective, and `trainer.ask_to_stop()`; what prints or writes checks `trainer.world.leads`.
+    What one raises on a rank ends the run on all: the others raise an `AgreementError` that names it.
+    """
+
+    def on_begin(self, trainer: Run) -> None:
+        """Before the first step, after a checkpoint was loaded."""
+
+    def on_step(self, trainer: Run, report: StepReport) -> None:
+        """After a step, when its numbers have arrived: often during the next one."""
+
+    def on_evaluation(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        """After an evaluation."""
+
+    def on_save(self, trainer: Run, path: Path, stall_seconds: float) -> None:
+        """After a checkpoint was begun; training waited for it so long. An asynchronous one is complete later."""
+
+    def on_end(self, trainer: Run, result: TrainingResult) -> None:
+        """After the last step, its evaluation and its checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it wants back when a run goes on: plain values and tensors, the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+
+def keep_earlier(trainer: Run, name: str) -> None:
+    """Keep what another run has written as `name` into the run's folder, where this one will write it: in a folder
+    `aside-<number>`. By the rank that leads, in `on_begin`; a run that goes on after its last checkpoint keeps writing.
+    """
+    path = trainer.output / name
+    if not (path.is_file() and path.stat().st_size):
+        return
+    if trainer.aside is None and trainer.begins:
+        folders = (trainer.output / ASIDE.format(number) for number in count(1))
+        trainer.aside = next(each for each in folders if not each.exists())
+        trainer.aside.mkdir()
+        print_line(f"{trainer.output} has files of an earlier run, which are in {trainer.aside} now")
+    if trainer.begins and trainer.aside is not None:
+        path.rename(trainer.aside / name)
+    elif trainer.aside is not None:  # a branch goes on with it
+        shutil.copyfile(path, trainer.aside / name)
+
+
+class EarlyStop(Callback):
+    """Stop when `by` has not improved for `patience` evaluations in a row.
+
+    Args:
+        by: a metric of evaluations.
+        mode: "min" if smaller is better, "max" if larger is.
+        least: by how much it has to be better to have improved.
+
+    Raises:
+        ConfigValueError: no such patience or mode.
+    """
+
+    def __init__(self, patience: int = 3, *, by: str = "eval_loss", mode: str = "min", least: float = 0.0) -> None:
+        if patience < 1 or mode not in ("min", "max"):
+            raise ConfigValueError(
+                f"EarlyStop: got patience={patience!r}, mode={mode!r}. Accepted: at least 1, and 'min' or 'max'"
+            )
+        self._patience, self._by, self._least = patience, by, least
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._best = math.inf
+        self._since = 0
+
+    def on_evaluation(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        if self._by not in metrics:
+            raise ConfigValueError(f"EarlyStop: no metric {self._by!r} in an evaluation; there are {sorted(metrics)}")
+        value = self._sign * metrics[self._by]
+        if value < self._best - self._least:
+            self._best, self._since = value, 0
+            return
+        self._since += 1
+        if self._since >= self._patience:
+            trainer.ask_to_stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "since": self._since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._best, self._since = state["best"], state["since"]
+
+
+class ProgressBar(Callback):
+    """tqdm's bar on a terminal, some lines on stderr elsewhere; of rank 0.
+
+    The first of the callbacks: what others print at the end comes when the bar is closed.
+    """
+
+    def __init__(self) -> None:
+        self._lines: int | None = None
+        self._bar: Any = None
+
+    def on_step(self, trainer: Run, report: StepReport) -> None:
+        if not trainer.world.leads:
+            return
+        done = min(report.done, 1.0)
+        if self._bar is None and self._lines is None:
+            self._bar = _tqdm_bar(done)
+        text = f"step {report.step}: loss {report.loss:.3f}, {report.tokens_per_second:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(fitting(text, report.footprint, columns(sys.stderr)), refresh=False)
+            self._bar.update(done - self._bar.n)
+        elif self._lines is None or done * PLAIN_LINES >= self._lines + 1:
+            self._lines = int(done * PLAIN_LINES)
+            print(f"{done:4.0%} {text}; per rank {report.footprint}", file=sys.stderr, flush=True)
+
+    def on_evaluation(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        if trainer.world.leads:
+            values = ", ".join(f"{name} {shown(value)}" for name, value in metrics.items())
+            print_line(f"step {trainer.progress.step}: {values}")
+
+    def on_end(self, trainer: Run, result: TrainingResult) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = self._lines = None
+
+
+def fitting(text: str, footprint: MemoryFootprint, width: int | None) -> str:
+    """`text`, and of a rank's bytes what a line of `width` has room for beside the bar: each kind, or their sum."""
+    whole = footprint.parameters + footprint.gradients + footprint.optimizer + footprint.in_flight
+    room = (width or 1000) - BAR - len(text)
+    ends = (f"; per rank {footprint}", f"; {footprint}", f"; {sizes_in_words(whole)} per rank")
+    return text + next((end for end in ends if len(end) <= room), "")
+
+
+def _tqdm_bar(done: float) -> Any:
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    form = "{percentage:3.0f}% {bar:5} {remaining}{postfix}"
+    return tqdm(total=1.0, initial=done, dynamic_ncols=True, bar_format=form)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log, in order. A last line that was not written to its end is left out; no file, no rows."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+class MetricsLog(Callback):
+    """Write `metrics.jsonl` into the run's folder, by rank 0.
+
+    A run that goes on from a checkpoint drops the rows of what came after it, which comes again: each step is there
+    once, and each evaluation. The log as it was before a branch is set aside, and so is that of another run. Losses are
+    in the objective's units (nats per token), times in seconds of training, sizes in bytes.
+
+    Args:
+        every: of so many steps one has a row.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self._every = every
+        self._file: TextIO | None = None
+
+    def on_begin(self, trainer: Run) -> None:
+        if not trainer.world.leads:
+            return
+        path = trainer.output / METRICS
+        keep_earlier(trainer, METRICS)
+        rows = [row for row in read_metrics(path) if _is_before(row, trainer.progress)]
+        fresh = path.with_suffix(".new")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        os.replace(fresh, path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        trainer.written["metrics"] = path
+
+    def on_step(self, trainer: Run, report: StepReport) -> None:
+        if report.step % self._every == 0:
+            self._write(report.row())
+
+    def on_evaluation(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        self._write({"step": trainer.progress.step, **metrics})
+
+    def on_save(self, trainer: Run, path: Path, stall_seconds: float) -> None:
+        self._write({"step": trainer.progress.step, "checkpoint": path.name, "stall_seconds": stall_seconds})
+
+    def on_end(self, trainer: Run, result: TrainingResult) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(f"{json.dumps(row)}\n")
+
+
+def _is_before(row: Mapping[str, Any], progress: Progress) -> bool:
+    is_evaluation = "loss" not in row and "checkpoint" not in row
+    if is_evaluation and row["step"] == progress.step:
+        return progress.evaluated == progress.step
+    return bool(row["step"] <= progress.step)
+
+
+class LossPlot(Callback):
+    """At the end draw the losses of `metrics.jsonl` (see `MetricsLog`) into `loss.png` beside it, by rank 0.
+
+    Without matplotlib a line in the log names the command that installs it.
+    """
+
+    def on_begin(self, trainer: Run) -> None:
+        if trainer.world.leads:
+            keep_earlier(trainer, PICTURE)
+
+    def on_end(self, trainer: Run, result: TrainingResult) -> None:
+        if trainer.world.leads:
+            try:
+                plot_loss(read_metrics(trainer.output / METRICS), trainer.output / PICTURE)
+                trainer.written["plot"] = trainer.output / PICTURE
+            except ImportError:
+                without = "no plot of the loss: it needs matplotlib, which comes with pip install 'flatfsdp[train]'"
+                logging.getLogger("flatfsdp").warning(without)
+
+
+def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the loss of every step, smoothed as well, and evaluations, of rows as `read_metrics` gives them.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    steps = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    evaluations = [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    if steps:
+        numbers, losses = zip(*steps, strict=True)
+        axes.plot(numbers, losses, color="tab:blue", alpha=0.25, linewidth=1)
+        axes.plot(numbers, smoothed(losses), color="tab:blue", label="training")
+    if evaluations:
+        label = f"evaluation, {evaluations[-1][1]:.3f} at the end"
+        axes.plot(*zip(*evaluations, strict=True), "o-", color="tab:orange", label=label)
+    axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
+    if steps or evaluations:
+        axes.legend()
+    figure.savefig(path, dpi=130)
+
+
+def smoothed(losses: Sequence[float], *, keep: float = 0.95) -> list[float]:
+    """Exponential moving average of `losses`, without the pull towards zero at its start."""
+    averages, average, weight = [], 0.0, 0.0
+    for loss in losses:
+        average = keep * average + (1 - keep) * loss
+        weight = keep * weight + (1 - keep)
+        averages.append(average / weight)
+    return averages
+
+
+@dataclass(eq=False)
+class SampleText(Callback):
+    """Let the model continue `prompt` by `length` tokens after each evaluation or at the end only, and print it.
+
+    Collective: all ranks generate, rank 0 prints.
+
+    Args:
+        prompt: its beginning, at least one token.
+        length: how many tokens to add.
+        encode, decode: text to tokens and back.
+        context: how many of the last tokens the model sees; None for all.
+        only_at_end: not after evaluations.
+        temperature: divides the logits; or a function that gives it for what follows a token.
+    """
+
+    prompt: str
+    _: KW_ONLY
+    length: int
+    encode: Callable[[str], Sequence[int]]
+    decode: Callable[[Sequence[int]], str]
+    context: int | None = None
+    only_at_end: bool = False
+    temperature: float | Callable[[int], float] = TEMPERATURE
+
+    def on_evaluation(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        if not self.only_at_end:
+            self._show(trainer, sys.stderr, f"step {trainer.progress.step}: {self.sample(trainer)!r}")
+
+    def on_end(self, trainer: Run, result: TrainingResult) -> None:
+        if result.stopped_by:  # who stops a run does not want to wait
+            return
+        self._show(trainer, sys.stdout, f"\ntext generated by all ranks together:\n{self.sample(trainer)}\n")
+
+    def sample(self, trainer: Run) -> str:
+        """The prompt and what the model makes of it; the same on all ranks."""
+        tokens = generate(
+            trainer.model,
+            self.encode(self.prompt),
+            length=self.length,
+            context=self.context,
+            device=trainer.world.device,
+            seed=trainer.training.seed,
+            temperature=self.temperature,
+        )
+        return self.decode(tokens)
+
+    @staticmethod
+    def _show(trainer: Run, where: TextIO, text: str) -> None:
+        if trainer.world.leads:
+            print_line(text, where)
+
+
+def generate(
+    model: nn.Module,
+    tokens: Sequence[int],
+    *,
+    length: int,
+    context: int | None = None,
+    device: torch.device,
+    seed: int,
+    temperature: float | Callable[[int], float] = TEMPERATURE,
+) -> list[int]:
+    """`tokens`, and `length` ones that `model` continues them with.
+
+    Collective: parameters are gathered once, at the beginning (`flatfsdp.inference`). All ranks draw from equally
+    seeded generators and get the same tokens. The model is left in the mode, training or not, that it was in.
+
+    Args:
+        model: a wrapper; takes tokens, int64 (1, time), and gives logits (1, time, vocabulary), plainly or as an output
+            of transformers.
+        tokens: at least one.
+        context: how many of the last tokens it sees; None for all.
+        temperature: divides the logits; 0 always takes the likeliest token. A function is asked for each token, with
+            the one before it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made = list(tokens)
+    training = model.training
+    model.eval()
+    with flatfsdp.inference(model):
+        for _ in range(length):
+            window = torch.tensor([made[-context:] if context else made], device=device)
+            last = logits_of(model(window))[0, -1].float().cpu()
+            divisor = temperature(made[-1]) if callable(temperature) else temperature
+            if divisor == 0:
+                made.append(int(last.argmax()))
+            else:
+                odds = torch.softmax(last / divisor, dim=-1)
+                made.append(int(torch.multinomial(odds, 1, generator=generator)))
+    model.train(training)
+    return made
+
+
+class Summary(Callback):
+    """Print the units at the beginning, and at the end the facts of the run, one a line; by rank 0, on stdout.
+
+    The last of the callbacks: the facts name what the others have written.
+    """
+
+    def on_begin(self, trainer: Run) -> None:
+        if trainer.world.leads:
+            print_line(f"{flatfsdp.summary(trainer.model, compact=True)}\n\n{self.plan(trainer)}", sys.stdout)
+
+    def on_end(self, trainer: Run, result: TrainingResult) -> None:
+        facts = self.facts(trainer, result)
+        if trainer.world.leads:
+            width = columns(sys.stdout) or 10_000
+            lines = (textwrap.fill(f"  {name:<11} {fact}", width, **HANGING) for name, fact in facts.items())
+            print_line("\n".join(["summary", *lines]), sys.stdout)
+
+    @staticmethod
+    def plan(trainer: Run) -> str:
+        """Until when the run trains, and where it writes."""
+        training, planned = trainer.training, trainer.planned_steps()
+        limits = [] if planned is None else [f"step {planned:,}"]
+        limits += [] if training.minutes is None else [f"{training.minutes:g} minutes of training"]
+        return f"until {' or '.join(limits) or 'the data end'}, into {trainer.output}"
+
+    @staticmethod
+    def facts(trainer: Run, result: TrainingResult) -> dict[str, str]:
+        """The lines, by name."""
+        world, dtype = trainer.world, trainer.fsdp.param_dtype
+        sent = ", ".join(
+            f"{kind} {sizes_in_words(size)} in {calls} call{'' if calls == 1 else 's'}"
+            for kind, (calls, size) in sorted(result.communication.items())
+        )
+        held = f", {sizes_in_words(result.footprint.parameters)} of them per rank" if result.taken else ""
+        facts = {
+            "ranks": f"{world.size} on {world.device.type}, {trainer.fsdp.strategy}"
+            + (f", computing in {str(dtype).removeprefix('torch.')}" if isinstance(dtype, torch.dtype) else ""),
+            "parameters": f"{trainer.parameters:,} in total{held}",
+            "units": f"{flatfsdp.stats(trainer.model).units:,}",
+        }
+        if result.taken:  # what a step shows
+            facts |= {"per rank": f"{result.footprint}", "per step": sent or "no communication"}
+        facts |= {"steps": f"{result.steps:,} of {result.tokens:,} tokens", "ended by": result.ended_by}
+        steps = f"{result.taken:,} step{'' if result.taken == 1 else 's'}"
+        facts["speed"] = f"{steps} at {result.tokens_per_second:,.0f} tokens/s" if result.taken else "no step was taken"
+        if result.losses:
+            facts["loss"] = f"{result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
+        facts |= {name.replace("_", " "): shown(value) for name, value in result.evaluation.items()}
+        if result.checkpoint is not None:
+            facts["checkpoint"] = trainer.shown(result.checkpoint)
+        return facts | {name: str(path) for name, path in trainer.written.items()}
