@@ -14,7 +14,6 @@ from torch import nn
 
 from ...api import Config, MixedPrecision
 from ...errors import UsageError, warn
-from ...wrap import check_called
 from ..agreement.checksums import InitialChecksums
 from ..comm.axes import ProcessGroups
 from ..comm.process_groups import plan_groups
@@ -41,6 +40,7 @@ from ..runtime.resources import Resources, RootSettings
 from ..runtime.unit import Unit
 from ..state.model.submodules import watch
 from ..state.optim.stamp import stamp_state_dicts
+from .auto_wrap import check_called
 from .init_sync import failing_together, meeting_axes, synchronize
 from .materialize import materialize
 

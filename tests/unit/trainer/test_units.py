@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from flatfsdp.engine.wrapping.auto_wrap import plan_wrapping
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning
 from flatfsdp.trainer.model.units import policy_for, repeated_blocks, unit_modules
-from flatfsdp.wrap import ModuleWrapPolicy, plan_wrapping, size_based_auto_wrap_policy
+from flatfsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from tests.harness.models import Transformer
 
 
