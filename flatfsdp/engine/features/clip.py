@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, refuse_type, warn
+from ..comm.transport import Transport
 from ..runtime import param_registry as registry
 from ..runtime.model import Root
 from ..runtime.rest import initialize
@@ -31,22 +34,61 @@ def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dt
     return total
 
 
-@torch.no_grad()
-def clip_grad_norm(
-    root: Root, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
-) -> torch.Tensor:
-    """Scale the gradients of `parameters`, as optimizers see them and the same on all ranks, so that their joint norm
-    is at most `max_norm`; returns the norm before.
+class _Gradients(NamedTuple):
+    """Of some parameters, as optimizers see them.
 
-    A sharded gradient counts once over its shard group, one that every rank holds (NO_SHARD, ignored parameters) once.
-    Collective over the shard groups: one scalar each, present gradients or not. A norm that is not finite is that on
-    all ranks, which with `error_if_nonfinite` go on to tell each other which gradient it is.
+    Attributes:
+        sharded: by process group: pieces of them, and how its ranks exchange norms.
+        whole: what every rank holds (NO_SHARD, ignored parameters).
+        dtypes: of the gradients on any rank, also where this one holds none of a kind.
     """
+
+    sharded: dict[Any, tuple[Transport, list[torch.Tensor]]]
+    whole: list[torch.Tensor]
+    dtypes: set[torch.dtype]
+
+    @classmethod
+    def of(cls, root: Root, parameters: Iterable[torch.Tensor]) -> _Gradients:
+        """Those of `parameters`, in units of `root` or outside of them."""
+        sharded: dict[Any, tuple[Transport, list[torch.Tensor]]] = {}
+        whole: list[torch.Tensor] = []
+        dtypes: set[torch.dtype] = set()
+        managed: set[int] = set()
+        chosen = {id(parameter): parameter for parameter in parameters}
+        for unit in root.units:
+            for handle in unit.handles:
+                managed.update(map(id, (*handle.leaves, handle.flat_param)))
+                if chosen.keys().isdisjoint(map(id, handle.steppable)):
+                    continue
+                if handle.trainable_indices():
+                    dtypes.add(handle.precision.grad)
+                grads = whole
+                if not handle.is_unsharded_at_rest:
+                    _, grads = sharded.setdefault(unit.groups.shard.process_group, (unit.gather, []))
+                grads.extend([p.grad for p in handle.steppable if id(p) in chosen and p.grad is not None])
+        whole.extend([p.grad for key, p in chosen.items() if key not in managed and p.grad is not None])
+        return cls(sharded, whole, dtypes.union(map(attrgetter("dtype"), whole)))
+
+    def norm(self, p: float, device: torch.device) -> torch.Tensor:
+        """Their joint norm, in float32 or float64. Collective over the shard groups."""
+        wide = torch.float64 if torch.float64 in self.dtypes else torch.float32
+        total = _power_sum(self.whole, p, device, wide)
+        for axis, grads in self.sharded.values():
+            part = _power_sum(grads, p, device, wide)
+            if math.isinf(p):  # backends' maximum may lose a NaN
+                total = torch.maximum(total, axis.gather_now(part).amax())
+            else:
+                total = total + axis.all_reduce_now(part)
+        return total if math.isinf(p) or p == 0 else total ** (1.0 / p)
+
+
+def _checked(root: Root, max_norm: object, norm_type: Any, error_if_nonfinite: object) -> float:
+    """The order of the norm."""
     if not isinstance(error_if_nonfinite, bool):
         refuse_type("error_if_nonfinite", error_if_nonfinite, "True or False")
     if stepping := optimizers_of(root).active:
         raise UsageError(
-            f"clip_grad_norm_: {stepping[0].name} steps in backwards, so that gradients are "
+            f"clip_grad_norm_: {type(stepping[0]).__name__} steps in backwards, so that gradients are "
             "gone before their norm is known. Run the backward, the clipping and the optimizer's own step() inside "
             "no_step() of what optimizer_in_backward() returned, or clip each gradient by itself, in a post-accumulate "
             "hook"
@@ -59,42 +101,26 @@ def clip_grad_norm(
         raise ConfigTypeError(f"norm_type: got {norm_type!r}. Accepted: a number, or 'inf'") from None
     if math.isnan(p) or p < 0:
         raise ConfigValueError(f"norm_type: got {norm_type!r}. Accepted: 0, a positive number, or inf")
-    device = root.resources.device.device
-    sharded: dict[int, list[torch.Tensor]] = {}
-    axes = {}
-    unsharded: list[torch.Tensor] = []
-    managed: set[int] = set()
-    dtypes: set[torch.dtype] = set()  # of the gradients on any rank, also where this one holds none of a kind
-    chosen = {id(parameter): parameter for parameter in parameters}
-    for unit in root.units:
-        for handle in unit.handles:
-            managed.update(map(id, handle.leaves))
-            managed.add(id(handle.flat_param))
-            if chosen.keys().isdisjoint(map(id, handle.steppable)):
-                continue
-            grads = [p.grad for p in handle.steppable if id(p) in chosen and p.grad is not None]
-            if handle.trainable_indices():
-                dtypes.add(handle.precision.grad)
-            if handle.is_unsharded_at_rest:
-                unsharded.extend(grads)
-            else:
-                key = id(unit.groups.shard.process_group)
-                axes[key] = unit.gather
-                sharded.setdefault(key, []).extend(grads)
-    unsharded.extend(p.grad for key, p in chosen.items() if key not in managed and p.grad is not None)
-    dtypes.update(grad.dtype for grad in unsharded)
-    wide = torch.float64 if torch.float64 in dtypes else torch.float32
-    total = _power_sum(unsharded, p, device, wide)
-    for key, grads in sharded.items():
-        part = _power_sum(grads, p, device, wide)
-        if math.isinf(p):  # backends' maximum may lose a NaN
-            total = torch.maximum(total, axes[key].gather_now(part).amax())
-        else:
-            total = total + axes[key].all_reduce_now(part)
-    norm = total if math.isinf(p) or p == 0 else total ** (1.0 / p)
+    return p
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    root: Root, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """Scale the gradients of `parameters`, as optimizers see them and the same on all ranks, so that their joint norm
+    is at most `max_norm`; returns the norm before.
+
+    A sharded gradient counts once over its shard group, one that every rank holds once. Collective over the shard
+    groups: one scalar each, present gradients or not. A norm that is not finite is that on all ranks, which with
+    `error_if_nonfinite` go on to tell each other which gradient it is.
+    """
+    p = _checked(root, max_norm, norm_type, error_if_nonfinite)
+    found = _Gradients.of(root, parameters)
+    norm = found.norm(p, root.resources.device.device)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         _refuse_norm(root, norm, p)
-    every = [grad for grads in sharded.values() for grad in grads] + unsharded
+    every = [*chain.from_iterable(map(itemgetter(1), found.sharded.values())), *found.whole]
     if not every:
         warn(
             f"clip_grad_norm_: no parameter of rank {current_rank()} has a gradient; the norm counts only "
@@ -103,7 +129,7 @@ def clip_grad_norm(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in every:
         grad.mul_(scale.to(grad.device))  # of no dimension: computed in its precision, kept in the gradient's dtype
-    return norm.to(max(dtypes, key=lambda d: d.itemsize)) if dtypes else norm
+    return norm.to(max(found.dtypes, key=attrgetter("itemsize"))) if found.dtypes else norm
 
 
 def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -43,55 +43,6 @@ def note_scaled_loss() -> None:
     _scaled = _torch.graph_task()
 
 
-class BackwardOptimizer:
-    """An optimizer that steps on some of its parameters at a time.
-
-    Attributes:
-        optimizer: whose `param_groups` list, while it steps, only what it steps on.
-        paused: whether it leaves gradients alone for now.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.paused = False
-        self._sizes: list[int] = []  # of the param groups when `_positions` was made
-        self._positions: dict[int, int] = {}  # the number of its group, by id of the parameter
-
-    @property
-    def name(self) -> str:
-        """Of the optimizer, for messages."""
-        return type(self.optimizer).__name__
-
-    def step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Step on those of `parameters` that it holds and that have a gradient, and free that."""
-        groups = self.optimizer.param_groups
-        sizes = [len(group["params"]) for group in groups]
-        if sizes != self._sizes:
-            self._sizes = sizes
-            self._positions = {id(each): number for number, group in enumerate(groups) for each in group["params"]}
-        chosen: list[list[nn.Parameter]] = [[] for _ in groups]
-        for parameter in parameters:
-            number = self._positions.get(id(parameter))
-            if number is not None and parameter.grad is not None:
-                chosen[number].append(parameter)
-        if not any(chosen):
-            return
-        everything = [group["params"] for group in groups]
-        try:
-            for group, members in zip(groups, chosen, strict=True):
-                group["params"] = members
-            self.optimizer.param_groups = [group for group in groups if group["params"]]
-            with engine_steps(self.optimizer):
-                self.optimizer.step()
-        finally:
-            for group, params in zip(groups, everything, strict=True):
-                group["params"] = params
-            self.optimizer.param_groups = groups
-        for members in chosen:
-            for parameter in members:
-                parameter.grad = None
-
-
 class BackwardOptimizers(Observer):
     """The optimizers of one model that step in its backwards; attached to the model as long as there are any.
 
@@ -101,22 +52,23 @@ class BackwardOptimizers(Observer):
 
     requested_by = "optimizer_in_backward()"
 
-    def __init__(self, *optimizers: BackwardOptimizer) -> None:
+    def __init__(self, *optimizers: OptimizerInBackward) -> None:
         self.all = optimizers
 
     @property
-    def active(self) -> tuple[BackwardOptimizer, ...]:
+    def active(self) -> tuple[torch.optim.Optimizer, ...]:
         """Those that step now."""
-        return tuple([each for each in self.all if not each.paused])
+        return tuple([each.optimizer for each in self.all if not each._paused])
 
     @property
     def description(self) -> str:
         """Who steps."""
-        return " and ".join(f"{each.name} steps in backwards" for each in self.active)
+        return " and ".join(f"{type(each).__name__} steps in backwards" for each in self.active)
 
     def finisher(self, model: Root, *, sync: bool) -> StepInBackward | None:
         """What steps in the backward that begins, if anybody does."""
-        return StepInBackward(model, self.active, sync=sync) if self.active else None
+        active = [each for each in self.all if not each._paused]
+        return StepInBackward(model, active, sync=sync) if active else None
 
     def backward_reaches(self) -> None:
         """Refuse a backward, which runs now, that nobody can step in."""
@@ -135,18 +87,21 @@ class BackwardOptimizers(Observer):
             return
         fail(
             UsageError(
-                f"{self.active[0].name} steps in backwards, and {problem}. Or step after the backward: "
+                f"{type(self.active[0]).__name__} steps in backwards, and {problem}. Or step after the backward: "
                 "call remove() of what optimizer_in_backward() returned, or use its no_step()"
             )
         )
 
 
+_NONE = BackwardOptimizers()
+
+
 def optimizers_of(root: Root) -> BackwardOptimizers:
     """The optimizers that step in backwards of `root`; with none, where there are none."""
-    return root.observers.find(BackwardOptimizers) or BackwardOptimizers()
+    return root.observers.find(BackwardOptimizers) or _NONE
 
 
-def set_optimizers(root: Root, optimizers: Sequence[BackwardOptimizer]) -> None:
+def _set_optimizers(root: Root, optimizers: Sequence[OptimizerInBackward]) -> None:
     """Let these step in backwards of `root`, and no others."""
     root.observers.remove(optimizers_of(root))
     if optimizers:
@@ -159,7 +114,7 @@ class StepInBackward(Finisher):
 
     acts_early = True
 
-    def __init__(self, model: Root, optimizers: Sequence[BackwardOptimizer], *, sync: bool) -> None:
+    def __init__(self, model: Root, optimizers: Sequence[OptimizerInBackward], *, sync: bool) -> None:
         """`sync`: whether the backward has units that reduce."""
         self._optimizers = optimizers
         self._sync = sync
@@ -210,7 +165,7 @@ class StepInBackward(Finisher):
         if handles:
             parameters = [parameter for handle in handles for parameter in handle.steppable]
             for optimizer in self._optimizers:
-                optimizer.step(parameters)
+                optimizer._step_on(parameters)
             for handle in handles:
                 if handle.is_unsharded_at_rest and not handle.use_orig_params:
                     # The leaves see the write, made through the flat parameter, without having been told.
@@ -235,16 +190,18 @@ class StepInBackward(Finisher):
 class OptimizerInBackward:
     """The way to pause stepping in backwards, and to end it: what `optimizer_in_backward` returns.
 
-    It is made there, for one `backward_optimizer` of a model's `root`, and does not keep the model alive.
+    It is made there, for an `optimizer` and the model of a `root`, which it does not keep alive.
 
     Attributes:
-        optimizer: the one that was given.
+        optimizer: the one that was given; its `param_groups` list, while it steps, only what it steps on.
     """
 
-    def __init__(self, root: Root, backward_optimizer: BackwardOptimizer) -> None:
-        self.optimizer = backward_optimizer.optimizer
+    def __init__(self, root: Root, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._paused = False  # whether it leaves gradients alone for now
         self._root = weakref.ref(root)
-        self._backward_optimizer = backward_optimizer
+        self._sizes: list[int] = []  # of the param groups when `_positions` was made
+        self._positions: dict[int, int] = {}  # the number of its group, by id of the parameter
 
     @contextmanager
     def no_step(self) -> Iterator[None]:
@@ -257,7 +214,7 @@ class OptimizerInBackward:
         Raises:
             UsageError: inside a forward or a backward.
         """
-        before = self._backward_optimizer.paused
+        before = self._paused
         self._pause(True)
         try:
             yield
@@ -271,16 +228,45 @@ class OptimizerInBackward:
             UsageError: inside a forward or a backward.
         """
         root = self._root()
-        if root is not None and self._backward_optimizer in optimizers_of(root).all:
+        if root is not None and self in optimizers_of(root).all:
             check_outside(root.unit, "OptimizerInBackward.remove()")
-            set_optimizers(root, [each for each in optimizers_of(root).all if each is not self._backward_optimizer])
+            _set_optimizers(root, [each for each in optimizers_of(root).all if each is not self])
 
     def _pause(self, paused: bool) -> None:
         root = self._root()
         if root is not None:
             check_outside(root.unit, "OptimizerInBackward.no_step()")
-            self._backward_optimizer.paused = paused
+            self._paused = paused
             root.options_changed()
+
+    def _step_on(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Step on those of `parameters` that it holds and that have a gradient, and free that."""
+        groups = self.optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._positions = {id(each): number for number, group in enumerate(groups) for each in group["params"]}
+        chosen: list[list[nn.Parameter]] = [[] for _ in groups]
+        for parameter in parameters:
+            number = self._positions.get(id(parameter))
+            if number is not None and parameter.grad is not None:
+                chosen[number].append(parameter)
+        if not any(chosen):
+            return
+        everything = [group["params"] for group in groups]
+        try:
+            for group, members in zip(groups, chosen, strict=True):
+                group["params"] = members
+            self.optimizer.param_groups = [group for group in groups if group["params"]]
+            with engine_steps(self.optimizer):
+                self.optimizer.step()
+        finally:
+            for group, params in zip(groups, everything, strict=True):
+                group["params"] = params
+            self.optimizer.param_groups = groups
+        for members in chosen:
+            for parameter in members:
+                parameter.grad = None
 
 
 def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerInBackward:
@@ -334,19 +320,19 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     root = unit.root
     check_outside(unit, f"{name}()")
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for backward_optimizer in optimizers_of(root).all:
-        taken = set(map(id, (p for group in backward_optimizer.optimizer.param_groups for p in group["params"])))
+    for other in optimizers_of(root).all:
+        taken = {id(parameter) for group in other.optimizer.param_groups for parameter in group["params"]}
         if taken.intersection(map(id, held)):
             raise UsageError(
-                f"{name}(): a {backward_optimizer.name} that steps in backwards of this model already holds parameters "
-                f"of this {type(optimizer).__name__}. Give each optimizer parameters of its own, or remove() the other "
-                "one"
+                f"{name}(): a {type(other.optimizer).__name__} that steps in backwards of this model already holds "
+                f"parameters of this {type(optimizer).__name__}. Give each optimizer parameters of its own, or "
+                "remove() the other one"
             )
     check_parameters(optimizer)
     _check_divisible(optimizer)
-    backward_optimizer = BackwardOptimizer(optimizer)
-    set_optimizers(root, [*optimizers_of(root).all, backward_optimizer])
-    return OptimizerInBackward(root, backward_optimizer)
+    made = OptimizerInBackward(root, optimizer)
+    _set_optimizers(root, [*optimizers_of(root).all, made])
+    return made
 
 
 def _check_divisible(optimizer: torch.optim.Optimizer) -> None:

@@ -25,7 +25,7 @@ from ..features.local_clipping import warn_of_local_clipping
 from ..features.persistent_params import PersistentParams
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import warn_if_unstepped
-from ..flat.extensions import can_transform, transform
+from ..flat.extensions import TransformedParam, can_transform, transform
 from ..flat.flat_param import FlatParamHandle
 from ..flat.flat_param_options import FlatParamOptions
 from ..flat.param_refs import ParamRef
@@ -69,17 +69,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         move_buffers(modules, device)
     synchronize(module, modules, leaves_of(param_refs), axes)
     tracker = MemoryTracker()
-    with ExitStack() as undo:
-        for param_ref in param_refs:
-            undo.callback(param_ref.register)
-        param_refs, transformed = transform(param_refs)
-        _check_plain(param_refs)
-        leaves = leaves_of(param_refs)
-        initial_checksums = InitialChecksums(leaves) if config.check_values != "off" else None
-        packed = {id(param_ref.leaf) for param_ref in param_refs if is_packed(param_ref)}
-        handles = _flatten(leaves, packed, config, groups, device, tracker)
-        undo.pop_all()
-    _drop_gradients(leaves)
+    handles, param_refs, transformed, initial_checksums = _shard(param_refs, config, groups, device, tracker)
     unit = Unit(
         module,
         handles,
@@ -92,11 +82,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         backward_prefetch=config.backward_prefetch,
         forward_prefetch=config.forward_prefetch,
         modules=[each for _, each in modules],
-        owning_units=list(
-            dict.fromkeys(
-                owning_unit for param_ref in shared_refs if (owning_unit := owner_of(param_ref.leaf)) is not None
-            )
-        ),
+        owning_units=list(dict.fromkeys(owner for each in shared_refs if (owner := owner_of(each.leaf)) is not None)),
         shared_refs=shared_refs,
         island=island,
         schedule=AS_BUILT if reshard is None else Schedule(reshard_after_forward=reshard),
@@ -108,9 +94,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
     watch((*param_refs, *shared_refs))
     for param_ref in unit.unregistered_refs:
         param_ref.unregister()
-    for each in ignored_modules:
-        ignore(each, None)
-    for each, attributes in ignored_refs.items():
+    for each, attributes in (*dict.fromkeys(ignored_modules).items(), *ignored_refs.items()):
         ignore(each, attributes)
     settings = RootSettings(device, config.limit_all_gathers, config.check_values, config.join_units_below)
     new_root(unit, settings, tracker, nested)
@@ -140,6 +124,30 @@ def _homes(
         else:
             param_refs.append(ParamRef(holder, attribute, path, leaf))
     return param_refs, shared_refs, ignored
+
+
+def _shard(
+    param_refs: list[ParamRef], config: Config, groups: ProcessGroups, device: torch.device, tracker: MemoryTracker
+) -> tuple[list[FlatParamHandle], list[ParamRef], list[TransformedParam], InitialChecksums | None]:
+    """Handles of what the unit will own; with what extensions made of it, and the sums of values that ranks compare.
+
+    Where it fails, all is registered as it was.
+    """
+    with ExitStack() as undo:
+        for param_ref in param_refs:
+            undo.callback(param_ref.register)
+        param_refs, transformed = transform(param_refs)
+        _check_plain(param_refs)
+        leaves = leaves_of(param_refs)
+        initial_checksums = InitialChecksums(leaves) if config.check_values != "off" else None
+        packed = {id(param_ref.leaf) for param_ref in param_refs if is_packed(param_ref)}
+        handles = _flatten(leaves, packed, config, groups, device, tracker)
+        undo.pop_all()
+    if dropped := [path for leaf, path in leaves if leaf.grad is not None]:
+        warn(f"module: gradients from before wrapping are dropped, of {', '.join(dropped)}")
+    for leaf, _ in leaves:
+        leaf.grad = None
+    return handles, param_refs, transformed, initial_checksums
 
 
 def _flatten(
@@ -249,11 +257,3 @@ def _check_plain(param_refs: Iterable[ParamRef]) -> None:
                 "holds plain elements. Name its module in ignored_modules=, which leaves it whole on each rank, or say "
                 "what is stored of it with flatfsdp.extensions.set_extensions()"
             )
-
-
-def _drop_gradients(leaves: list[tuple[nn.Parameter, str]]) -> None:
-    dropped = [path for leaf, path in leaves if leaf.grad is not None]
-    if dropped:
-        warn(f"module: gradients from before wrapping are dropped, of {', '.join(dropped)}")
-    for leaf, _ in leaves:
-        leaf.grad = None

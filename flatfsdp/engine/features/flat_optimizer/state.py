@@ -69,8 +69,10 @@ class FusedRun:
             for each, start in zip(self.members, self.starts, strict=True)
         ]
 
-    def show_gradient(self, grad: torch.Tensor) -> None:
-        """Show the flat gradient, in which `grad`, that of the first member, lies."""
+    def show_gradient(self) -> None:
+        """Show the flat gradient, in which those of the members lie."""
+        grad = self.members[0].grad
+        assert grad is not None
         assign_grad(self.parameter, grad.as_strided(self.parameter.shape, (1,), grad.storage_offset()))
 
     def adopt(self, states: States, pieces: Pieces) -> None:

@@ -18,8 +18,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter, eq, is_, itemgetter, sub
+from itertools import accumulate, chain
+from operator import attrgetter, is_, itemgetter, sub
 from types import NoneType
 from typing import Any
 
@@ -52,6 +52,40 @@ class FusableParam:
     state: State
 
 
+class _Placement:
+    """Where the members of runs lie, and the gradients of these, in numbers: the same as long as they stay there."""
+
+    def __init__(self, runs: Sequence[FusedRun], single: Sequence[nn.Parameter]) -> None:
+        """`single`: parameters in no run, which may come to lie in one."""
+        self.members = [each for run in runs for each in run.members]
+        self._single = single
+        starts = accumulate((len(run.members) for run in runs), initial=0)
+        self._firsts = [start for run, start in zip(runs, starts, strict=False) for _ in run.members]
+        self._folded = [index for index, each in enumerate(self.members) if each.dim() > 1]
+        self._numbers = self._now()
+
+    def holds(self) -> bool:
+        """Whether all lie where they lay. False where one has no gradient."""
+        try:
+            return self._now() == self._numbers
+        except TypeError:  # None is there, which has no offset
+            return False
+
+    def _now(self) -> tuple[list[Any], ...]:
+        grads = list(map(_GRAD, self.members))
+        offsets = list(map(_OFFSET, grads))
+        memory = list(map(_POINTER, grads))  # another one after each backward, but one tensor's for all of a run
+        return (
+            offsets,
+            list(map(_DTYPE, grads)),
+            [grads[index].stride() for index in self._folded],
+            list(map(sub, memory, map(memory.__getitem__, self._firsts))),
+            list(map(_POINTER, self.members)),
+            list(map(_POINTER, self._single)),
+            list(map(_OFFSET, map(_GRAD, self._single))),
+        )
+
+
 class RunPlan:
     """The runs of an optimizer, and all that they were found by.
 
@@ -70,37 +104,19 @@ class RunPlan:
         self._pieces = pieces
         _forget_replaced(pieces, self._listed, states)
         self.runs: list[FusedRun] = []
-        self._single: list[nn.Parameter] = []  # of our models, in no run
+        single: list[nn.Parameter] = []  # of our models, in no run
         for found in _runs_of(candidates, across_padding=self._across):
             if len(found) > 1:
                 members, spans = [each.parameter for each in found], [each.span for each in found]
                 self.runs.append(FusedRun(found[0].handle.shard, members, spans, found[0].group))
             else:
                 self.alone[found[0].group].append(found[0].parameter)
-                self._single.append(found[0].parameter)
+                single.append(found[0].parameter)
         for run in self.runs:
             run.adopt(states, pieces)
+        self._placement = _Placement(self.runs, single)
         self._counts: list[StepCounts] = []
-
-        self._members = [each for run in self.runs for each in run.members]
-        grads = list(map(_GRAD, self._members))
-        self._firsts = [
-            index
-            for run, first in zip(self.runs, _starts([len(run.members) for run in self.runs]), strict=True)
-            for index in [first] * len(run.members)
-        ]
-        self._pointers = list(map(_POINTER, self._members))
-        self._offsets = list(map(_OFFSET, grads))
-        self._bytes = [grad.storage_offset() * grad.element_size() for grad in grads]
-        self._dtypes = list(map(_DTYPE, grads))
-        self._folded = [index for index, each in enumerate(self._members) if each.dim() > 1]
-        self._strides = [grads[index].stride() for index in self._folded]
-        self._grads = grads
-        self._single_pointers = list(map(_POINTER, self._single))
-        self._single_offsets = list(map(_OFFSET, map(_GRAD, self._single)))
         self._remember(states, publish=True)
-
-    # -- comparison --------------------------------------------------------------------------------------------------
 
     def holds(self, optimizer: torch.optim.Optimizer, *, across_padding: bool) -> bool:
         """Whether all is as it was, so that the runs are those of the gradients that there are now.
@@ -113,41 +129,17 @@ class RunPlan:
             return False
         if _goes_across(groups, across_padding) is not self._across:
             return False
-        if not set(map(type, map(_GRAD, self._absent))) <= {NoneType}:
+        if not set(map(type, map(_GRAD, self._absent))) <= {NoneType} or not self._placement.holds():
             return False
-        if list(map(_POINTER, self._members)) != self._pointers or not self._gradients_lie_alike():
-            return False
-        if list(map(_POINTER, self._single)) != self._single_pointers:
-            return False
-        states = list(map(optimizer.state.get, self._members))
+        states = list(map(optimizer.state.get, self._placement.members))
         if not _same(states, self._states) or not _same(_values(states), self._values):
             return False
         return [each.tensor._version for each in self._counts] == self._versions
 
-    def _gradients_lie_alike(self) -> bool:
-        grads = list(map(_GRAD, self._members))
-        try:
-            if list(map(_OFFSET, grads)) != self._offsets or list(map(_DTYPE, grads)) != self._dtypes:
-                return False
-            if list(map(_OFFSET, map(_GRAD, self._single))) != self._single_offsets:  # they may lie in a run again
-                return False
-        except TypeError:  # None is there, which has none
-            return False
-        memory = list(map(sub, map(_POINTER, grads), self._bytes))
-        if not all(map(eq, memory, map(memory.__getitem__, self._firsts))):  # of each run: one tensor
-            return False
-        if self._folded and [grads[index].stride() for index in self._folded] != self._strides:
-            return False
-        self._grads = grads
-        return True
-
-    # -- a step ------------------------------------------------------------------------------------------------------
-
     def begin(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The stand-in that steps for `optimizer`. Precondition: the plan holds."""
-        for run, first in zip(self.runs, _starts([len(run.members) for run in self.runs]), strict=True):
-            run.show_gradient(self._grads[first])
-        self._grads = []
+        for run in self.runs:
+            run.show_gradient()
         params: list[list[nn.Parameter]] = [list(each) for each in self.alone]
         for run in self.runs:
             params[run.group].append(run.parameter)
@@ -170,7 +162,7 @@ class RunPlan:
         optimizer.__dict__.update(_changed(vars(stand_in), attributes))
         for group, used, given in zip(optimizer.param_groups, stand_in.param_groups, settings, strict=True):
             group.update(_changed(used, given))
-        torch.autograd.graph.increment_version(self._members)  # which a write to the shard does not do
+        torch.autograd.graph.increment_version(self._placement.members)  # which a write to the shard does not do
         changed = not _same(_values([run.state for run in self.runs]), self._run_values)
         if changed:
             for run in self.runs:
@@ -192,7 +184,7 @@ class RunPlan:
             each.publish()
         self._versions = [each.tensor._version for each in self._counts]
         if publish:
-            self._states = list(map(states.get, self._members))
+            self._states = list(map(states.get, self._placement.members))
             self._values = _values(self._states)
             self._run_values = _values([run.state for run in self.runs])
 
@@ -208,9 +200,8 @@ class FusedStepper:
     def __init__(self, *, across_padding: bool) -> None:
         """`across_padding`: zeros, with gradients of zero, stay zeros when the optimizer steps on them."""
         self._across_padding = across_padding
-        self._plans: dict[
-            int | None, RunPlan
-        ] = {}  # by id of the unit that steps in a backward; None: of all parameters
+        # By id of the unit that steps in a backward; None: of all parameters.
+        self._plans: dict[int | None, RunPlan] = {}
         self._pieces: Pieces = {}
         self._stand_in: torch.optim.Optimizer | None = None
         self.plan: RunPlan | None = None
@@ -290,13 +281,6 @@ def _same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 
 def _values(states: Iterable[State | None]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, filter(None, states))))
-
-
-def _starts(lengths: Iterable[int]) -> Iterator[int]:
-    start = 0
-    for length in lengths:
-        yield start
-        start += length
 
 
 def _forget_replaced(pieces: Pieces, parameters: Iterable[nn.Parameter], states: States) -> None:
