@@ -15,17 +15,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..engine.state.optim.load_plan import TensorSpec
-from ..errors import refuse_value
 from . import background
 from .background import Saving
 from .folders import CheckpointFolder
 from .foreign import DcpFolder
 from .keeping import Keeping
-from .loading import Wanted, compare, empty_tensors, find, is_foreign, part_of, read_all
+from .loading import compare, find, is_foreign
 from .nested import flatten, plain
 from .parts import Section, parts_of
 from .ranks import CheckpointRanks
-from .raw import dtype_named
 from .saving import Contents, SaveRequest, save_contents
 
 __all__ = ["async_save", "load", "save"]
@@ -81,7 +79,7 @@ def save(
         AgreementError: on every rank: some do something else with `model`.
     """
     ranks = CheckpointRanks(process_group, "checkpoint.save()")
-    request = _request(path, overwrite, per_node, metrics, model_format, files, keeping)
+    request = SaveRequest(path, overwrite, per_node, metrics or {}, model_format, files, keeping)
     with ranks.calling(model):
         take = _taking(ranks, request, parts_of(model, optimizer), extra, copied=False)
         save_contents(ranks, request, background.finish_before(ranks, take))
@@ -112,25 +110,10 @@ def async_save(
         nobody asked for is raised by the next save.
     """
     ranks = CheckpointRanks(process_group, "checkpoint.async_save()")
-    request = _request(path, overwrite, per_node, metrics, model_format, files, keeping)
+    request = SaveRequest(path, overwrite, per_node, metrics or {}, model_format, files, keeping)
     with ranks.calling(model):
         take = _taking(ranks, request, parts_of(model, optimizer), extra, copied=True)
         return background.start(ranks, request, take)
-
-
-def _request(
-    path: FolderPath,
-    overwrite: bool,
-    per_node: bool,
-    metrics: Mapping[str, float] | None,
-    model_format: str,
-    files: Callable[[Path], None] | None,
-    keeping: Keeping | None,
-) -> SaveRequest:
-    if model_format not in ("flatfsdp", "safetensors"):
-        refuse_value("model_format", model_format, '"flatfsdp" or "safetensors"')
-    safetensors = model_format == "safetensors"
-    return SaveRequest(path, overwrite, per_node, metrics or {}, safetensors, files, keeping)
 
 
 def _taking(
@@ -140,7 +123,7 @@ def _taking(
     doing = f"saving {CheckpointFolder.at(request.path).path}"
     ranks.agree(doing, f"a save of {_listed(parts)}{', the model as safetensors' * request.safetensors}")
     for part in parts:
-        ranks.exchange(doing, partial(part.take, lent=True))
+        ranks.exchange(doing, partial(part.take, in_use=True))
 
     def take() -> Contents:
         contents = [_contents_of(part) for part in parts] + [Contents.of({} if extra is None else {"extra": extra})]
@@ -199,12 +182,17 @@ def load(
     with ranks.calling(model):
         ranks.agree(doing, f"a load of {_listed(parts)}, {strict=}, {verify=}, {trust=}")
         for part in parts:
-            ranks.exchange(doing, partial(part.take, lent=False))
+            ranks.exchange(doing, partial(part.take, in_use=False))
+        names = [part.name for part in parts]
         if all(ranks.exchange(doing, lambda: trust and is_foreign(path))):
-            read, others = _read_foreign(ranks, path, doing, parts, strict=strict)
+            foreign = ranks.together(doing, lambda: DcpFolder(path))
+            targets = ranks.together(doing, lambda: _targets(parts, foreign.tensors(), strict=strict))
+            read, others = foreign.read(ranks, targets, ("model", "optimizer"))
         else:
-            wanted = extra if extra is not None else lambda path: True
-            read, others = _read_ours(ranks, path, doing, parts, wanted, strict=strict, verify=verify)
+            found = find(ranks, path, check=verify)
+            values = [plain(path) for path, _ in found.manifest.values.values()]
+            targets = ranks.together(doing, lambda: _targets(parts, found.tensors(), values, strict=strict))
+            read, others = found.read(ranks, doing, targets, names, extra or (lambda keys: True))
         for part in parts:
             ranks.exchange(doing, lambda part=part: part.load(read.get(part.name, {})))  # type: ignore[misc]
     return others
@@ -245,54 +233,3 @@ def _entries(parts: list[Section], there: Iterable[str], values: Iterable[Keys])
     saved = {f"model.{path[1]}": None for path in values if len(path) > 1 and path[0] == "model"}
     saved.update({key: None for key in held if any(each.startswith(f"{key}.") for each in there)})
     return list(held), list(saved)
-
-
-def _read_ours(
-    ranks: CheckpointRanks,
-    path: FolderPath,
-    doing: str,
-    parts: list[Section],
-    wanted: Wanted,
-    *,
-    strict: bool,
-    verify: bool,
-) -> tuple[dict[str, Any], Any]:
-    found = find(ranks, path, check=verify)
-    there = {key: TensorSpec(saved.shape, dtype_named(saved.dtype)) for key, saved in found.manifest.tensors.items()}
-    targets: dict[str, torch.Tensor] = {}
-    values = [plain(path) for path, _ in found.manifest.values.values()]
-    ranks.exchange(doing, lambda: targets.update(_targets(parts, there, values, strict=strict)))
-    extra: dict[str, torch.Tensor] = {}
-
-    def prepare() -> None:
-        extra.update(empty_tensors(found, "extra", wanted))
-        found.require_seen([*(key for key in targets if key in there), *extra])
-
-    ranks.exchange(doing, prepare)
-    read_all(ranks, doing, found, targets, extra)
-    names = [part.name for part in parts]
-    inside = {
-        name: {key: each for key, each in targets.items() if key in there and key.startswith(f"{name}.")}
-        for name in names
-    }
-    return {name: part_of(found.manifest, name, inside[name]) or {} for name in names}, part_of(
-        found.manifest, "extra", extra, wanted
-    )
-
-
-def _read_foreign(
-    ranks: CheckpointRanks, path: FolderPath, doing: str, parts: list[Section], *, strict: bool
-) -> tuple[dict[str, Any], Any]:
-    opened: list[DcpFolder] = []
-    targets: dict[str, torch.Tensor] = {}
-
-    def look() -> None:
-        opened.append(DcpFolder(path))
-        targets.update(_targets(parts, opened[0].tensors(), strict=strict))
-
-    ranks.exchange(doing, look)
-    (foreign,) = opened
-    values, others = foreign.read(ranks, targets, ("model", "optimizer"))
-    known = foreign.tensors()
-    inside = {key: each for key, each in targets.items() if key in known}
-    return foreign.nested(inside | values), foreign.nested(others)

@@ -11,8 +11,6 @@ from ..errors import CheckpointError
 from .ranks import CheckpointRanks
 from .saving import Contents, SaveRequest, save_contents
 
-__all__ = ["Saving", "finish_before", "start"]
-
 
 class Saving:
     """A save under way; `flatfsdp.checkpoint.async_save` returns it."""

@@ -12,8 +12,6 @@ from .disk import disk
 from .manifest import SavedFile
 from .reading import checksum, is_inside
 
-__all__ = ["written_by"]
-
 
 def written_by(write: Callable[[Path], None], folder: Path) -> list[SavedFile]:
     """Let `write` put files into `folder`; those, safe from a loss of power.

@@ -20,12 +20,10 @@ from .disk import disk
 from .folders import CheckpointFolder
 from .foreign import DcpFolder
 from .hugging_face import read_whole, write_whole
-from .loading import empty_tensors, find, is_foreign, part_of, read_tensors
+from .loading import find, is_foreign
 from .ranks import CheckpointRanks
 from .saving import Contents, SaveRequest, save_contents
 from .tensor_file import SUFFIX
-
-__all__ = ["FORMATS", "convert", "holds_safetensors"]
 
 FORMATS = ("dcp", "torch", "safetensors")
 
@@ -69,21 +67,17 @@ def read_state(source: Path, *, trust: bool) -> dict[Any, Any]:
     if source.is_file() and source.suffix != SUFFIX:
         return _torch_file(source, trust=trust)
     if is_foreign(source) and trust:
-        foreign = DcpFolder(source)
-        _, others = foreign.read(CheckpointRanks(), {}, ())
-        return foreign.nested(others)
+        return DcpFolder(source).read(CheckpointRanks(), {}, ())[1]
     if holds_safetensors(source):
         return dict(read_whole(source))
     found = find(CheckpointRanks(), source, check=True)
     found.require_whole()
-    state = {}
-    names = [saved.path[0] for saved in found.manifest.tensors.values()]
-    names += [path[0] for path, _ in found.manifest.values.values()]
-    for name in map(str, dict.fromkeys(names)):
-        tensors = empty_tensors(found, name)
-        read_tensors(found, tensors)
-        state[name] = part_of(found.manifest, name, tensors)
-    return state
+    tensors = found.empty_tensors()
+    found.read_tensors(tensors)
+    state = found.nested(tensors)
+    saved = [each.path for each in found.manifest.tensors.values()]
+    saved += [path for path, _ in found.manifest.values.values()]
+    return {name: state[name] for name in dict.fromkeys(path[0] for path in saved)}
 
 
 def holds_safetensors(path: Path) -> bool:

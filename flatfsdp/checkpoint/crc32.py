@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-__all__ = ["joined"]
-
 # [Note: CRC-32] A CRC is the remainder of the data, read as a polynomial over the integers modulo 2, so that of two
 # parts put together is that of the first, times x^(bits of the second), plus that of the second. Polynomials are
 # integers of 32 bits here, the highest bit being x^0, as zlib has them.

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["Disk", "File", "disk", "through"]
-
 
 class File:
     """An open file. `write` and `read` name positions; `close` it, or use it as a context."""
@@ -63,6 +61,32 @@ class File:
         """Wait until what was written will outlive a loss of power."""
         self._disk.before("sync", self.path, 0)
         os.fsync(self._descriptor)
+
+
+class Files:
+    """Open files of a folder by name, each opened once; a context that closes them."""
+
+    def __init__(self, folder: Path = Path(), *, write: bool = False) -> None:
+        self._folder = folder
+        self._write = write
+        self._open: dict[str | Path, File] = {}
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        for file in self._open.values():
+            file.__exit__(*details)
+
+    def __getitem__(self, name: str | Path) -> File:
+        if name not in self._open:
+            self._open[name] = disk().open(self._folder / name, write=self._write)
+        return self._open[name]
+
+    def sync(self) -> None:
+        """Wait for the disk."""
+        for file in self._open.values():
+            file.sync()
 
 
 class Disk:

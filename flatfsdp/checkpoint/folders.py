@@ -28,18 +28,6 @@ from .ranks import CheckpointRanks
 from .reading import is_inside
 from .tensor_file import CHECKSUMS, SUFFIX
 
-__all__ = [
-    "CheckpointFolder",
-    "candidates",
-    "choose",
-    "is_own",
-    "last_sequence",
-    "leader_of",
-    "manifests",
-    "refuse_link",
-    "refuse_newer",
-]
-
 # Seconds after which a file that another rank has written is not seen any more: network file systems are slow to tell.
 PATIENCE = 5.0
 PART = ".part"

@@ -20,8 +20,6 @@ from ..errors import CheckpointError, by_ranks
 from .nested import Path, unflatten
 from .ranks import CheckpointRanks
 
-__all__ = ["DcpFolder"]
-
 
 class DcpFolder:
     """A folder of DCP's, trusted.
@@ -56,10 +54,8 @@ class DcpFolder:
     def read(
         self, ranks: CheckpointRanks, targets: Mapping[str, torch.Tensor], parts: Collection[str]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fill `targets`; returns the plain values under the first names `parts`, and all that is under other names.
-
-        Collective.
-        """
+        """Fill `targets`; those, with the plain values under the first names `parts`, and all that is under other
+        names, both nested. Collective."""
         saved = self._metadata.state_dict_metadata
         wanted: dict[str, Any] = {name: target for name, target in targets.items() if name in self._names}
         values: dict[str, Any] = {}
@@ -79,8 +75,9 @@ class DcpFolder:
         except dcp.CheckpointException as error:
             failed = {rank: str(failure[0]) for rank, failure in sorted(error.failures.items())}
             raise CheckpointError(f"loading {self._path}: {by_ranks(failed, ': ')}") from error
-        return {name: state[self._names[name]] for name in values}, {name: state[self._names[name]] for name in others}
+        filled = [{name: state[self._names[name]] for name in names} for names in (wanted | values, others)]
+        return self._nested(filled[0]), self._nested(filled[1])
 
-    def nested(self, leaves: Mapping[str, Any]) -> dict[Any, Any]:
+    def _nested(self, leaves: Mapping[str, Any]) -> dict[Any, Any]:
         """Leaves by key as the nested state that they were."""
         return unflatten(leaves, {name: self.path_of(name) for name in leaves})

@@ -7,8 +7,6 @@ import math
 from pathlib import PurePosixPath
 from typing import Any
 
-__all__ = ["dims", "inner_name", "is_number", "items", "mapping", "moment", "parse", "text", "whole"]
-
 _LARGEST = 2**62
 
 

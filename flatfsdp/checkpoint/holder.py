@@ -18,8 +18,6 @@ import uuid
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-__all__ = ["LockHolder", "Machine"]
-
 _JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 
 

@@ -25,15 +25,14 @@ from ..engine.state.named_param import NamedParam, named_buffers, named_state
 from ..errors import CheckpointError, few, refuse_type, refuse_value
 from . import form
 from .beside import written_by
-from .disk import disk
+from .disk import Files, disk
 from .folders import CheckpointFolder, refuse_link
 from .loading import compare
 from .ranks import CheckpointRanks
+from .raw import as_interval
 from .replacement import Replacement
-from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, Files, as_interval, read_header, read_into
+from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, read_header, read_into
 from .weights import INDEX, BlockChecksums, Described, WeightFiles, checksums_of, verify_checksums
-
-__all__ = ["export_safetensors", "load_safetensors"]
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -180,7 +179,7 @@ def load_safetensors(
         with torch.no_grad(), Files() as files:
             for each in held:
                 if (name := _name_in(each, there)) in there:
-                    read_into(files.of(there[name]), there[name], each.in_place())
+                    read_into(files[there[name].file], there[name], each.in_place())
         _note_writes(model)
 
     with ranks.calling(model):
@@ -244,7 +243,7 @@ def read_whole(source: Path) -> dict[str, torch.Tensor]:
     with Files() as files:
         for name, entry in _entries_at(source).items():
             found[name] = torch.empty(entry.shape, dtype=entry.dtype)
-            read_into(files.of(entry), entry, found[name])
+            read_into(files[entry.file], entry, found[name])
     return found
 
 

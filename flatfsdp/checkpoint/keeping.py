@@ -19,8 +19,6 @@ from .lock import LOCK, TOKEN, locked_now, path_of_token, sweep_tokens
 from .manifest import Manifest, id_in
 from .ranks import CheckpointRanks
 
-__all__ = ["Keeping", "keep"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:

@@ -18,8 +18,6 @@ from .proof import prove
 from .ranks import CheckpointRanks
 from .reading import verify
 
-__all__ = ["Listed", "listing"]
-
 
 @dataclass(frozen=True)
 class Listed:

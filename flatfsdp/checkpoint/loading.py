@@ -11,28 +11,20 @@ from typing import Any
 import torch
 
 from ..engine.agreement.once_per_job import warn_once_per_job
+from ..engine.state.optim.load_plan import TensorSpec
 from ..errors import CheckpointError, few
 from . import manifest as manifest_file
 from . import metadata
+from .disk import Files
 from .folders import CheckpointFolder, candidates, choose
 from .manifest import NAME, Manifest, SavedTensor, id_in
-from .nested import Path, decode, plain, unflatten
+from .nested import decode, plain, unflatten
 from .proof import prove
 from .ranks import BRIEF, CheckpointRanks
 from .raw import dtype_named
 from .reading import TensorReader, verify
 
-__all__ = [
-    "FoundCheckpoint",
-    "Wanted",
-    "compare",
-    "empty_tensors",
-    "find",
-    "is_foreign",
-    "part_of",
-    "read_all",
-    "read_tensors",
-]
+Wanted = Callable[[tuple[str | int, ...]], bool]  # by the keys that lead to a value
 
 
 @dataclass(frozen=True)
@@ -81,6 +73,91 @@ class FoundCheckpoint:
         names = [str(self.folder / name) for name in self.missing]
         told = f"{few(names)} {'are' if len(names) > 1 else 'is'} missing{' on all ranks' * (len(self.here) > 1)}"
         return f"{told}. After a save with per_node=True each node has its own ranks' files: copy them into one folder"
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """All tensors, by key ([Note: keys])."""
+        saved = self.manifest.tensors.items()
+        return {key: TensorSpec(each.shape, dtype_named(each.dtype)) for key, each in saved}
+
+    def empty_tensors(self, wanted: Wanted = lambda path: True) -> dict[str, torch.Tensor]:
+        """Memory on the CPU for the tensors that are `wanted`, by their keys."""
+        return {key: _empty(saved) for key, saved in self.manifest.tensors.items() if wanted(plain(saved.path))}
+
+    def nested(self, tensors: Mapping[str, torch.Tensor], wanted: Wanted = lambda path: True) -> dict[Any, Any]:
+        """What was saved, nested as it was: the plain values that are `wanted`, and `tensors` by their keys."""
+        paths = {key: path for key, (path, _) in self.manifest.values.items() if wanted(plain(path))}
+        values = {key: decode(self.manifest.values[key][1]) for key in paths}
+        paths |= {key: self.manifest.tensors[key].path for key in tensors}
+        return unflatten({**values, **tensors}, paths)
+
+    def read(
+        self,
+        ranks: CheckpointRanks,
+        doing: str,
+        targets: Mapping[str, torch.Tensor],
+        parts: Collection[str],
+        wanted: Wanted,
+    ) -> tuple[dict[Any, Any], Any]:
+        """Fill `targets`; those, with the plain values under the first names `parts`, nested, and what is `wanted` of
+        the extra values. Collective."""
+        inside = {key: target for key, target in targets.items() if key in self.manifest.tensors}
+
+        def prepare() -> dict[str, torch.Tensor]:
+            extra = self.empty_tensors(lambda path: path[0] == "extra" and wanted(path[1:]))
+            self.require_seen([*inside, *extra])
+            return extra
+
+        extra = ranks.together(doing, prepare)
+        self._read_all(ranks, doing, inside, extra)
+        read = self.nested(inside, lambda path: path[0] in parts)
+        return read, self.nested(extra, lambda path: path[0] == "extra" and wanted(path[1:])).get("extra")
+
+    def read_tensors(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Read tensors by key, in place: intervals and whole ones."""
+        try:
+            with torch.no_grad(), Files(self.folder) as files:
+                reader = TensorReader(self.folder, self.manifest, files)
+                for key, target in targets.items():
+                    reader.read(key, target)
+        finally:  # files of the one that was there before may be gone, or have other contents of the same size
+            if targets and id_in(self.folder) != self.manifest.id:
+                raise CheckpointError(f"{self.folder} was replaced by another save while it was read; load it again")
+
+    def _read_all(
+        self,
+        ranks: CheckpointRanks,
+        doing: str,
+        own: Mapping[str, torch.Tensor],
+        shared: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Read tensors by key, in place: `own` from files that this rank sees, and `shared`, whole ones, from any
+        rank's. Collective."""
+        mine = {key: each for key, each in shared.items() if ranks.rank in self._seers(key)}
+        ranks.exchange(doing, lambda: self.read_tensors({**own, **mine}))
+        if all(here == self.here[0] for here in self.here):
+            return
+        asked = ranks.exchange(doing, lambda: shared.keys() - mine.keys())
+
+        def read_for_others() -> dict[str, torch.Tensor]:
+            keys = {key for each in asked for key in each if self._seers(key)[0] == ranks.rank}
+            read = {key: _empty(self.manifest.tensors[key]) for key in keys}
+            self.read_tensors(read)
+            return read
+
+        for read in ranks.exchange(doing, read_for_others):
+            for key in read.keys() & asked[ranks.rank]:
+                shared[key].copy_(read[key])
+
+    def _seers(self, key: str) -> list[int]:
+        """The ranks that see the files with the tensor `key`.
+
+        Raises:
+            CheckpointError: none sees all of them.
+        """
+        seers = [rank for rank, here in enumerate(self.here) if self.sees(here, key)]
+        if not seers:
+            raise CheckpointError(f"{self.folder}: no rank sees all files with {key!r}; copy them into one folder")
+        return seers
 
     def sees(self, names: Collection[str], key: str) -> bool:
         """Whether the files `names` have all elements of a tensor."""
@@ -139,18 +216,6 @@ def find(ranks: CheckpointRanks, path: str | os.PathLike[str], *, check: bool) -
     return replace(found, here=here)
 
 
-def read_tensors(found: FoundCheckpoint, targets: Mapping[str, torch.Tensor]) -> None:
-    """Read tensors by key, in place: intervals and whole ones; those that are not there are left out."""
-    wanted = {key: target for key, target in targets.items() if key in found.manifest.tensors}
-    try:
-        with torch.no_grad(), TensorReader(found.folder, found.manifest) as reader:
-            for key, target in wanted.items():
-                reader.read(key, target)
-    finally:  # files of the one that was there before may be gone, or have other contents of the same size
-        if wanted and id_in(found.folder) != found.manifest.id:
-            raise CheckpointError(f"{found.folder} was replaced by another save while it was read; load it again")
-
-
 def compare(
     there: Mapping[str, tuple[int, ...]],
     targets: Mapping[str, torch.Tensor],
@@ -198,72 +263,5 @@ def compare(
         raise error
 
 
-Wanted = Callable[[tuple[str | int, ...]], bool]
-
-
-def part_of(
-    manifest: Manifest, name: str, tensors: Mapping[str, torch.Tensor], wanted: Wanted = lambda path: True
-) -> Any:
-    """What was saved under the first name `name`, nested as it was: the plain values that are `wanted`, by their paths
-    below that name, and `tensors` by their keys."""
-    leaves: dict[str, Any] = {}
-    paths: dict[str, Path] = {}
-    for key, (path, value) in manifest.values.items():
-        if path[0] == name and wanted(plain(path[1:])):
-            leaves[key], paths[key] = decode(value), path
-    for key, tensor in tensors.items():
-        leaves[key], paths[key] = tensor, manifest.tensors[key].path
-    return unflatten(leaves, paths).get(name)
-
-
-def empty_tensors(found: FoundCheckpoint, name: str, wanted: Wanted = lambda path: True) -> dict[str, torch.Tensor]:
-    """Memory on the CPU for the tensors under the first name `name` that are `wanted`, by their keys."""
-    return {
-        key: _empty(saved)
-        for key, saved in found.manifest.tensors.items()
-        if saved.path[0] == name and wanted(plain(saved.path[1:]))
-    }
-
-
-def read_all(
-    ranks: CheckpointRanks,
-    doing: str,
-    found: FoundCheckpoint,
-    own: Mapping[str, torch.Tensor],
-    shared: Mapping[str, torch.Tensor],
-) -> None:
-    """Read tensors by key, in place: `own` from files that this rank sees, and `shared`, whole ones, from any rank's.
-
-    Collective.
-    """
-    mine = {key: each for key, each in shared.items() if ranks.rank in _seers(found, key)}
-    ranks.exchange(doing, lambda: read_tensors(found, {**own, **mine}))
-    if all(here == found.here[0] for here in found.here):
-        return
-    asked = ranks.exchange(doing, lambda: shared.keys() - mine.keys())
-
-    def lend() -> dict[str, torch.Tensor]:
-        keys = {key for each in asked for key in each if _seers(found, key)[0] == ranks.rank}
-        lent = {key: _empty(found.manifest.tensors[key]) for key in keys}
-        read_tensors(found, lent)
-        return lent
-
-    for lent in ranks.exchange(doing, lend):
-        for key in lent.keys() & asked[ranks.rank]:
-            shared[key].copy_(lent[key])
-
-
 def _empty(saved: SavedTensor) -> torch.Tensor:
     return torch.empty(saved.shape, dtype=dtype_named(saved.dtype))
-
-
-def _seers(found: FoundCheckpoint, key: str) -> list[int]:
-    """The ranks that see the files with the tensor `key`.
-
-    Raises:
-        CheckpointError: none sees all of them.
-    """
-    seers = [rank for rank, here in enumerate(found.here) if found.sees(here, key)]
-    if not seers:
-        raise CheckpointError(f"{found.folder}: no rank sees all files with {key!r}; copy them into one folder")
-    return seers

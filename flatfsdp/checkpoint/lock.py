@@ -23,18 +23,6 @@ from ..errors import CheckpointError
 from .disk import File, disk
 from .holder import LockHolder, Machine
 
-__all__ = [
-    "LOCK",
-    "TOKEN",
-    "Lock",
-    "drop_token",
-    "leave_token",
-    "locked",
-    "locked_now",
-    "path_of_token",
-    "sweep_tokens",
-]
-
 LOCK = ".lock"
 TOKEN = ".token"
 BEAT = 3.0  # seconds between two numbers

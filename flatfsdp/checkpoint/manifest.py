@@ -38,18 +38,6 @@ from .disk import disk
 from .nested import Path, Step, shown
 from .raw import dtype_named
 
-__all__ = [
-    "NAME",
-    "Chunk",
-    "Manifest",
-    "NewerFormatError",
-    "SavedFile",
-    "SavedTensor",
-    "id_in",
-    "place_of",
-    "sequence_in",
-]
-
 NAME = "flatfsdp.json"
 _VERSION = 1
 _SEQUENCE = re.compile(rb'"sequence": ?(\d{1,15}),')

@@ -32,8 +32,6 @@ from .plan import PlannedInterval
 from .raw import dtype_named
 from .writing import Rows
 
-__all__ = ["NAME", "metadata_of"]
-
 NAME = ".metadata"
 
 

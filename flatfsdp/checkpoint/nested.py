@@ -18,8 +18,6 @@ import torch
 from ..errors import ConfigTypeError, ConfigValueError
 from .raw import dtype_named
 
-__all__ = ["Path", "Step", "decode", "encode", "flatten", "plain", "unflatten"]
-
 # The key of a mapping as it is, the place in a list as (place,).
 Step: TypeAlias = "str | int | tuple[int]"
 Path: TypeAlias = tuple[Step, ...]

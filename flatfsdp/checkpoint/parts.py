@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,11 +22,9 @@ from ..errors import CheckpointError, ConfigValueError, refuse_type
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 from .nested import flatten
 
-__all__ = ["Section", "parts_of"]
 
-
-class Section(Protocol):
-    """One part, under its name in the checkpoint.
+class Section:
+    """One part, under its name in the checkpoint; as it is here, a state dict that the user has made, and will load.
 
     Attributes:
         state: nested mappings.
@@ -34,63 +32,42 @@ class Section(Protocol):
         buffers: names in `state` of buffers, of which each rank may have another one.
     """
 
-    name: str
-    state: Mapping[str, Any]
-    ties: Mapping[str, str]
-    buffers: Collection[str]
-
-    def take(self, *, lent: bool) -> None:
-        """Find `state`; `lent`: its tensors may be those in use, elsewhere they are there to be filled. Collective."""
-
-    def expect(self, there: Mapping[str, TensorSpec]) -> None:
-        """Make `state` what is to be loaded from a checkpoint that has these tensors, by key ([Note: keys])."""
-
-    def load(self, read: Mapping[str, Any]) -> None:
-        """Take back `read`, which is `state` with the values of the checkpoint. Collective."""
-
-
-class _StateDictSection:
-    """A state dict that the user has made, and will load."""
-
     ties: Mapping[str, str] = MappingProxyType({})
     buffers: Collection[str] = ()
 
     def __init__(self, name: str, state: Mapping[str, Any]) -> None:
         self.name, self.state = name, state
 
-    def take(self, *, lent: bool) -> None: ...
+    def take(self, *, in_use: bool) -> None:
+        """Find `state`, whose tensors may be `in_use`; otherwise they are there to be filled. Collective."""
 
-    def expect(self, there: Mapping[str, TensorSpec]) -> None: ...
+    def expect(self, there: Mapping[str, TensorSpec]) -> None:
+        """Make `state` what is to be loaded from a checkpoint that has these tensors, by key ([Note: keys])."""
 
     def load(self, read: Mapping[str, Any]) -> None:
+        """Take back `read`, which is `state` with the values of the checkpoint. Collective."""
         _replace_values(self.state, read)
 
 
-class _ModelSection:
-    name = "model"
-    state: Mapping[str, Any]
-    ties: Mapping[str, str]
-    buffers: Collection[str]
-
+class _ModelSection(Section):
     def __init__(self, model: nn.Module) -> None:
+        super().__init__("model", {})
         self._model = model
 
-    def take(self, *, lent: bool) -> None:
-        with _sharded(self._model), sharing_memory() if lent else nullcontext():
+    def take(self, *, in_use: bool) -> None:
+        with _sharded(self._model), sharing_memory() if in_use else nullcontext():
             self._own: dict[str, Any] = self._model.state_dict()
         named = [each.names for each in named_state(self._model)]
         buffers = [each.names for each in named_buffers(self._model)]
         named += buffers
         known = {name for names in named for name in names}
-        # What modules tell of themselves beside parameters and buffers, which may be in use, and is filled here.
-        self._told = {} if lent else {key: each for key, each in self._own.items() if _is_told(key, each, known)}
-        self._own.update((key, each.clone()) for key, each in self._told.items())
+        # What modules add beside parameters and buffers: it may be in use, and copies of it are filled.
+        self._added = {} if in_use else {key: each for key, each in self._own.items() if _is_added(key, each, known)}
+        self._own.update((key, each.clone()) for key, each in self._added.items())
         # Around the outermost wrapper modules of torch.compile show their prefix.
         self.state = {clean(key): each if _is_tensor(each) else value_of(each) for key, each in self._own.items()}
         self.buffers = {name for names in buffers for name in names}
         self.ties = {name: names[0] for names in named for name in names[1:] if {name, names[0]} <= self.state.keys()}
-
-    def expect(self, there: Mapping[str, TensorSpec]) -> None: ...
 
     def load(self, read: Mapping[str, Any]) -> None:
         for key, value in self._own.items():
@@ -99,30 +76,26 @@ class _ModelSection:
         with _sharded(self._model):
             incompatible = self._model.load_state_dict(self._own, strict=False)
         missing, unread = incompatible.missing_keys, incompatible.unexpected_keys
-        others = [key for key in unread if key not in self._told or not torch.equal(self._own[key], self._told[key])]
+        others = [key for key in unread if key not in self._added or not torch.equal(self._own[key], self._added[key])]
         if missing or others:
             raise CheckpointError(
-                f"modules do not load what they tell of themselves: {', '.join((missing + others)[:3])} "
+                f"modules do not load what they add to the state dict: {', '.join((missing + others)[:3])} "
                 f"({len(missing + others)} in all), and it is not what they have. Make the model as the run did that "
                 "saved (a quantised base of the same weights), and load then"
             )
 
 
-def _is_told(key: str, value: Any, known: Collection[str]) -> bool:
+def _is_added(key: str, value: Any, known: Collection[str]) -> bool:
     return _is_tensor(value) and not isinstance(value, OwnedInterval) and clean(key) not in known
 
 
-class _OptimizerSection:
-    name = "optimizer"
-    state: Mapping[str, Any]
-    ties: Mapping[str, str] = MappingProxyType({})
-    buffers: Collection[str] = ()
-
+class _OptimizerSection(Section):
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        super().__init__("optimizer", {})
         self._optimizer, self._model = optimizer, model
 
-    def take(self, *, lent: bool) -> None:
-        with _sharded(self._model), sharing_memory() if lent else nullcontext():
+    def take(self, *, in_use: bool) -> None:
+        with _sharded(self._model), sharing_memory() if in_use else nullcontext():
             self.state = FullyShardedDataParallel.optim_state_dict(self._model, self._optimizer)
 
     def expect(self, there: Mapping[str, TensorSpec]) -> None:
@@ -194,7 +167,7 @@ def _replace_values(state: Any, read: Any) -> None:
 
 
 def _sharded(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, state dicts hold what this rank owns, in memory of its own on the CPU unless it is lent."""
+    """Inside, state dicts hold what this rank owns, in memory of its own on the CPU outside of `sharing_memory()`."""
     return FullyShardedDataParallel.state_dict_type(
         model,
         "SHARDED",
@@ -213,7 +186,7 @@ def parts_of(model: Any, optimizer: Any) -> list[Section]:
     if isinstance(model, nn.Module):
         parts.append(_ModelSection(model))
     elif isinstance(model, Mapping):
-        parts.append(_StateDictSection("model", model))
+        parts.append(Section("model", model))
     elif model is not None:
         refuse_type("model", model, "a module, or a state dict")
     if isinstance(optimizer, Optimizer):
@@ -223,7 +196,7 @@ def parts_of(model: Any, optimizer: Any) -> list[Section]:
             )
         parts.append(_OptimizerSection(optimizer, model))
     elif isinstance(optimizer, Mapping):
-        parts.append(_StateDictSection("optimizer", optimizer))
+        parts.append(Section("optimizer", optimizer))
     elif optimizer is not None:
         refuse_type("optimizer", optimizer, "an optimizer, or a state dict")
     return parts

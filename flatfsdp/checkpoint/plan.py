@@ -15,8 +15,6 @@ from ..engine.layout.layout import ParamSpec
 from ..errors import CheckpointError, ranks_in_words
 from .nested import Path
 
-__all__ = ["PlannedInterval", "assign", "digest"]
-
 
 class PlannedInterval(NamedTuple):
     """An interval of a tensor, which one or more ranks hold.

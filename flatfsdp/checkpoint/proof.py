@@ -15,8 +15,6 @@ from .manifest import Manifest, SavedTensor
 from .nested import decode, shown, unflatten
 from .raw import dtype_named
 
-__all__ = ["prove"]
-
 
 def prove(manifest: Manifest, where: str) -> None:
     """Require of a manifest that every element of each tensor lies once (in a copy for each node) within a file that it

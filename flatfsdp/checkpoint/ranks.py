@@ -18,8 +18,6 @@ from ..engine.runtime.rest import collective_call
 from ..errors import AgreementError, CheckpointError, ConfigValueError, by_ranks
 from ..messages import meet_and_gather
 
-__all__ = ["CheckpointRanks"]
-
 T = TypeVar("T")
 
 BRIEF = "in_brief"  # attribute of an error with many names: what it comes to
@@ -104,6 +102,12 @@ class CheckpointRanks:
 
         exchange = None if self.world == 1 else partial(self._gather, doing)
         return [*on_all_ranks(work, exchange, raises=problem, describe=_described).values()]
+
+    def together(self, doing: str, work: Callable[[], T]) -> T:
+        """Let every rank do its `work`, and go on with what its own returned, whatever that is. As `exchange`."""
+        results: list[T] = []
+        self.exchange(doing, lambda: results.append(work()))
+        return results[0]
 
     def _in_words(self, failed: Mapping[int, str], failure: Exception | None) -> str:
         """What failed on which ranks. What failed alike on all ranks the first reports in full, and the others in brief

@@ -6,6 +6,7 @@ import ctypes
 import io
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,7 @@ import torch
 
 from ..engine.layout.boxes import Box, boxes_of
 from ..engine.layout.layout import ParamSpec, Span
-
-__all__ = ["LARGEST", "Archive", "bytes_of", "cut", "dtype_named", "name_of"]
+from ..engine.state.owned_interval import OwnedInterval
 
 # Elements that are in host memory beside the tensors themselves, at most, in bytes.
 LARGEST = 2**24
@@ -75,6 +75,27 @@ class Archive:
         file = io.BytesIO()
         torch.save(value, file)
         return cls(file.getvalue(), 0)
+
+
+def as_interval(name: str, value: torch.Tensor) -> OwnedInterval:
+    """`value`, or for a whole tensor the interval that is all of it, row-major; of a copy where it is not so itself."""
+    if isinstance(value, OwnedInterval):
+        return value.with_local(value.local.detach())
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return OwnedInterval(flat, ParamSpec(name, tuple(value.shape)), Span(0, value.numel()))
+
+
+@contextmanager
+def filling(name: str, target: torch.Tensor) -> Iterator[OwnedInterval]:
+    """`target` as an interval to be filled. A whole tensor that is not row-major is copied into at the end."""
+    if isinstance(target, OwnedInterval):
+        yield target
+    elif target.is_contiguous() and not (target.is_conj() or target.is_neg()):
+        yield as_interval(name, target)
+    else:
+        interval = as_interval(name, torch.empty(target.shape, dtype=target.dtype, device=target.device))
+        yield interval
+        target.detach().copy_(interval.local.view(target.shape))
 
 
 def cut(spec: ParamSpec, span: Span, most: int) -> Iterator[Box]:

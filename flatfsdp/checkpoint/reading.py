@@ -10,36 +10,26 @@ import os
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from ..engine.layout.boxes import Box, boxes_of
-from ..engine.layout.layout import ParamSpec, Span
+from ..engine.layout.layout import Span
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError
-from .disk import File, disk
+from .disk import Files, disk
 from .manifest import Chunk, Manifest, SavedFile, SavedTensor
-from .raw import LARGEST, bytes_of, dtype_named
-
-__all__ = ["TensorReader", "checksum", "is_inside", "verify"]
+from .raw import LARGEST, bytes_of, dtype_named, filling
 
 
 class TensorReader:
-    """Reads tensors of one folder; a context that closes its files."""
+    """Reads tensors of a folder whose open files are `files`."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, files: Files) -> None:
         self._folder = folder
         self._manifest = manifest
-        self._files: dict[int, File] = {}
-        self._open = ExitStack()
-
-    def __enter__(self) -> TensorReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+        self._files = files
 
     def read(self, key: str, target: torch.Tensor) -> None:
         """Fill `target` (an interval, or a whole tensor; of any dtype) from the tensor `key`, of the same shape.
@@ -48,17 +38,9 @@ class TensorReader:
             CheckpointError: a file is too short, or elements are nowhere.
             OSError: the disk refused.
         """
-        saved = self._manifest.tensors[key]
-        if isinstance(target, OwnedInterval):
-            interval = target
-        else:
-            whole = target.detach()
-            flat = whole if whole.is_contiguous() else torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
-            interval = OwnedInterval(flat.view(-1), ParamSpec(key, tuple(whole.shape)), Span(0, whole.numel()))
-        if interval.span.numel:
-            self._fill(saved, interval)
-        if interval is not target and not target.is_contiguous():
-            target.detach().copy_(interval.local.view(target.shape))
+        with filling(key, target) as interval:
+            if interval.span.numel:
+                self._fill(self._manifest.tensors[key], interval)
 
     def _fill(self, saved: SavedTensor, interval: OwnedInterval) -> None:
         spec = saved.spec
@@ -113,20 +95,15 @@ class TensorReader:
 
     def _read(self, chunk: Chunk, span: Span, into: torch.Tensor) -> None:
         """Elements `span` of `chunk` into a tensor on the CPU of the saved dtype."""
-        file = self._file(chunk.file)
+        path = self._path(chunk.file)
+        try:
+            file = self._files[path]
+        except FileNotFoundError:
+            raise _missing(path) from None
         wanted = bytes_of(into)
         offset = chunk.offset + (span.start - chunk.start) * into.element_size()
         if file.read(wanted, offset) != len(wanted):
             raise CheckpointError(f"{file.path} ends before byte {offset + len(wanted)}: the file has lost its end")
-
-    def _file(self, number: int) -> File:
-        if number not in self._files:
-            path = self._path(number)
-            try:
-                self._files[number] = self._open.enter_context(disk().open(path))
-            except FileNotFoundError:
-                raise _missing(path) from None
-        return self._files[number]
 
 
 def _overlap(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

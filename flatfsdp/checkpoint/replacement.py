@@ -12,8 +12,6 @@ from .folders import CheckpointFolder, leader_of
 from .lock import Lock
 from .ranks import CheckpointRanks
 
-__all__ = ["Replacement"]
-
 T = TypeVar("T")
 
 

@@ -22,7 +22,7 @@ import torch
 
 from ..engine.agreement.checksums import checksum
 from ..engine.state.owned_interval import OwnedInterval
-from ..errors import CheckpointError, ConfigTypeError, few, one_voice, warn_once
+from ..errors import CheckpointError, ConfigTypeError, few, one_voice, refuse_value, warn_once
 from . import metadata
 from .beside import written_by
 from .disk import disk
@@ -32,12 +32,10 @@ from .manifest import Manifest, SavedFile, SavedTensor
 from .nested import Path, decode, encode, flatten, shown
 from .plan import PlannedInterval, assign, digest
 from .ranks import CheckpointRanks
-from .raw import dtype_named
+from .raw import as_interval, dtype_named
 from .replacement import Replacement
 from .weights import BlockChecksums, WeightFiles, is_weight, is_whole_everywhere
-from .writing import Rows, held_by, interval_of, write
-
-__all__ = ["Contents", "SaveRequest", "save_contents"]
+from .writing import Rows, held_by, write
 
 T = TypeVar("T")
 
@@ -114,9 +112,18 @@ class SaveRequest:
     overwrite: bool = False
     per_node: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
-    safetensors: bool = False
+    model_format: str = "flatfsdp"
     files: Callable[[FilePath], None] | None = None
     keeping: Keeping | None = None
+
+    def __post_init__(self) -> None:
+        if self.model_format not in ("flatfsdp", "safetensors"):
+            refuse_value("model_format", self.model_format, '"flatfsdp" or "safetensors"')
+
+    @property
+    def safetensors(self) -> bool:
+        """Whether the model is saved as safetensors."""
+        return self.model_format == "safetensors"
 
 
 class _Facts(NamedTuple):
@@ -299,7 +306,7 @@ class _Save(Replacement):
             done = write(self.place.new / f"__{self.ranks.rank}_0.distcp", plan.writes, self.contents.tensors, plain)
             if plan.weights is not None:
                 tensors = self.contents.tensors
-                pieces = ((str(held.path[1]), interval_of(held, tensors[held.key])) for held in plan.weighty)
+                pieces = ((str(held.path[1]), as_interval(held.key, tensors[held.key])) for held in plan.weighty)
                 plan.weights.write(self.place.new, pieces)
             return done.file, done.digest, None if done.digest == plan.digest else done.tensors, done.values
 

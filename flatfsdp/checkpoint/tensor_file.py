@@ -13,25 +13,12 @@ from pathlib import Path
 import torch
 
 from ..engine.layout.boxes import Box
-from ..engine.layout.layout import ParamSpec, Span
+from ..engine.layout.layout import Span
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigTypeError
 from . import form
 from .disk import File, disk
-from .raw import LARGEST, bytes_of, cut
-
-__all__ = [
-    "CHECKSUMS",
-    "SINGLE",
-    "SUFFIX",
-    "Entry",
-    "Files",
-    "as_interval",
-    "header_of",
-    "read_header",
-    "read_into",
-    "write_interval",
-]
+from .raw import LARGEST, bytes_of, cut, filling
 
 SUFFIX = ".safetensors"
 SINGLE = f"model{SUFFIX}"
@@ -147,36 +134,6 @@ def read_header(path: Path) -> list[Entry]:
     return entries
 
 
-# --- elements ---------------------------------------------------------------------------------------------------------
-
-
-class Files:
-    """Open files, whose names may be relative to a folder; a context that closes them."""
-
-    def __init__(self, folder: Path = Path(), *, write: bool = False) -> None:
-        self._folder = folder
-        self._write = write
-        self._open: dict[Path, File] = {}
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        for file in self._open.values():
-            file.__exit__(*details)
-
-    def of(self, entry: Entry) -> File:
-        """The file that `entry` is in."""
-        if entry.file not in self._open:
-            self._open[entry.file] = disk().open(self._folder / entry.file, write=self._write)
-        return self._open[entry.file]
-
-    def sync(self) -> None:
-        """Wait for the disk."""
-        for file in self._open.values():
-            file.sync()
-
-
 def write_interval(file: File, entry: Entry, interval: OwnedInterval) -> None:
     """Write an interval of the tensor `entry` to its places, with at most `raw.LARGEST` bytes in memory twice."""
     for box in cut(interval.spec, interval.span, LARGEST // entry.dtype.itemsize):
@@ -188,29 +145,17 @@ def write_interval(file: File, entry: Entry, interval: OwnedInterval) -> None:
 
 def read_into(file: File, entry: Entry, target: torch.Tensor) -> None:
     """Read into `target`, an interval of the tensor `entry` or all of it."""
-    interval = as_interval(entry.name, target, contiguous=False)
-    for box in cut(interval.spec, interval.span, LARGEST // entry.dtype.itemsize):
-        block = interval.data_of(box)
-        direct = block.is_contiguous() and block.device.type == "cpu" and block.dtype == entry.dtype
-        data = block.view(-1) if direct else torch.empty(box.span.numel, dtype=entry.dtype)
-        for place, span in runs_of(box, entry.shape):
-            wanted = bytes_of(data[span.slice])
-            if file.read(wanted, entry.offset + place * entry.dtype.itemsize) != len(wanted):
-                raise CheckpointError(f"{file.path} has lost its end")
-        if not direct:
-            block.copy_(data.view(box.sizes))
-    if not isinstance(target, OwnedInterval) and not target.is_contiguous():
-        target.copy_(interval.local.view(target.shape))
-
-
-def as_interval(name: str, value: torch.Tensor, *, contiguous: bool = True) -> OwnedInterval:
-    """`value` as an interval of itself; a whole tensor that is not row-major as one of a copy (`contiguous`), or of
-    memory to fill."""
-    if isinstance(value, OwnedInterval):
-        return value
-    if not value.is_contiguous():
-        value = value.contiguous() if contiguous else torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    return OwnedInterval(value.detach().view(-1), ParamSpec(name, tuple(value.shape)), Span(0, value.numel()))
+    with filling(entry.name, target) as interval:
+        for box in cut(interval.spec, interval.span, LARGEST // entry.dtype.itemsize):
+            block = interval.data_of(box)
+            direct = block.is_contiguous() and block.device.type == "cpu" and block.dtype == entry.dtype
+            data = block.view(-1) if direct else torch.empty(box.span.numel, dtype=entry.dtype)
+            for place, span in runs_of(box, entry.shape):
+                wanted = bytes_of(data[span.slice])
+                if file.read(wanted, entry.offset + place * entry.dtype.itemsize) != len(wanted):
+                    raise CheckpointError(f"{file.path} has lost its end")
+            if not direct:
+                block.copy_(data.view(box.sizes))
 
 
 def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Span]]:

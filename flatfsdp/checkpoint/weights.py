@@ -21,23 +21,12 @@ from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError
 from . import form
 from .crc32 import joined
-from .disk import disk
+from .disk import Files, disk
 from .manifest import SavedFile, SavedTensor
 from .plan import PlannedInterval
 from .raw import LARGEST, cut, name_of
 from .reading import checksum
-from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, Files, header_of, write_interval
-
-__all__ = [
-    "INDEX",
-    "BlockChecksums",
-    "Described",
-    "WeightFiles",
-    "checksums_of",
-    "is_weight",
-    "is_whole_everywhere",
-    "verify_checksums",
-]
+from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, header_of, write_interval
 
 INDEX = f"{SINGLE}.index.json"
 BLOCK = 2**26  # bytes of a file that have a checksum of their own
@@ -113,7 +102,7 @@ class WeightFiles:
         """Write pieces of tensors, given with the tensors' names, to their places."""
         with torch.no_grad(), Files(folder, write=True) as files:
             for name, piece in pieces:
-                write_interval(files.of(self.entries[name]), self.entries[name], piece)
+                write_interval(files[self.entries[name].file], self.entries[name], piece)
             files.sync()
 
     def checksums(self, folder: Path, share: int, shares: int) -> BlockChecksums:

@@ -14,15 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..engine.layout.layout import Span
 from ..engine.state.owned_interval import OwnedInterval
 from .disk import File, disk
 from .manifest import SavedFile
 from .nested import Path
 from .plan import PlannedInterval
-from .raw import LARGEST, Archive, cut, dtype_named, name_of
-
-__all__ = ["ArchivedChunk", "Rows", "WrittenFile", "held_by", "interval_of", "write"]
+from .raw import LARGEST, Archive, as_interval, cut, dtype_named, name_of
 
 
 class ArchivedChunk(NamedTuple):
@@ -81,19 +78,10 @@ def write(
     return WrittenFile(SavedFile(path.name, out.offset, out.crc32), rows, plain, digest)
 
 
-def interval_of(held: PlannedInterval, value: torch.Tensor) -> OwnedInterval:
-    """What a rank writes of `value`, of which it holds `held`."""
-    if isinstance(value, OwnedInterval):
-        local = value.local.detach()
-    else:
-        local = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return OwnedInterval(local, held.spec, Span(held.start, held.stop))
-
-
 def _cut(held: PlannedInterval, value: torch.Tensor) -> Iterator[torch.Tensor]:
     """The interval as tensors with memory of their own, on the CPU."""
     most = LARGEST // dtype_named(held.dtype).itemsize
-    interval = interval_of(held, value)
+    interval = as_interval(held.key, value)
     for box in cut(held.spec, interval.span, most):
         yield interval.data_of(box).to("cpu", copy=True, memory_format=torch.preserve_format)
 

@@ -169,7 +169,7 @@ def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {each.untyped_storage().data_ptr() for each in tensors if each.numel()}
 
 
-def lent_for_a_save(rank: int, world: int, setting: Setting) -> set[int]:
+def shown_for_a_save(rank: int, world: int, setting: Setting) -> set[int]:
     """Memory that a save would read, beside that of the shards, the optimizer, and what the model holds whole."""
     trained = Trained(setting).train(0)
     held = [flat.shard for flat in inspect.flat_params(trained.model)]
@@ -177,7 +177,7 @@ def lent_for_a_save(rank: int, world: int, setting: Setting) -> set[int]:
     held += [value for state in trained.optim.state.values() for value in state.values()]
     read = []
     for part in parts_of(trained.model, trained.optim):
-        part.take(lent=True)
+        part.take(in_use=True)
         read += [each for each in flatten(part.state)[0].values() if isinstance(each, torch.Tensor) and each.dim()]
     assert len(read) > 20
     return memory_of(getattr(each, "local", each) for each in read) - memory_of(held)
@@ -185,7 +185,7 @@ def lent_for_a_save(rank: int, world: int, setting: Setting) -> set[int]:
 
 @pytest.mark.parametrize("setting", [ORIG, FLAT, Setting("NO_SHARD")], ids=str)
 def test_a_save_takes_no_memory_for_copies(setting: Setting, pool2: Any) -> None:
-    assert pool2(lent_for_a_save, setting) == [set(), set()]
+    assert pool2(shown_for_a_save, setting) == [set(), set()]
 
 
 class Waiting(Disk):

@@ -48,9 +48,9 @@ FUNCTIONS = {
 LINES = {
     "engine": (23_715, 4_250, 220, 180, 475, 75, 175, 80, 340, 120),
     "core": (11_350, 1_250, 100, 200, 240, 90, 130),
-    "checkpoint": (4_103, 1_250, -70),
+    "checkpoint": (4_103, 1_250, -277),
     "trainer": (7_405,),
-    "all": (36_122, 6_000, 220, 250, 360, 75, 120),
+    "all": (36_122, 6_000, 220, 250, 360, 75, 120, -207),
 }
 SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
