@@ -130,6 +130,11 @@ class TrainerRanks:
         if failed:
             raise AgreementError(f"{'; '.join(failed)}. The remaining ranks cannot continue")
 
+    def warn(self, message: str) -> None:
+        """Warn once for all ranks. No communication."""
+        if self.rank == 0:
+            warn(message)
+
     def members(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
         """The numbers of a group's ranks among these, in order. No communication.
 

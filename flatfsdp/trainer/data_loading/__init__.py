@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from .collate import PadCollate
-from .datasets import JsonLines, TokenWindows
-from .evaluation import evaluation
-from .loader import Loader, Step
+from .datasets import JsonLines, PadCollate, TokenWindows
+from .loader import Loader, Step, evaluation
 from .sample_reader import DataError, Microbatch
 
 __all__ = ["DataError", "JsonLines", "Loader", "Microbatch", "PadCollate", "Step", "TokenWindows", "evaluation"]

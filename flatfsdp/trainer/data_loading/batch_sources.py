@@ -6,60 +6,42 @@ two numbers in every step.
 
 from __future__ import annotations
 
+import ctypes
+import io
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp import collective_region
-from flatfsdp.errors import AgreementError, ranks_by_value, ranks_in_words
-from flatfsdp.trainer.process_group import LocalFailure
+from flatfsdp.errors import AgreementError, by_ranks, ranks_by_value, ranks_in_words
+from flatfsdp.trainer.process_group import LocalFailure, TrainerRanks
 
-from .packing import pack, unpack
-from .process_group import LoadingRanks
-from .sample_reader import DataError, ReadFailure, StepPart
+from .sample_reader import DataError, StepPart
 
 # The parts that a range of ranks has of step after step, read by this process.
 OpenParts = Callable[[range], Iterator[StepPart]]
+
+ALIGNMENT = 16  # of tensors in a message: the itemsize of the largest dtype
 
 # In place of a number of samples or bytes:
 END = -1
 FAILED = -2
 
 
-class BatchSource(Protocol):
-    """Where a rank gets its part of step after step."""
-
-    def next(self, local: LocalFailure | None = None) -> StepPart | None:
-        """This rank's part of the next step, with the weight of the whole; None on all ranks at the end. Collective.
-
-        Args:
-            local: what this rank has failed at since the last step. At the end of the data it is not reported.
-
-        Raises:
-            Exception: the `local` failure's own; AgreementError on the other ranks.
-            DataError: on all ranks: some rank could not read.
-            AgreementError: on all ranks: they read different data.
-            LostRankError: another rank has ended.
-        """
-        ...
-
-    def close(self) -> None:
-        """End what reads ahead; at the same step on all ranks."""
-        ...
-
-
 class ShardedSource:
-    """Each rank reads what is its own."""
+    """Each rank reads what is its own. Methods are collective."""
 
-    def __init__(self, open_parts: OpenParts, ranks: LoadingRanks) -> None:
+    def __init__(self, open_parts: OpenParts, ranks: TrainerRanks) -> None:
         self._ranks = ranks
         self._parts = open_parts(range(ranks.rank, ranks.rank + 1))
 
     def next(self, local: LocalFailure | None = None) -> StepPart | None:
+        """This rank's part of the next step, with the weight of the whole; as `Loader.next_step` returns and raises."""
         part, failure = (None, None) if local is not None else _attempt(self._parts)
         failed = failure is not None or local is not None
         own = FAILED if failed else END if part is None else part.after.position
@@ -72,6 +54,7 @@ class ShardedSource:
         return None if part is None else replace(part, weight=sum(weights))
 
     def close(self) -> None:
+        """End what reads ahead; at the same step on all ranks."""
         self._parts = iter(())
 
 
@@ -90,7 +73,7 @@ class _PrefetchedStep:
 
     size: int
     part: StepPart | None = None
-    failure: ReadFailure | None = None
+    failure: DataError | None = None
     message: Tensor | None = None
     work: Any = None
     buffers: list[Tensor] = field(default_factory=list)
@@ -99,7 +82,7 @@ class _PrefetchedStep:
 class DispatchedSource:
     """Rank 0 reads for all ranks, one step ahead; its messages travel while the step before is computed."""
 
-    def __init__(self, open_parts: OpenParts, ranks: LoadingRanks) -> None:
+    def __init__(self, open_parts: OpenParts, ranks: TrainerRanks) -> None:
         self._ranks = ranks
         self._parts = open_parts(range(ranks.world)) if ranks.rank == 0 else iter(())
         self._coming: _PrefetchedStep | None = None
@@ -123,7 +106,7 @@ class DispatchedSource:
                 self._coming.work.wait()
         self._coming, self._parts = None, iter(())
 
-    def _send_ahead(self, problem: ReadFailure | None, local: LocalFailure | None = None) -> _PrefetchedStep:
+    def _send_ahead(self, problem: DataError | None, local: LocalFailure | None = None) -> _PrefetchedStep:
         """Read and send the next step, once no rank has a `problem` with the one before. Collective."""
         part, failure, messages = self._read_ahead() if self._ranks.rank == 0 else (None, None, [])
         size = FAILED if failure is not None else max((message.numel() for message in messages), default=END)
@@ -140,7 +123,7 @@ class DispatchedSource:
         work = dist.scatter(own, sent or None, src=dist.get_global_rank(group, 0), group=group, async_op=True)
         return _PrefetchedStep(size, part=part, message=own if part is None else None, work=work, buffers=[own, *sent])
 
-    def _read_ahead(self) -> tuple[StepPart | None, ReadFailure | None, list[Tensor]]:
+    def _read_ahead(self) -> tuple[StepPart | None, DataError | None, list[Tensor]]:
         """This rank's part of the next step, and for each rank a message with its own: none at the end."""
         whole, failure = _attempt(self._parts)
         if whole is None:
@@ -149,24 +132,23 @@ class DispatchedSource:
         try:
             return parts[0], None, [torch.empty(1, dtype=torch.uint8), *map(pack, parts[1:])]
         except Exception as error:  # of pickle, about user-defined values
-            return None, ReadFailure.of(error, at="sending what collate made"), []
+            return None, DataError.of(error, at="sending what collate made"), []
 
 
-def _attempt(parts: Iterator[StepPart]) -> tuple[StepPart | None, ReadFailure | None]:
+def _attempt(parts: Iterator[StepPart]) -> tuple[StepPart | None, DataError | None]:
     """The next of `parts`, None where there is none, or why it cannot be had."""
     try:
         return next(parts, None), None
-    except DataError as error:
-        return None, ReadFailure(str(error), str(error.__cause__))
     except Exception as error:  # for example, a process that read has died
-        return None, ReadFailure.of(error)
+        found = error if isinstance(error, DataError) and error.trace else DataError.of(error)
+        return None, found.with_traceback(None)  # whose frames hold on to the processes that read
 
 
-def _raise_failures(ranks: LoadingRanks, failure: ReadFailure | None) -> NoReturn:
+def _raise_failures(ranks: TrainerRanks, failure: DataError | None) -> NoReturn:
     """Raise on all ranks what failed on some. Collective."""
-    words = ranks.values(None if failure is None else failure.words)
-    ranks.raise_failures(words, None if failure is None else DataError(f"as it was raised\n{failure.trace}"))
-    raise AssertionError("no rank has failed")
+    words = enumerate(ranks.values(None if failure is None else str(failure)))
+    cause = None if failure is None else DataError(f"as it was raised\n{failure.trace}")
+    raise DataError(by_ranks({rank: each for rank, each in words if each is not None}, ": ")) from cause
 
 
 def _difference(found: Sequence[int]) -> str:
@@ -178,3 +160,73 @@ def _difference(found: Sequence[int]) -> str:
         f"ranks read different data ({each}). In sharded mode the dataset has to give every rank the same samples, of "
         'which each rank takes its own; give it the whole stream, or read it on rank 0 with mode="dispatch"'
     )
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def pack(value: Any) -> Tensor:
+    """Any value as a 1-D tensor of uint8. Tensors in it are copied once, on the sending rank.
+
+    The bytes are how many are pickled, the value pickled without its tensors, then the tensors, each at a multiple of
+    16.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(value)
+    pickled = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    start = ALIGNMENT + _aligned(pickled.numel())
+    packed = torch.zeros(start + pickler.size, dtype=torch.uint8)
+    packed[:8].view(torch.int64)[0] = pickled.numel()
+    packed[ALIGNMENT:][: pickled.numel()] = pickled
+    for offset, tensor in pickler.tensors:
+        packed[start + offset :][: tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+    return packed
+
+
+def unpack(packed: Tensor) -> Any:
+    """What was packed; bytes behind it are of no matter. Tensors in it are views of `packed`."""
+    size = int(packed[:8].view(torch.int64)[0])
+    pickled = ctypes.string_at(packed[ALIGNMENT:].data_ptr(), size)
+    return _Unpickler(io.BytesIO(pickled), packed[ALIGNMENT + _aligned(size) :]).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves a plain tensor out, and writes its place instead."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[tuple[int, Tensor]] = []
+        self.size = 0
+        self._seen: dict[int, tuple[Any, ...]] = {}
+
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+            return None
+        if value.requires_grad or value.is_quantized:
+            return None
+        if id(value) not in self._seen:  # `tensors` keeps it alive: no other gets the same id
+            self._seen[id(value)] = self.size, value.dtype, tuple(value.shape)
+            self.tensors.append((self.size, value))
+            self.size += _aligned(value.nbytes)
+        return self._seen[id(value)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, buffer: io.BytesIO, tensors: Tensor) -> None:
+        super().__init__(buffer)
+        self._tensors = tensors
+        self._seen: dict[int, Tensor] = {}
+
+    def persistent_load(self, found: tuple[int, torch.dtype, tuple[int, ...]]) -> Tensor:
+        offset, dtype, shape = found
+        size = dtype.itemsize * torch.Size(shape).numel()
+        if not size:
+            return torch.empty(shape, dtype=dtype)
+        if offset not in self._seen:
+            self._seen[offset] = self._tensors[offset:][:size].view(dtype).view(shape)
+        return self._seen[offset]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

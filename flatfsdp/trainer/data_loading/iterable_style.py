@@ -14,15 +14,14 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from .map_style import in_processes
 from .sample_reader import (
     Collate,
     DataError,
     Microbatch,
-    ReadFailure,
     StepPart,
+    in_processes,
     of_samples,
-    raise_failure,
+    raised,
     seed_generators,
     untouched_randomness,
 )
@@ -35,8 +34,7 @@ def stream_parts(source: StreamSource, *, workers: int) -> Iterator[StepPart]:
     Raises:
         DataError: while iterating: a sample could not be read, or samples not be put together.
     """
-    for part in in_processes(source, 1) if workers else source:
-        yield part if isinstance(part, StepPart) else raise_failure(part)
+    yield from raised(in_processes(source, 1) if workers else iter(source))
 
 
 @dataclass(eq=False)
@@ -53,7 +51,7 @@ class StreamSource(IterableDataset[Any]):
     seed: int
     place: DataPosition
 
-    def __iter__(self) -> Iterator[StepPart | ReadFailure]:
+    def __iter__(self) -> Iterator[StepPart | DataError]:
         samples, place = self._samples(), self.place
         while True:
             try:
@@ -67,7 +65,7 @@ class StreamSource(IterableDataset[Any]):
                     place = DataPosition(place.position + len(taken), epoch, number + 1, state)
                     part = self._part([(number, sample) for _, number, sample in taken], place)
             except Exception as error:
-                yield ReadFailure.of(error)
+                yield DataError.of(error)
                 return
             yield part
 
@@ -92,7 +90,7 @@ class StreamSource(IterableDataset[Any]):
                 except StopIteration:
                     break
                 except Exception as error:
-                    raise DataError(ReadFailure.of(error, at=f"sample {found} of epoch {epoch}").words) from error
+                    raise DataError.of(error, at=f"sample {found} of epoch {epoch}") from error
                 found += 1
                 if found > passed:
                     yield epoch, found - 1, sample
@@ -124,5 +122,4 @@ class StreamSource(IterableDataset[Any]):
         try:
             return self.collate([sample for _, sample in samples])
         except Exception as error:
-            at = of_samples("collate", [number for number, _ in samples])
-            raise DataError(ReadFailure.of(error, at=at).words) from error
+            raise DataError.of(error, at=of_samples("collate", [number for number, _ in samples])) from error

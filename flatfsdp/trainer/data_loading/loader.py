@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -16,18 +15,18 @@ from flatfsdp.errors import (
     CheckpointError,
     ConfigTypeError,
     ConfigValueError,
+    FlatFSDPError,
     LostRankError,
+    by_ranks,
     ranks_by_value,
     ranks_in_words,
     shown,
 )
-from flatfsdp.trainer.process_group import LocalFailure
+from flatfsdp.trainer.process_group import LocalFailure, TrainerRanks
 
-from .batch_sources import BatchSource, DispatchedSource, ShardedSource
+from .batch_sources import DispatchedSource, ShardedSource
 from .iterable_style import StreamSource, stream_parts
-from .map_style import MapParts
-from .process_group import LoadingRanks
-from .sample_reader import Collate, Microbatch, StepPart, Weigh, weighed
+from .sample_reader import Collate, DataError, Microbatch, StepPart, Weigh, map_parts, weighed
 from .sampling import DataPosition, SampleOrder, StepLayout
 
 MODES = ("sharded", "dispatch")
@@ -46,7 +45,7 @@ class Step:
     weight: int
 
 
-class Loader:
+class Loader(AbstractContextManager["Loader"]):
     """What a rank trains on, step after step. Collective: every rank makes one.
 
     Which samples make a step depends on the position and the global batch alone. [Note: position]
@@ -96,7 +95,7 @@ class Loader:
         workers: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._ranks = LoadingRanks(process_group)
+        self._ranks = TrainerRanks(process_group)
         self._dataset = dataset
         self._collate: Collate = collate or default_collate
         self._weigh = weigh
@@ -121,7 +120,7 @@ class Loader:
         self._shuffle, self._seed = shuffle, seed
         self.global_batch = global_batch or self._ranks.world * batch * accumulate
         self._place = DataPosition()
-        self._delivery: BatchSource | None = None
+        self._delivery: ShardedSource | DispatchedSource | None = None
         self._is_over = False
         self._warn_of_what_has_no_effect()
 
@@ -196,7 +195,7 @@ class Loader:
             "global_batch": self.global_batch,
             "shuffle": self._shuffle,
             "seed": self._seed,
-            "length": None if self._extent.is_stream else self._extent.length,
+            "length": _length(self._extent),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,7 +211,7 @@ class Loader:
         missing = sorted(self.state_dict().keys() - state.keys())
         if missing:
             raise CheckpointError(f"data position: the state of the loader lacks {', '.join(map(repr, missing))}")
-        length = None if self._extent.is_stream else self._extent.length
+        length = _length(self._extent)
         if state["length"] != length:
             raise CheckpointError(
                 f"data position: it was saved over {_in_words(state['length'])}, and this loader is over "
@@ -252,42 +251,33 @@ class Loader:
         if delivery is not None:
             delivery.close()
 
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _steps(self, total: int | None) -> StepLayout:
-        return StepLayout(
-            global_batch=self.global_batch,
-            batch=self._plan.batch,
-            ranks=self._ranks.world,
-            total=total,
-            drop_last=self._plan.drop_last,
-        )
+        plan = self._plan
+        return StepLayout(self.global_batch, plan.batch, self._ranks.world, total=total, drop_last=plan.drop_last)
 
     def _open(self, ranks: range) -> Iterator[StepPart]:
         """The parts of `ranks` in step after step from the position on. Processes that read start with the first: where
         that fails, all ranks raise."""
-        yield from weighed(self._parts(ranks), self._weigh)
+        return weighed(self._stream(ranks) if self._extent.is_stream else self._map(ranks), self._weigh)
 
-    def _parts(self, ranks: range) -> Iterator[StepPart]:
-        if self._extent.is_stream:
-            source = StreamSource(
-                self._dataset,
-                steps=self._steps(self._plan.limit),
-                ranks=ranks,
-                epochs=self._plan.epochs,
-                collate=self._collate,
-                seed=self._seed,
-                place=self._place,
-            )
-            return stream_parts(source, workers=self._plan.workers)
+    def _stream(self, ranks: range) -> Iterator[StepPart]:
+        source = StreamSource(
+            self._dataset,
+            steps=self._steps(self._plan.limit),
+            ranks=ranks,
+            epochs=self._plan.epochs,
+            collate=self._collate,
+            seed=self._seed,
+            place=self._place,
+        )
+        return stream_parts(source, workers=self._plan.workers)
+
+    def _map(self, ranks: range) -> Iterator[StepPart]:
         assert self._extent.length is not None
-        return MapParts(
+        return map_parts(
             self._dataset,
             order=SampleOrder(self._extent.length, shuffle=self._shuffle, seed=self._seed),
             steps=self._steps(self._plan.total(self._extent.length)),
@@ -314,6 +304,45 @@ class Loader:
                 f"{self._ranks.world - self.global_batch} of {self._ranks.world} ranks without one; they compute "
                 "one of others, which counts for nothing"
             )
+
+
+def evaluation(
+    dataset: Any,
+    *,
+    batch: int,
+    collate: Collate | None = None,
+    limit: int | None = None,
+    mode: str = "sharded",
+    workers: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> Iterator[Microbatch]:
+    """This rank's microbatches of `dataset`, read once in its order; equally many on all ranks. Collective.
+
+    Every sample is in one microbatch of one rank. Where that leaves a rank without one, its microbatch is a stand-in
+    (`ids` empty), to be weighed 0. Arguments and errors are those of `Loader`.
+
+    Args:
+        limit: the first `limit * batch` samples only: so many batches over all ranks together, that what is evaluated
+            does not depend on how many ranks there are. None: all.
+    """
+    loader = Loader(
+        dataset,
+        batch=batch,
+        collate=collate,
+        shuffle=False,
+        epochs=1,
+        limit=None if limit is None else limit * batch,
+        mode=mode,
+        workers=workers,
+        process_group=process_group,
+    )
+
+    def microbatches() -> Iterator[Microbatch]:
+        with loader:
+            while (step := loader.next_step()) is not None:
+                yield from step.microbatches
+
+    return microbatches()
 
 
 @dataclass(frozen=True)
@@ -383,13 +412,18 @@ class _CommonArguments:
         return min([*ends, *([] if self.limit is None else [self.limit])], default=None)
 
 
-def _agreed(ranks: LoadingRanks, make: Any) -> _CommonArguments:
+def _agreed(ranks: TrainerRanks, make: Callable[[], _CommonArguments]) -> _CommonArguments:
     """The plan that every rank made, with the extent of those that read. Collective.
 
     Raises:
+        FlatFSDPError: what `make` raised, on the rank where it did; DataError on the others.
         AgreementError: on all ranks: they differ.
     """
-    plans: list[_CommonArguments] = ranks.together(make)
+
+    def problem(failed: Mapping[int, str], own: Exception | None) -> FlatFSDPError:
+        return own if isinstance(own, FlatFSDPError) else DataError(by_ranks(failed, ": "))
+
+    plans = ranks.on_all(make, raises=problem, describe=lambda error: str(DataError.of(error)))
     for name in vars(plans[0]):
         found = ranks_by_value({rank: getattr(plan, name) for rank, plan in enumerate(plans)})
         if name == "extent":

@@ -8,26 +8,46 @@ notice how data are read.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from flatfsdp.errors import FlatFSDPError, few
 
-from .sampling import DataPosition, seed_of
+from .sampling import DataPosition, SampleOrder, StepLayout, seed_of
 
 Collate = Callable[[list[Any]], Any]
 Weigh = Callable[[Any], int]
 
 
 class DataError(FlatFSDPError, RuntimeError):
-    """Samples could not be read, put together or sent; raised on all ranks, in words that name rank and sample."""
+    """Samples could not be read, put together or sent; raised on all ranks, in words that name rank and sample.
+
+    Attributes:
+        trace: the traceback, perhaps of another process; "" where the exception itself has it.
+    """
+
+    trace = ""
+
+    @classmethod
+    def of(cls, error: Exception, *, at: str = "") -> DataError:
+        """`error`, which happened at what `at` names."""
+        last = traceback.extract_tb(error.__traceback__)[-1:]
+        line = "".join(f" ({frame.filename}:{frame.lineno}, in {frame.name})" for frame in last)
+        words = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}{line}"
+        found = cls(f"{at}: {words}" if at else words)
+        found.trace = "".join(traceback.format_exception(error))
+        return found
 
 
 @dataclass(frozen=True)
@@ -60,22 +80,6 @@ class StepPart:
 
 
 @dataclass(frozen=True)
-class ReadFailure:
-    """Why something was not read: a line for all ranks, and the traceback for the rank where it happened."""
-
-    words: str
-    trace: str
-
-    @classmethod
-    def of(cls, error: Exception, *, at: str = "") -> ReadFailure:
-        """`error`, which happened at what `at` names."""
-        last = traceback.extract_tb(error.__traceback__)[-1:]
-        line = "".join(f" ({frame.filename}:{frame.lineno}, in {frame.name})" for frame in last)
-        words = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}{line}"
-        return cls(words=f"{at}: {words}" if at else words, trace="".join(traceback.format_exception(error)))
-
-
-@dataclass(frozen=True)
 class MicrobatchSlice:
     """What one microbatch is to hold.
 
@@ -101,7 +105,7 @@ class SampleReader:
     collate: Collate
     seed: int
 
-    def __getitem__(self, cell: MicrobatchSlice) -> Microbatch | ReadFailure:
+    def __getitem__(self, cell: MicrobatchSlice) -> Microbatch | DataError:
         with untouched_randomness():
             samples = []
             for number, position in zip(cell.ids, cell.positions, strict=True):
@@ -109,11 +113,11 @@ class SampleReader:
                 try:
                     samples.append(self.dataset[number])
                 except Exception as error:
-                    return ReadFailure.of(error, at=f"sample {number}")
+                    return DataError.of(error, at=f"sample {number}")
             try:
                 inputs = self.collate(samples)
             except Exception as error:
-                return ReadFailure.of(error, at=of_samples("collate", cell.ids))
+                return DataError.of(error, at=of_samples("collate", cell.ids))
         return Microbatch(inputs, () if cell.stand_in else cell.ids)
 
 
@@ -134,13 +138,16 @@ def weighed(parts: Iterator[StepPart], weigh: Weigh | None) -> Iterator[StepPart
             try:
                 weight += len(microbatch.ids) if weigh is None else int(weigh(microbatch.inputs))
             except Exception as error:
-                raise_failure(ReadFailure.of(error, at=of_samples("weight", microbatch.ids)))
+                raise DataError.of(error, at=of_samples("weight", microbatch.ids)) from error
         yield replace(part, weight=weight)
 
 
-def raise_failure(failure: ReadFailure) -> NoReturn:
-    """Raise what happened, perhaps in another process."""
-    raise DataError(failure.words) from DataError(failure.trace)
+def raised(found: Iterator[Any]) -> Iterator[Any]:
+    """`found`, but what is a failure, perhaps of another process, is raised."""
+    for each in found:
+        if isinstance(each, DataError):
+            raise each from DataError(each.trace)
+        yield each
 
 
 @contextmanager
@@ -166,3 +173,85 @@ def seed_generators(seed: int, position: int) -> None:
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed(number % 2**32)
+
+
+def map_parts(
+    dataset: Any,
+    *,
+    order: SampleOrder,
+    steps: StepLayout,
+    ranks: range,
+    collate: Collate,
+    seed: int,
+    workers: int,
+    position: int,
+) -> Iterator[StepPart]:
+    """The parts of step after step that some `ranks` have, from `position` on.
+
+    With `workers` processes that many read ahead, two microbatches each; else each is read when it is asked for.
+
+    Raises:
+        DataError: while iterating: a microbatch could not be made.
+    """
+    cells = planned(order, steps, ranks=ranks, position=position)
+    reader = SampleReader(dataset, collate, seed)
+    microbatches = raised(in_processes(reader, workers, sampler=cells) if workers else map(reader.__getitem__, cells))
+    while step := steps.at(position):
+        each = range(steps.microbatches(len(step)))
+        shares = tuple(tuple(next(microbatches) for _ in each) for _ in ranks)
+        position = step.stop
+        yield StepPart(shares, after=order.place(position))
+
+
+def planned(order: SampleOrder, steps: StepLayout, *, ranks: range, position: int) -> Iterator[MicrobatchSlice]:
+    """The cells of `ranks` in step after step from `position` on. [Note: position]"""
+    while step := steps.at(position):
+        for share in steps.shares(step, ranks):
+            for positions in share:
+                if positions:
+                    yield MicrobatchSlice(order.ids(positions), positions)
+                else:
+                    yield MicrobatchSlice(order.ids(step[:1]), step[:1], stand_in=True)
+        position = step.stop
+
+
+# --- other processes --------------------------------------------------------------------------------------------------
+
+
+def in_processes(source: Any, workers: int, *, sampler: Iterator[MicrobatchSlice] | None = None) -> Iterator[Any]:
+    """What `source` gives, read by `workers` processes, which end when the iterator is given up.
+
+    `source` is an iterable, which one worker goes through, or one that is asked for what `sampler` yields, in order.
+    On Linux they are forks: in a rank that was spawned itself they would else be spawned, too, which takes seconds, and
+    a dataset that can be pickled.
+    """
+    loader = DataLoader(
+        source,
+        batch_size=None,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=_obey_the_rank_only,
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        generator=torch.Generator(),  # else it draws from the global one, once per iterator
+    )
+    return iter(loader)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _obey_the_rank_only(worker: int) -> None:
+    """A signal to all processes of a job stops its ranks in good order; a worker that it ended would break that off,
+    since torch raises an error in a rank whose worker dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_told_by_the_rank, daemon=True).start()
+
+
+def _end_when_told_by_the_rank() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

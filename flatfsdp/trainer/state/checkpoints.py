@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from flatfsdp import FullStateDictConfig, FullyShardedDataParallel, checkpoint
 from flatfsdp.checkpoint import Keeping, Listed, Saving
-from flatfsdp.errors import CheckpointError, few, refuse_value, warn
+from flatfsdp.errors import CheckpointError, few, refuse_value
 from flatfsdp.trainer.process_group import TrainerRanks
 from flatfsdp.trainer.state.component_io import LocalComponentStates, as_json, choose, give, take, verify
 from flatfsdp.trainer.state.components import Component, void
@@ -229,10 +229,9 @@ class CheckpointManager:
         damaged = [each for each in there if each.problem and not each.unfinished]
         if not whole and damaged:
             raise CheckpointError(f"no checkpoint of {self.folder} is whole: {_listed(damaged)}")
-        if self._ranks.rank == 0:
-            for each in there:
-                if each.problem:
-                    warn(f"{each.path} is passed over: {each.problem}")
+        for each in there:
+            if each.problem:
+                self._ranks.warn(f"{each.path} is passed over: {each.problem}")
         if which == "latest" or not whole:
             return whole[-1].path if whole else None
         sign = -1.0 if self._best_mode == "max" else 1.0
@@ -302,11 +301,10 @@ class CheckpointManager:
                 raise
 
         self._ranks.collective_call(doing, move)
-        if self._ranks.rank == 0:
-            warn(
-                f"this run goes on from {path.name}; what was saved after it, {few([each.name for each in later])}, is "
-                f"in {aside} now"
-            )
+        self._ranks.warn(
+            f"this run goes on from {path.name}; what was saved after it, {few([each.name for each in later])}, is in "
+            f"{aside} now"
+        )
         return aside
 
     # --- load ---------------------------------------------------------------------------------------------------------
@@ -345,9 +343,8 @@ class CheckpointManager:
                 f"{where}: required components are missing: {'; '.join(choice.missing)}. It has "
                 f"{', '.join(table) or 'none'}. Nothing has been loaded"
             )
-        if self._ranks.rank == 0:
-            for problem in choice.warnings:
-                warn(f"{where}: {problem}")
+        for problem in choice.warnings:
+            self._ranks.warn(f"{where}: {problem}")
 
         def wanted(keys: tuple[str | int, ...]) -> bool:
             name, part = keys[1:3] if len(keys) > 2 else ("", "")

@@ -11,7 +11,7 @@ import torch
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
 from flatfsdp.trainer.data_loading import JsonLines, PadCollate, TokenWindows
-from flatfsdp.trainer.data_loading.packing import pack, unpack
+from flatfsdp.trainer.data_loading.batch_sources import pack, unpack
 from flatfsdp.trainer.data_loading.sampling import SampleOrder, StepLayout, seed_of
 
 
