@@ -261,7 +261,7 @@ def read(arguments: Sequence[str] | None, program: str = PROGRAM) -> ParsedComma
         if fsdp.replicas is not None and placement.ranks % fsdp.replicas:
             raise ConfigValueError(f"--replicas: {placement.ranks} ranks cannot form {fsdp.replicas} equal replicas")
         if shows:
-            demo.split()
+            demo.held_out()  # reads the sizes of its files
         own = demo.task() if shows else task
         check_run(training, own, fsdp)
         if command.dry_run and (code := code_named_by(own, training, fsdp)):

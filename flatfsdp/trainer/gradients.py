@@ -1,4 +1,4 @@
-"""The gradients of one step.
+"""The gradients of one step, and the loss of an evaluation.
 
 [Note: weights] A step's loss is the sum of all its tokens' losses divided by their number, over all ranks and
 microbatches, however they are spread; the objective decides what counts as a token. The number comes with the samples,
@@ -7,17 +7,19 @@ so gradients are those of that mean without being scaled afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, collective_region
 from flatfsdp.trainer.data_loading import Microbatch, Step
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.objectives.objectives import Objective
+from flatfsdp.trainer.preemption import StopRequest
 
 
 def weight_of(microbatch: Microbatch, objective: Objective) -> int:
@@ -71,3 +73,53 @@ def on_device(inputs: Any, device: torch.device) -> Any:
     if isinstance(inputs, Tensor):
         return inputs.to(device, non_blocking=True)
     return inputs.to(device) if callable(getattr(inputs, "to", None)) else inputs
+
+
+def evaluate(
+    model: FullyShardedDataParallel,
+    batches: Iterable[Microbatch],
+    objective: Objective,
+    *,
+    world: RankContext,
+    stop: StopRequest,
+) -> tuple[dict[str, float], int]:
+    """Mean loss over the tokens of all ranks' `batches`, equally many on each, and the number of these tokens.
+
+    Collective; the same on all ranks. The model is left in the mode, training or not, that it was in.
+
+    Returns:
+        The two, and 0; or nothing, and who asked some rank to stop meanwhile ([Note: stopping]).
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+    was_training = model.training
+    model.eval()
+    asked: Callable[[], int] | None = None
+    try:
+        with torch.no_grad():
+            for microbatch in batches:
+                if asked is not None and (stopped_by := asked()):
+                    return {}, stopped_by
+                asked = _asked_by_anyone(stop, world)
+                sums[0] += loss_of(microbatch, objective, model, world)
+                sums[1] += weight_of(microbatch, objective)
+    finally:
+        model.train(was_training)
+    with collective_region():
+        dist.all_reduce(sums)
+    loss, weight = sums.tolist()
+    return {"eval_loss": loss / max(weight, 1.0), "eval_tokens": int(weight)}, 0
+
+
+def _asked_by_anyone(stop: StopRequest, world: RankContext) -> Callable[[], int]:
+    """Sends whether this rank was asked to stop, which goes to all while the next forward runs; what reads the highest
+    number of a request, or 0."""
+    most = torch.tensor(float(stop.number), device=world.device)
+    work = dist.all_reduce(most, dist.ReduceOp.MAX, async_op=True)
+
+    def arrived() -> int:
+        if work is not None:
+            with collective_region():
+                work.wait()
+        return int(most)
+
+    return arrived

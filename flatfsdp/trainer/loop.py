@@ -6,18 +6,21 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import flatfsdp
 from flatfsdp.trainer.data_loading import Step
 from flatfsdp.trainer.gradients import add_gradients
+from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.optimizers import WarmupDecayLR
 from flatfsdp.trainer.preemption import in_words
 from flatfsdp.trainer.process_group import LocalFailure
 from flatfsdp.trainer.reports import MemoryFootprint, StepReport, TrainingResult
 from flatfsdp.trainer.run import Run
-from flatfsdp.trainer.step_metrics import MetricsReduction, StepMetrics
 
 SETTLING_STEPS = 2  # these also agree on layouts and order; what a step holds and sends shows the one after them
 
@@ -75,14 +78,14 @@ class Loop:
             if evaluates or saves:
                 self._arrive(on_its_way)
                 on_its_way = None
-                trainer.share(self._failure)
+                trainer.ranks.share(self._failure)
                 if evaluates and not self.stopped_by:
                     self.stopped_by = trainer.evaluate_once()
                 if saves:
                     trainer.save()
         if on_its_way is not None:
             self._arrive(on_its_way)
-        trainer.share(self._failure)
+        trainer.ranks.share(self._failure)
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self._trainer.progress.step % every == 0
@@ -165,22 +168,20 @@ class Loop:
     def _arrive(self, taken: _PendingStep) -> None:
         """The numbers of a step have come from all ranks."""
         trainer, progress = self._trainer, self._trainer.progress
-        metrics: StepMetrics = taken.metrics.read()
-        self.stopped_by = metrics.stop
-        progress.tokens += metrics.weight
-        progress.seconds = metrics.seconds
-        self._losses = [*self._losses[:1], metrics.loss]
+        loss, self.stopped_by, progress.seconds, most, grad_norm = taken.metrics.read()
+        progress.tokens += taken.metrics.weight
+        self._losses = [*self._losses[:1], loss]
         if taken.number % trainer.training.log_every == 0:
             report = StepReport(
                 step=taken.number,
-                loss=metrics.loss,
-                tokens=metrics.weight,
+                loss=loss,
+                tokens=taken.metrics.weight,
                 total_tokens=progress.tokens,
                 lr=taken.lr,
-                grad_norm=metrics.grad_norm,
-                seconds=metrics.seconds,
+                grad_norm=grad_norm,
+                seconds=progress.seconds,
                 tokens_per_second=self._speed(),
-                peak_bytes=metrics.peak_bytes,
+                peak_bytes=most,
                 done=self._done(taken.number),
                 footprint=taken.footprint,
                 ids=taken.ids,
@@ -190,6 +191,67 @@ class Loop:
     def _speed(self) -> float:
         progress = self._trainer.progress
         return (progress.tokens - self._before.tokens) / max(progress.seconds - self._before.seconds, 1e-9)
+
+
+class MetricsReduction:
+    """The metrics of a step on their way to every rank.
+
+    Read one step later than sent, so that an accelerator never idles while the host waits for a number. All ranks read
+    the same values, hence take the same decisions.
+
+    What an accelerator computes, it copies to the host as soon as it is there: a copy that is asked for when the number
+    is read would come after the step that is on its way by then, and leave nothing to do for the accelerator.
+
+    Args:
+        loss: the sum of this rank's, a scalar on the device.
+        weight: of all ranks.
+        stop, seconds, peak_bytes: this rank's.
+        grad_norm: a scalar on the device, the same on all ranks; it is read with the others.
+    """
+
+    def __init__(
+        self,
+        loss: Tensor,
+        weight: int,
+        *,
+        stop: int,
+        seconds: float,
+        peak_bytes: int,
+        grad_norm: Tensor | None,
+        world: RankContext,
+    ) -> None:
+        own = (float(stop), seconds if world.leads else 0.0, float(peak_bytes))
+        self.weight = weight
+        self._sum = loss.clone()
+        self._most = torch.tensor(own, dtype=loss.dtype).to(loss.device, non_blocking=True)
+        works = (
+            dist.all_reduce(self._sum, async_op=True),
+            dist.all_reduce(self._most, dist.ReduceOp.MAX, async_op=True),
+        )
+        self._works = [work for work in works if work is not None]
+        self._norm = loss.new_empty(0) if grad_norm is None else grad_norm.detach().to(loss).view(1)
+        self._copied: Any = None
+        if loss.device.type != "cpu":
+            found = self._arrived()  # for the accelerator; the host goes on
+            self._found = torch.empty_like(found, device="cpu", pin_memory=True).copy_(found, non_blocking=True)
+            self._copied = torch.get_device_module(loss.device).Event()
+            self._copied.record()
+
+    def read(self) -> tuple[float, int, float, int, float | None]:
+        """After waiting for them: the mean loss (0 of nothing), the highest number of a request to stop, rank 0's
+        clock, the bytes of the rank that has held most, and the norm as given."""
+        with flatfsdp.collective_region():
+            if self._copied is None:
+                self._found = self._arrived()
+            else:
+                self._copied.synchronize()
+        loss, stop, seconds, peak, *norm = self._found.tolist()
+        return loss / max(self.weight, 1), int(stop), seconds, int(peak), norm[0] if norm else None
+
+    def _arrived(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return torch.cat((self._sum[None], self._most, self._norm))
 
 
 def peak_bytes(device: torch.device) -> int:

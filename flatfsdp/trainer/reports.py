@@ -75,17 +75,9 @@ class StepReport:
 
     def row(self) -> dict[str, Any]:
         """What a log has of it."""
-        return {
-            "step": self.step,
-            "loss": self.loss,
-            "tokens": self.tokens,
-            "total_tokens": self.total_tokens,
-            "lr": self.lr,
-            **({} if self.grad_norm is None else {"grad_norm": self.grad_norm}),
-            "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "peak_bytes": self.peak_bytes,
-        }
+        rounded = {"seconds": round(self.seconds, 3), "tokens_per_second": round(self.tokens_per_second, 1)}
+        left_out = ("done", "footprint", "ids", *(("grad_norm",) if self.grad_norm is None else ()))
+        return {name: value for name, value in (vars(self) | rounded).items() if name not in left_out}
 
 
 @dataclass

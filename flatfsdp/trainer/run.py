@@ -21,7 +21,7 @@ from flatfsdp import FullyShardedDataParallel, ShardedGradScaler
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
 from flatfsdp.trainer.data_loading import Loader, evaluation
 from flatfsdp.trainer.data_loading.sample_reader import Collate
-from flatfsdp.trainer.evaluation import evaluate
+from flatfsdp.trainer.gradients import evaluate
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.objectives.objectives import Objective
 from flatfsdp.trainer.preemption import StopRequest
@@ -165,7 +165,7 @@ class Run:
         Raises:
             Exception: what one of them raised here; AgreementError, with the rank and its exception, on the others.
         """
-        self.share(self.attempt_callbacks(event, *values))
+        self.ranks.share(self.attempt_callbacks(event, *values))
 
     def attempt_callbacks(self, event: str, *values: Any) -> LocalFailure | None:
         """The same without an exchange: what one of them raised, which is to be shared."""
@@ -183,14 +183,6 @@ class Run:
             self.report(error)
             return LocalFailure(doing, error)
         return None
-
-    def share(self, failure: LocalFailure | None) -> None:
-        """Go on where no rank has a `failure`.
-
-        Raises:
-            Exception: this rank's own; AgreementError on the others.
-        """
-        self.ranks.share(failure)
 
 
 def planned_steps(training: TrainingArguments, loader: Loader, step: int = 0) -> int | None:

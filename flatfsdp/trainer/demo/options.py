@@ -1,19 +1,33 @@
-"""The options of the demonstration, and the task that they make."""
+"""The options of the demonstration, and the task that they make.
+
+The text is the bytes of files, split by position into a part to train on and a part held out. The default one every
+machine has: the sources of the Python standard library.
+"""
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated
 
+import torch
+from torch import Tensor
+
+from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.arguments import Task, TrainingArguments
 from flatfsdp.trainer.callbacks import Callback, SampleText
 from flatfsdp.trainer.data_loading import TokenWindows
-from flatfsdp.trainer.demo.corpus import Corpus, Split, split_of
 from flatfsdp.trainer.demo.model import ByteTransformer
 from flatfsdp.trainer.objectives.objectives import CausalLM
 from flatfsdp.trainer.settings.field_types import Count, FilePath, Text, Whole
 from flatfsdp.trainer.settings.schema import Field, Settings, dataclass, setting
+
+# Other people's packages, and what is full of data: tests, which are a third of the bytes, and tables.
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+)
 
 # Steps, so that two runs do the same; minutes, for a machine slower than expected.
 DEFAULTS = TrainingArguments(
@@ -49,13 +63,20 @@ class DemoOptions(Settings):
             # Rotary positions turn pairs of features, so every head needs an even number of them.
             self.refuse("heads", f"{self.called('width')} {self.width} must be a multiple of twice {self.heads}")
 
-    def split(self) -> Split:
-        """How the text is split; reads the sizes of its files only.
+    def held_out(self, size: int | None = None) -> int:
+        """How many bytes of a text of `size` are held out, its last ones; None for the text's, by its files' sizes.
 
         Raises:
-            ConfigValueError: there is no such text, or it is too short.
+            ConfigValueError: there is no such text, or a part of it is too short for one sequence.
         """
-        return split_of(self.text, valid_part=self.valid_part, context=self.context)
+        size = sum(file.stat().st_size for file in corpus_files(self.text)) if size is None else size
+        valid = int(size * self.valid_part)
+        if min(size - valid, valid) < self.context:
+            raise ConfigValueError(
+                f"text: {size} bytes make {size - valid} to train on and {valid} to evaluate on; "
+                f"context {self.context} needs as many of each"
+            )
+        return valid
 
     def task(self) -> Task:
         """The task; the text is read when a rank asks for it."""
@@ -82,6 +103,31 @@ class DemoOptions(Settings):
         return [sample]
 
 
+def corpus_files(path: Path | None) -> list[Path]:
+    """The files of the text, in sorted order: `path` itself, the files below it, or the standard library's sources.
+
+    Raises:
+        ConfigValueError: `path` does not exist, or there is no file below it.
+    """
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        return sorted(
+            file for file in root.rglob("*.py") if SKIPPED_FOLDERS.isdisjoint(file.relative_to(root).parts[:-1])
+        )
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ConfigValueError(f"text: there is no file or folder {str(path)!r}")
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    if not files:
+        raise ConfigValueError(f"text: the folder {str(path)!r} holds no files")
+    return files
+
+
 def encode(text: str) -> list[int]:
     """The bytes of `text`."""
     return list(text.encode())
@@ -105,12 +151,14 @@ class _Data:
         self._options = options
 
     @cached_property
-    def _corpus(self) -> Corpus:
-        options = self._options
-        return Corpus.read(options.text, valid_part=options.valid_part, context=options.context)
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """The bytes to train on, and those held out; uint8, 1-D."""
+        joined = bytearray(b"".join(file.read_bytes() for file in corpus_files(self._options.text)))
+        valid = self._options.held_out(len(joined))
+        return torch.frombuffer(joined, dtype=torch.uint8).split([len(joined) - valid, valid])
 
     def train(self) -> TokenWindows:
-        return TokenWindows(self._corpus.train, context=self._options.context)
+        return TokenWindows(self._parts[0], context=self._options.context)
 
     def valid(self) -> TokenWindows:
-        return TokenWindows(self._corpus.valid, context=self._options.context)
+        return TokenWindows(self._parts[1], context=self._options.context)

@@ -380,7 +380,6 @@ TRAINER_ROWS = (
     "optimizers model",
     "objectives data_loading state memory_estimate",
     "gradients reports",
-    "step_metrics evaluation",
     "run",
     "callbacks",
     "loop",

@@ -10,9 +10,8 @@ import torch
 
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.demo import DemoOptions
-from flatfsdp.trainer.demo.corpus import Corpus, Split, corpus_files, split_of
 from flatfsdp.trainer.demo.model import TOGETHER, ByteTransformer, spread
-from flatfsdp.trainer.demo.options import temperature
+from flatfsdp.trainer.demo.options import corpus_files, temperature
 
 # options
 
@@ -48,23 +47,25 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_files(tmp_path: Path) -
     (tmp_path / ".git").mkdir()
     for name, text in {"b.txt": "bb", "a.txt": "aaaa", "sub/c": "cccc", ".git/x": "xx"}.items():
         (tmp_path / name).write_text(text)
-    corpus = Corpus.read(tmp_path, valid_part=0.4, context=3)
-    assert bytes(torch.cat((corpus.train, corpus.valid)).tolist()) == b"aaaabbcccc"
-    assert (corpus.train.numel(), corpus.valid.numel()) == (6, 4)
+    task = DemoOptions(text=tmp_path, valid_part=0.4, context=3).task()
+    train, valid = task.train_data().tokens, task.eval_data().tokens
+    assert bytes(torch.cat((train, valid)).tolist()) == b"aaaabbcccc"
+    assert (train.numel(), valid.numel()) == (6, 4)
 
 
 def test_an_empty_folder_and_a_short_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigValueError, match="holds no files"):
         corpus_files(tmp_path)
     with pytest.raises(ConfigValueError, match="100 bytes make 95 to train on and 5 to evaluate on; context 8 needs"):
-        Split.of(100, valid_part=0.05, context=8)
+        DemoOptions(valid_part=0.05, context=8).held_out(100)
 
 
 def test_the_sizes_of_files_tell_the_split(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(70))
     (tmp_path / "b").write_bytes(bytes(30))
-    assert split_of(tmp_path, valid_part=0.2, context=5) == Split(train=80, valid=20)
-    assert Corpus.read(tmp_path, valid_part=0.2, context=5).train.numel() == 80
+    options = DemoOptions(text=tmp_path, valid_part=0.2, context=5)
+    assert options.held_out() == 20
+    assert options.task().train_data().tokens.numel() == 80
 
 
 # model
