@@ -34,7 +34,7 @@ _MOVED = {
     """,
     "flat": """
         flat_param portion=sources resident=sources views hidden=param_guard awaited=deferred_grad
-        grads=gradients reduction packed=quantized buffers=buffer_casting placeholder lifecycle=states
+        grads=gradients reduction packed=param_refs buffers=buffer_casting placeholder lifecycle=states
     """,
     "agreement": """
         peers=rank_exchange stream=op_sequence agree=model_check replicas values=checksums

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .flat_param import FlatParameter
-from .write_tracker import TracksWrites
+from .write_tracker import FlatParameter, TracksWrites
 
 _GRAD: Any = torch.Tensor.grad
 

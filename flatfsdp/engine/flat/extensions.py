@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -96,7 +97,7 @@ class TransformedParam:
         """Let the modules hold a parameter like the one they had before. Precondition: the leaf shows the whole."""
         restored = nn.Parameter(self._value().detach().clone(), requires_grad=self.leaf.requires_grad)
         for param_ref in self.param_refs:
-            ParamRef(param_ref.module, param_ref.attribute, param_ref.path, restored).register()
+            replace(param_ref, leaf=restored).register()
 
     def uninstall(self, *, hidden: bool) -> None:
         """Let the modules hold the leaf again; `hidden`: as a plain attribute."""
@@ -114,39 +115,29 @@ def transform(param_refs: Iterable[ParamRef]) -> tuple[list[ParamRef], list[Tran
     param_refs = list(param_refs)
     if _extensions is None:
         return param_refs, []
-    made: dict[int, tuple[nn.Parameter, Any]] = {}
-    originals: dict[int, nn.Parameter] = {}
+    made: dict[int, TransformedParam | None] = {}
     out: list[ParamRef] = []
     for param_ref in param_refs:
-        if id(param_ref.leaf) not in made:
-            stored, state = _extensions.pre_flatten_transform(param_ref.leaf)
-            if state is None:
-                made[id(param_ref.leaf)] = param_ref.leaf, None
-            elif not isinstance(stored, torch.Tensor):
+        original = param_ref.leaf
+        if id(original) not in made:
+            stored, state = _extensions.pre_flatten_transform(original)
+            if state is not None and not isinstance(stored, torch.Tensor):
                 raise UsageError(
                     f"pre_flatten_transform of {param_ref.path!r} returned {type(stored).__name__}; expected a "
                     "tensor and a state"
                 )
-            else:
-                leaf = nn.Parameter(stored.detach(), requires_grad=param_ref.leaf.requires_grad)
-                made[id(param_ref.leaf)] = leaf, state
-                originals[id(leaf)] = param_ref.leaf
-        leaf, state = made[id(param_ref.leaf)]
-        out.append(
-            param_ref
-            if leaf is param_ref.leaf
-            else ParamRef(param_ref.module, param_ref.attribute, param_ref.path, leaf)
-        )
+            made[id(original)] = None
+            if state is not None:
+                leaf = nn.Parameter(stored.detach(), requires_grad=original.requires_grad)
+                made[id(original)] = TransformedParam(leaf, state, _extensions, [], original)
+        transformed = made[id(original)]
+        if transformed is not None:
+            param_ref = replace(param_ref, leaf=transformed.leaf)
+            transformed.param_refs.append(param_ref)
+        out.append(param_ref)
     for param_ref in out:
         param_ref.register()
-    extended = [
-        TransformedParam(
-            leaf, state, _extensions, [param_ref for param_ref in out if param_ref.leaf is leaf], originals[id(leaf)]
-        )
-        for leaf, state in made.values()
-        if state is not None
-    ]
-    return out, extended
+    return out, [each for each in made.values() if each is not None]
 
 
 __all__ = ["FlatParamExtensions", "set_extensions"]

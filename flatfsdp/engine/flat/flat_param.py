@@ -17,62 +17,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
 
-from ...errors import InternalError, UsageError
+from ...api import MixedPrecision
+from ...errors import InternalError, UsageError, few
 from ..comm.transport import Transport
+from ..config.precision import Precision, resolve
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import PendingWork, Stream, pin
 from ..layout.layout import FlatLayout
-from .flat_param_options import FlatParamOptions
 from .layout_views import ShardViews, dense, full_views, is_dense, spec_of
 from .sources import KeptSource, ParamPersistence, ShardSource, UnshardSource
 from .states import GATHERING, SHARD_STEPS, SHARDED, UNSHARDED, refuse_step
-from .write_tracker import TracksWrites, WriteTracker
-
-
-class FlatParameter(TracksWrites, nn.Parameter):
-    """The shard of one handle as a parameter, 1-D, in the master dtype.
-
-    The underscored attributes are FSDP1's names for facts of the layout; other programs read them.
-    """
-
-    _fsdp_flattened = True
-    _handle_ref: weakref.ref[FlatParamHandle] | None = None
-
-    @property
-    def _handle(self) -> FlatParamHandle:
-        handle = self._handle_ref() if self._handle_ref is not None else None
-        if handle is None:
-            raise UsageError(
-                "this FlatParameter belongs to no FullyShardedDataParallel module any more (a copy, or the model was "
-                "deleted); "
-                "read the layout from the model's own `_flat_param`"
-            )
-        return handle
-
-    @property
-    def _fqns(self) -> tuple[str, ...]:
-        return tuple(spec.name for spec in self._handle.layout.params)
-
-    @property
-    def _shapes(self) -> tuple[torch.Size, ...]:
-        return tuple(torch.Size(spec.shape) for spec in self._handle.layout.params)
-
-    @property
-    def _numels(self) -> tuple[int, ...]:
-        return tuple(spec.numel for spec in self._handle.layout.params)
-
-    @property
-    def _local_shard(self) -> torch.Tensor:
-        return self._handle.shard
-
-    @property
-    def _unpadded_unsharded_size(self) -> torch.Size:
-        return torch.Size((self._handle.layout.numel,))
+from .write_tracker import FlatParameter, WriteTracker
 
 
 @dataclass(eq=False)
@@ -94,18 +54,43 @@ class UnshardedParam:
     filled_from: UnshardSource | None = None
 
 
-class _NotUnsharded:
-    """What stands for the unsharded parameter while there is none: without memory, and who asks for more is refused."""
+class _NotUnsharded(UnshardedParam):
+    """Stands for the unsharded parameter while there is none: it has no buffer, and refuses to be asked for more."""
 
     buffer = None
 
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self._of = weakref.ref(handle)
+
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python's own question
+        if name.startswith("__") or (handle := self._of()) is None:  # Python's own question
             raise AttributeError(name)
-        raise InternalError(f"{name} of an unsharded parameter was asked for while it is sharded")
+        raise InternalError(
+            f"unit {handle.name or '<root>'!r}: {name!r} of the unsharded form of {few(handle.flat_param._fqns)} was "
+            f"asked for while that is {handle.state.value}"
+        )
 
 
-_NOT_UNSHARDED: Any = _NotUnsharded()
+@dataclass(frozen=True)
+class FlatParamOptions:
+    """What a flat parameter is made with, and keeps.
+
+    Attributes:
+        trainable: whether a parameter required a gradient at construction.
+        packed: whether elements are no numbers, and stay as they are. [Note: packed bytes]
+        offload: whether the shard lives on the CPU; pin_memory: in page-locked memory.
+    """
+
+    mixed_precision: MixedPrecision
+    offload: bool
+    pin_memory: bool
+    use_orig_params: bool
+    trainable: bool
+    packed: bool
+
+    def precision(self, master: torch.dtype) -> Precision:
+        """The dtypes for a shard of `master`. [Note: dtypes]"""
+        return resolve(self.mixed_precision, master)
 
 
 class FlatParamHandle:
@@ -154,9 +139,9 @@ class FlatParamHandle:
         self.device = device
         self.tracker = tracker
         self.state = SHARDED
-        tracker.add("shard", shard.numel() * shard.element_size())
+        tracker.add("shard", shard.nbytes)
         self._unsharded: dict[torch.dtype, UnshardedParam] = {}
-        self.unsharded: UnshardedParam = _NOT_UNSHARDED
+        self.unsharded = self._not_unsharded
         self.pending: PendingWork | None = None
         self.kept_source: KeptSource | None = None
         self.persistence: ParamPersistence | None = None
@@ -200,6 +185,10 @@ class FlatParamHandle:
         return cls(leaves, layout, shard, rank=rank, device=device, options=options, tracker=tracker)
 
     @cached_property
+    def _not_unsharded(self) -> UnshardedParam:
+        return _NotUnsharded(self)
+
+    @cached_property
     def is_unsharded_at_rest(self) -> bool:
         """Whether the shard is the whole (an axis of one rank)."""
         return self.layout.world == 1
@@ -226,8 +215,8 @@ class FlatParamHandle:
                 f"{self.name}: a shard of shape {tuple(shard.shape)} replaces {tuple(self.shard.shape)} while "
                 f"{self.state.value}"
             )
-        self.tracker.remove("shard", self.shard.numel() * self.shard.element_size())
-        self.tracker.add("shard", shard.numel() * shard.element_size())
+        self.tracker.remove("shard", self.shard.nbytes)
+        self.tracker.add("shard", shard.nbytes)
         self.precision = self.options.precision(shard.dtype)
         if not self.options.offload:
             self.device = shard.device
@@ -258,9 +247,8 @@ class FlatParamHandle:
 
     def move_to_tracker(self, tracker: MemoryTracker) -> None:
         """Count this handle's bytes in `tracker` from now on (the unit joined another root)."""
-        count = self.shard.numel() * self.shard.element_size()
-        self.tracker.remove("shard", count)
-        tracker.add("shard", count)
+        self.tracker.remove("shard", self.shard.nbytes)
+        tracker.add("shard", self.shard.nbytes)
         self.tracker = tracker
         self._unsharded.clear()
 
@@ -365,7 +353,7 @@ class FlatParamHandle:
         buffer = self.unsharded.buffer
         if buffer is not None:
             self.writes.on_free()
-        self.unsharded = _NOT_UNSHARDED
+        self.unsharded = self._not_unsharded
         return buffer
 
     def can_hold(self, dtype: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ from ..base import _torch
 from ..device.memory import FlatBuffer
 from .flat_param import FlatParamHandle
 from .layout_views import full_views
-from .reduction import ReductionInput
+from .reduction import ReductionInput, release_inputs
 from .views import ParamViews, check_gradients
 
 # A gradient of at most SMALL_BYTES is collected; at COLLECT_BYTES the collected ones are moved.
@@ -56,8 +56,7 @@ class SlotMemory:
         buffer, slots = self._buffers.get(dtype, (None, []))
         if buffer is not None and buffer.allocated:
             # A late gradient while the buffer's reduction is in flight: that one first.
-            for part in self._reducing:
-                part.release_input()
+            release_inputs(self._reducing)
         if buffer is None or (handle.is_unsharded_at_rest and buffer.tensor.numel() == 0):
             buffer = FlatBuffer(handle.layout.padded_numel, dtype, handle.device, tracker=handle.tracker, kind="slots")
             slots = []

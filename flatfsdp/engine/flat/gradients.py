@@ -21,7 +21,7 @@ from ..device.memory import FlatBuffer
 from .accumulation import Accumulation
 from .flat_param import FlatParamHandle
 from .gradient_slots import GradientSlots, SlotMemory
-from .reduction import ReductionInput
+from .reduction import ReductionInput, release_inputs
 from .views import ParamViews, assign_grad
 
 _GRAD = attrgetter("grad")
@@ -45,12 +45,8 @@ class Gradients:
     def __init__(self, handle: FlatParamHandle, views: ParamViews) -> None:
         self.handle = handle
         self.collects_in: int | None = None
-        self.expected: frozenset[int] = frozenset()
-        self.arrived: set[int] = set()
-        self.missing: set[int] = set()
         self.reducing: list[ReductionInput] = []
-        self.contributed: set[int] = set()
-        self.absent: frozenset[int] = frozenset()
+        self._forget_expectations()
         self.accumulation = Accumulation(handle)
         self._memory = SlotMemory(handle, views, self.reducing)
         self.slots = GradientSlots(self._memory, handle.precision.reduce, 1.0)
@@ -59,6 +55,13 @@ class Gradients:
         self._completes = True  # whether the reductions in flight are more than partial sums
         self._stashed: dict[int, torch.Tensor] | None = None
         self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def _forget_expectations(self) -> None:
+        self.expected: frozenset[int] = frozenset()
+        self.arrived: set[int] = set()
+        self.missing: set[int] = set()
+        self.contributed: set[int] = set()
+        self.absent: frozenset[int] = frozenset()
 
     # -- a backward begins -------------------------------------------------------------------------------------------
 
@@ -176,8 +179,7 @@ class Gradients:
 
     def return_inputs(self) -> None:
         """The unsharded buffer is needed again: wait for the reductions that read it."""
-        for part in self.reducing:
-            part.release_input()
+        release_inputs(self.reducing)
 
     # -- reduction ---------------------------------------------------------------------------------------------------
 
@@ -214,11 +216,11 @@ class Gradients:
             handle,
             buffer,
             FlatBuffer.disown if self._hooked else return_buffer or FlatBuffer.free,
+            shares_unsharded_buffer=return_buffer is not None,
             scale=self._factor_of_sum if completes else 1.0,
             earlier=None if self.reducing else kept.partial,
             hook=hook if completes else None,
-            download=completes and handle.options.offload and handle.options.pin_memory,
-            shares_unsharded_buffer=return_buffer is not None,
+            downloads=completes and handle.options.offload and handle.options.pin_memory,
         )
         self.reducing.append(part)
         return part
@@ -276,7 +278,7 @@ class Gradients:
         if len(self.reducing) != 1 or self.accumulation.partial is not None:
             return False
         (part,) = self.reducing
-        arrives_on_shard_device = part.dtype == handle.precision.grad and not handle.options.offload
+        arrives_on_shard_device = handle.precision.reduce == handle.precision.grad and not handle.options.offload
         return arrives_on_shard_device and part.can_finish_later
 
     def finalize_grads_later(self) -> Callable[[], None]:
@@ -335,13 +337,6 @@ class Gradients:
             return total
         # Where the CPU stands in for a device the same copy is made.
         return total.to(handle.shard.device) if total.device != handle.shard.device else total.clone()
-
-    def _forget_expectations(self) -> None:
-        self.expected = frozenset()
-        self.arrived = set()
-        self.missing = set()
-        self.contributed = set()
-        self.absent = frozenset()
 
     def unstash_grads(self) -> None:
         """Give the leaves back the `.grad` that was taken. Precondition: leaves show the shard."""

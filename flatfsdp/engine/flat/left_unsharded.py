@@ -18,6 +18,7 @@ from .deferred_grad import DeferredGradParameter
 from .leaf_classes import ORIGINAL, ClassVariants, CopiedAsOriginal
 from .param_guard import (
     DescribedAsShard,
+    call_with_shards,
     data_of_shard,
     handle_and_index_of,
     has_handle,
@@ -58,10 +59,7 @@ class CastParameter(_LeftUnsharded):
             return data_of_shard(*args)
         if asks(func) or func in _OF_AUTOGRAD or leads_to_accumulator(func, args) or _is_refused_by_autograd(func):
             return super()._answer(func, types, args, kwargs)
-        shards: dict[int, torch.Tensor] = {}
-        result = func(*(_replaced(each, shards) for each in args), **_replaced(kwargs, shards))
-        # In place: the parameter itself, as users expect of it.
-        return args[0] if args and result is not None and result is shards.get(id(args[0])) else result
+        return call_with_shards(func, args, kwargs, of=CastParameter, shard=_shard)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A parameter of the shard."""
@@ -82,19 +80,6 @@ _OF_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)
 
 LEFT_WHOLE, LEFT_CAST = ClassVariants(UnshardedParameter), ClassVariants(CastParameter)
 LEFT_WHOLE[DeferredGradParameter], LEFT_CAST[DeferredGradParameter] = UnshardedParameter, CastParameter
-
-
-def _replaced(value: Any, shards: dict[int, torch.Tensor]) -> Any:
-    """`value` with shards in place of the parameters in it, the same one for each; `shards`: those, by id."""
-    if isinstance(value, CastParameter):
-        if id(value) not in shards:
-            shards[id(value)] = _shard(value)
-        return shards[id(value)]
-    if isinstance(value, (list, tuple)):
-        return [_replaced(each, shards) for each in value]
-    if isinstance(value, dict):
-        return {key: _replaced(each, shards) for key, each in value.items()}
-    return value
 
 
 def _shard(leaf: nn.Parameter) -> torch.Tensor:

@@ -76,7 +76,7 @@ class UnusableParameter(DescribedAsShard):
         if leads_to_accumulator(func, args):
             return _expanded(args[0])
         if not torch.is_grad_enabled() and _is_elementwise(func):
-            return _on_shards(func, args, kwargs)
+            return call_with_shards(func, args, kwargs, of=UnusableParameter, shard=shard_of, check=_check_alike)
         used = (*args, *kwargs.values())
         if func in (torch.autograd.grad, torch.autograd.backward):
             raise UsageError(_refusal_to_ask(name_of(func), used))
@@ -228,17 +228,30 @@ def _is_elementwise(func: Callable[..., Any]) -> bool:
     return name == "detach" or name in _ELEMENTWISE or (name[:1] in ("i", "r") and name[1:] in _ELEMENTWISE)
 
 
-def _on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`func` of shards in place of the hidden parameters."""
-    shards = {id(leaf): shard_of(leaf) for leaf in _hidden_in((*args, *kwargs.values()))}
+def call_with_shards(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    of: type[nn.Parameter],
+    shard: Callable[[Any], torch.Tensor],
+    check: Callable[..., None] | None = None,
+) -> Any:
+    """`func` of what `shard` makes of each parameter of the class `of`, in place of these, once `check` has seen it."""
+    shards: dict[int, torch.Tensor] = {}
 
     def shown(value: Any) -> Any:
+        if isinstance(value, of):
+            if id(value) not in shards:
+                shards[id(value)] = shard(value)
+            return shards[id(value)]
         if isinstance(value, (list, tuple)):
             return [shown(each) for each in value]
-        return shards.get(id(value), value)
+        return {key: shown(each) for key, each in value.items()} if isinstance(value, dict) else value
 
-    given, named = [shown(value) for value in args], {name: shown(value) for name, value in kwargs.items()}
-    _check_alike(func, (*args, *kwargs.values()), (*given, *named.values()))
+    given, named = shown(args), shown(kwargs)
+    if check is not None:
+        check(func, (*args, *kwargs.values()), (*given, *named.values()))
     result = func(*given, **named)
     # In place: the parameter itself, as users expect of it.
     return args[0] if args and result is not None and result is given[0] else result

@@ -3,6 +3,11 @@
 [Note: parameter references] A *reference* is a (module, attribute) under which a parameter is registered. Tied
 parameters have several, perhaps in modules of other units. With `use_orig_params=False` those inside a unit give up the
 registration (the flat parameter has it) and hold the leaf as a plain attribute.
+
+[Note: packed bytes] Quantised weights are bytes, which bitsandbytes stores as a floating-point dtype of the user's
+choice (`quant_storage`), so that FSDP1 flattens them together with others. A cast of them would give other weights
+without a word. They are known by the `quant_state` that undoes their quantisation, which the parameter has, or, after a
+stay on the meta device, only the module.
 """
 
 from __future__ import annotations
@@ -27,6 +32,14 @@ class ParamRef:
     attribute: str
     path: str
     leaf: nn.Parameter
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the parameter must be left as it is, bit by bit. [Note: packed bytes]"""
+        holders: list[nn.Parameter | nn.Module] = [self.leaf]
+        if self.attribute == "weight":
+            holders.append(self.module)
+        return not self.leaf.requires_grad and any(getattr(each, "quant_state", None) is not None for each in holders)
 
     @property
     def current(self) -> object:

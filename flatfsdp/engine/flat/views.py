@@ -378,30 +378,24 @@ def check_requested(views: ParamViews, name: str) -> None:
 
 def check_gradients(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor]) -> None:
     """Refuse gradients, by index of their leaf, that are not those of whole parameters, or no dense tensors."""
-    specs = handle.layout.params
     for index, grad in grads.items():
-        if grad.shape != specs[index].shape or grad.layout is not torch.strided:
-            _refuse_gradient(handle, index, grad)
-
-
-def _refuse_gradient(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> NoReturn:
-    spec = handle.layout.params[index]
-    if grad.layout is not torch.strided:
-        fail(
-            UsageError(
-                f"parameter {spec.name!r} of unit {handle.name or '<root>'!r} received a gradient of layout "
-                f"{grad.layout}; expected a dense one, which can be reduced over ranks in one piece. Leave sparse=True "
-                "out of the embedding, or name its module in ignored_modules= and average its gradient yourself"
+        spec = handle.layout.params[index]
+        if grad.layout is not torch.strided:
+            problem = (
+                f"layout {grad.layout}; expected a dense one, which can be reduced over ranks in one piece. Leave "
+                "sparse=True out of the embedding, or name its module in ignored_modules= and average its gradient "
+                "yourself"
             )
-        )
-    fail(
-        UsageError(
-            f"parameter {spec.name!r} of unit {handle.name or '<root>'!r} received a gradient of shape "
-            f"{tuple(grad.shape)}; expected {spec.shape}. It was used outside the forward of its unit, where it shows "
-            "this rank's shard: compute terms over parameters (an L2 penalty, say) inside the forward of the module "
-            "that holds them, or under torch.no_grad()"
-        )
-    )
+        elif grad.shape != spec.shape:
+            problem = (
+                f"shape {tuple(grad.shape)}; expected {spec.shape}. It was used outside the forward of its unit, where "
+                "it shows this rank's shard: compute terms over parameters (an L2 penalty, say) inside the forward of "
+                "the module that holds them, or under torch.no_grad()"
+            )
+        else:
+            continue
+        of = f"parameter {spec.name!r} of unit {handle.name or '<root>'!r}"
+        fail(UsageError(f"{of} received a gradient of {problem}"))
 
 
 def _refuse_writes(views: ParamViews, name: str, when: str) -> NoReturn:

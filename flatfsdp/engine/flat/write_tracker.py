@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from ...errors import UsageError
 from ..device.memory import VERSION, Versions, versions_of
 
 
@@ -21,6 +23,32 @@ class TracksWrites:
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+class FlatParameter(TracksWrites, nn.Parameter):
+    """The shard of one handle as a parameter, 1-D, in the master dtype.
+
+    The underscored attributes are FSDP1's names for facts of the layout; other programs read them.
+    """
+
+    _fsdp_flattened = True
+    _handle_ref: Callable[[], Any] | None = None  # weak
+
+    @property
+    def _handle(self) -> Any:
+        handle = self._handle_ref() if self._handle_ref is not None else None
+        if handle is None:
+            raise UsageError(
+                "this FlatParameter belongs to no FullyShardedDataParallel module any more (a copy, or the model was "
+                "deleted); read the layout from the model's own `_flat_param`"
+            )
+        return handle
+
+    _fqns = property(lambda self: tuple(spec.name for spec in self._handle.layout.params))
+    _shapes = property(lambda self: tuple(torch.Size(spec.shape) for spec in self._handle.layout.params))
+    _numels = property(lambda self: tuple(spec.numel for spec in self._handle.layout.params))
+    _local_shard = property(lambda self: self._handle.shard)
+    _unpadded_unsharded_size = property(lambda self: torch.Size((self._handle.layout.numel,)))
 
 
 class WriteTracker(Versions):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from ..flat.flat_param import FlatParamHandle
-from ..flat.reduction import CoalescedReduction, Reduction, ReductionInput
+from ..flat.reduction import Reduction, ReductionInput
 from ..flat.sources import CoalescedSource, UnshardSource
 from ..schedule.coalescing import coalesce
 from .unit import Unit
@@ -143,10 +143,10 @@ class Coalescer:
         by_dtype: dict[torch.dtype, list[ReductionInput]] = defaultdict(list)
         for unit in units:
             for part in unit.reduction_inputs():
-                by_dtype[part.dtype].append(part)
-        streams = first.resources.streams
+                by_dtype[part.handle.precision.reduce].append(part)
+        reducers, streams = (first.scatter, first.second_stage_reducer), first.resources.streams
         return [
-            CoalescedReduction(parts, first.scatter, first.second_stage_reducer, streams.reduce, streams.replicate)
+            Reduction(parts, *reducers, streams.reduce, streams.replicate, coalesced=True)
             for parts in by_dtype.values()
         ]
 

@@ -26,10 +26,8 @@ from ..features.persistent_params import PersistentParams
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import warn_if_unstepped
 from ..flat.extensions import TransformedParam, can_transform, transform
-from ..flat.flat_param import FlatParamHandle
-from ..flat.flat_param_options import FlatParamOptions
+from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
-from ..flat.quantized import is_packed
 from ..runtime.device_checks import compute_device, move_buffers
 from ..runtime.model import Root
 from ..runtime.model_facts import own_pieces
@@ -140,7 +138,7 @@ def _shard(
         _check_plain(param_refs)
         leaves = leaves_of(param_refs)
         initial_checksums = InitialChecksums(leaves) if config.check_values != "off" else None
-        packed = {id(param_ref.leaf) for param_ref in param_refs if is_packed(param_ref)}
+        packed = {id(param_ref.leaf) for param_ref in param_refs if param_ref.is_packed}
         handles = _flatten(leaves, packed, config, groups, device, tracker)
         undo.pop_all()
     if dropped := [path for leaf, path in leaves if leaf.grad is not None]:

@@ -24,8 +24,7 @@ from ..comm.process_groups import plan_over
 from ..config.unit_options import PrefetchTargets
 from ..device.memory import MemoryTracker
 from ..flat.extensions import TransformedParam
-from ..flat.flat_param import FlatParamHandle
-from ..flat.flat_param_options import FlatParamOptions
+from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
