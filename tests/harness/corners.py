@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.comm.delayed import DelayedTransport
 from flatfsdp.engine.comm.transport import doubled
 from flatfsdp.engine.device.memory import poison
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
+from tests.harness.delayed import DelayedTransport
 from tests.harness.gradients import (
     Gradients,
     Together,

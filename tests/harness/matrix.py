@@ -134,8 +134,8 @@ CROSSED: dict[str, tuple[Any, ...]] = FACTORS | {
 def hostile_world() -> Iterator[None]:
     """Collectives that deliver NaN until they are waited for, and buffers that are NaN before use and after."""
     from flatfsdp.engine.comm import transport as comm
-    from flatfsdp.engine.comm.delayed import DelayedTransport
     from flatfsdp.engine.device import memory as storage
+    from tests.harness.delayed import DelayedTransport
 
     with comm.doubled(DelayedTransport), storage.poison():
         yield

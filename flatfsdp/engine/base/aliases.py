@@ -30,7 +30,7 @@ _MOVED = {
     "watchdog": "board=store watch=watchdog roll_call=status_report farewell=process_exit",
     "device": "device=streams storage=memory limiter=rate_limiter memoryless=fake_tensors host_memory=malloc",
     "comm": """
-        comm=transport gloo in_turns=ordered_sum at_exit=gloo_shutdown groups=process_groups hooked=comm_hook
+        comm=transport gloo in_turns=ordered_sum at_exit=gloo groups=process_groups hooked=comm_hook
     """,
     "flat": """
         flat_param portion=sources resident=sources views hidden=param_guard awaited=deferred_grad

@@ -70,7 +70,7 @@ class HookReducer:
                 returned = self._hook.function(self._hook.state, *handed)
                 work = to_wait_for(returned, "a communication hook", result=handed[-1])
             except BaseException:
-                self._comm_stats.take_back()
+                self._comm_stats.issued -= 1
                 raise
             if work is not None and stream.is_callers:
                 return PendingWork(work=work, keep=(*tensors, *handed), finish=take_over)

@@ -24,18 +24,6 @@ class CommStats:
         self.counts[kind] += 1
         self.bytes[kind] += count
 
-    def issue(self) -> None:
-        """This rank has issued what others wait for."""
-        self.issued += 1
-
-    def take_back(self) -> None:
-        """What was counted last was not issued after all."""
-        self.issued -= 1
-
-    def log_messages(self, count: int) -> None:
-        """`count` messages to and from single ranks."""
-        self.messages += count
-
     def reset(self) -> None:
         """Forget everything."""
         self.counts.clear()

@@ -22,15 +22,26 @@ ranks on one host; `AllToAll` is a collective of gloo's, for all others.
 - *A peer that dies* in the middle of a message does not wake who waits for it, only who waits for a message that has
   not begun. So an empty one, the *end*, follows each, and is waited for first.
 - No waits with a time limit (one that runs out takes the whole group down), no `is_completed` (false until waited for).
+
+[Note: at exit] A worker thread of gloo lets go of an operation's tensors a moment after the operation was waited for.
+If Python has let go of them before, they end there, which takes the interpreter's lock; and a native thread that asks
+for that lock once the interpreter is ending is unwound through C++ that cannot be unwound: "terminate called without
+an active exception", SIGABRT, when all work was done. (`destroy_process_group()` joins the workers only if nothing
+holds the group; torch's own modules do, those imported after it was made.) So the interpreter's end waits until no
+worker is at work.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import itertools
 import platform
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,8 +50,9 @@ import torch.distributed as dist
 from ..base.per_group import for_group
 from ..base.wait_limits import blocked
 from ..device.fake_tensors import is_memoryless
-from ..device.memory import MemoryTracker
+from ..device.memory import Allocation, MemoryTracker
 from ..device.streams import PendingWork, Work
+from .comm_stats import CommStats
 from .ordered_sum import OrderedSum, SumWorker
 
 FIRST_TAG, TAGS = 2**30, 2**20  # more than can be in flight
@@ -48,6 +60,8 @@ PARCEL_TAG = FIRST_TAG + TAGS  # of messages that are waited for at once, and so
 MOST_RANKS = 8  # as far as was measured; at some point W-1 messages each way cost more than a ring
 MOST_ROOM = 2  # pieces that a sum holds beside its output; more cost time, too, from 16 MiB on (measured with 8 ranks)
 SMALLEST = 2 * 1024 * 1024  # bytes of the whole; measured on two busy cores (on idle ones messages always cost less)
+WORKER = "pt_gloo_runloop"  # what torch names its threads for gloo, as Linux cuts names
+SECONDS = 2.0  # that the interpreter's end waits at most; a worker in an operation that never ends sleeps
 
 
 class PeerMessages:
@@ -123,16 +137,11 @@ def _on_one_host(process_group: Any) -> bool:
 class PairwiseExchange:
     """Exchanges by messages: 2(W-1) a rank, each followed by its end. [Note: messages]"""
 
-    def __init__(
-        self, process_group: Any, *, tracker: MemoryTracker, log: Callable[[int], None], issue: Callable[[], None]
-    ) -> None:
-        """`log` gets the number of messages of an exchange, without their ends; `issue` is called when a second half
-        was issued."""
+    def __init__(self, process_group: Any, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
         self._rank, self._world = process_group.rank(), process_group.size()
         self._connection = for_group(process_group, "messages", lambda: PeerConnection(process_group))
         self._tracker = tracker
-        self._log = log
-        self._issue = issue
+        self._comm_stats = comm_stats
 
     def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
         """Every rank's `shard` into its slot of `output`, sent from and received into place."""
@@ -148,13 +157,13 @@ class PairwiseExchange:
         # Both now: where ranks wait is not what the order of tags may depend on.
         first, second = self._connection.tag(), self._connection.tag()
         total = torch.empty_like(pieces[self._rank])
-        self._tracker.add("exchange", total.numel() * total.element_size())
+        held = self._tracker.allocate("exchange", total.nbytes)
         scattered = self._scatter(first, total, pieces)
 
         def share() -> None:
-            self._issue()
+            self._comm_stats.issued += 1
             self._gather(second, pieces, total).wait()
-            self._tracker.remove("exchange", total.numel() * total.element_size())
+            held.close()
 
         return PendingWork(work=scattered, finish=share)
 
@@ -203,7 +212,7 @@ class PairwiseExchange:
         return PeerMessages([*sends, *receives], line)
 
     def _send(self, tag: int, outgoing: Sequence[torch.Tensor]) -> list[Work]:
-        self._log(2 * len(self._connection.peers))  # as many come back
+        self._comm_stats.messages += 2 * len(self._connection.peers)  # as many come back; ends are not counted
         return [work for peer in self._connection.peers for work in self._connection.send(peer, tag, outgoing[peer])]
 
 
@@ -214,12 +223,11 @@ class AllToAll:
     the first and the last rank.
     """
 
-    def __init__(self, process_group: Any, *, tracker: MemoryTracker, issue: Callable[[], None]) -> None:
-        """`issue` is called when a second half was issued."""
+    def __init__(self, process_group: Any, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
         self._group = process_group
         self._rank, self._world = process_group.rank(), process_group.size()
         self._tracker = tracker
-        self._issue = issue
+        self._comm_stats = comm_stats
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
         """The sum over ranks of this rank's piece of `full`, in rank order, into `output`."""
@@ -239,7 +247,7 @@ class AllToAll:
             sent[rank] = 0
             others, outgoing = self._scratch(flat, sum(sizes)), self._scratch(flat, sum(sent))
             outgoing.view(self._world - 1, mine.numel()).copy_(mine)
-            self._issue()
+            self._comm_stats.issued += 1
             with blocked():
                 dist.all_to_all_single(others, outgoing, sizes, sent, group=self._group)
             for piece, arrived in zip(pieces, others.split(sizes), strict=True):
@@ -280,42 +288,65 @@ class AllToAll:
         return PendingWork(work=work, keep=(output, outgoing, scratch, full), finish=add_up)
 
     def _scratch(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        self._tracker.add("exchange", numel * like.element_size())
-        return like.new_empty(numel)
+        made = like.new_empty(numel)
+        self._tracker.add("exchange", made.nbytes)
+        return made
 
     def _free_scratch(self, *scratch: torch.Tensor) -> None:
         for tensor in scratch:
-            self._tracker.remove("exchange", tensor.numel() * tensor.element_size())
+            self._tracker.remove("exchange", tensor.nbytes)
             # Now: gloo's thread may hold a finished work, and the tensors in it, a little longer than we do.
             tensor.untyped_storage().resize_(0)
 
 
-class SimulatedExchange:
-    """What `AllToAll` holds, without its exchanges and sums. [Note: dry run]"""
-
-    def __init__(self, rank: int, world: int, *, tracker: MemoryTracker, issue: Callable[[], None]) -> None:
-        self._rank, self._world = rank, world
-        self._tracker = tracker
-        self._issue = issue
+class SimulatedExchange(AllToAll):
+    """What `AllToAll` holds, without its exchanges and sums, which take longer the more ranks there are. [Note: dry
+    run]"""
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
-        """Holds what that of `AllToAll` does until it is waited for."""
-        return self._scatter(output.numel(), full)
+        return self._hold_scatter(output.numel(), full)
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
-        """Holds what that of `AllToAll` does until it is waited for."""
         numel, world = tensor.numel(), self._world
         mine = numel // world + (self._rank < numel % world)
 
         def share() -> None:
-            self._issue()
-            self._hold(tensor, numel - mine + mine * (world - 1))()
+            self._comm_stats.issued += 1
+            self._hold(tensor, numel - mine + mine * (world - 1)).close()
 
-        return PendingWork(work=self._scatter(mine, tensor), finish=share)
+        return PendingWork(work=self._hold_scatter(mine, tensor), finish=share)
 
-    def _scatter(self, mine: int, full: torch.Tensor) -> PendingWork:
+    def _hold_scatter(self, mine: int, full: torch.Tensor) -> PendingWork:
         copied = full.numel() - mine if 0 < self._rank < self._world - 1 else 0
-        return PendingWork(finish=self._hold(full, mine * (self._world - 1) + copied))
+        return PendingWork(finish=self._hold(full, mine * (self._world - 1) + copied).close)
 
-    def _hold(self, like: torch.Tensor, numel: int) -> Callable[[], None]:
-        return self._tracker.allocate("exchange", numel * like.element_size()).close
+    def _hold(self, like: torch.Tensor, numel: int) -> Allocation:
+        return self._tracker.allocate("exchange", numel * like.element_size())
+
+
+def wait_for_workers(seconds: float = SECONDS) -> None:
+    """Return when no worker thread of gloo is running, or after that many seconds.
+
+    Who sleeps is idle, waits for a peer or for the interpreter's lock, which is free in here.
+    """
+    deadline = time.monotonic() + seconds
+    time.sleep(0.001)  # even where threads cannot be listed
+    while time.monotonic() < deadline and any(state == "R" for state in _states()):
+        time.sleep(0.001)
+
+
+def _states() -> Iterator[str]:
+    """What worker threads do, in the letters of Linux; nothing on other systems."""
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            _, name, rest = (task / "stat").read_text().replace(")", "(").split("(", 2)
+        except (OSError, ValueError):  # it has just ended, or is named otherwise
+            continue
+        if name == WORKER:
+            yield rest.split()[0]
+
+
+@functools.cache
+def wait_at_exit() -> None:
+    """Let the end of the interpreter wait, once however often this is called."""
+    atexit.register(wait_for_workers)

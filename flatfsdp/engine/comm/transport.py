@@ -8,11 +8,16 @@ for bit, however late a rank is. Where much is gathered among a few ranks on one
 (`gloo.py`). `SingleRank` serves an axis of one rank.
 
 [Note: reduction] Reductions are SUM; scaling is the caller's (`config.precision.gradient_scaling`). Inputs are complete
-when an operation is issued. On an accelerator the caller has made the lane follow what produced them.
+when an operation is issued. On an accelerator the caller has made the stream follow what produced them.
+
+[Note: staging] Several small tensors travel as one in a *staging buffer*, which has a row for each rank, and in the row
+a piece of each tensor. Copies into it and out of it are counted apart (`CommStats.staged`). A backend that makes one of
+several operations (`CoalescingNccl`) needs none.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -25,16 +30,41 @@ from ...errors import InternalError
 from ..base import _torch
 from ..base.wait_limits import blocked
 from ..device.fake_tensors import is_memoryless
-from ..device.memory import MemoryTracker
+from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work, accelerator
 from . import gloo
-from . import gloo_shutdown as at_exit
 from .axes import Axis
 from .comm_stats import CommStats
-from .staging import StagingBuffer
 
 # Backends know few dtypes; in a gather bytes only move. These stay as they are: all backends know them.
 _KNOWN_TO_ALL = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+
+
+class StagingBuffer:
+    """A staging buffer for certain tensors, and its views, which take longer to make than to fill. [Note: staging]
+
+    Attributes:
+        memory: shape (world * n,): a row of n elements for each rank.
+        own: shape (n,): this rank's row; `own_pieces`: cut, one piece for each tensor.
+        pieces, wholes: for each tensor, shape (world, numel / world): what the rows have of it; the tensor itself.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], group: Axis, tracker: MemoryTracker) -> None:
+        first = tensors[0]
+        self._tensors = list(tensors)
+        numel = sum(tensor.numel() for tensor in tensors)
+        self.memory = FlatBuffer(numel, first.dtype, first.device, tracker=tracker, kind="staging")
+        self.memory.allocate()
+        sizes = [tensor.numel() // group.size for tensor in tensors]
+        rows = self.memory.tensor.view(group.size, -1)
+        self.own = rows[group.rank]
+        self.own_pieces = list(self.own.split(sizes))
+        self.pieces = list(rows.split(sizes, dim=1))
+        self.wholes = [tensor.view(group.size, -1) for tensor in tensors]
+
+    def serves(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether it was made for these very `tensors`."""
+        return len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
 
 
 class ProcessGroupTransport:
@@ -138,7 +168,7 @@ class ProcessGroupTransport:
 
     def send_now(self, tensor: torch.Tensor, target: int) -> None:
         """Send `tensor` to group rank `target`, which receives it now, blocking."""
-        self.comm_stats.log_messages(1)
+        self.comm_stats.messages += 1
         if tensor.numel():
             sending = self.group.process_group.send([_as_bytes(self._reachable(tensor))], target, gloo.PARCEL_TAG)
             with blocked():
@@ -146,7 +176,7 @@ class ProcessGroupTransport:
 
     def receive_now(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite `tensor` with what group rank `source` sends now, blocking."""
-        self.comm_stats.log_messages(1)
+        self.comm_stats.messages += 1
         if tensor.numel():
             landing = self._reachable(tensor)
             with blocked():
@@ -193,14 +223,9 @@ class DeterministicGloo(ProcessGroupTransport):
 
     def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
         super().__init__(group, device, comm_stats=comm_stats, tracker=tracker)
-        self._pairs = gloo.PairwiseExchange(
-            group.process_group, tracker=tracker, log=comm_stats.log_messages, issue=comm_stats.issue
-        )
-        self._all_to_all: gloo.AllToAll | gloo.SimulatedExchange
-        if is_memoryless():
-            self._all_to_all = gloo.SimulatedExchange(group.rank, group.size, tracker=tracker, issue=comm_stats.issue)
-        else:
-            self._all_to_all = gloo.AllToAll(group.process_group, tracker=tracker, issue=comm_stats.issue)
+        self._pairs = gloo.PairwiseExchange(group.process_group, tracker=tracker, comm_stats=comm_stats)
+        all_to_all = gloo.SimulatedExchange if is_memoryless() else gloo.AllToAll
+        self._all_to_all = all_to_all(group.process_group, tracker=tracker, comm_stats=comm_stats)
 
     def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
         if not self._is_for_pairs(output):
@@ -351,7 +376,7 @@ def transport(group: Axis, device: Device, *, comm_stats: CommStats, tracker: Me
         else _BY_BACKEND.get(_served_as or group.backend, ProcessGroupTransport)
     )
     if kind is DeterministicGloo:
-        at_exit.install()
+        gloo.wait_at_exit()
     made = kind(group, device, comm_stats=comm_stats, tracker=tracker)
     return _double(made) if _double is not None else made
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatfsdp.engine.comm import gloo_shutdown as at_exit
+from flatfsdp.engine.comm import gloo
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed on Linux only")
 
@@ -25,7 +25,7 @@ class Worker(threading.Thread):
         self.began, self.ended_at, self._work = threading.Event(), 0.0, work
 
     def run(self) -> None:
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(at_exit.WORKER)
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(gloo.WORKER)
         self.began.set()
         self._work()
         self.ended_at = time.monotonic()
@@ -37,7 +37,7 @@ def test_a_worker_at_work_is_waited_for() -> None:
     worker.start()
     worker.began.wait(30)
     time.sleep(0.05)
-    at_exit.wait_for_workers(60)
+    gloo.wait_for_workers(60)
     returned_at = time.monotonic()
     worker.join(60)
     assert returned_at > worker.ended_at - 0.2
@@ -49,7 +49,7 @@ def test_an_idle_one_is_not() -> None:
     worker.start()
     worker.began.wait(30)
     began_at = time.monotonic()
-    at_exit.wait_for_workers(60)
+    gloo.wait_for_workers(60)
     assert time.monotonic() - began_at < 30
     leave.set()
     worker.join(60)
@@ -58,10 +58,10 @@ def test_an_idle_one_is_not() -> None:
 def test_it_happens_once_when_the_interpreter_ends() -> None:
     code = """
 import torch, torch.distributed as dist
-from flatfsdp.engine.comm import gloo_shutdown as at_exit, transport as comm
+from flatfsdp.engine.comm import gloo, transport as comm
 from flatfsdp.engine.device.streams import Device
 from flatfsdp.engine.device.memory import MemoryTracker
-at_exit.wait_for_workers = lambda: print("waited")
+gloo.wait_for_workers = lambda: print("waited")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = comm.Axis.of(dist.group.WORLD, torch.device("cpu"))
 for _ in range(2):

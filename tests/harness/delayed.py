@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..device.streams import PendingWork, Stream
-from .transport import ProcessGroupTransport, Transport
+from flatfsdp.engine.comm.transport import ProcessGroupTransport, Transport
+from flatfsdp.engine.device.streams import PendingWork, Stream
 
 
 class DelayedTransport(ProcessGroupTransport):
