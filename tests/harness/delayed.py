@@ -6,6 +6,7 @@ import torch
 
 from flatfsdp.engine.comm.transport import ProcessGroupTransport, Transport
 from flatfsdp.engine.device.streams import PendingWork, Stream
+from tests.harness import inspect
 
 
 class DelayedTransport(ProcessGroupTransport):
@@ -13,7 +14,7 @@ class DelayedTransport(ProcessGroupTransport):
     meanwhile."""
 
     def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.group, inner.device, comm_stats=inner.comm_stats, tracker=inner.tracker)
+        super().__init__(**inspect.arguments_of(inner))
         self._inner = inner
 
     def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
