@@ -33,10 +33,11 @@ from flatfsdp.trainer.model.hugging_face import files_of
 from flatfsdp.trainer.model.sharding import shard
 from flatfsdp.trainer.objectives.objectives import fused, objective_for
 from flatfsdp.trainer.optimizers import WarmupDecayLR, make_optimizer, make_scheduler, options_kept, warn_of_other_rates
+from flatfsdp.trainer.randomness import seed_all
 from flatfsdp.trainer.reports import Progress, TrainingResult
 from flatfsdp.trainer.run import Run, planned_steps
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
-from flatfsdp.trainer.state.components import Component, rng_component, seed_all, stateful_component
+from flatfsdp.trainer.state.components import Component, rng_component, stateful_component
 from flatfsdp.trainer.terminal import print_line
 
 _NO_END = "a dataset of unknown length does not show how much of the run is over: set steps or minutes"

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from flatfsdp.trainer.randomness import seed_host, seed_of, untouched_randomness
+
 from .sample_reader import (
     Collate,
     DataError,
@@ -22,8 +24,6 @@ from .sample_reader import (
     in_processes,
     of_samples,
     raised,
-    seed_generators,
-    untouched_randomness,
 )
 from .sampling import DataPosition, StepLayout
 
@@ -81,10 +81,10 @@ class StreamSource(IterableDataset[Any]):
             if restored:
                 self.dataset.load_state_dict(start.dataset)
             found = passed if restored else 0
-            seed_generators(self.seed, begun)  # an iterator may shuffle as it is made
+            seed_host(seed_of(self.seed, begun))  # an iterator may shuffle as it is made
             iterator = iter(self.dataset)
             while True:
-                seed_generators(self.seed, begun + found)
+                seed_host(seed_of(self.seed, begun + found))
                 try:
                     sample = next(iterator)
                 except StopIteration:

@@ -9,13 +9,11 @@ notice how data are read.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +21,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from flatfsdp.errors import FlatFSDPError, few
+from flatfsdp.trainer.randomness import seed_host, seed_of, untouched_randomness
 
-from .sampling import DataPosition, SampleOrder, StepLayout, seed_of
+from .sampling import DataPosition, SampleOrder, StepLayout
 
 Collate = Callable[[list[Any]], Any]
 Weigh = Callable[[Any], int]
@@ -109,7 +108,7 @@ class SampleReader:
         with untouched_randomness():
             samples = []
             for number, position in zip(cell.ids, cell.positions, strict=True):
-                seed_generators(self.seed, position)
+                seed_host(seed_of(self.seed, position))
                 try:
                     samples.append(self.dataset[number])
                 except Exception as error:
@@ -148,31 +147,6 @@ def raised(found: Iterator[Any]) -> Iterator[Any]:
         if isinstance(each, DataError):
             raise each from DataError(each.trace)
         yield each
-
-
-@contextmanager
-def untouched_randomness() -> Iterator[None]:
-    """The global generators of this process are as before in the end. [Note: randomness]"""
-    of_torch, of_python = torch.default_generator.get_state(), random.getstate()
-    numpy = sys.modules.get("numpy.random")
-    of_numpy = numpy.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(of_torch)
-        random.setstate(of_python)
-        if numpy is not None:
-            numpy.set_state(of_numpy)
-
-
-def seed_generators(seed: int, position: int) -> None:
-    """Seed the global generators for the sample at `position`. [Note: randomness]"""
-    number = seed_of(seed, position)
-    torch.default_generator.manual_seed(number)  # not `torch.manual_seed`, which reaches into accelerators
-    random.seed(number)
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        numpy.seed(number % 2**32)
 
 
 def map_parts(

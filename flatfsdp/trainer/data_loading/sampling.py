@@ -13,7 +13,6 @@ are fewer samples than cells, some are empty: their microbatches are *stand-ins*
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from flatfsdp.trainer.randomness import seed_of
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,6 @@ class SampleOrder:
             generator = torch.Generator().manual_seed(seed_of(self._seed, epoch))
             self._shuffled = epoch, torch.randperm(self.length, generator=generator)
         return self._shuffled[1]
-
-
-def seed_of(*numbers: int) -> int:
-    """A seed of 63 bits that follows from `numbers` and has nothing in common with that of others, however close."""
-    digest = hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _ceil(dividend: int, divisor: int) -> int:

@@ -31,8 +31,7 @@ from flatfsdp import FullStateDictConfig, FullyShardedDataParallel, checkpoint
 from flatfsdp.checkpoint import Keeping, Listed, Saving
 from flatfsdp.errors import CheckpointError, few, refuse_value
 from flatfsdp.trainer.process_group import TrainerRanks
-from flatfsdp.trainer.state.component_io import LocalComponentStates, as_json, choose, give, take, verify
-from flatfsdp.trainer.state.components import Component, void
+from flatfsdp.trainer.state.components import Component, choose, give, take, verify
 
 __all__ = ["CheckpointManager", "LoadResult", "SaveResult"]
 
@@ -150,10 +149,10 @@ class CheckpointManager:
         """
         start = time.monotonic()
         self.finish()
-        taken = take(components, self._ranks)
+        states, table = take(components, self._ranks)
+        described = {"step": step, "world": self._ranks.world, "components": table}
         # The table in a tuple: one value, not one for each of its leaves.
-        trainer = {"step": step, "world": self._ranks.world, "components": (taken.table,)}
-        extra = {"trainer": trainer} | ({"components": taken.states} if taken.states else {})
+        extra = {"trainer": described | {"components": (table,)}} | ({"components": states} if states else {})
         save = checkpoint.async_save if self._asynchronous else checkpoint.save
         path = self.folder / f"step-{step:08}"
         self._saving = save(
@@ -165,7 +164,7 @@ class CheckpointManager:
             per_node=self._per_node,
             metrics=metrics,
             model_format="safetensors" if self._format == "safetensors" else "flatfsdp",
-            files=self._beside(step, model, taken, files),
+            files=self._beside(model, described, files),
             keeping=self._keeping,
             process_group=self._ranks.group,
         )
@@ -190,10 +189,10 @@ class CheckpointManager:
         verify(components, self._ranks)
 
     def _beside(
-        self, step: int, model: nn.Module, taken: LocalComponentStates, files: Callable[[Path], None] | None
+        self, model: nn.Module, described: Mapping[str, Any], files: Callable[[Path], None] | None
     ) -> Callable[[Path], None]:
         whole = _whole(model, self._ranks) if self._format == "torch" else {}
-        text = as_json(taken.table, step=step, world=self._ranks.world)
+        text = json.dumps(described, indent=1).encode() + b"\n"
 
         def write(folder: Path) -> None:
             (folder / COMPONENTS).write_bytes(text)
@@ -224,7 +223,7 @@ class CheckpointManager:
         self.finish()
         if which not in ("latest", "best"):
             return self._at(Path(os.path.abspath(which)))
-        there = checkpoint.listing(self.folder, named=NAMED, process_group=self._ranks.group)
+        there = self._listing(self.folder, NAMED)
         whole = [each for each in there if not each.problem]
         damaged = [each for each in there if each.problem and not each.unfinished]
         if not whole and damaged:
@@ -244,17 +243,17 @@ class CheckpointManager:
             )
         return min(measured, key=values.__getitem__)  # of equal ones the later
 
+    def _listing(self, folder: Path, named: str = "*") -> list[Listed]:
+        return checkpoint.listing(folder, named=named, process_group=self._ranks.group)
+
     def _at(self, path: Path) -> Path:
-        doing = f"looking for {path}"
-        named = glob.escape(path.name)
-        for each in checkpoint.listing(path.parent, named=named, process_group=self._ranks.group):
+        for each in self._listing(path.parent, glob.escape(path.name)):
             if each.problem:
                 raise CheckpointError(f"{path} cannot be loaded: {each.problem}")
             return path
-        if all(self._ranks.collective_call(doing, lambda: bool(_weights_in(path)))):
+        if all(self._ranks.collective_call(f"looking for {path}", lambda: bool(_weights_in(path)))):
             return path
-        inside = checkpoint.listing(path, process_group=self._ranks.group)
-        beside = checkpoint.listing(path.parent, process_group=self._ranks.group)
+        inside, beside = self._listing(path), self._listing(path.parent)
         around = f"in it are {_listed(inside)}" if inside else f"beside it are {_listed(beside)}" if beside else ""
         raise CheckpointError(
             f"{path} is neither a checkpoint nor a folder with *.safetensors or {WHOLE}, on all ranks"
@@ -274,7 +273,7 @@ class CheckpointManager:
             CheckpointError: on every rank: the disk refused, or another job is saving to one of them.
         """
         self.finish()
-        there = [each.path for each in checkpoint.listing(self.folder, named=NAMED, process_group=self._ranks.group)]
+        there = [each.path for each in self._listing(self.folder, NAMED)]
         real = os.path.realpath(path)  # a link to one of this run's is that one
         number = next((place for place, each in enumerate(there) if os.path.realpath(each) == real), len(there))
         later = there[number + 1 :]
@@ -282,7 +281,9 @@ class CheckpointManager:
             return None
         path = Path(real)
         doing = f"setting aside what was saved after {path}"
-        taken = {name for names in self._ranks.collective_call(doing, lambda: _names_in(self.folder)) for name in names}
+        taken = {
+            name for names in self._ranks.collective_call(doing, lambda: os.listdir(self.folder)) for name in names
+        }
         aside = self.folder / next(name for number in count(1) if (name := ASIDE.format(number)) not in taken)
 
         def move() -> None:
@@ -326,36 +327,28 @@ class CheckpointManager:
         """
         self.finish()
         where = Path(os.path.abspath(path))
-        named = glob.escape(where.name)
-        if not checkpoint.listing(where.parent, named=named, process_group=self._ranks.group):
+        if not self._listing(where.parent, glob.escape(where.name)):
             return self._load_weights(where, model)
-        head = checkpoint.load(
-            where, verify=False, extra=lambda keys: keys[:1] == ("trainer",), process_group=self._ranks.group
-        )
-        trainer: dict[str, Any] = (head or {}).get(
-            "trainer", {}
-        )  # empty: `checkpoint.save` wrote it, without a trainer
+        group = self._ranks.group
+        head = checkpoint.load(where, verify=False, extra=lambda keys: keys[:1] == ("trainer",), process_group=group)
+        trainer: dict[str, Any] = (head or {}).get("trainer", {})  # empty: `checkpoint.save` wrote it, without one
         step, world = trainer.get("step"), trainer.get("world")
         (table,) = trainer.get("components", ({},))
-        choice = choose(table, world, components, self._ranks)
-        if choice.missing:
-            raise CheckpointError(
-                f"{where}: required components are missing: {'; '.join(choice.missing)}. It has "
-                f"{', '.join(table) or 'none'}. Nothing has been loaded"
-            )
-        for problem in choice.warnings:
+        try:
+            parts, warnings = choose(table, world, components, self._ranks)
+        except CheckpointError as error:
+            raise CheckpointError(f"{where}: {error}") from None
+        for problem in warnings:
             self._ranks.warn(f"{where}: {problem}")
 
         def wanted(keys: tuple[str | int, ...]) -> bool:
             name, part = keys[1:3] if len(keys) > 2 else ("", "")
-            return keys[:1] == ("components",) and choice.parts.get(str(name)) == part
+            return keys[:1] == ("components",) and parts.get(str(name)) == part
 
-        extra = checkpoint.load(where, model=model, optimizer=optimizer, extra=wanted, process_group=self._ranks.group)
+        extra = checkpoint.load(where, model=model, optimizer=optimizer, extra=wanted, process_group=group)
         states = (extra or {}).get("components", {})
-        notes = self._ranks.collective_call(
-            f"loading {where}", lambda: give(components, choice, states, step=step or 0)
-        )
-        return self._loaded(where, step, world, [*choice.warnings, *notes[self._ranks.rank]])
+        notes = self._ranks.collective_call(f"loading {where}", lambda: give(components, parts, states, step=step or 0))
+        return self._loaded(where, step, world, [*warnings, *notes[self._ranks.rank]])
 
     def _load_weights(self, path: Path, model: nn.Module) -> LoadResult:
         found = self._ranks.collective_call(f"loading {path}", lambda: _weights_in(path))
@@ -372,10 +365,6 @@ class CheckpointManager:
         for note in notes:
             logger.info(note)
         return LoadResult(path, step, world, tuple(notes))
-
-
-def _names_in(folder: Path) -> list[str]:
-    return [inside.name for inside in folder.iterdir()]
 
 
 def _listed(there: Sequence[Listed]) -> str:
@@ -413,8 +402,12 @@ def _load_whole(model: nn.Module, folder: Path, ranks: TrainerRanks) -> None:
     state: dict[str, torch.Tensor] = {}
     doing = f"loading {folder}"
     ranks.collective_call(doing, lambda: state.update(read()))
+
+    def load() -> None:
+        model.load_state_dict(state)
+
     with _on_rank_0(model):
-        ranks.collective_call(doing, lambda: void(model.load_state_dict(state)))
+        ranks.collective_call(doing, load)
 
 
 def _on_rank_0(model: nn.Module) -> AbstractContextManager[None]:

@@ -4,14 +4,18 @@
 has the same state, and so who writes it and who reads it. What all ranks share comes back on any number of them. What
 belongs to one rank (a group, a node) comes back where the run has as many ranks as before, divided as before; elsewhere
 `restart` is called in place of `load`: each component states in words what it does then.
+
+[Note: parts] A component has one *part* for each set of ranks that share a state: `"all"`, or one named by the number
+of its first rank, which writes it. The *table* has of each component its sharing, whether it is required, and of each
+part the ranks; it is in the checkpoint beside the states, and in `components.json`, for people.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-import random
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -19,11 +23,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from flatfsdp.errors import ConfigTypeError, ConfigValueError
+from flatfsdp.errors import AgreementError, CheckpointError, ConfigTypeError, ConfigValueError, ranks_in_words
+from flatfsdp.trainer.process_group import TrainerRanks, node
+from flatfsdp.trainer.randomness import host_states, restore_host, seed_all, seed_of
 
 __all__ = ["Component", "Sharing", "Stateful", "rng_component", "stateful_component"]
 
 State = Mapping[str, Any]
+ALL = "all"
 
 
 class Sharing(Enum):
@@ -89,28 +96,14 @@ class Stateful(Protocol):
 
 
 def stateful_component(
-    name: str,
-    thing: Stateful,
-    *,
-    sharing: Sharing = Sharing.REPLICATED,
-    required: bool = True,
-    group: dist.ProcessGroup | None = None,
-    restart: Callable[[int], str] | None = None,
+    name: str, thing: Stateful, *, sharing: Sharing = Sharing.REPLICATED, **options: Any
 ) -> Component:
-    """The component of a `thing` that has ``state_dict()`` and ``load_state_dict(state)``."""
-    return Component(
-        name,
-        sharing=sharing,
-        save=thing.state_dict,
-        load=lambda state: void(thing.load_state_dict(dict(state))),
-        required=required,
-        group=group,
-        restart=restart,
-    )
+    """The component of a `thing` that has ``state_dict()`` and ``load_state_dict(state)``; `options` of `Component`."""
 
+    def load(state: State) -> None:
+        thing.load_state_dict(dict(state))
 
-def void(_: object) -> None:
-    """Drop what a function returns."""
+    return Component(name, sharing=sharing, save=thing.state_dict, load=load, **options)
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -131,38 +124,19 @@ def rng_component(seed: int, *, name: str = "rng", rank: int | None = None) -> C
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def restart(step: int) -> str:
-        seed_all(derived_seed(seed, step, rank))
+        seed_all(seed_of(seed, step, rank))
         return f"random numbers: seeded anew from (seed {seed}, step {step}, rank {rank})"
 
     return Component(name, sharing=Sharing.PER_RANK, save=_rng_state, load=_load_rng, required=False, restart=restart)
 
 
-def derived_seed(*numbers: int) -> int:
-    """A seed of 63 bits from numbers: others for others."""
-    text = " ".join(map(str, numbers))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def seed_all(seed: int) -> None:
-    """Seed Python's random numbers, numpy's where it is in use, and torch's on every device."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
-
-
 def _rng_state() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
+    (version, words, gauss), of_torch, of_numpy = host_states()
     # Numbers as tensors and the rest as one value each: there is one of these for each rank.
-    state: dict[str, Any] = {
-        "python": (version, gauss),
-        "python words": torch.tensor(words),
-        "torch": torch.get_rng_state(),
-    }
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, words, *rest = numpy.random.get_state()
-        state["numpy"] = (kind, *rest)
-        state["numpy words"] = torch.tensor(words.tolist())
+    state: dict[str, Any] = {"python": (version, gauss), "python words": torch.tensor(words), "torch": of_torch}
+    if of_numpy is not None:
+        kind, words, *rest = of_numpy
+        state |= {"numpy": (kind, *rest), "numpy words": torch.tensor(words.tolist())}
     if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
         state["accelerator"] = torch.get_device_module(device).get_rng_state()
     return state
@@ -170,11 +144,234 @@ def _rng_state() -> dict[str, Any]:
 
 def _load_rng(state: State) -> None:
     version, gauss = state["python"]
-    random.setstate((version, tuple(state["python words"].tolist()), gauss))
-    torch.set_rng_state(state["torch"])
-    if (numpy := sys.modules.get("numpy")) is not None and "numpy" in state:
+    of_numpy = None
+    if "numpy" in state:
         kind, *rest = state["numpy"]
-        numpy.random.set_state((kind, numpy.array(state["numpy words"].tolist(), dtype=numpy.uint32), *rest))
+        of_numpy = (kind, state["numpy words"].tolist(), *rest)
+    restore_host((version, tuple(state["python words"].tolist()), gauss), state["torch"], of_numpy)
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None and "accelerator" in state:
         torch.get_device_module(device).set_rng_state(state["accelerator"])
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def take(components: Sequence[Component], ranks: TrainerRanks) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """What this rank writes of `components`, by name and part, and the table of all, which all ranks have. Collective.
+
+    Raises:
+        CheckpointError, AgreementError: on every rank: a rank cannot give a state, ranks have other components or
+            divide one differently, or a replicated one differs.
+    """
+    doing = "saving the components of the run"
+    divided = _divided(components, ranks, doing)
+    verify(components, ranks)
+    states: dict[str, dict[str, Any]] = {}
+
+    def save() -> None:
+        for component in components:
+            for part, members in divided[component.name].items():
+                if members[0] == ranks.rank:
+                    with _named(component):
+                        states[component.name] = {part: component.save()}
+
+    ranks.collective_call(doing, save)
+    table = {
+        component.name: {
+            "sharing": component.sharing.value,
+            "required": component.required,
+            "parts": {
+                part: {"written_by": members[0]} | ({} if part == ALL else {"ranks": list(members)})
+                for part, members in divided[component.name].items()
+            },
+        }
+        for component in components
+    }
+    return states, table
+
+
+@contextmanager
+def _named(component: Component) -> Iterator[None]:
+    """What a function of `component` raises inside is a CheckpointError with its name."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"component {component.name!r}: {type(error).__name__}: {error}") from error
+
+
+def _divided(components: Sequence[Component], ranks: TrainerRanks, doing: str) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Of each component the ranks of each part. Collective."""
+    names = [component.name for component in components]
+
+    def declare() -> tuple[str, list[tuple[str, str, bool, tuple[int, ...]]]]:
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigValueError(
+                    f"components: {names.count(name)} of them are named {name!r}; rename all but one"
+                )
+        own = [(each.name, each.sharing.value, each.required, ranks.members(each.group)) for each in components]
+        return node(), own
+
+    answers = ranks.collective_call(doing, declare)
+    declared = [[each[:3] for each in own] for _, own in answers]
+    for rank, each in enumerate(declared):
+        if each != declared[0]:
+            raise AgreementError(
+                f"{doing}: ranks have other components: {_few(declared[0], each)} on rank 0, {_few(each, declared[0])} "
+                f"on rank {rank}. Give every rank the same, in the same order"
+            )
+    nodes = [name for name, _ in answers]
+    divided: dict[str, dict[str, tuple[int, ...]]] = {}
+    for place, component in enumerate(components):
+        if component.sharing in (Sharing.GLOBAL, Sharing.REPLICATED):
+            divided[component.name] = {ALL: tuple(range(ranks.world))}
+            continue
+        if component.sharing is Sharing.PER_NODE:
+            sets = [tuple(rank for rank, each in enumerate(nodes) if each == mine) for mine in nodes]
+        else:
+            sets = [own[place][3] for _, own in answers]
+        for rank, members in enumerate(sets):
+            odd = [other for other in members if sets[other] != members]
+            if odd:
+                raise AgreementError(
+                    f"{doing}: component {component.name!r}: the group of rank {rank} is {list(members)}, that of rank "
+                    f"{odd[0]} is {list(sets[odd[0]])}. Each rank is in one group of a component"
+                )
+        divided[component.name] = {str(members[0]): members for members in dict.fromkeys(sets)}
+    return divided
+
+
+def _few(own: Sequence[Any], other: Sequence[Any]) -> str:
+    return ", ".join(str(each) for each in own if each not in other) or "no other"
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def choose(
+    table: Mapping[str, Any], world: int | None, components: Sequence[Component], ranks: TrainerRanks
+) -> tuple[dict[str, str | None], list[str]]:
+    """What this rank loads of a checkpoint with this `table`, saved by `world` ranks: of each component the part, None
+    where there is none for it. And what else is not as it was. Collective.
+
+    Raises:
+        CheckpointError: on every rank: the checkpoint has not all that is required, or not for these ranks.
+        AgreementError: on every rank: ranks have other components, or divide one differently.
+    """
+    divided = _divided(components, ranks, "loading the components of the run")
+    parts: dict[str, str | None] = {}
+    missing: list[str] = []
+    warnings: list[str] = []
+    for component in components:
+        name = component.name
+        parts[name] = None
+        if name not in table:
+            if component.required:
+                missing.append(f"{name} (not in the checkpoint)")
+            else:
+                warnings.append(f"component {name!r} is not in the checkpoint and {_begins(component)}")
+            continue
+        saved = table[name]["parts"]
+        if ALL in saved:
+            parts[name] = ALL
+            continue
+        part_of = {tuple(each["ranks"]): part for part, each in saved.items()}
+        # All ranks go one way: where some have no part of theirs, none uses one.
+        if world == ranks.world and part_of.keys() == set(divided[name].values()):
+            parts[name] = next(part for members, part in part_of.items() if ranks.rank in members)
+        elif component.restart is None:
+            why = f"{table[name]['sharing']}: {world} ranks saved {len(saved)} parts, none is for {ranks.world} ranks"
+            if component.required:
+                missing.append(f"{name} ({why} divided as they are now)")
+            else:
+                warnings.append(f"component {name!r} is {why}; it {_begins(component)}")
+    if missing:
+        raise CheckpointError(
+            f"required components are missing: {'; '.join(missing)}. It has {', '.join(table) or 'none'}. Nothing has "
+            "been loaded"
+        )
+    unknown = [name for name in table if name not in parts]
+    if unknown:
+        warnings.append(f"the checkpoint has {', '.join(unknown)}, for which this run has no component; left out")
+    return parts, warnings
+
+
+def _begins(component: Component) -> str:
+    return "stays as it was made" if component.restart is None else "starts anew"
+
+
+def give(
+    components: Sequence[Component], parts: Mapping[str, str | None], states: Mapping[str, Any], *, step: int
+) -> list[str]:
+    """Let `components` load their `states`, by name and part, or start anew; the notes of those. Not collective."""
+    notes = []
+    for component in components:
+        with _named(component):
+            if (part := parts[component.name]) is not None:
+                component.load(states[component.name][part])
+            elif component.restart is not None:
+                notes.append(component.restart(step))
+    return notes
+
+
+# --- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def verify(components: Sequence[Component], ranks: TrainerRanks) -> None:
+    """Compare replicated components over ranks, by hashes. Collective; others are not looked at.
+
+    Raises:
+        AgreementError: on every rank, with every component that differs, where, and on which ranks.
+    """
+    replicated = [component for component in components if component.sharing is Sharing.REPLICATED]
+    if ranks.world == 1 or not replicated:
+        return
+    leaves: dict[str, dict[str, str]] = {}
+
+    def hashed() -> dict[str, str]:
+        for each in replicated:
+            with _named(each):
+                leaves[each.name] = dict(_hashes(each.save(), ""))
+        return {name: _hash(repr(sorted(inside.items())).encode()) for name, inside in leaves.items()}
+
+    doing = "comparing replicated components"
+    hashes = ranks.collective_call(doing, hashed)
+    differing = [name for name in leaves if len({each.get(name) for each in hashes}) > 1]
+    if not differing:
+        return
+    found = ranks.collective_call(doing, lambda: {name: leaves[name] for name in differing})
+    problems = []
+    for name in differing:
+        keys = dict.fromkeys(key for each in found for key in each[name])
+        key = next(key for key in keys if len({each[name].get(key) for each in found}) > 1)
+        others = [rank for rank, each in enumerate(found) if each[name].get(key) != found[0][name].get(key)]
+        problems.append(
+            f"component {name!r} differs in {key or 'its state'} between rank 0 and {ranks_in_words(others)}"
+        )
+    raise AgreementError(
+        f"{'; '.join(problems)}. It is declared replicated: all ranks must hold the same; declare it per_rank, or "
+        "global where rank 0's is the one to keep"
+    )
+
+
+def _hashes(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Of each leaf of a nested state, by its place, a hash."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _hashes(inner, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, list | tuple) and value:
+        for place, inner in enumerate(value):
+            yield from _hashes(inner, f"{where}[{place}]")
+    elif isinstance(value, torch.Tensor):
+        held = value.detach().to("cpu").contiguous()
+        size = held.numel() * held.element_size()
+        data = bytes((ctypes.c_char * size).from_address(held.data_ptr())) if size else b""
+        yield where, _hash(f"{held.dtype} {tuple(held.shape)} ".encode() + data)
+    else:
+        text = repr(value)
+        yield where, _hash((type(value).__name__ if " at 0x" in text else text).encode())
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -15,8 +15,14 @@ from flatfsdp import checkpoint
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigTypeError, ConfigValueError, FlatFSDPWarning
 from flatfsdp.trainer.process_group import TrainerRanks
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
-from flatfsdp.trainer.state.component_io import take, verify
-from flatfsdp.trainer.state.components import Component, Sharing, rng_component, stateful_component
+from flatfsdp.trainer.state.components import (
+    Component,
+    Sharing,
+    rng_component,
+    stateful_component,
+    take,
+    verify,
+)
 
 
 class Held:
@@ -65,7 +71,7 @@ def save_and_load(rank: int, world: int, path: str) -> tuple[list[int], list[int
         found = manager.find("latest")
         assert found is not None
         manager.load(found, model=model, components=components)
-        table = dict(take(components, TrainerRanks()).table)
+        table = dict(take(components, TrainerRanks())[1])
         return [each.value for each in held], [each.saves for each in held], table
     finally:
         del os.environ["GROUP_RANK"]

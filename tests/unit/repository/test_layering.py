@@ -374,7 +374,7 @@ def test_the_reader_sees_through_aliases() -> None:
 
 # Its parts (a folder is one), each importing from earlier rows and its own.
 TRAINER_ROWS = (
-    "process_group settings preemption terminal optimizer_names",
+    "process_group settings preemption terminal randomness optimizer_names",
     "arguments launch",
     "instantiate",
     "optimizers model",

@@ -12,7 +12,8 @@ import torch
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
 from flatfsdp.trainer.data_loading import JsonLines, PadCollate, TokenWindows
 from flatfsdp.trainer.data_loading.batch_sources import pack, unpack
-from flatfsdp.trainer.data_loading.sampling import SampleOrder, StepLayout, seed_of
+from flatfsdp.trainer.data_loading.sampling import SampleOrder, StepLayout
+from flatfsdp.trainer.randomness import seed_of
 
 
 def steps_of(**settings: object) -> StepLayout:
