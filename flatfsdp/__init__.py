@@ -5,19 +5,8 @@ from __future__ import annotations
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .engine.base.aliases import install as _find_old_names
 from .engine.base.wait_limits import set_collective_timeout
-from .engine.config.state_dict_configs import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from .engine.config import state_dict_configs as _state_dict_configs
+from .engine.config.state_dict_configs import *  # noqa: F403
 from .engine.device.malloc import retain_host_memory
 from .engine.features.check_replicas import check_replicas
 from .engine.features.flat_optimizer.api import FusedSteps, fuse_optimizer_steps
@@ -31,7 +20,7 @@ from .engine.flat.flat_param import FlatParameter
 from .engine.inspection.dry_run import dry_run
 from .engine.inspection.memory_plan import Plan, memory_plan
 from .engine.inspection.summary import Stats, UnitSummary, stats, summary, unsharded_shapes
-from .engine.watchdog.watchdog import collective_region, fail_together
+from .engine.watchdog.regions import collective_region, fail_together
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .sharded_grad_scaler import ShardedGradScaler
 
@@ -43,24 +32,13 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
     "FusedSteps",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
     "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
     "OptimizerInBackward",
     "Plan",
     "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
     "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "Stats",
     "UnitSummary",
     "check_replicas",
@@ -81,3 +59,4 @@ __all__ = [
     "summary",
     "unsharded_shapes",
 ]
+__all__ += _state_dict_configs.__all__

@@ -27,8 +27,8 @@ from .engine.state.optim.api import OptimStates
 from .engine.wrapping import serialization as copying
 from .engine.wrapping.auto_wrap import auto_wrapped
 from .engine.wrapping.build import build_unit
-from .engine.wrapping.moves import apply_to_tensors
 from .engine.wrapping.wrapper_support import (
+    apply_to_tensors,
     flat_params_hidden,
     keep_root,
     no_sync,
@@ -391,7 +391,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
     @staticmethod
     @contextmanager
     def summon_full_params(
-        module: nn.Module,
+        module: torch.nn.Module,
         recurse: bool = True,
         writeback: bool = True,
         rank0_only: bool = False,

@@ -14,7 +14,7 @@ from .engine.agreement.collective_calls import meet
 from .engine.agreement.object_collectives import description_of
 from .engine.base.plain_data import decode, encode
 from .engine.device.streams import accelerator
-from .engine.watchdog.watchdog import expecting
+from .engine.watchdog.regions import expecting
 
 T = TypeVar("T")
 

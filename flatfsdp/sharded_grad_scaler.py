@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 
 from .engine.base import autograd as hooks
@@ -36,21 +37,14 @@ class ShardedGradScaler(GradScaler):
     def __init__(
         self,
         device: str = "cuda",
-        init_scale: float = 2.0**16,
+        init_scale: float = 65536.0,
         backoff_factor: float = 0.5,
         growth_factor: float = 2.0,
         growth_interval: int = 2000,
         enabled: bool = True,
         process_group: Any = None,
     ) -> None:
-        super().__init__(
-            device,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
@@ -60,7 +54,7 @@ class ShardedGradScaler(GradScaler):
         """
         if not self.is_enabled():
             return outputs
-        if not isinstance(outputs, torch.Tensor):
+        if not isinstance(outputs, Tensor):
             if not isinstance(outputs, Iterable):
                 return super().scale(outputs)  # refuses it
             each = map(self.scale, outputs)
@@ -71,12 +65,8 @@ class ShardedGradScaler(GradScaler):
         return scaled
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool = True,
-    ) -> dict[torch.device, torch.Tensor]:
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+    ) -> dict[torch.device, Tensor]:
         before_step(optimizer)
         # fp16 gradients are legal here: keep_low_precision_grads leaves them to the optimizer on purpose. `unscale_` of
         # the base class passes False, so `allow_fp16` says nothing.

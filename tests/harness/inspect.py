@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flatfsdp.engine.base.events import Observer
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import SHARDED, UNSHARDED
-from flatfsdp.engine.watchdog.watchdog import current_watch
+from flatfsdp.engine.watchdog.regions import current_watch
 
 
 class Event(NamedTuple):
@@ -421,7 +421,7 @@ def verdict_of(model: Any) -> Callable[[], BaseException | None]:
 
 def doing() -> str:
     """What this rank does, as it tells the others that ask."""
-    return current_watch()._answer().doing
+    return current_watch()._local.status().doing
 
 
 def meetings(model: Any) -> int:

@@ -23,7 +23,8 @@ from ...errors import AgreementError, by_ranks
 from ..base.foreign_text import one_line
 from ..base.hashing import hash63
 from ..watchdog import store as board
-from ..watchdog.watchdog import PATIENCE, Watchdog, current_watch
+from ..watchdog.regions import current_watch
+from ..watchdog.watchdog import PATIENCE, Watchdog
 
 _SAME, _DIFFERENT = "same", "different"
 

@@ -12,7 +12,7 @@ from ...errors import AgreementError, few, one_voice, ranks_in_words, warn
 from ..base.foreign_text import parse
 from ..base.hashing import hash63
 from ..comm.transport import Transport
-from ..watchdog.watchdog import expecting
+from ..watchdog.regions import expecting
 from .collective_calls import meet
 from .rank_exchange import NO_ANSWER, RankExchange
 

@@ -10,7 +10,7 @@ import torch
 from ...errors import AgreementError, FlatFSDPError, by_ranks, current_rank
 from ..base.plain_data import decode, encode
 from ..comm.transport import Transport
-from ..watchdog.watchdog import expecting
+from ..watchdog.regions import expecting
 from .collective_calls import meet
 
 T = TypeVar("T")

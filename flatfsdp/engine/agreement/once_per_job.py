@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ...errors import one_voice, warn
 from ..base.hashing import hash63
-from ..watchdog.watchdog import current_watch
+from ..watchdog.regions import current_watch
 
 # How often this rank has had which message: each time is one to tell.
 _had: Counter[str] = Counter()

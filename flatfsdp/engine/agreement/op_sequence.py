@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 
 from ...errors import AgreementError, FlatFSDPError, logger
 from ..base.foreign_text import parse
-from ..watchdog.watchdog import end_process_unless, is_lost_connection, print_immediately
+from ..watchdog.process_exit import end_process_unless, print_immediately
+from ..watchdog.watchdog import is_lost_connection
 from . import ops
 from .activity import Activity
 from .meetings import Meetings

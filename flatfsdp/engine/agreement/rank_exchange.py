@@ -20,8 +20,9 @@ from ..base import _torch
 from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..watchdog import store as board
+from ..watchdog.regions import current_watch
 from ..watchdog.store import StoreClient
-from ..watchdog.watchdog import Watchdog, current_watch
+from ..watchdog.watchdog import Watchdog
 
 NO_ANSWER = "does not answer"
 

@@ -37,12 +37,12 @@ _MOVED = {
         grads=gradients reduction packed=param_refs buffers=buffer_casting placeholder lifecycle=states
     """,
     "agreement": """
-        peers=rank_exchange stream=op_sequence agree=model_check replicas values=checksums
+        peers=rank_exchange stream=op_sequence agree=model_check values=checksums
         exchange=object_collectives policy.habit=sequence_predictor
     """,
     "runtime": """
         unit unit_data root=model backward links=gradient_flow joining=coalesced_collectives
-        branches=conditional_units placement=device_checks
+        branches=conditional_units placement=device_checks replicas=replica_checks
         traversal=module_tree registry=param_registry optimizers=optimizer_hooks midway=gradient_counter
     """,
     "state": "owned=owned_interval consolidate full_params",
@@ -61,7 +61,7 @@ _MOVED = {
         flat_state=flat_optimizer.state flat_stepping=flat_optimizer.stepper step_flat=flat_optimizer.api
     """,
     "wrapping": """
-        build auto_wrap materialise=materialize as_on_meta=meta_device_mode constructing=init_sync copying=serialization
+        build auto_wrap materialise=materialize as_on_meta=materialize constructing=init_sync copying=serialization
         wrapper=wrapper_support
     """,
     "facade": "controls=schedule_api fsdp1_names=fsdp1_compat",

@@ -22,7 +22,7 @@ from ..base import _torch
 from ..base.hashing import hash63
 from ..base.per_group import for_group
 from ..device.streams import accelerator_count
-from ..watchdog.watchdog import expecting
+from ..watchdog.regions import expecting
 from .axes import Axis, ProcessGroups
 
 # The plans in use: units over the same groups share one, and a group of many ranks is asked for them once.

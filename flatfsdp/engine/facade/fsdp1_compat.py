@@ -15,7 +15,7 @@ from torch import nn
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState, check_bool
 from ...errors import ConfigValueError
 from ..config.arguments import member
-from ..flat.flat_param import FlatParameter, FlatParamHandle
+from ..flat.flat_param import FlatParameter
 from ..flat.states import IDLE, SUMMONED
 from ..runtime.module_tree import ignored_in
 from ..runtime.rest import check_outside, initialize
@@ -38,14 +38,8 @@ class FSDP1Names:
         """The flat parameters of this unit."""
         return [handle.flat_param for handle in self._unit.handles]
 
-    @property
-    def _all_handles(self) -> list[FlatParamHandle]:
-        """One handle per kind of parameter in this unit."""
-        return list(self._unit.handles)
-
-    @property
-    def _handle(self) -> FlatParamHandle | None:
-        return self._unit.handles[0] if self._unit.handles else None
+    _all_handles = property(lambda self: list(self._unit.handles))  # one per kind of parameter
+    _handle = property(lambda self: next(iter(self._unit.handles), None))
 
     @property
     def flat_param(self) -> FlatParameter | None:
@@ -140,26 +134,15 @@ class FSDP1Names:
         units = [self._unit, *self._unit.root.units]
         return next((handle.use_orig_params for unit in units for handle in unit.handles), False)
 
-    @property
-    def _inter_node_pg(self) -> Any:
-        group = self._unit.groups.given
-        return group[1] if isinstance(group, tuple) else None
-
     _device_mesh = property(attrgetter("_unit.device_mesh"))
     _use_full_prec_in_eval = property(attrgetter("_unit.mixed_precision.full_precision_in_eval"))
     _state_dict_type = property(attrgetter("_unit.options.state_dict.state_dict_type"))
     _state_dict_config = property(attrgetter("_unit.options.state_dict.state_dict_config"))
     _optim_state_dict_config = property(attrgetter("_unit.options.state_dict.optim_state_dict_config"))
 
-    @property
-    def _comm_hook(self) -> Any:
-        hook = self._unit.options.comm_hook
-        return None if hook is None else hook.function
-
-    @property
-    def _comm_hook_state(self) -> Any:
-        hook = self._unit.options.comm_hook
-        return None if hook is None else hook.state
+    _comm_hook = property(lambda self: getattr(self._unit.options.comm_hook, "function", None))
+    _comm_hook_state = property(lambda self: getattr(self._unit.options.comm_hook, "state", None))
+    _inter_node_pg = property(lambda self: group[1] if isinstance(group := self._unit.groups.given, tuple) else None)
 
     @property
     def _sync_gradients(self) -> bool:
@@ -177,9 +160,7 @@ class FSDP1Names:
             factor *= 2
         return float(factor)
 
-    @property
-    def _gradient_postdivide_factor(self) -> float:
-        return self.world_size / self._gradient_predivide_factor
+    _gradient_postdivide_factor = property(lambda self: self.world_size / self._gradient_predivide_factor)
 
     @property
     def _ignored_modules(self) -> set[nn.Module]:
@@ -187,12 +168,12 @@ class FSDP1Names:
 
     @property
     def _ignored_params(self) -> set[nn.Parameter]:
-        ignored = set()
-        for module, attributes in ignored_in(self._unit.module):
-            for name, parameter in module._parameters.items():
-                if parameter is not None and (attributes is None or name in attributes):
-                    ignored.add(parameter)
-        return ignored
+        return {
+            parameter
+            for module, attributes in ignored_in(self._unit.module)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and (attributes is None or name in attributes)
+        }
 
     @property
     def compute_device(self) -> torch.device:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from ...errors import AgreementError
-from ..agreement.replicas import differences
 from ..runtime.module_tree import outermost_unit
-from ..runtime.replica_checks import replicated_pieces
+from ..runtime.replica_checks import differences, replicated_pieces
 from ..runtime.rest import check_outside, initialize
 
 

@@ -15,7 +15,7 @@ from ..flat.sources import DEVICE
 from ..flat.states import SUMMONED
 from ..runtime.model import Root
 from ..runtime.module_tree import units_in
-from ..runtime.rest import collective_call, free_unsharded, quiesce
+from ..runtime.rest import collective_call, free_unsharded, models_of, quiesce
 from ..runtime.unit import Unit
 from .persistent_params import HandleRef, persistence_of, persistent_params_of
 
@@ -58,7 +58,7 @@ def inference(model: nn.Module, max_bytes: int | None = None) -> Iterator[None]:
             f"inference(): no module in {type(model).__name__} is wrapped by FullyShardedDataParallel. Wrap the model "
             "first, and pass the wrapper"
         )
-    roots = list({id(unit.root): unit.root for unit in units}.values())
+    roots = models_of(units)
     for unit in units:
         _check_idle(unit)
     with ExitStack() as undo:

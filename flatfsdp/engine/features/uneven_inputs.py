@@ -19,7 +19,7 @@ from torch import nn
 from ...errors import AgreementError, ConfigValueError, UsageError, ranks_in_words, refuse_type
 from ..runtime.model import Root
 from ..runtime.module_tree import units_in
-from ..runtime.rest import check_outside, initialize
+from ..runtime.rest import check_outside, initialize, models_of
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ def join(
     if not isinstance(model, nn.Module):
         refuse_type("join: model", model, "the outermost FullyShardedDataParallel module")
     units = units_in(model)
-    roots = list({id(unit.root): unit.root for unit in units}.values())
+    roots = models_of(units)
     if len(roots) != 1 or roots[0].unit not in units:
         raise ConfigValueError(
             f"join: model: got a {type(model).__name__} with {len(roots)} wrapped models inside, or a part of one. "

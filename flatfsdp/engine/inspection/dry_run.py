@@ -64,28 +64,26 @@ def dry_run(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterator
 
 
 class SimulatedEvent:
-    """A point in a stream, which the device is never found to have passed."""
+    """A point in a stream, which the device is never found to have passed; a wait for it takes no time."""
 
     def query(self) -> bool:
-        """Whether the device is past it."""
         return False
 
     def synchronize(self) -> None:
-        """Wait for it, which takes no time."""
+        pass
 
 
 class SimulatedStream:
-    """A stream."""
+    """A stream, of which nothing is known but its name."""
 
     def record_event(self) -> SimulatedEvent:
-        """An event at its end."""
         return SimulatedEvent()
 
     def wait_event(self, event: SimulatedEvent) -> None:
-        """What comes next comes after `event`."""
+        pass
 
     def wait_stream(self, stream: SimulatedStream) -> None:
-        """What comes next comes after what `stream` has."""
+        pass
 
 
 class SimulatedStreams:
@@ -95,16 +93,13 @@ class SimulatedStreams:
         self._current = [SimulatedStream()]
 
     def Stream(self, device: Any = None, *, priority: int = 0) -> SimulatedStream:
-        """A new stream."""
         return SimulatedStream()
 
     def current_stream(self, device: Any = None) -> SimulatedStream:
-        """The one that work is given to."""
         return self._current[-1]
 
     @contextmanager
     def stream(self, stream: SimulatedStream) -> Iterator[None]:
-        """Give work to `stream`."""
         self._current.append(stream)
         try:
             yield

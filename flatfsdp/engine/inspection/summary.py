@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -15,6 +16,7 @@ from ..comm.process_groups import extent_of, groups_in_words
 from ..features.persistent_params import persistence_of
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.model import Root
+from ..runtime.rest import models_of
 from ..runtime.unit import Unit
 
 
@@ -215,12 +217,7 @@ class Stats:
         (gradient shards before they become `.grad`), `partial` (sums that await an all-reduce), `summoned`, and
         `host copy` (of `keep_frozen_unsharded`).
         """
-        found: dict[str, int] = {}
-        for root in self._roots():
-            for kind, count in root.resources.tracker.at_peak.items():
-                if count:
-                    found[kind] = found.get(kind, 0) + count
-        return found
+        return dict(sum((Counter(root.resources.tracker.at_peak) for root in self._roots()), Counter()))
 
     @property
     def comm(self) -> dict[str, tuple[int, int]]:
@@ -255,15 +252,15 @@ class Stats:
 
     def _roots(self) -> list[Root]:
         units = self._units()
-        roots = {id(unit.root): unit.root for unit in units}
-        for root in roots.values():
+        roots = models_of(units)
+        for root in roots:
             if root.unit not in units:
                 part, unsharded = type(units[0].module).__name__, type(root.unit.module).__name__
                 raise UsageError(
                     f"stats() of {part}, which is a part of the wrapped {unsharded}: bytes and collectives are counted "
                     "for whole models. Pass the outermost module"
                 )
-        return list(roots.values())
+        return roots
 
 
 def _units(model: nn.Module) -> list[tuple[str, Unit]]:

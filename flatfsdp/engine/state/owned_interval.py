@@ -22,7 +22,7 @@ from ..base import _torch
 from ..base.wait_limits import blocked
 from ..layout.boxes import Box, boxes_of
 from ..layout.layout import ParamSpec, Span
-from ..watchdog.watchdog import expecting
+from ..watchdog.regions import expecting
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -8,12 +8,16 @@ unheard.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.util
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
+
+GRACE = 4.0  # seconds that a blocked main thread gets to come back before its process is ended
 
 ExitCallback = Callable[["BaseException | None"], None]
 
@@ -38,6 +42,24 @@ def in_words(error: BaseException) -> str:
     """The class and text of `error`, not more than some lines of it."""
     text = "".join(traceback.format_exception_only(error)).strip()
     return text if len(text) < 500 else f"{text[:500]} ..."
+
+
+def print_immediately(sentence: str) -> None:
+    """Print `sentence` at once, whatever the main thread is doing."""
+    with contextlib.suppress(OSError, ValueError):
+        print(sentence, file=sys.stderr, flush=True)
+
+
+def end_process_unless(come_back: Callable[[], bool]) -> None:
+    """End this process with status 1 if `come_back()` does not turn true within `GRACE` seconds (on the thread)."""
+    deadline = time.monotonic() + GRACE
+    while time.monotonic() < deadline:
+        if come_back():
+            return
+        time.sleep(0.05)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(1)
 
 
 def _chain_excepthook() -> None:

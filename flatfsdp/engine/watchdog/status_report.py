@@ -22,13 +22,12 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, field
 from typing import Literal, NamedTuple, cast, get_args
 
 from ...errors import ranks_by_value, ranks_in_words
 from ..base.foreign_text import parse
 from . import store as board
-from .store import StoreClient
+from .store import StoreClient, launcher_serves_it, who_serves_it
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
 REFUSALS = 5  # looks after which one that asked first, and is not heard of, counts for nothing
@@ -42,8 +41,7 @@ Purpose = Literal["meet", "report", "prove", "raise", "timeout", "lost"]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 
 
-@dataclass(frozen=True)
-class RankStatus:
+class RankStatus(NamedTuple):
     """What a rank does.
 
     Attributes:
@@ -58,10 +56,6 @@ class RankStatus:
     seconds: float
     waits_for: tuple[int, ...] = ()
     stands: tuple[float, ...] = ()
-
-    def to_text(self) -> str:
-        """As one line."""
-        return json.dumps([self.doing, self.seconds, self.waits_for, self.stands])
 
     @classmethod
     def of(cls, text: str | None) -> RankStatus | None:
@@ -88,17 +82,9 @@ class ProcessIdentity(NamedTuple):
         """This one."""
         return cls(os.getpid(), socket.gethostname(), _namespace(), _state(os.getpid())[1])
 
-    def to_text(self) -> str:
-        """As one line."""
-        return json.dumps(self)
-
     @classmethod
-    def of(cls, text: str | None) -> ProcessIdentity | None:
-        """The process of that `text`, None if it is none."""
-        return cls._of(parse(text))
-
-    @classmethod
-    def _of(cls, found: object) -> ProcessIdentity | None:
+    def of(cls, found: object) -> ProcessIdentity | None:
+        """The process that these values are, None if they are none."""
         match found:
             case [int(pid), str(host), str(namespace), str(started)]:
                 return cls(pid, host, namespace, started)
@@ -129,8 +115,7 @@ def _state(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-@dataclass(frozen=True)
-class StatusReport:
+class StatusReport(NamedTuple):
     """What a roll call brought to light.
 
     Attributes:
@@ -145,54 +130,32 @@ class StatusReport:
 
     purpose: Purpose
     by: int
-    lines: list[str] = field(default_factory=list)
-    lost: list[tuple[int, str, str | None]] = field(default_factory=list)
-    silent: dict[int, ProcessIdentity] = field(default_factory=dict)
-    parted: str = ""
-    answered: int = 0
-    standing: str = ""
-
-    def silent_processes(self) -> list[tuple[int, ProcessIdentity]]:
-        """`silent` as (rank, process)."""
-        return list(self.silent.items())
-
-    def to_text(self) -> str:
-        """As one line."""
-        return json.dumps(asdict(self))
+    lines: list[str]
+    lost: list[ExitRecord]
+    silent: dict[int, ProcessIdentity]
+    parted: str
+    answered: int
+    standing: str
 
     @classmethod
     def of(cls, text: str) -> StatusReport | None:
         """The result of that `text`, None if it is none."""
         match parse(text):
-            case {
-                "purpose": str(purpose),
-                "by": int(by),
-                "lines": [*lines],
-                "lost": [*lost],
-                "silent": dict(silent),
-                "parted": str(parted),
-                "answered": int(answered),
-                "standing": str(standing),
-            } if purpose in PURPOSES and all(isinstance(line, str) for line in lines):
-                return cls(
-                    cast(Purpose, purpose),
-                    by,
-                    lines,
-                    [astuple(each) for each in map(ExitRecord.of, lost) if each is not None],
-                    {
-                        int(rank): process
-                        for rank, each in silent.items()
-                        if rank.isdecimal() and (process := ProcessIdentity._of(each)) is not None
-                    },
-                    parted,
-                    answered,
-                    standing,
-                )
+            case [str(why), int(by), [*lines], [*lost], dict(silent), str(parted), int(count), str(where)] if (
+                why in PURPOSES
+            ):
+                words = [line for line in lines if isinstance(line, str)]
+                ended = [each for each in map(ExitRecord.of, lost) if each is not None]
+                processes = {
+                    int(rank): process
+                    for rank, each in silent.items()
+                    if rank.isdecimal() and (process := ProcessIdentity.of(each)) is not None
+                }
+                return cls(cast(Purpose, why), by, words, ended, processes, parted, count, where)
         return None
 
 
-@dataclass
-class _OpenPoll:
+class _OpenPoll(NamedTuple):
     """A roll call without a result."""
 
     number: int
@@ -238,7 +201,7 @@ class StatusPoll:
 
     def answer(self, number: int, by: int, purpose: Purpose, answer: RankStatus) -> None:
         """Roll call `number` was heard of: answer it."""
-        self._store.post(f"roll/{number}/{self._rank}", answer.to_text())
+        self._store.post(f"roll/{number}/{self._rank}", json.dumps(answer))
         self._store.count(f"roll/{number}/here")
         self._open.append(_OpenPoll(number, by, purpose, time.monotonic()))
 
@@ -276,7 +239,7 @@ class StatusPoll:
                 continue
             if (answer := RankStatus.of(self._store.read(f"{place}/{rank}"))) is not None:
                 answers[rank] = answer
-            elif (process := ProcessIdentity.of(self._store.read(f"here/{rank}"))) is not None:
+            elif (process := ProcessIdentity.of(parse(self._store.read(f"here/{rank}")))) is not None:
                 silent[rank] = process
             else:
                 absent.append(rank)
@@ -294,19 +257,18 @@ class StatusPoll:
                 ),
                 *([f"{ranks_in_words(absent)}: has not used flatfsdp yet"] if absent else []),
             ],
-            lost=[astuple(each) for each in ended.values()],
+            lost=[*ended.values()],
             silent=silent,
             parted=parted(answers, patience=2 * self.period),
             answered=len(answers),
             standing=standing(answers) if len(answers) == self._world else "",
         )
-        self._store.post(f"{place}/result", result.to_text())
+        self._store.post(f"{place}/result", json.dumps(result))
         old = f"roll/{poll.number - 2}"
         self._store.erase(*(f"{old}/{each}" for each in (*range(self._world), "here", "result", "read")))
 
 
-@dataclass(frozen=True)
-class ExitRecord:
+class ExitRecord(NamedTuple):
     """The last word of a rank whose process ends.
 
     Attributes:
@@ -321,7 +283,7 @@ class ExitRecord:
     def publish(self, notes: StoreClient, *, alarm: bool) -> None:
         """Write it down, for the watches of the others with `alarm`."""
         number = notes.count("ended")
-        notes.post(f"ended/{number}", json.dumps(astuple(self)))
+        notes.post(f"ended/{number}", json.dumps(self))
         if alarm:
             notes.raise_alarm(json.dumps(["ended", number]))
 
@@ -358,6 +320,11 @@ def in_one_sentence(exit_records: Sequence[ExitRecord]) -> str:
     reported = "; ".join(f"rank {each.rank} {each.words}" for each in exit_records)
     uneven = any(each.words.startswith(QUIETLY) for each in exit_records)
     return f"{reported}. The remaining ranks cannot continue{UNEVEN if uneven else ''}"
+
+
+def server_ended() -> str:
+    """A rank that took the store with it could not tell how it ended: out of batches before the others, it may be."""
+    return f"{who_serves_it()} has ended{'' if launcher_serves_it() else UNEVEN}"
 
 
 def lines_of(answers: dict[int, RankStatus]) -> list[str]:

@@ -132,6 +132,37 @@ class StoreClient:
         return self._store
 
 
+class AlarmReader:
+    """The alarms that one rank has yet to hear of.
+
+    Attributes:
+        received: how many it has heard of.
+    """
+
+    def __init__(self, store: StoreClient, period: Callable[[], float]) -> None:
+        """`period`: the seconds between two looks."""
+        self._store = store
+        self._period = period
+        self._gap_since = math.inf  # when an alarm was found counted, but not written
+        self.received = store.count("alarms", 0)
+
+    def new(self) -> Iterator[str | None]:
+        """Those that came since; None for one that nobody wrote."""
+        sounded = self._store.count("alarms", 0)
+        if not sounded - KEPT <= self.received <= sounded:  # those before were erased; or somebody else counted
+            self.received = max(0, sounded - KEPT)
+        while self.received < sounded:
+            alarm = self._store.read(f"alarm/{self.received + 1}")
+            if alarm is None:  # counted, not written yet; or somebody else counted
+                self._gap_since = min(self._gap_since, time.monotonic())
+                if time.monotonic() - self._gap_since < 2 * self._period():
+                    return
+            else:
+                self._gap_since = math.inf
+            self.received += 1
+            yield alarm
+
+
 def _decoded(stored: bytes) -> str:
     return stored.decode(errors="replace")
 
@@ -159,6 +190,14 @@ def who_serves_it() -> str:
     if launcher_serves_it():
         return "the launcher, which serves it,"
     return "rank 0, which serves it unless a launcher does,"
+
+
+def does_not_answer(silent: float) -> str:
+    """That the store has been silent for so many seconds, in words."""
+    return (
+        f"The store of the process group{where_it_was()} has not answered for {silent:.0f} s, so nobody can be asked: "
+        f"{who_serves_it()} is stopped, or cannot be reached"
+    )
 
 
 def _line_to(store: Any) -> socket.socket | None:

@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ...errors import UsageError
 from ..device.fake_tensors import is_memoryless, stand_in
-from .meta_device_mode import MetaDeviceMode
 
 if TYPE_CHECKING:
     from ..runtime.unit import Unit
+
+_META = torch.device("meta")
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_DEVICE = torch.Tensor.device.__get__
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_ONLY_LOOK = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point}
 
 
 def materialize(
@@ -137,7 +143,7 @@ def _initialize_by(initialize: Callable[[nn.Module], Any], module: nn.Module, pa
     """
     tensors = [getattr(module, name) for name in names]
     for device in (False, True):
-        with MetaDeviceMode(tensors, device=device) as reported:
+        with _MetaDeviceMode(tensors, device=device) as reported:
             initialize(module)
         untouched = reported.untouched()
         replaced = any(getattr(module, name) is not tensor for name, tensor in zip(names, tensors, strict=True))
@@ -148,3 +154,37 @@ def _initialize_by(initialize: Callable[[nn.Module], Any], module: nn.Module, pa
         "which came from the meta device and would have no values. Fill them in place, or, if values come later, call "
         "module.to_empty(device=..., recurse=False)"
     )
+
+
+class _MetaDeviceMode(TorchFunctionMode):
+    """A context in which `tensors` say that they are on the meta device, each until something is done with it.
+
+    Programs guard functions that initialize by `if not parameter.is_meta: return`, so that what is initialized
+    elsewhere keeps its values. Taken literally that would leave parameters without any.
+
+    What creates tensors beside them asks for their device, which is the true one unless `device` is set.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], *, device: bool) -> None:
+        super().__init__()
+        self._as_they_were = [(tensor, tensor.data_ptr(), tensor._version) for tensor in tensors]
+        self._unused = {id(tensor) for tensor, _, _ in self._as_they_were}
+        self._answers: dict[Any, Any] = {_IS_META: True, **({_DEVICE: _META} if device else {})}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self._answers and id(args[0]) in self._unused:
+            return self._answers[func]
+        if func == _DATA or not (func in _ONLY_LOOK or getattr(func, "__name__", "") == "__get__"):
+            for each in (*args, *(kwargs or {}).values()):
+                self._unused.difference_update(map(id, each if isinstance(each, (list, tuple)) else (each,)))
+        return func(*args, **(kwargs or {}))
+
+    def untouched(self) -> list[torch.Tensor]:
+        """Those with which nothing was done, by functions of torch or behind their back."""
+        return [
+            tensor
+            for tensor, address, version in self._as_they_were
+            if id(tensor) in self._unused and (tensor.data_ptr(), tensor._version) == (address, version)
+        ]

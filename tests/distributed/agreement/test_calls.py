@@ -20,7 +20,7 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel, checkpoint
 from flatfsdp.engine.watchdog import store as board
 from flatfsdp.engine.watchdog import watchdog as watch
-from flatfsdp.engine.watchdog.watchdog import current_watch
+from flatfsdp.engine.watchdog.regions import current_watch
 from flatfsdp.errors import AgreementError
 from flatfsdp.trainer.process_group import TrainerRanks
 from tests.conftest import Run

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import MixedPrecision, ShardedGradScaler, errors
 from flatfsdp.engine.features import local_clipping
-from flatfsdp.engine.watchdog.watchdog import current_watch
+from flatfsdp.engine.watchdog.regions import current_watch
 from tests.conftest import Run
 from tests.harness.meshes import replicas_of_shards
 

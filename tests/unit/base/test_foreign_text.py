@@ -38,16 +38,16 @@ def test_json_of_a_known_shape_or_nothing() -> None:
         RankStatus.of('["waits", "long", []]') is RankStatus.of('["waits", 1.0, ["1"]]') is RankStatus.of("7") is None
     )
     assert RankStatus.of('["waits", 1.0, [0, 1], [5.5]]') == RankStatus("waits", 1.0, (0, 1), (5.5,))
-    assert ProcessIdentity.of('["../..", "host", "", ""]') is None
+    assert ProcessIdentity.of(["../..", "host", "", ""]) is None
     assert ExitRecord.of([0, 1, None]) is None
-    assert StatusReport.of('{"purpose": "joke"}') is StatusReport.of("[]") is None
+    assert StatusReport.of('["joke", 1, [], [], {}, "", 0, ""]') is StatusReport.of("[]") is None
 
 
 def test_what_is_told_comes_back() -> None:
     told = StatusReport(
-        "lost", 1, ["rank 0: computes"], [(1, "was killed", None)], {2: ProcessIdentity(7, "h", "n", "5")}, "", 3
+        "lost", 1, ["rank 0: computes"], [ExitRecord(1, "killed")], {2: ProcessIdentity(7, "h", "n", "5")}, "", 3, ""
     )
-    assert StatusReport.of(told.to_text()) == told
+    assert StatusReport.of(json.dumps(told)) == told
 
 
 @pytest.mark.parametrize("make", [dist.HashStore, lambda: dist.TCPStore("localhost", 0, is_master=True)])
@@ -98,6 +98,7 @@ def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytes
     monkeypatch.setattr(watch, "print_immediately", said.append)
     monkeypatch.setattr("flatfsdp.engine.watchdog.store.PERIOD", 0.001)
     monkeypatch.setattr(Timekeeper, "start", lambda self, wanted: None)
+    monkeypatch.setattr(Watchdog, "_start", lambda self: None)
     drawn, notes, model = random.Random(seed), notes_in(dist.HashStore()), Model()
     looking = Watchdog(notes, rank=0, world=2)
     for _ in range(30):
@@ -105,7 +106,7 @@ def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytes
         looking.look()
     # It still hears what is true.
     monkeypatch.setattr("flatfsdp.engine.watchdog.watchdog.end_process_unless", lambda come_back: None)
-    looking._watched.add(model)
+    looking.add(model)
     before = looking._lost
     ExitRecord(1, "ended with FileNotFoundError: no such file").publish(notes, alarm=True)
     for _ in range(2000):

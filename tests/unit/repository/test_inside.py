@@ -44,7 +44,6 @@ OF_SINGLE_CLASSES = frozenset(
     unit/agreement/test_agree.py:_past
     unit/agreement/test_agree.py:_symbols
     unit/base/test_foreign_text.py:_lost
-    unit/base/test_foreign_text.py:_watched
     unit/watchdog/test_watch.py:_calls
     unit/watchdog/test_watch.py:_outlive_the_store
     """.split()

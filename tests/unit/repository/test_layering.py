@@ -49,6 +49,7 @@ DISTRIBUTED = PROGRAMS | {
     "comm_hooks",
     "messages",
     "engine/base/_torch",
+    "engine/watchdog/regions",
     "engine/watchdog/store",
     "engine/watchdog/watchdog",
     "engine/comm",

@@ -361,7 +361,7 @@ def test_only_ranks_that_wait_for_each_other_have_parted() -> None:
 
 def test_a_process_is_found_gone_only_where_it_can_be() -> None:
     this = ProcessIdentity.this()
-    assert ProcessIdentity(*json.loads(this.to_text())) == this
+    assert ProcessIdentity.of(json.loads(json.dumps(this))) == this
     assert not this.is_gone()
     if this.started:
         assert this.is_gone() is False

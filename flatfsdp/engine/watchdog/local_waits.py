@@ -1,0 +1,197 @@
+"""What this rank waits in, for whom and since when; when to ask the others why; and the blocks that all ranks run."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...errors import AgreementError
+from ..base import wait_limits as waits
+from .status_report import ANSWER, Purpose, RankStatus
+from .store import StoreClient
+
+
+class Watched(Protocol):
+    """What the thread looks after, held weakly: the agreement of one model."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is inside an iteration, where it may be waiting for others."""
+
+    @property
+    def doing(self) -> tuple[str, float]:
+        """What this rank does with the model, to follow "rank 0: ", and since when."""
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds that the model's process groups give an operation."""
+
+    @property
+    def last_step(self) -> str:
+        """What this rank did last with the model, to follow a sentence; "" if it did not run yet."""
+
+    def consider(self, alarm: str) -> bool:
+        """Judge an alarm, by the reading of the store at most; True when it is of no interest any more."""
+
+    def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
+        """Go on with nothing that needs one of `ranks` (None: any other), because of `error`; whether that is so."""
+
+
+@dataclass(frozen=True)
+class AnnouncedWait:
+    """Where this rank waits for `ranks` before a model's first iteration, or in a call between iterations."""
+
+    ranks: tuple[int, ...]
+    what: str
+    since: float
+    settled_by_notes: bool
+
+
+class LocalWaits:
+    """The waits of this rank.
+
+    Attributes:
+        watched: the models, held weakly.
+        announced: by thread, what it waits in now.
+    """
+
+    def __init__(self, store: StoreClient, *, time_limit: float, period: Callable[[], float]) -> None:
+        """`time_limit`: the seconds that the process group gives an operation; `period`: those between two looks."""
+        self.watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._store = store
+        self._time_limit = time_limit
+        self._period = period
+        self.announced: dict[int, AnnouncedWait] = {}
+        self._next_poll = 0.0  # seconds into an announced wait, at which to ask again
+        self._reported: float | None = None  # since when the wait lasts that was reported
+        self._standing, self._standing_since = "", 0.0  # where all ranks were found waiting [Note: deadlock]
+
+    def announce(self, ranks: Sequence[int], what: str, *, settled_by_notes: bool) -> AnnouncedWait | None:
+        """This thread waits for `ranks`; the wait around this one. Others than the main thread wait beside what the
+        rank does."""
+        before = self.announced.get(threading.get_ident())
+        if threading.current_thread() is threading.main_thread():
+            self.end(AnnouncedWait(tuple(ranks), what, time.monotonic(), settled_by_notes))
+        return before
+
+    def end(self, around: AnnouncedWait | None) -> None:
+        """This thread's wait is over; it goes on with that `around` it."""
+        if around is not None:
+            self.announced[threading.get_ident()] = around
+        else:
+            self.announced.pop(threading.get_ident(), None)
+
+    def waited(self) -> tuple[float, AnnouncedWait | None]:
+        """Since when this process waits (infinity if it does not), and the wait that was announced, if one was."""
+        announced = min(list(self.announced.values()), key=lambda wait: wait.since, default=None)
+        since = min(waits.blocked_since(), self._store.asked_since(threading.main_thread()))
+        return (since, None) if announced is None else (min(since, announced.since), announced)
+
+    def passed(self) -> tuple[Purpose, float] | None:
+        """The limit that this rank's wait has come to, and its seconds."""
+        since, announced = self.waited()
+        now, chosen = time.monotonic(), waits.limits.raise_after
+        if chosen is not None and now - since > chosen:
+            return "raise", chosen
+        # The program's own operations have the limits of their own groups.
+        ours = min(waits.blocked_since(by_ours=True), math.inf if announced is None else announced.since)
+        limit = max([self._time_limit, *(each.time_limit for each in list(self.watched))])
+        if now - ours > limit - min(2 * self._period(), limit / 4):  # the others are still to be asked
+            return "timeout", limit
+        return None
+
+    def status(self) -> RankStatus:
+        """What this rank does."""
+        now = time.monotonic()
+        since, announced = self.waited()
+        stands = waits.standing()
+        if announced is not None:
+            ranks = () if announced.settled_by_notes else announced.ranks
+            return RankStatus(announced.what, now - announced.since, ranks, (announced.since, *stands))
+        watched = [each.doing for each in sorted(self.watched, key=lambda each: not each.busy)]
+        if not watched:
+            return RankStatus("in the program's own code, without a model", now - min(since, now), stands=stands)
+        doing, began = watched[0]
+        return RankStatus(doing, now - (began if math.isinf(since) else since), stands=stands)
+
+    def suspicion(self) -> Purpose | None:
+        """Why to ask what the others do, if there is a reason."""
+        since, announced = self.waited()
+        waited = time.monotonic() - since
+        if (passed := self.passed()) is not None:
+            return passed[0]
+        if waited > waits.limits.report_after and self._reported is None:
+            return "report"
+        between_proofs = max(waits.limits.report_after, ANSWER * self._period())
+        if self._standing and math.isfinite(since) and time.monotonic() - self._standing_since > between_proofs:
+            return "prove"
+        if announced is None or waited < 2 * self._period():
+            self._next_poll = 2 * self._period()
+        elif waited > self._next_poll:
+            self._next_poll = 2 * waited
+            return "meet"
+        return None
+
+    def reports(self) -> None:
+        """The wait of now has been reported."""
+        since, _ = self.waited()
+        self._reported = since if math.isfinite(since) else None
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether the wait of now was reported."""
+        return self._reported == self.waited()[0]
+
+    def resumed(self) -> float | None:
+        """Since when a wait had lasted that was reported and is over now; None, also when asked again."""
+        before = self._reported
+        if before is None or self.is_reported:
+            return None
+        self._reported = None
+        return before
+
+    def proves(self, standing: str, *, asked: bool) -> bool:
+        """Whether ranks that are found `standing` now were found so before; `asked`: to have that proved."""
+        again = asked and standing != "" and standing == self._standing
+        if asked or standing != self._standing:
+            self._standing, self._standing_since = standing, time.monotonic()
+        return again
+
+
+@dataclass(frozen=True)
+class BlockFailure:
+    """A rank that failed, by an exception, in a block of code that all ranks run."""
+
+    block: str
+    rank: int
+    words: str
+
+
+class SharedBlocks:
+    """Blocks of code that all ranks run, and fail in together.
+
+    Attributes:
+        inside: those that the main thread is in.
+        failures: of other ranks, in blocks that this one may be in.
+    """
+
+    def __init__(self) -> None:
+        self.inside: list[str] = []
+        self.failures: list[BlockFailure] = []
+        self._entered: Counter[str] = Counter()  # how many of a name: ranks count alike
+
+    def name(self, what: str) -> str:
+        """The next one of that name, in words that are the same on all ranks."""
+        self._entered[what] += 1
+        return f"{what}, number {self._entered[what]}"
+
+    def failures_inside(self) -> list[BlockFailure]:
+        """Those in blocks that this rank is in; others are forgotten."""
+        self.failures = [each for each in self.failures if each.block in self.inside]
+        return self.failures
