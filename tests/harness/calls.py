@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 
-def calls_of(work: Callable[[], object], *, inside: str = "") -> int:
-    """Python functions entered and generators resumed by `work`; those of files whose path begins with `inside`."""
-    count = 0
+def calls_by_file(work: Callable[[], object]) -> Counter[str]:
+    """Python functions entered and generators resumed by `work`, by the path of their file."""
+    found: Counter[str] = Counter()
 
     def profile(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(inside)
+        if event == "call":
+            found[frame.f_code.co_filename] += 1
 
     gc.collect()  # or finalisers of earlier tests are counted
     before = sys.getprofile()
@@ -23,4 +24,9 @@ def calls_of(work: Callable[[], object], *, inside: str = "") -> int:
         work()
     finally:
         sys.setprofile(before)
-    return count
+    return found
+
+
+def calls_of(work: Callable[[], object], *, inside: str = "") -> int:
+    """How many these are; those of files whose path begins with `inside`."""
+    return sum(count for file, count in calls_by_file(work).items() if file.startswith(inside))

@@ -368,10 +368,11 @@ def waits_for_gradients(model: Any) -> bool:
     return bool(_root(model).accumulators.expects_gradients)
 
 
-def drop_observers(model: Any) -> None:
-    """Let nothing look on when backwards have ended."""
+def drop_observers(model: Any, *, all_of_them: bool = False) -> None:
+    """Attach nothing that looks at what backwards leave, or nothing at all; a later forward does not change it."""
     observers = _root(model).observers
-    observers.set(*[each for each in observers.all if type(each).backward_ended is Observer.backward_ended])
+    kept = [each for each in observers.all if type(each).backward_ended is Observer.backward_ended]
+    observers.set(*[] if all_of_them else kept)
 
 
 def non_finite_detector(model: Any) -> Any:

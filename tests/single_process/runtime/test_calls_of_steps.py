@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import flatfsdp
 from flatfsdp import FullyShardedDataParallel
-from tests.harness.calls import calls_of
+from tests.harness import inspect
+from tests.harness.calls import calls_by_file, calls_of
 from tests.harness.fake import fake_world
 
 WIDTH = 6
@@ -89,6 +94,58 @@ def test_a_unit_of_two_tensors_takes_few_calls_in_a_step() -> None:
         few, many = (calls_of_a_step(blocks, False, Small, use_orig_params=True) for blocks in (FEW, MANY))
     of_a_unit = (many - few) / (MANY - FEW)
     assert of_a_unit <= MOST_OF_TWO_TENSORS, of_a_unit
+
+
+ENGINE = Path(flatfsdp.__file__).parent / "engine"
+# What serves features only: how many calls a step takes there while all of them are off, however many units there are.
+OFF = {
+    "features/": 9,
+    "runtime/conditional_units.py": 3,
+    "runtime/gradient_counter.py": 0,
+    "schedule/conditional.py": 0,
+    "schedule/mid_backward.py": 1,
+    "flat/deferred_grad.py": 0,
+    "comm/comm_hook.py": 0,
+}
+
+
+@lru_cache
+def files_of_a_step(blocks: int, *, observed: bool = True) -> Counter[str]:
+    """Calls by file of the engine, without any feature that users switch on."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Block() for _ in range(blocks)])
+    with fake_world(2):
+        model = FullyShardedDataParallel(net, auto_wrap_policy={Block}, use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if not observed:
+            inspect.drop_observers(model, all_of_them=True)
+
+        def step() -> None:
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(6):
+            step()
+        return calls_by_file(step)
+
+
+@pytest.mark.parametrize("path", OFF)
+def test_a_feature_that_is_off_takes_no_calls_of_a_unit(path: str) -> None:
+    files_of_a_step(1)  # does what is done once
+    few, many = (
+        sum(count for file, count in files_of_a_step(blocks).items() if file.startswith(f"{ENGINE}/{path}"))
+        for blocks in (FEW, MANY)
+    )
+    assert few == many <= OFF[path], (few, many)
+    assert ENGINE.joinpath(path).exists()
+
+
+def test_without_the_sites_where_features_attach_a_unit_takes_as_many_calls() -> None:
+    attached, none = (
+        [sum(files_of_a_step(blocks, observed=observed).values()) for blocks in (1, FEW, MANY)][1:]
+        for observed in (True, False)
+    )
+    assert attached[1] - attached[0] == none[1] - none[0], (attached, none)
 
 
 def test_a_checkpoint_more_takes_as_many_calls_in_a_deep_model() -> None:
