@@ -184,13 +184,10 @@ class SimulatedRank:
         program: Program,
         seed: int,
         *,
-        alike: bool = False,
         double: bool = False,
         schedule_class: type[BackwardSchedule[str]] = BackwardSchedule,
     ) -> None:
-        """`alike`: all is reached that can be."""
         self.program, self.rng = program, random.Random(seed)
-        self.alike = alike
         self.double = double
         self.gradient_has_arrived = False
         self.gathers: list[tuple[str, ...]] = []
@@ -235,16 +232,9 @@ class SimulatedRank:
                     self._record.leave(unit)
         self._alive = self._record.running  # as a graph would hold it
         self._record.end()
-        # What a reentrant checkpoint runs again is reached on every rank: if it is on some only, these gather the next
-        # unit ahead of what others run again first.
-        self._reached = {
-            call
-            for call in self._calls()
-            if self.rng.random() < 0.8 or self.alike or (call.region is not None and call.region.reentrant)
-        }
+        self._reached = {call for call in self._calls() if self.rng.random() < 0.8}
         uses = {leaf for call in self._calls() for leaf in call.body if not isinstance(leaf, Call)}
-        used = {leaf for leaf in uses if leaf not in self.program.frozen and (self.alike or self.rng.random() < 0.8)}
-        self._used = used
+        self._used = {leaf for leaf in uses if leaf not in self.program.frozen and self.rng.random() < 0.8}
 
     def _calls(self) -> Iterator[Call]:
         for step in self._steps:
@@ -617,9 +607,9 @@ def problem_of(seed: int, *, schedule_class: type[BackwardSchedule[str]] = Backw
     """Play program `seed` on some ranks; "" or what went wrong."""
     rng = random.Random(f"ranks {seed}")
     program = drawn_program(seed)
-    double = rng.random() < 0.05 and not program.together
+    double = rng.random() < 0.1
     ranks = [
-        SimulatedRank(program, rng.randrange(2**30), alike=double, double=double, schedule_class=schedule_class)
+        SimulatedRank(program, rng.randrange(2**30), double=double, schedule_class=schedule_class)
         for _ in range(world or rng.choice((2, 2, 3, 4)))
     ]
     for rank in ranks:

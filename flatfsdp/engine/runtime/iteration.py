@@ -267,6 +267,8 @@ class Iteration:
         no collective."""
         if outcome is Outcome.RETAINED:
             for unit in self._units:
+                if unit.is_unsharded:  # maybe gathered because other ranks' backwards reached it
+                    unit.wait_unshard()
                 unit.retain_for_double_backward()
             self._agreement.rest()
             self.enter(RETAINED)

@@ -9,8 +9,8 @@ and never back. Three rules couple them:
 2. A reduction is issued after all gathers that are due before it.
 3. A gather ahead of its use moves the cursor of gathers by one group, and never that of reductions.
 
-Both cursors rest while nothing is known of what this rank will bring: in a graph task inside of this one's, in a
-backward with `create_graph`, and where no gradient of a parameter comes at all. Those ranks find out at the end.
+Both cursors rest while nothing is known of what this rank will bring: in a graph task inside of this one's, and where
+no gradient of a parameter comes at all. Those ranks find out at the end.
 
 What has no tick, since it had no graph when the backward began, is scheduled when it is recomputed ([Note:
 recomputed]): after all that ended later was gathered, and that began after its end reduced, as far as ranks agree on.
@@ -77,9 +77,6 @@ class BackwardSchedule(Generic[U]):
             return True
         return bool(repeats.segments) and not repeats.are_over(unit) and repeats.hold(unit)
 
-    def _is_suspended(self) -> bool:
-        return self._driver.double or self._driver.in_inner_task()
-
     def _is_awaited(self, unit: U) -> bool:
         """Whether ranks await the part of `unit`, as far as this one knows."""
         return not self._facts.completed(unit) and (unit in self.clock.planned or unit in self._reentrant.trained)
@@ -97,6 +94,8 @@ class BackwardSchedule(Generic[U]):
 
     def reached(self, unit: U) -> None:
         """A gradient is about to flow into `unit`: it is gathered, after all that comes before."""
+        if self._reentrant.unreached:
+            self._prefetch_after_unreached(but=unit)
         if self._reentrant.trained:
             self._complete_recomputed(but=unit)
         if self._repeats.used_repeatedly:
@@ -105,8 +104,8 @@ class BackwardSchedule(Generic[U]):
         for each in (*self._rules[unit].owners, unit):
             if not (self._facts.is_unsharded(each) and self.gathers.is_past(each)):
                 self.gather_in_turn(each)
-        if not self.gathers.is_over:
-            self._prefetch_after(unit)
+        if not (self.gathers.is_over or (self._facts.completed(unit) and unit not in self.clock.planned)):
+            self._prefetch_after(unit)  # not where it is recomputed once more, which other ranks may not come to
 
     def gather_in_turn(self, unit: U) -> None:
         """Gather `unit` and all whose turn comes before."""
@@ -137,6 +136,8 @@ class BackwardSchedule(Generic[U]):
 
     def recomputed(self, unit: U, *, with_graph: bool) -> None:
         """The forward of `unit` runs again inside of this backward, maybe `with_graph`: gather it."""
+        if self._reentrant.unreached:
+            self._prefetch_after_unreached()
         if self._reentrant.trained:
             self._complete_recomputed()
         if self._repeats.used_repeatedly:
@@ -161,19 +162,17 @@ class BackwardSchedule(Generic[U]):
         """The graph task has ended: do what is left of what other ranks' backwards did, and reduce it. [Note: passed
         over]"""
         driver, facts = self._driver, self._facts
-        if driver.double or not driver.gradient_has_arrived:
-            self._gather_unreached()
         if not driver.gradient_has_arrived:
+            self._gather_unreached()
             return
-        if not driver.double:
-            for unit in tuple(self._reentrant.trained):
-                if not facts.completed(unit):
-                    self._complete(unit)
-            while self.clock.begun:  # unit by unit, as a backward goes
-                self._complete_last()
-            for unit in self.clock.sequence:
-                if not facts.completed(unit):
-                    self._complete(unit)
+        for unit in tuple(self._reentrant.trained):
+            if not facts.completed(unit):
+                self._complete(unit)
+        while self.clock.begun:  # unit by unit, as a backward goes
+            self._complete_last()
+        for unit in self.clock.sequence:
+            if not facts.completed(unit):
+                self._complete(unit)
         rest = self.reductions.rest()
         for unit in (*chain.from_iterable(rest), *self.windows):
             if not facts.expects_gradients(unit):
@@ -201,8 +200,6 @@ class BackwardSchedule(Generic[U]):
                 self._driver.gather(reading, ahead=ahead)
 
     def _prefetch_after(self, unit: U) -> None:
-        if self._facts.completed(unit) and unit not in self.clock.planned:
-            return  # recomputed once more: other ranks may not come to this run, and do not make up for it
         rules = self._rules[unit]
         if rules.targets:
             self._gather(self.gathers.through(rules.targets), ahead=True)
@@ -266,7 +263,7 @@ class BackwardSchedule(Generic[U]):
                 begun.pop()  # the usual case, without a call
                 continue
             if self._is_awaited(over):
-                if self._is_suspended():
+                if self._driver.in_inner_task():
                     return
                 if not self._driver.brings_gradients():
                     if not self.clock.recomputes and self.reductions.at_the_end():
@@ -294,14 +291,16 @@ class BackwardSchedule(Generic[U]):
 
     def _recompute_outside_of_plan(self, unit: U, with_graph: bool) -> None:
         inner = self._driver.in_inner_task()
-        if not (inner or self._driver.double):
+        if not inner:
             self._end_last_run(unit, with_graph)
         self._complete_before(unit, with_graph)
         self._gather_passed(unit, with_graph)
         if inner:
             return
+        node = self._driver.running_node()
+        if with_graph and not self._facts.completed(unit):
+            self._reentrant.unreached[unit] = node
         if self._reentrant.record_run(unit, with_graph):
-            node = self._driver.running_node()
             self._repeats.record_use((*self._rules[unit].owners, unit), node, self.clock.planned)
 
     def _end_last_run(self, unit: U, with_graph: bool) -> None:
@@ -315,16 +314,26 @@ class BackwardSchedule(Generic[U]):
         elif with_graph and not self._facts.is_trained(unit) and self._reentrant.is_another(unit, now):
             self._driver.reshard(unit)
 
+    def _prefetch_after_unreached(self, *, but: U | None = None) -> None:
+        """Gather what ranks gathered ahead whose backwards reached what a reentrant checkpoint ran again."""
+        now, unreached = self._driver.running_node(), self._reentrant.unreached
+        if but is not None:
+            unreached.pop(but, None)
+        if not self._driver.in_inner_task():
+            for unit in [unit for unit, node in unreached.items() if node != now]:
+                del unreached[unit]
+                self._prefetch_after(unit)
+
     def _end_repeated_use(self) -> None:
         """Free what a node that is over used more than once."""
-        if not self._is_suspended():
+        if not self._driver.in_inner_task():
             for unit in self._repeats.end_repeated_use(self._driver.running_node()):
                 if not self._rules[unit].stays_unsharded:
                     self._driver.reshard(unit)
 
     def _complete_recomputed(self, *, but: U | None = None) -> None:
         """Another unit was reached: the tasks are over in which gradients of units outside of the plan come."""
-        if self._is_suspended():
+        if self._driver.in_inner_task():
             return
         facts, begins = self._facts, self._driver.running_node() == self._reentrant.node  # the task of their gradients
         for each in tuple(self._reentrant.trained):
@@ -341,7 +350,7 @@ class BackwardSchedule(Generic[U]):
         of units that began later in the forward.
         """
         facts, planned = self._facts, unit in self.clock.planned
-        if self._is_suspended() or (planned and not self._driver.brings_gradients()):
+        if self._driver.in_inner_task() or (planned and not self._driver.brings_gradients()):
             return
         over, ended = [], self._reentrant.end_of(unit, with_graph)
         for each in self.reductions.outstanding():
@@ -363,7 +372,7 @@ class BackwardSchedule(Generic[U]):
     def _gather_passed(self, unit: U, with_graph: bool) -> None:
         """The forward of `unit`, which is outside of the plan, runs again: gather what ended later and was not reached,
         as ranks did that reached it, so that the gather of `unit` comes at the same place on all ranks."""
-        if self._is_suspended():
+        if self._driver.in_inner_task():
             return
         ended = self._reentrant.end_of(unit, with_graph)
         for each in self.clock.sequence:

@@ -102,11 +102,13 @@ class ReentrantRuns(Generic[U]):
 
     Attributes:
         trained: what got a graph so, and takes part in this backward.
+        unreached: what a node, which stands for that, has run again with a graph, and no gradient has reached since.
         node: the node whose backward ran such units again last.
     """
 
     def __init__(self, record: ForwardRecord[U], clock: BackwardClock[U]) -> None:
         self.trained: dict[U, None] = {}
+        self.unreached: dict[U, int] = {}
         self.node = 0
         self._record, self._due = record, clock.due
         self._frozen_in: dict[U, int] = {}  # the node whose backward recomputed a frozen unit last

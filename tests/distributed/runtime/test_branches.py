@@ -465,6 +465,27 @@ def test_an_optimizer_that_steps_in_the_backward(pool2: Run) -> None:
     assert all(pool2(stepped_in_backward))
 
 
+def differentiable(rank: int, world: int, any_order: bool) -> bool:
+    """Gradients of a backward that may be differentiated."""
+    torch.manual_seed(0)
+    net = Chosen()
+    model = wrap(copy.deepcopy(net))
+    flatfsdp.ensure_unit_participation(model.branch, any_order=any_order)
+    for step, plan in enumerate((IN_ANY_ORDER if any_order else IN_ORDER)[Chosen]):
+        model(data(rank, step), plan[rank]).square().sum().backward(create_graph=True)
+        for other in range(world):
+            (net(data(other, step), plan[other]).square().sum() / world).backward(create_graph=True)
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        found, expected = gradients_of(model), gradients_of(net)
+    return not any(unlike(found[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("any_order", [False, True])
+def test_a_backward_that_may_be_differentiated(pool2: Run, any_order: bool) -> None:
+    assert all(pool2(differentiable, any_order, timeout=30))
+
+
 def differentiated(rank: int, world: int, any_order: bool, twice: bool) -> list[str]:
     """Gradients of inputs, which reach the tower on some ranks and nothing behind it; with `twice` in a penalty."""
     torch.manual_seed(0)

@@ -64,17 +64,22 @@ def _same(found: list[Tensor | None], expected: list[Tensor | None], *, rtol: fl
 
 
 def cut_on_one_rank(rank: int, world: int, prefetch: str | None) -> bool:
-    model = _wrap(_net(), backward_prefetch=prefetch)
-    nets = [_net() for _ in range(world)]
-    for _ in range(2):
-        model(_data(rank), cut=3 * rank).sum().backward()
-        for each, net in enumerate(nets):
-            net(_data(each), cut=3 * each).sum().backward()
-    return _same(_gradients(model), _expected(nets))
+    for differentiable in (False, True):
+        model = _wrap(_net(), backward_prefetch=prefetch)
+        nets = [_net() for _ in range(world)]
+        for _ in range(2):
+            model(_data(rank), cut=3 * rank).tanh().sum().backward(create_graph=differentiable)
+            for each, net in enumerate(nets):
+                net(_data(each), cut=3 * each).tanh().sum().backward(create_graph=differentiable)
+        if not _same(_gradients(model), _expected(nets), rtol=1e-5, atol=1e-6):
+            return False
+    return True
 
 
+@pytest.mark.filterwarnings("ignore:Using backward. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None])
 def test_a_backward_that_does_not_reach_all_units_of_the_other_ranks(pool2: Run, prefetch: str | None) -> None:
+    """Nor does one that may be differentiated."""
     assert all(pool2(cut_on_one_rank, prefetch, timeout=20))
 
 
@@ -198,6 +203,47 @@ def test_a_backward_that_passes_over_all_parameters_before_one_that_is_recompute
 ) -> None:
     """Where it has begun to reduce with the other ranks, it does so to the end."""
     assert all(pool2(of_no_parameter_on_one_rank, strategy, which, timeout=20))
+
+
+class RunAgain(nn.Module):
+    """Units of which the last two are recomputed reentrantly; the very last may not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: Tensor, counts: bool) -> Tensor:
+        x = x.requires_grad_()
+        for unit in self.units[:3]:
+            x = unit(x).tanh()
+        x = x + checkpoint(self.units[3], x, use_reentrant=True).tanh()
+
+        def last(x: Tensor) -> Tensor:
+            y = self.units[4](x).tanh()
+            return x + (y if counts else y.detach())
+
+        result: Tensor = checkpoint(last, x, use_reentrant=True)
+        return result
+
+
+def run_again_and_not_reached(rank: int, world: int, prefetch: str) -> bool:
+    def build() -> RunAgain:
+        torch.manual_seed(0)
+        return RunAgain()
+
+    model = _wrap(build(), backward_prefetch=prefetch, join_units_below=0)
+    nets = [build() for _ in range(world)]
+    for _ in range(2):
+        model(_data(rank), counts=rank == 0).sum().backward()
+        for each, net in enumerate(nets):
+            net(_data(each), counts=each == 0).sum().backward()
+    return _same(_gradients(model), _expected(nets), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID"])
+def test_what_is_gathered_ahead_by_ranks_that_reach_what_was_run_again(pool2: Run, prefetch: str) -> None:
+    """A rank that does not reach it gathers the same ahead, before the next checkpoint runs again."""
+    assert all(pool2(run_again_and_not_reached, prefetch, timeout=20))
 
 
 class Scaled(nn.Module):

@@ -89,6 +89,13 @@ class RecomputesWithoutGathers(Schedule):
         return
 
 
+class GathersAheadAlone(Schedule):
+    """What others gather ahead when they reach what was run again is not gathered where that is not reached."""
+
+    def _prefetch_after_unreached(self, *, but: str | None = None) -> None:
+        return
+
+
 class RecomputesWithoutReductions(Schedule):
     """What began later is not reduced before a checkpoint runs again."""
 
@@ -113,7 +120,7 @@ class EndsWithoutTheRest(Schedule):
 WRONG: Sequence[type[Schedule]] = (
     *(ReducesWhatIsReady, GathersWhatIsReached, PassesOverNothing, ReducesBeforeGathers, FreesAtOnce),
     *(PrefetchesWhenFreedInEveryModel, LeavesRecomputedUnits, RecomputesWithoutGathers, RecomputesWithoutReductions),
-    *(ReadsAheadOfHalf, EndsWithoutTheRest),
+    *(ReadsAheadOfHalf, EndsWithoutTheRest, GathersAheadAlone),
 )
 
 
