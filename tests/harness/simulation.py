@@ -16,8 +16,8 @@ from typing import Any
 
 from flatfsdp.engine.schedule.backward_driver import UnitFacts, UnitRules
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
-from flatfsdp.engine.schedule.coalescing import coalesce
-from flatfsdp.engine.schedule.order import ForwardRecord
+from flatfsdp.engine.schedule.forward_record import ForwardRecord
+from flatfsdp.engine.schedule.issue_order import coalesce
 
 PARAMETERS = 2  # of a unit
 Leaf = tuple[str, int]
@@ -364,8 +364,10 @@ class SimulatedRank:
         first = call is next(iter(self._calls()))
         if self.program.has_inputs or not first:
             self._open.setdefault(unit, []).append(call)
-        elif len([*call.calls()]) > 1 and (self.schedule.clock.recomputes or len(self._leaves(unit)) < PARAMETERS):
-            self._kept.add(unit)  # nothing tells when its backward is over
+        else:
+            around, frozen = len([*call.calls()]) > 1, len(self._leaves(unit)) < PARAMETERS
+            if (around and (self.schedule.clock.recomputes or frozen)) or (len(needed) > 1 and frozen):
+                self._kept.add(unit)  # nothing tells when its backward is over
         if unit in self._expecting and unit not in self._completed and unit in self._unsharded:
             return
         self.schedule.reached(unit)

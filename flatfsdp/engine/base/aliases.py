@@ -21,7 +21,7 @@ _MOVED = {
     "base": "_torch hooks=autograd trace=events trees=nested_tensors waits=wait_limits state_dicts.names=fqns",
     "layout": "layout boxes runs=contiguous_runs",
     "schedule": """
-        policy.order=order policy.joining=coalescing policy.midway=mid_backward policy.branches=conditional
+        policy.order=forward_record policy.joining=issue_order policy.midway=mid_backward policy.branches=conditional
     """,
     "config": """
         arguments state_dict_configs policy.precision=precision policy.strategy=strategy

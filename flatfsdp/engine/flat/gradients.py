@@ -84,7 +84,8 @@ class Gradients:
         """
         for i in self._stashed or {}:
             leaf = self.handle.leaves[i]
-            leaf.grad = torch.zeros_like(leaf)
+            with _torch.as_plain_tensors():  # hidden where this rank's backward has not reached it
+                leaf.grad = torch.zeros_like(leaf)
             self._stand_ins[i] = leaf.grad, leaf.grad._version
 
     def _end_retention(self) -> None:

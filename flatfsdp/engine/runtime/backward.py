@@ -28,7 +28,7 @@ from ..flat.reduction import Reduction
 from ..flat.views import SHOWS_NOTHING
 from ..schedule.backward_driver import UnitFacts, UnitRules
 from ..schedule.backward_schedule import BackwardSchedule
-from ..schedule.order import ForwardRecord
+from ..schedule.forward_record import ForwardRecord
 from .coalesced_collectives import Coalescer
 from .conditional_units import ConditionalUnits
 from .finish import Finisher
@@ -346,7 +346,7 @@ class Backward:
                     grads.keep_in_window()
         else:
             gathers = any(unit.reshards_after_forward for unit in self.schedule.clock.sequence)
-            rest = self._reductions.rest() if self.sync else self.schedule.windows and gathers
+            rest = self._reductions.due(rest=True) if self.sync else self.schedule.windows and gathers
             if not self._no_gradients_came and rest:
                 self.agreement.check_gradients(came=False)
             if gathers:

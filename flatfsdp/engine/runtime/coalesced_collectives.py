@@ -11,7 +11,7 @@ import torch
 from ..flat.flat_param import FlatParamHandle
 from ..flat.reduction import Reduction, ReductionInput
 from ..flat.sources import CoalescedSource, UnshardSource
-from ..schedule.coalescing import coalesce
+from ..schedule.issue_order import coalesce
 from .unit import Unit
 
 REMEMBERED = 64  # sequences of units whose groups are known

@@ -21,7 +21,7 @@ from ..flat.deferred_grad import PendingGradients
 from ..flat.states import IDLE as UNIT_IDLE
 from ..flat.states import SUMMONED
 from ..flat.views import check_left
-from ..schedule.order import ForwardRecord
+from ..schedule.forward_record import ForwardRecord
 from .backward import Backward
 from .finish import Finisher
 from .grad_accumulators import GradAccumulators
@@ -267,8 +267,6 @@ class Iteration:
         no collective."""
         if outcome is Outcome.RETAINED:
             for unit in self._units:
-                if unit.is_unsharded:  # maybe gathered because other ranks' backwards reached it
-                    unit.wait_unshard()
                 unit.retain_for_double_backward()
             self._agreement.rest()
             self.enter(RETAINED)

@@ -26,7 +26,8 @@ from ..config.arguments import has_forward
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from ..schedule.backward_driver import UnitRules
-from ..schedule.order import ForwardOrder, ForwardRecord
+from ..schedule.forward_order import ForwardOrder
+from ..schedule.forward_record import ForwardRecord
 from .backward import Backward, rules_of
 from .coalesced_collectives import Coalescer
 from .conditional_units import ConditionalUnits

@@ -26,7 +26,7 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.param_refs import ParamRef
 from ..flat.states import FORWARD, IDLE, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_GUARDED, SHOWS_UNSHARDED, check_exposed, check_unwritten, keep_packed
-from ..schedule.order import ForwardPass
+from ..schedule.forward_record import ForwardPass
 from .gradient_counter import GradientCounter
 from .unit_data import UnitData, check_hooks
 
@@ -538,12 +538,13 @@ class Unit(UnitData):
 
     def _may_be_read_after_its_gradients(self, backward: Backward) -> bool:
         """Whether something inside its module may read parameters of this unit when all of its own gradients have come:
-        gradients pass through frozen ones to others, and a segment with others reads what it is recomputed with."""
+        gradients pass through frozen ones to others (those that it shares, too), and a segment with others reads what
+        it is recomputed with."""
         if self._encloses is None:
             self._encloses = not set(self.module.modules()).issubset(self.modules)
-        if not self._encloses:
+        if not (self._encloses or self.owning_units):
             return False
-        return backward.recomputes or self._has_frozen()
+        return (self._encloses and backward.recomputes) or self._has_frozen()
 
     def _has_frozen(self) -> bool:
         with _torch.as_plain_tensors():  # leaves may be described as shards

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Mapping, Sequence
+from operator import itemgetter
 from typing import Generic, TypeVar
 
-from .order import ForwardRecord
+from .forward_record import CheckpointRegion, ForwardRecord
 
 U = TypeVar("U", bound=Hashable)
 NEVER = math.inf  # when a unit ended that did not run in a pass, and when it began
@@ -17,39 +19,78 @@ class BackwardClock(Generic[U]):
 
     Attributes:
         sequence: the units of the plan, in the order in which they are reached, if they are; planned: the same.
-        began: when units began that the backward may reach.
-        due: when gathers of the plan are; ended: the same, without what checkpoints gather together.
+        began: when units began that the backward may reach, in that order.
+        ended: when each last finished; due: when their gathers are, with what checkpoints gather together.
         begun: those that are not known to be over, the next last.
+        several: units to which several graphs, or a graph and a recomputation, bring gradients.
         again: units outside of the plan that ran more than once, at least the last time without a graph.
-        called_again: these, and those that have several graphs.
+        called_again: both of these.
         reached_once: those that ran once, so that one part of this backward is all.
+        regions: what checkpoints without reentrance will recompute.
+        inside: the innermost of these, one for each call of a unit in any.
         recomputes: whether units ran without a graph, which reentrant checkpoints may still make.
     """
 
     def __init__(self, record: ForwardRecord[U]) -> None:
-        span = self.span = record.span
         self.sequence = record.anchored[::-1]
         self.planned = frozenset(self.sequence)
-        self.recomputes = record.may_recompute or bool(span.unseen)
-        self.ended, self.due = span.ended, span.due
+        self.began: dict[U, int] = {}
+        self.ended: dict[U, int] = {}
+        self.several: set[U] = set()
+        self.inside: dict[U, list[CheckpointRegion]] = {}
+        unseen = self._read(record)
+        self.regions = {each: None for inside in self.inside.values() for inner in inside for each in inner.outwards()}
+        self.due = self._due() if self.regions else self.ended
+        self.recomputes = record.may_recompute or bool(unseen)
         self.again = record.begun_again.difference(self.planned)
-        self.called_again = span.again | self.again
-        self.reached_once = self.planned - span.again - record.begun_again
-        self.began: dict[U, int] = span.began
-        if self.again:
-            began = span.began | {unit: record.began(unit) for unit in self.again}
-            self.began = dict(sorted(began.items(), key=lambda item: item[1]))
+        self.called_again = self.several | self.again
+        self.reached_once = self.planned - self.several - record.begun_again
+        for unit in self.again:
+            self.began[unit] = record.began(unit)
+        if self.again or unseen:
+            self.began = dict(sorted(self.began.items(), key=itemgetter(1)))
         self.begun = [unit for unit in self.began if unit in self.planned or unit in self.again]
         self._passed = 0  # how many of the sequence were due to be gathered later than what was reduced last began
 
+    def _read(self, record: ForwardRecord[U]) -> Mapping[U, int]:
+        """What the passes tell; returned: units that ran with a graph, and without one that a reentrant checkpoint will
+        make: a recomputation brings them gradients beside those that their graph brings."""
+        began, several = self.began, self.several
+        unseen: dict[U, int] = {}
+        for log in record.passes:
+            earlier = began.copy()  # what ran in several passes was called more than once
+            for unit, now, how, inside in log.runs:
+                if inside is not None:
+                    self.inside.setdefault(unit, []).append(inside)
+                if how == "recomputed":
+                    unseen.setdefault(unit, now)
+                elif how != "none":
+                    first = began.setdefault(unit, now)
+                    if how == "again" or (first != now and (how == "graph" or unit in earlier)):
+                        several.add(unit)
+            self.ended |= log.ended
+        unseen = {unit: now for unit, now in unseen.items() if unit in began}
+        several.update(unseen)
+        began |= {unit: min(now, began[unit]) for unit, now in unseen.items()}
+        return unseen
+
+    def _due(self) -> Mapping[U, int]:
+        due = self.ended.copy()
+        in_order = sorted(due, key=due.__getitem__)
+        ends = [due[unit] for unit in in_order]
+        for region in sorted(self.regions, key=lambda region: region.ended):  # one that is around others ended last
+            inside = slice(bisect_right(ends, region.began), bisect_left(ends, region.ended))
+            due.update(dict.fromkeys(in_order[inside], region.ended))
+        return due
+
     def has_more_calls(self, unit: U) -> bool:
         """Whether `unit` has several graphs."""
-        return unit in self.span.again and unit not in self.again
+        return unit in self.several and unit not in self.again
 
     def waits_for_first_call(self, unit: U) -> bool:
         """Whether `unit` is reduced when this backward is through with its first call, wherever its gradients come
         from: units that have no graph yet, and are none of the plan, may have begun later. [Note: recomputed]"""
-        return unit in self.again or (self.recomputes and unit in self.span.again)
+        return unit in self.again or (self.recomputes and unit in self.several)
 
     def is_around(self, unit: U, others: Sequence[U]) -> bool:
         """Whether one of `others` began inside of `unit`, or after it."""

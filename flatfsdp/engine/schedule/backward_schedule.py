@@ -28,9 +28,10 @@ from typing import Generic, TypeVar
 
 from .backward_clock import NEVER, BackwardClock
 from .backward_driver import Driver, UnitFacts, UnitRules
+from .forward_record import ForwardRecord
+from .issue_order import Cut, GatherOrder, ReduceOrder
 from .mid_backward import HalfwayTrigger
-from .order import Cut, ForwardRecord, GatherOrder, ReduceOrder
-from .recomputation import RecomputedUnits, ReentrantRuns
+from .recomputation import Recomputations, taken_from
 
 U = TypeVar("U", bound=Hashable)
 
@@ -61,8 +62,7 @@ class BackwardSchedule(Generic[U]):
         self.reductions: ReduceOrder[U] = ReduceOrder(record)
         self.windows: dict[U, None] = {}
         self._halfway: HalfwayTrigger[U] = HalfwayTrigger()
-        self._repeats = RecomputedUnits(clock)
-        self._reentrant = ReentrantRuns(record, clock)
+        self._repeats: Recomputations[U] = Recomputations(record, clock)
 
     # -- what is known -----------------------------------------------------------------------------------------------
 
@@ -75,18 +75,18 @@ class BackwardSchedule(Generic[U]):
         repeats = self._repeats
         if (self.clock.has_more_calls(unit) and not self._facts.is_over(unit)) or unit in repeats.used_repeatedly:
             return True
-        return bool(repeats.segments) and not repeats.are_over(unit) and repeats.hold(unit)
+        return bool(self.clock.regions) and not repeats.are_over(unit) and repeats.hold(unit)
 
     def _is_awaited(self, unit: U) -> bool:
         """Whether ranks await the part of `unit`, as far as this one knows."""
-        return not self._facts.completed(unit) and (unit in self.clock.planned or unit in self._reentrant.trained)
+        return not self._facts.completed(unit) and (unit in self.clock.planned or unit in self._repeats.trained)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
     def expect(self, unit: U, *, reached: bool = True) -> None:
         """`unit` takes part with gradients, of this backward if it was `reached`, or of earlier ones."""
         if reached and unit not in self.clock.planned:
-            self._reentrant.trained[unit] = None
+            self._repeats.trained[unit] = None
         if self._rules[unit].reduces:
             self.reductions.expect(unit)
         else:
@@ -94,9 +94,9 @@ class BackwardSchedule(Generic[U]):
 
     def reached(self, unit: U) -> None:
         """A gradient is about to flow into `unit`: it is gathered, after all that comes before."""
-        if self._reentrant.unreached:
+        if self._repeats.unreached:
             self._prefetch_after_unreached(but=unit)
-        if self._reentrant.trained:
+        if self._repeats.trained:
             self._complete_recomputed(but=unit)
         if self._repeats.used_repeatedly:
             self._end_repeated_use()
@@ -136,9 +136,9 @@ class BackwardSchedule(Generic[U]):
 
     def recomputed(self, unit: U, *, with_graph: bool) -> None:
         """The forward of `unit` runs again inside of this backward, maybe `with_graph`: gather it."""
-        if self._reentrant.unreached:
+        if self._repeats.unreached:
             self._prefetch_after_unreached()
-        if self._reentrant.trained:
+        if self._repeats.trained:
             self._complete_recomputed()
         if self._repeats.used_repeatedly:
             self._end_repeated_use()
@@ -153,10 +153,10 @@ class BackwardSchedule(Generic[U]):
 
     def has_graph(self, unit: U) -> None:
         """`unit` was recomputed and has a graph from now on: on all ranks, of which maybe some bring it no gradient."""
-        if unit not in self.clock.planned and unit not in self._reentrant.trained and self._facts.is_trained(unit):
+        if unit not in self.clock.planned and unit not in self._repeats.trained and self._facts.is_trained(unit):
             self.expect(unit)
             if not self._driver.in_inner_task():
-                self._reentrant.node = self._driver.running_node()
+                self._repeats.node = self._driver.running_node()
 
     def ended(self) -> None:
         """The graph task has ended: do what is left of what other ranks' backwards did, and reduce it. [Note: passed
@@ -165,7 +165,7 @@ class BackwardSchedule(Generic[U]):
         if not driver.gradient_has_arrived:
             self._gather_unreached()
             return
-        for unit in tuple(self._reentrant.trained):
+        for unit in tuple(self._repeats.trained):
             if not facts.completed(unit):
                 self._complete(unit)
         while self.clock.begun:  # unit by unit, as a backward goes
@@ -173,11 +173,11 @@ class BackwardSchedule(Generic[U]):
         for unit in self.clock.sequence:
             if not facts.completed(unit):
                 self._complete(unit)
-        rest = self.reductions.rest()
+        rest = self.reductions.due(rest=True)
         for unit in (*chain.from_iterable(rest), *self.windows):
             if not facts.expects_gradients(unit):
                 driver.take_part(unit)
-        self.reductions.rest()  # these
+        self.reductions.due(rest=True)  # these
         self._reduce(rest)
 
     def _gather_unreached(self) -> None:
@@ -202,7 +202,7 @@ class BackwardSchedule(Generic[U]):
     def _prefetch_after(self, unit: U) -> None:
         rules = self._rules[unit]
         if rules.targets:
-            self._gather(self.gathers.through(rules.targets), ahead=True)
+            self._gather(self.gathers.through(rules.targets, ahead=True), ahead=True)
         elif rules.prefetch == "before":
             self._gather(self.gathers.ahead(unit), ahead=True)
         elif rules.prefetch == "halfway":
@@ -299,35 +299,33 @@ class BackwardSchedule(Generic[U]):
             return
         node = self._driver.running_node()
         if with_graph and not self._facts.completed(unit):
-            self._reentrant.unreached[unit] = node
-        if self._reentrant.record_run(unit, with_graph):
+            self._repeats.unreached[unit] = node
+        if self._repeats.record_reentrant_run(unit, with_graph):
             self._repeats.record_use((*self._rules[unit].owners, unit), node, self.clock.planned)
 
     def _end_last_run(self, unit: U, with_graph: bool) -> None:
         """`unit` is recomputed: if it was before, or was used by others, free it as it is on ranks where all gradients
         came of its parameters and inputs."""
         now = self._driver.running_node()
-        if unit in self._reentrant.trained:
-            if self._reentrant.node != now:
+        if unit in self._repeats.trained:
+            if self._repeats.node != now:
                 self._driver.complete(unit)
                 self._driver.reshard(unit)
-        elif with_graph and not self._facts.is_trained(unit) and self._reentrant.is_another(unit, now):
+        elif with_graph and not self._facts.is_trained(unit) and self._repeats.is_another(unit, now):
             self._driver.reshard(unit)
 
     def _prefetch_after_unreached(self, *, but: U | None = None) -> None:
         """Gather what ranks gathered ahead whose backwards reached what a reentrant checkpoint ran again."""
-        now, unreached = self._driver.running_node(), self._reentrant.unreached
         if but is not None:
-            unreached.pop(but, None)
+            self._repeats.unreached.pop(but, None)
         if not self._driver.in_inner_task():
-            for unit in [unit for unit, node in unreached.items() if node != now]:
-                del unreached[unit]
+            for unit in taken_from(self._repeats.unreached, self._driver.running_node()):
                 self._prefetch_after(unit)
 
     def _end_repeated_use(self) -> None:
         """Free what a node that is over used more than once."""
         if not self._driver.in_inner_task():
-            for unit in self._repeats.end_repeated_use(self._driver.running_node()):
+            for unit in taken_from(self._repeats.used_repeatedly, self._driver.running_node()):
                 if not self._rules[unit].stays_unsharded:
                     self._driver.reshard(unit)
 
@@ -335,8 +333,8 @@ class BackwardSchedule(Generic[U]):
         """Another unit was reached: the tasks are over in which gradients of units outside of the plan come."""
         if self._driver.in_inner_task():
             return
-        facts, begins = self._facts, self._driver.running_node() == self._reentrant.node  # the task of their gradients
-        for each in tuple(self._reentrant.trained):
+        facts, begins = self._facts, self._driver.running_node() == self._repeats.node  # the task of their gradients
+        for each in tuple(self._repeats.trained):
             if facts.completed(each) or each is but or (begins and not facts.expects_gradients(each)):
                 continue
             if not self._driver.may_reach(each):
@@ -352,7 +350,7 @@ class BackwardSchedule(Generic[U]):
         facts, planned = self._facts, unit in self.clock.planned
         if self._driver.in_inner_task() or (planned and not self._driver.brings_gradients()):
             return
-        over, ended = [], self._reentrant.end_of(unit, with_graph)
+        over, ended = [], self._repeats.end_of(unit, with_graph)
         for each in self.reductions.outstanding():
             if not facts.completed(each) or self.clock.waits_for_first_call(each):
                 if facts.may_still_run(each) or each not in self.clock.planned or self.clock.began.get(each, 0) < ended:
@@ -374,7 +372,7 @@ class BackwardSchedule(Generic[U]):
         as ranks did that reached it, so that the gather of `unit` comes at the same place on all ranks."""
         if self._driver.in_inner_task():
             return
-        ended = self._reentrant.end_of(unit, with_graph)
+        ended = self._repeats.end_of(unit, with_graph)
         for each in self.clock.sequence:
             is_there = self.gathers.is_past(each) and self._facts.expects_gradients(each)
             if not is_there and self.clock.due.get(each, NEVER) >= ended:

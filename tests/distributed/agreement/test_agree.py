@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from flatfsdp.engine.schedule.order import GatherOrder
+from flatfsdp.engine.schedule.issue_order import GatherOrder
 from flatfsdp.errors import AgreementError, FlatFSDPWarning
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run

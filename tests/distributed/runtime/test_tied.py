@@ -105,3 +105,52 @@ DIFFERENT = [
 def test_where_ranks_use_different_ones(recomputed: str, pool2: Run) -> None:
     for calls, strategy in zip(DIFFERENT, itertools.cycle(("FULL_SHARD", "SHARD_GRAD_OP"))):
         assert pool2(_train, list(calls), recomputed, True, strategy) == [[], []]
+
+
+class Behind(nn.Module):
+    """A frozen parameter behind one that it shares: gradients flow through it when its own have come."""
+
+    def __init__(self, shared: nn.Parameter) -> None:
+        super().__init__()
+        self.shared = shared
+        self.frozen = nn.Parameter(torch.full((WIDTH,), 0.5), requires_grad=False)
+        self.own = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.shared) * self.frozen * self.own
+
+
+class Owns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, WIDTH * WIDTH).view(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() @ self.weight
+
+
+class Shares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = Owns()
+        self.first = Behind(self.last.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x))
+        return y
+
+
+def frozen_behind_a_shared_one(rank: int, world: int) -> list[str]:
+    model = FullyShardedDataParallel(Shares(), auto_wrap_policy={Owns, Behind}, join_units_below=0)
+    alone = Shares()
+    for step in range(2):
+        model(torch.full((2, WIDTH), 1.0 + step + rank)).sum().backward()
+        for each in range(world):
+            (alone(torch.full((2, WIDTH), 1.0 + step + each)).sum() / world).backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        pairs = zip(model.named_parameters(), alone.parameters(), strict=True)
+        return [name for (name, p), q in pairs if q.grad is not None and not torch.allclose(p.grad, q.grad)]
+
+
+def test_a_frozen_parameter_behind_a_shared_one_is_read_after_the_own_gradients(pool2: Run) -> None:
+    assert pool2(frozen_behind_a_shared_one) == [[], []]

@@ -20,7 +20,6 @@ FILES = {
     "engine/runtime/model": 550,
     "engine/runtime/unit": 775,
     "engine/runtime/unit_data": 675,
-    "engine/schedule/order": 525,
 }
 # Classes with more methods, or more fields that methods assign.
 CLASSES = {

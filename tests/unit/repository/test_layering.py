@@ -353,7 +353,7 @@ def test_memory_is_given_back_by_its_lane_and_never_by_record_stream() -> None:
     ("text", "unit", "module", "name"),
     [
         ("from . import layout", "api", "flatfsdp", "layout"),
-        ("from ...api import Config", "engine/schedule/order", "flatfsdp.api", "Config"),
+        ("from ...api import Config", "engine/schedule/issue_order", "flatfsdp.api", "Config"),
         ("import torch.nn.functional as F", "api", "torch.nn.functional", ""),
     ],
 )

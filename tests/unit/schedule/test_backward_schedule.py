@@ -35,7 +35,7 @@ class ReducesWhatIsReady(Schedule):
     def ready(self, unit: str) -> None:
         if self.reductions.expects(unit):
             self.reductions.ready(unit)
-            self._reduce([group for group in self.reductions.rest() if unit in group] or [(unit,)])
+            self._reduce([group for group in self.reductions.due(rest=True) if unit in group] or [(unit,)])
 
 
 class GathersWhatIsReached(Schedule):

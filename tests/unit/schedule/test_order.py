@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from flatfsdp.engine.schedule.coalescing import coalesce
-from flatfsdp.engine.schedule.order import ForwardOrder, ForwardRecord, GatherOrder, ReduceOrder
+from flatfsdp.engine.schedule.backward_clock import BackwardClock
+from flatfsdp.engine.schedule.forward_order import ForwardOrder
+from flatfsdp.engine.schedule.forward_record import ForwardRecord
+from flatfsdp.engine.schedule.issue_order import GatherOrder, ReduceOrder, coalesce
 
 
 def test_gathers_go_backwards_whatever_is_asked_for_first() -> None:
@@ -108,12 +110,12 @@ def test_a_record_knows_when_units_without_a_graph_ran() -> None:
         (record.leave if has_graph else record.leave_without_graph)(unit)
     assert record.entered == record.anchored == ("a", "c") and record.may_recompute
     assert [record.began(unit) for unit in "abc"] == [1, 3, 5]
-    assert record.left("b") == 4 and record.left("a") == 0
+    assert record.left("b")[0].ended == 4 and record.left("a")[0].ended == 0
     assert not record.begun_again
     record.enter_without_graph("b")
     record.leave_without_graph("b")
     assert record.begun_again == {"b"} and record.began("b") == 3
-    assert record.left("b") == 8 and record.left("b", later=1) == record.left("b", later=2) == 4
+    assert [record.left("b", later=later)[0].ended for later in range(3)] == [8, 4, 4]
 
 
 def test_what_a_reentrant_checkpoint_recomputes_is_over_with_the_last_of_it() -> None:
@@ -121,7 +123,7 @@ def test_what_a_reentrant_checkpoint_recomputes_is_over_with_the_last_of_it() ->
     for unit, checkpoint in (("a", 1), ("b", 1), ("c", 2), ("d", None), ("e", None)):
         record.enter_without_graph(unit, checkpoint=checkpoint)
         record.leave_without_graph(unit)
-    assert [record.left(unit) for unit in "abcde"] == [4, 4, 6, 8, 10]
+    assert [record.left(unit)[0].ended for unit in "abcde"] == [4, 4, 6, 8, 10]
 
 
 @pytest.mark.parametrize("lent", [False, True])
@@ -133,8 +135,8 @@ def test_what_has_run_without_a_graph_is_over_with_that_run(lent: bool) -> None:
     for unit in "b", "a":
         (record.enter_sharing if lent and unit == "a" else record.enter)(unit)
         record.leave(unit)
-    assert list(record.span.began.items()) == [("a", 1), ("b", 3)]
-    assert record.span.again == {"a"} and record.span.ended["a"] == 6
+    assert list(BackwardClock(record).began.items()) == [("a", 1), ("b", 3)]
+    assert BackwardClock(record).several == {"a"} and BackwardClock(record).ended["a"] == 6
 
 
 def test_what_a_user_runs_without_a_graph_brings_nothing_later() -> None:
@@ -146,7 +148,7 @@ def test_what_a_user_runs_without_a_graph_brings_nothing_later() -> None:
     for unit in "ab":
         record.enter(unit)
         record.leave(unit)
-    assert list(record.span.began.items()) == [("a", 5), ("b", 7)] and not record.span.again
+    assert list(BackwardClock(record).began.items()) == [("a", 5), ("b", 7)] and not BackwardClock(record).several
 
 
 def test_joined_gathers_are_handed_out_as_one() -> None:
@@ -180,7 +182,7 @@ def test_joined_reductions_wait_for_all_of_them() -> None:
     assert plan.due() == [("e",)]
     plan.ready("a")
     assert plan.due() == [] and plan.last is None
-    assert plan.rest() == [("c", "b"), ("a",)] and plan.rest() == []
+    assert plan.due(rest=True) == [("c", "b"), ("a",)] and plan.due(rest=True) == []
 
 
 def test_upcoming_units_are_those_of_the_forward_before() -> None:
@@ -205,11 +207,11 @@ def test_a_span_is_of_the_passes_whose_graphs_live() -> None:
             record.enter(unit)
             record.leave(unit)
         record.end()
-    assert record.span.again == {"a", "b"}
-    assert record.span.began == {"a": 1, "b": 3} and record.span.ended == {"b": 6, "a": 8}
+    assert BackwardClock(record).several == {"a", "b"}
+    assert BackwardClock(record).began == {"a": 1, "b": 3} and BackwardClock(record).ended == {"b": 6, "a": 8}
     del graphs[0]
-    assert record.span.began == {"b": 5, "a": 7} and list(record.span.began) == ["b", "a"]
-    assert record.span.ended == {"b": 6, "a": 8} and not record.span.again
+    assert BackwardClock(record).began == {"b": 5, "a": 7} and list(BackwardClock(record).began) == ["b", "a"]
+    assert BackwardClock(record).ended == {"b": 6, "a": 8} and not BackwardClock(record).several
 
 
 def test_an_owner_begins_with_the_first_that_uses_its_parameters() -> None:
@@ -219,7 +221,7 @@ def test_an_owner_begins_with_the_first_that_uses_its_parameters() -> None:
         record.enter(unit)
         if unit == "a":
             record.enter_sharing("b")
-    assert record.entered == ("a", "b") and record.span.began == {"a": 1, "b": 2}
+    assert record.entered == ("a", "b") and BackwardClock(record).began == {"a": 1, "b": 2}
 
 
 def test_units_that_are_gathered_together_are_so_when_one_of_them_is_needed() -> None:
@@ -248,7 +250,7 @@ def test_gathers_of_units_that_are_recomputed_together_are_due_when_the_last_of_
         around = [each for each in (inner, outer) if each is segment or segment is inner]
         record.enter(unit, segment=segment, segments=around.copy)
         record.leave(unit)
-    ended = record.span.ended
-    assert record.span.due == ended | dict.fromkeys("bcd", ended["e"])
+    ended = BackwardClock(record).ended
+    assert BackwardClock(record).due == ended | dict.fromkeys("bcd", ended["e"])
     del outer, segment, around  # as where nothing was saved in it, which other ranks may have done
-    assert record.span.due == ended | dict.fromkeys("bcd", ended["e"])
+    assert BackwardClock(record).due == ended | dict.fromkeys("bcd", ended["e"])

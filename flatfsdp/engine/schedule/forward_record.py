@@ -1,0 +1,270 @@
+"""Which units ran in the forwards that one backward may cover, and when; pure.
+
+[Note: backward order] Ranks may run different autograd graphs (a parameter unused here, a branch there), so the moment
+at which a unit's backward begins or its last gradient arrives is no common order. What ranks do share is the order of
+the forward.
+Hence: *gathers* of a backward are issued in the reverse of the order in which units finished their forward, and
+*reductions* in the reverse of the order in which units began it; each on a communicator of its own, so the two
+sequences need no common interleaving. A unit that is ready before its turn waits; at the end of the backward all that
+remain are flushed in order. In a model that is nested like a tree, ready means on turn, and nobody waits.
+
+Ranks do wait for each other's gathers and reductions, and none may wait for one while another, which waits for this
+rank, has not issued it. So both are on one clock, which runs backwards from the end of the forward: the gather of a
+unit is due when it last *ended*, its reduction when it first *began*. Who waits for a collective has issued all that
+are due before it; of all that ranks wait for, the first to be due is then issued by every rank. Autograd makes that
+possible: it takes the newest node first, so when it reaches a unit's end, it has been through with all that began
+later, and gradients of those that have not come never will. For the same reason a unit that was called more than once
+stays gathered until its first call is over: a rank that got its gradients from the last calls, or has no graph of the
+others, would gather it again, alone.
+
+A checkpoint without reentrance recomputes all units in its *segment* when a backward reaches the first of them, and
+gathers them for it: their gathers are due when the last of them ended, also on ranks that do not reach that one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+U = TypeVar("U", bound=Hashable)
+# "graph": it began with one; "lent": a unit that began with one uses its parameters; "again": gradients may come to it
+# from a run of its own besides; "recomputed": a reentrant checkpoint will make its graph; "none": nothing is known to.
+How = Literal["graph", "lent", "again", "recomputed", "none"]
+
+
+class ForwardPass:
+    """One forward of a model; it lives as long as the graph that was made in it."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(eq=False)
+class CheckpointRegion:
+    """What one checkpoint recomputes: from the begin of its first unit to the end of its last.
+
+    Attributes:
+        around: the checkpoint without reentrance that this one is recomputed inside of.
+    """
+
+    began: int
+    ended: int = 0
+    around: CheckpointRegion | None = None
+
+    def outwards(self) -> Iterator[CheckpointRegion]:
+        """This one and those around it."""
+        each: CheckpointRegion | None = self
+        while each is not None:
+            yield each
+            each = each.around
+
+
+@dataclass(eq=False)
+class PassLog(Generic[U]):
+    """What happened in one pass, in order.
+
+    Attributes:
+        runs: units that began, when, how, and the innermost checkpoint without reentrance around each: what these will
+            recompute, on this rank or on others, since which of them can at all hangs on what they saved on a rank.
+        ended: when each last finished with an output that can bring it a gradient.
+    """
+
+    runs: list[tuple[U, int, How, CheckpointRegion | None]] = field(default_factory=list)
+    ended: dict[U, int] = field(default_factory=dict)
+
+
+def _no_segments() -> Sequence[object]:
+    return ()
+
+
+class ForwardRecord(Generic[U]):
+    """The forward passes that one backward may cover.
+
+    Attributes:
+        running: the pass that runs, if one does.
+        begun_again: units that began more than once, at least the last time without a graph, and those that were lent
+            without one.
+        entered_at: when a unit was entered last.
+        consumed: a backward has begun: the next forward opens a new record.
+    """
+
+    def __init__(self) -> None:
+        self._entered: dict[U, None] = {}  # in the order of first entry
+        self._begun: dict[U, int] = {}  # when, with those that began without a graph among them
+        self._anchored: dict[U, None] = {}  # in the order of last anchoring
+        self.begun_again: set[U] = set()
+        # What is recomputed with those that had no graph, and the innermost segment in which they run so again.
+        self._left: dict[U, list[tuple[CheckpointRegion, CheckpointRegion | None]]] = {}
+        self._without_graph: dict[U, CheckpointRegion] = {}  # the first of these, of those that run
+        self._checkpoint: int | None = None  # the reentrant one in which a unit ran last
+        self._repeated = CheckpointRegion(0)  # what ran in it
+        self._segments: weakref.WeakKeyDictionary[object, CheckpointRegion] = weakref.WeakKeyDictionary()
+        self._inside: dict[U, CheckpointRegion] = {}  # units that were entered last in a segment
+        self._passes: weakref.WeakKeyDictionary[ForwardPass, PassLog[U]] = weakref.WeakKeyDictionary()
+        self._now: PassLog[U] = PassLog()  # of the pass that ran last
+        self._clock = self.entered_at = 0
+        self.running: ForwardPass | None = None
+        self.consumed = False
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.running = ForwardPass()
+        self._now = self._passes[self.running] = PassLog()
+
+    def end(self) -> None:
+        """The pass has ended."""
+        self.running = None
+
+    # -- units begin -------------------------------------------------------------------------------------------------
+
+    def enter(
+        self, unit: U, *, segment: object | None = None, segments: Callable[[], Sequence[object]] = _no_segments
+    ) -> None:
+        """`unit` began its forward, in a `segment` if there is one; `segments` are this one and those around it, the
+        innermost first, maybe without the first, which is none then."""
+        now = self.entered_at = self._clock = self._clock + 1
+        inside = self._enter_segment(unit, segment, segments) if segment is not None or self._inside else None
+        self._begun.setdefault(unit, now)
+        self._entered.setdefault(unit)
+        self._now.runs.append((unit, now, "graph", inside))
+
+    def _enter_segment(
+        self, unit: U, segment: object | None, segments: Callable[[], Sequence[object]]
+    ) -> CheckpointRegion | None:
+        inside = self._segments.get(segment) if segment is not None else None
+        if inside is None and segment is not None:
+            for each in reversed(segments()):
+                found = self._segments.get(each)
+                if found is None:
+                    found = self._segments[each] = CheckpointRegion(self._clock, around=inside)
+                inside = found
+        if inside is not None:
+            self._inside[unit] = inside
+        else:
+            self._inside.pop(unit, None)
+        return inside
+
+    def enter_without_graph(
+        self,
+        unit: U,
+        *,
+        checkpoint: int | None = None,
+        segment: object | None = None,
+        segments: Callable[[], Sequence[object]] = _no_segments,
+    ) -> None:
+        """`unit` began its forward; a recomputation may still make its graph, and does where it is in a reentrant
+        `checkpoint`, for which that stands. For the others see `enter`."""
+        if unit in self._begun:
+            self.begun_again.add(unit)
+        now = self._tick(unit)
+        inside = self._enter_segment(unit, segment, segments)
+        if checkpoint is None or checkpoint != self._checkpoint:
+            self._repeated = CheckpointRegion(now)
+        self._checkpoint = checkpoint
+        self._without_graph[unit] = self._repeated
+        self._now.runs.append((unit, now, "none" if checkpoint is None else "recomputed", inside))
+
+    def enter_sharing(self, owning_unit: U) -> None:
+        """Parameters of `owning_unit` are about to be used by another unit, in whose backward it takes part."""
+        self._entered.setdefault(owning_unit)
+        self._now.runs.append((owning_unit, self._tick(owning_unit), "lent", None))
+
+    def enter_sharing_without_graph(self, owning_unit: U) -> None:
+        """Parameters of `owning_unit` are about to be used by a unit that began without a graph: gradients may come to
+        them from two recomputations, of that unit and of `owning_unit`, or from one beside a graph."""
+        self._now.runs.append((owning_unit, self._tick(owning_unit), "again", None))
+        self.begun_again.add(owning_unit)
+
+    def repeat(self, unit: U) -> None:
+        """`unit` runs again, beside units that a backward gathers with it."""
+        self._now.runs.append((unit, self._clock, "again", None))
+
+    def add(self, unit: U) -> None:
+        """`unit` takes part, though it did not run: parameters of it were used at a time that is not known."""
+        self._tick(unit)
+        self._entered.setdefault(unit)
+        self._anchored.pop(unit, None)
+        self._anchored[unit] = None
+
+    def _tick(self, unit: U) -> int:
+        self._clock += 1
+        self._begun.setdefault(unit, self._clock)
+        return self._clock
+
+    # -- and finish --------------------------------------------------------------------------------------------------
+
+    def leave(self, unit: U) -> None:
+        """`unit` finished its forward and its output can bring it a gradient."""
+        self._anchored.pop(unit, None)
+        self._anchored[unit] = None
+        self._clock += 1
+        self._now.ended[unit] = self._clock
+        if self._inside:
+            self._leave_segments(unit)
+
+    def leave_without_graph(self, unit: U) -> None:
+        """`unit` finished its forward, and no gradient can come to it unless it is recomputed."""
+        self._clock += 1
+        together = self._without_graph.pop(unit, None) or CheckpointRegion(self._clock)
+        together.ended = self._clock
+        self._leave_segments(unit)
+        self._left.setdefault(unit, []).append((together, self._inside.get(unit)))
+
+    def _leave_segments(self, unit: U) -> None:
+        for each in self._inside[unit].outwards() if unit in self._inside else ():
+            each.ended = self._clock
+
+    # -- what a backward asks ----------------------------------------------------------------------------------------
+
+    @property
+    def passes(self) -> Sequence[PassLog[U]]:
+        """Those that a backward may reach, since their graphs live, in order."""
+        return tuple(self._passes.values())
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether units ran without a graph, which recomputations may still make."""
+        return len(self._begun) > len(self._entered)
+
+    def position(self, unit: U) -> int:
+        """When `unit` first began; it has a graph from now on, if it had none (a recomputation)."""
+        self._entered.setdefault(unit)
+        return self._begun[unit] if unit in self._begun else self._tick(unit)
+
+    def began(self, unit: U) -> int:
+        """When `unit`, which has run, first began."""
+        return self._begun[unit]
+
+    def left(self, unit: U, *, later: int = 0) -> tuple[CheckpointRegion, Sequence[CheckpointRegion]]:
+        """What a reentrant checkpoint recomputes with `unit`, which ran without a graph, so many times before it did
+        last, and the segments in which that run is repeated without a graph before it gets one, the innermost first."""
+        left = self._left.get(unit)
+        if not left:
+            return CheckpointRegion(0), ()
+        together, inside = left[max(0, len(left) - 1 - later)]
+        return together, () if inside is None else (*inside.outwards(),)
+
+    def awaits(self, unit: U) -> bool:
+        """Whether a gradient can reach `unit` in a backward that has not begun."""
+        return unit in self._anchored and not self.consumed
+
+    @property
+    def entered(self) -> tuple[U, ...]:
+        """Units in the order in which they began."""
+        return tuple(self._entered)
+
+    @property
+    def begun(self) -> tuple[U, ...]:
+        """The same, with those that have no graph, or not yet."""
+        return tuple(self._begun)
+
+    @property
+    def anchored(self) -> tuple[U, ...]:
+        """Units that await a gradient, in the order in which they (last) finished."""
+        return tuple(self._anchored)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was anchored: no backward can follow."""
+        return not self._anchored
