@@ -26,8 +26,7 @@ from ..config.arguments import has_forward
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from ..schedule.backward_driver import UnitRules
-from ..schedule.forward_order import ForwardOrder
-from ..schedule.forward_record import ForwardRecord
+from ..schedule.forward_record import ForwardOrder, ForwardRecord
 from .backward import Backward, rules_of
 from .coalesced_collectives import Coalescer
 from .conditional_units import ConditionalUnits

@@ -1,4 +1,4 @@
-"""Which units ran in the forwards that one backward may cover, and when; pure.
+"""Which units ran in the forwards that one backward may cover, and when, and in the last complete forward; pure.
 
 [Note: backward order] Ranks may run different autograd graphs (a parameter unused here, a branch there), so the moment
 at which a unit's backward begins or its last gradient arrives is no common order. What ranks do share is the order of
@@ -268,3 +268,45 @@ class ForwardRecord(Generic[U]):
     def empty(self) -> bool:
         """Whether nothing was anchored: no backward can follow."""
         return not self._anchored
+
+
+class ForwardOrder(Generic[U]):
+    """The order of units in the running forward, and in the last complete one, from which this one prefetches.
+
+    A unit that is entered several times has a follower for each.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[U, int], U] = {}  # (unit, which visit of it) -> what followed
+        self._learned: dict[tuple[U, int], U] = {}
+        self._visits: dict[U, int] = {}
+        self._now: tuple[U, int] | None = None
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._learned = {}
+        self._visits = {}
+        self._now = None
+
+    def enter(self, unit: U) -> bool:
+        """`unit` is entered; True if it is the first one."""
+        first = self._now is None
+        if self._now is not None:
+            self._learned[self._now] = unit
+        visit = self._visits[unit] = self._visits.get(unit, 0) + 1
+        self._now = unit, visit
+        return first
+
+    def end(self) -> None:
+        """The forward is complete."""
+        self._known = self._learned
+
+    def upcoming(self) -> Iterator[U]:
+        """What followed, in the last complete forward, that visit of the unit that was entered last: one unit after the
+        other, until one comes again."""
+        now = self._now
+        visits = dict([now] if now is not None else [])
+        while now is not None and (unit := self._known.get(now)) is not None and unit not in visits:
+            visits[unit] = self._visits.get(unit, 0) + 1
+            yield unit
+            now = unit, visits[unit]

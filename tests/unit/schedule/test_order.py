@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from flatfsdp.engine.schedule.backward_clock import BackwardClock
-from flatfsdp.engine.schedule.forward_order import ForwardOrder
-from flatfsdp.engine.schedule.forward_record import ForwardRecord
+from flatfsdp.engine.schedule.forward_record import ForwardOrder, ForwardRecord
 from flatfsdp.engine.schedule.issue_order import GatherOrder, ReduceOrder, coalesce
 
 
