@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..engine.base.fqns import clean
 from ..engine.config.state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
-from ..engine.state.model.zero_copy import sharing_memory
+from ..engine.state.model.types import sharing_memory
 from ..engine.state.named_param import NamedParam, named_buffers, named_state
 from ..engine.state.optim.descriptions import value_of
 from ..engine.state.optim.load_plan import TensorSpec

@@ -45,14 +45,14 @@ _MOVED = {
         branches=conditional_units placement=device_checks replicas=replica_checks
         traversal=module_tree registry=param_registry optimizers=optimizer_hooks midway=gradient_counter
     """,
-    "state": "owned=owned_interval consolidate full_params",
+    "state": "owned=owned_interval consolidate full_params state_dicts.from_first=from_rank0",
     "state.model": """
-        state_dicts.carriers=distributed_values state_dicts.deferred=lazy_values state_dicts.from_first=from_rank0
-        state_dicts.kinds=types state_dicts.lending=zero_copy state_dicts.loading=loading
+        state_dicts.carriers=distributed_values state_dicts.deferred=lazy_values
+        state_dicts.kinds=types state_dicts.lending=types state_dicts.loading=loading
         state_dicts.parts=submodules state_dicts.saving=saving state_dicts.stand_ins=placeholders
     """,
     "state.optim": """
-        optim_state.api=api optim_state.facts=descriptions optim_state.held=param_map optim_state.keys=rekey
+        optim_state.api=api optim_state.facts=descriptions optim_state.held=param_map optim_state.keys=api
         optim_state.loading=loading optim_state.plan=load_plan optim_state.saving=saving optim_state.trial=initial_state
     """,
     "features": """

@@ -16,7 +16,7 @@ from ..runtime.unit import Unit
 from .owned_interval import OwnedInterval, RemoteElements
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NamedParam:
     """A parameter of a model, or a buffer that belongs to the model's state.
 

@@ -24,11 +24,7 @@ class DistributedValue(LazyValue):
     """A DTensor or a ShardedTensor as a value to be loaded. `value`: it."""
 
     def fetch_into(self, target: torch.Tensor) -> None:
-        target.copy_(self.whole())
-
-    def whole(self) -> torch.Tensor:
-        """All of it. Collective over its mesh, or its process group."""
-        return whole_of(self.value)
+        target.copy_(whole_if_distributed(self.value))
 
 
 def is_distributed(value: Any) -> bool:
@@ -36,8 +32,10 @@ def is_distributed(value: Any) -> bool:
     return type(value).__name__ in ("DTensor", "ShardedTensor") and type(value).__module__.startswith("torch.")
 
 
-def whole_of(value: Any) -> torch.Tensor:
-    """The whole of a DTensor or a ShardedTensor. Collective over its mesh, or its process group."""
+def whole_if_distributed(value: Any) -> Any:
+    """The whole of a DTensor or a ShardedTensor, collective over its mesh or its process group; others as they are."""
+    if not is_distributed(value):
+        return value
     return value.full_tensor() if type(value).__name__ == "DTensor" else _whole_of_shards(value)
 
 

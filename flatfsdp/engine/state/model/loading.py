@@ -8,6 +8,7 @@ under way is kept with the wrapper.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from ....errors import UsageError
-from ...agreement import object_collectives as exchange
+from ...agreement.object_collectives import all_or_none
 from ...agreement.once_per_job import warn_once_per_job
 from ...base import _torch
 from ...base.fqns import WRAPPED, clean, clean_text, fqn
@@ -27,19 +28,24 @@ from ...config.state_dict_configs import FullStateDictConfig, StateDictType
 from ...flat.flat_param import FlatParamHandle
 from ...flat.placeholder import PlaceholderReadError
 from ...flat.states import SUMMONED
+from ...runtime.model_facts import axes_of
 from ...runtime.module_tree import units_in
 from ...runtime.rest import check_idle, collective_call, initialize, quiesce
 from ...runtime.unit import Unit
 from ..consolidate import is_first, scatter, store
+from ..from_rank0 import FromRank0, spread
 from ..full_params import summon
 from ..owned_interval import OwnedInterval
-from .distributed_values import DistributedValue, defer_distributed
-from .from_rank0 import FromRank0, axes_of, spread
-from .misfits import in_brief
+from .distributed_values import DistributedValue, defer_distributed, whole_if_distributed
 from .placeholders import Placeholders, stand_in
 from .saving import FLAT, has_own_classes
 
 UNDER_WAY = "_load_under_way"
+# How torch reports a state dict of another model: with every key, on every rank.
+_BEGIN = "Error(s) in loading state_dict for "
+_MOST = 3  # names of a kind
+_LIST = re.compile(r"^(\t(?:Missing|Unexpected) key\(s\) in state_dict: )(.*?)\. ?$")
+_NAME = re.compile(r'"[^"]*"')
 # Units whose modules read values of parameters while they load.
 _read_values: weakref.WeakSet[Unit] = weakref.WeakSet()
 # Whether a wrapper was asked, which tries again and clears up; a module around wrappers does neither.
@@ -125,7 +131,7 @@ class UnitLoad:
     def _store_each(self, owning_unit: Unit, handle: FlatParamHandle, values: dict[int, torch.Tensor]) -> None:
         for index, value in values.items():
             try:
-                given = value.whole() if isinstance(value, DistributedValue) else value
+                given = whole_if_distributed(value.value) if isinstance(value, DistributedValue) else value
                 if not isinstance(given, torch.Tensor):  # like one, which reads a file when it is used (Lightning's)
                     given = torch.detach(given)
                 if given.is_meta or given.layout is not torch.strided:  # told by ranks that own nothing of it, too
@@ -173,7 +179,7 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
                 raise
             _read_values.add(reading[-1].unit)
         except RuntimeError as error:
-            if (brief := in_brief(error)) is None:
+            if (brief := _in_brief(error)) is None:
                 raise
             raise brief from None
         finally:
@@ -195,7 +201,7 @@ def _of_first(unit: Unit, state_dict: Any) -> Any:
                 f"load_state_dict() with rank0_only=True: expected a state dict on rank 0, found a {given}"
             )
 
-    exchange.all_or_none([*axes_of(unit)], check, doing="loads a state dict of rank 0")
+    all_or_none(axes_of([unit]), check, doing="loads a state dict of rank 0")
     return state_dict if isinstance(state_dict, Mapping) else {}
 
 
@@ -377,3 +383,28 @@ def _warn_of_dtypes(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None
                     "dtype call .to() on the wrapper"
                 )
                 return
+
+
+def _in_brief(error: RuntimeError) -> RuntimeError | None:
+    """`error` with some names of each kind, where torch says that a state dict does not fit; None if it is as short, or
+    says something else."""
+    reported = str(error)
+    if type(error) is not RuntimeError or not reported.startswith(_BEGIN):
+        return None
+    first, *lines = reported.split("\n")
+    kept: list[str] = []
+    shapes = 0
+    for line in lines:
+        if line.startswith("\tsize mismatch for "):
+            shapes += 1
+            kept += [line] if shapes <= _MOST else []
+        elif (found := _LIST.match(line)) is not None and len(names := _NAME.findall(found[2])) > _MOST + 1:
+            kept.append(f"{found[1]}{', '.join(names[:_MOST])} and {len(names) - _MOST} more. ")
+        else:
+            kept.append(line)
+    if shapes > _MOST:
+        kept.append(f"\tand {shapes - _MOST} more of other shapes. ")
+    short = "\n".join([first, *kept])
+    if len(short) == len(reported):
+        return None
+    return RuntimeError(f"{short}\n\tIt is of another model; strict=False returns the names of all keys.")

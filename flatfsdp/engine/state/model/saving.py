@@ -35,14 +35,13 @@ from ...runtime.module_tree import units_in
 from ...runtime.rest import check_idle, collective_call, quiesce
 from ...runtime.unit import Unit
 from ..consolidate import consolidated, is_first
+from ..from_rank0 import take_buffers
 from ..full_params import summon
 from ..named_param import NamedParam
 from ..owned_interval import OwnedInterval, RemoteElements
 from .distributed_values import carrier_of, flat_of, rows_of
 from .placeholders import Placeholders, stand_in
-from .rank0_buffers import take_firsts
-from .types import settings_of
-from .zero_copy import shares_memory
+from .types import settings_of, shares_memory
 
 FLAT = "_flat_param"
 
@@ -122,7 +121,7 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
         with collective_call(units, "state_dict()", when=not job.is_without_communication):
             _add(job, wrapper, destination, prefix)
             if job.broadcasts_buffers:
-                take_firsts(unit, units, wrapper, destination, prefix)
+                take_buffers(unit, units, wrapper, destination, prefix)
     finally:
         _job.reset(token)
     _finish(job, destination, start, keep_vars=keep_vars)

@@ -21,9 +21,9 @@ from ...flat.states import SUMMONED
 from ...runtime.param_registry import unit_around
 from ...runtime.rest import collective_call
 from ...runtime.unit import Unit
+from ..from_rank0 import take_buffers
 from .loading import UnitLoad, begin_unit
 from .placeholders import Placeholders
-from .rank0_buffers import take_firsts
 from .saving import StateDictCall, begin, fill
 
 _UNDER_WAY = "_part_under_way"
@@ -89,7 +89,7 @@ def after_saving(module: nn.Module, destination: Any, prefix: str, metadata: Any
     with collective_call([unit], "state_dict()", when=not job.is_without_communication):
         fill(job, unit, destination, keys, prefix)
         if job.broadcasts_buffers:
-            take_firsts(unit, [unit, *unit.owning_units], module, destination, prefix)
+            take_buffers(unit, [unit, *unit.owning_units], module, destination, prefix)
     if job.rank0_only and not job.first:
         for key in keys:
             del destination[key]

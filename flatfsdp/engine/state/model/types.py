@@ -1,9 +1,11 @@
-"""Which kind of state dict a model gives: a choice for all wrappers in a module, for a while or for good."""
+"""Which kind of state dict a model gives: a choice for all wrappers in a module, for a while or for good; and whether
+its values share memory with the model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +28,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     for unit, other in zip(units, found, strict=True):
         if other != found[-1]:
             raise UsageError(
-                f"unit {_told(unit)} was set to {other.state_dict_type.name} and unit {_told(units[-1])} to "
+                f"unit {_described(unit)} was set to {other.state_dict_type.name} and unit {_described(units[-1])} to "
                 f"{found[-1].state_dict_type.name}, or to other configs; one state dict holds values of one kind. Call "
                 "set_state_dict_type() on the module that you ask for its state dict"
             )
@@ -58,5 +60,27 @@ def _choose(units: list[Unit], chosen: StateDictSettings) -> None:
         unit.options = replace(unit.options, state_dict=chosen)
 
 
-def _told(unit: Unit) -> str:
+def _described(unit: Unit) -> str:
     return f"{unit.label} ({type(unit.module).__name__})"
+
+
+_shares_memory: ContextVar[bool] = ContextVar("values of state dicts share memory", default=False)
+
+
+@contextmanager
+def sharing_memory() -> Iterator[None]:
+    """Inside, values of sharded state dicts share memory with what they are of.
+
+    [Note: shared values] A checkpoint that is written at once needs no copies: what this rank owns of parameters, and
+    of an optimizer's states, is shown where it lies. Whole values are gathered, and are copies as always.
+    """
+    token = _shares_memory.set(True)
+    try:
+        yield
+    finally:
+        _shares_memory.reset(token)
+
+
+def shares_memory() -> bool:
+    """Whether the caller is inside `sharing_memory()`."""
+    return _shares_memory.get()

@@ -1,17 +1,17 @@
-"""What states an optimizer has of each parameter: told by the ranks that own its elements, agreed on by all.
+"""What states an optimizer has of each parameter: described by the ranks that own its elements, the same on all.
 
-[Note: facts] A state is *shaped* if it has an element for each of the parameter's: it is split as the parameter is.
-Everything else (a step count, a flag) is one value for the whole parameter: the same on all ranks that own elements,
-and for a flat parameter the same for all that lie in it. A tensor of another shape is *kept* as it is where one rank
-sees the whole parameter; where ranks see parts of it, nobody knows how to put such tensors together. A rank that owns
-no element of a parameter has nothing to tell of it: optimizers have no state there, or an empty one.
+[Note: described states] A state is *shaped* if it has an element for each of the parameter's: it is split as the
+parameter is. Everything else (a step count, a flag) is one value for the whole parameter: the same on all ranks that
+own elements, and for a flat parameter the same for all that lie in it. A tensor of another shape is *kept* as it is
+where one rank sees the whole parameter; where ranks see parts of it, nobody knows how to put such tensors together. A
+rank that owns no element of a parameter does not describe it: optimizers have no state there, or an empty one.
 """
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch
 from ....errors import AgreementError, UsageError, ranks_in_words
 from .param_map import OptimizedParam
 
-Facts = dict[str, Any]  # by the name of the state: Shaped, Kept, Odd, or the value itself
+# By the name of the state: ParamShaped, OtherState, UnsupportedState, or the value itself.
+Description = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,28 +45,23 @@ class UnsupportedState:
     words: str
 
 
-@dataclass(frozen=True)
-class ParamReport:
-    """What one rank tells of one parameter of its optimizer. `facts`: None if its optimizer does not hold it."""
-
-    name: str
-    facts: Facts | None
-
-
-def facts_of(held: OptimizedParam, state: Mapping[str, Any]) -> Facts:
-    """What this rank's `state` of `held` is."""
-    facts: Facts = {}
-    handle = held.handle
+def description_of(param: OptimizedParam, state: Mapping[str, Any]) -> Description:
+    """What this rank's `state` of `param` is."""
+    found: Description = {}
+    handle = param.handle
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == held.shape:
-            facts[name] = ParamShaped(value.dtype)
+        if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == param.shape:
+            found[name] = ParamShaped(value.dtype)
         elif not _holds_tensors(value):
-            facts[name] = value_of(value)
-        elif held.keeps_any_shape:
-            facts[name] = OtherState(None if handle is None or handle.is_unsharded_at_rest else value_of(value))
+            found[name] = value_of(value)
+        elif param.keeps_any_shape:
+            found[name] = OtherState(None if handle is None or handle.is_unsharded_at_rest else value_of(value))
+        elif isinstance(value, torch.Tensor):
+            words = f"a tensor of shape {tuple(value.shape)}, where what this rank steps on has {param.shape}"
+            found[name] = UnsupportedState(words)
         else:
-            facts[name] = UnsupportedState(_words(value, held))
-    return facts
+            found[name] = UnsupportedState(f"a {type(value).__name__} that holds tensors")
+    return found
 
 
 def value_of(value: Any, *, device: torch.device | None = None) -> Any:
@@ -79,28 +75,29 @@ def value_of(value: Any, *, device: torch.device | None = None) -> Any:
     return copy.deepcopy(value)
 
 
-def agree(reports: Mapping[int, Sequence[ParamReport]]) -> dict[str, Facts]:
-    """What all ranks' reports come to, for every parameter that has states.
+def agree(by_rank: Mapping[int, Mapping[str, Description | None]]) -> dict[str, Description]:
+    """What all ranks' descriptions come to, for every parameter that has states, by its name. None stands for a
+    parameter that the rank's optimizer does not hold.
 
     Raises:
         AgreementError: ranks differ in which states there are, in their dtypes, or in values.
         UsageError: a tensor that cannot be put together.
     """
-    reported: dict[str, dict[int, Facts | None]] = {}
-    for rank, each in reports.items():
-        for report in each:
-            reported.setdefault(report.name, {})[rank] = report.facts
-    return {name: facts for name, by_rank in reported.items() if (facts := _agreed(name, by_rank))}
+    by_name: dict[str, dict[int, Description | None]] = {}
+    for rank, described in by_rank.items():
+        for name, found in described.items():
+            by_name.setdefault(name, {})[rank] = found
+    return {name: agreed for name, each in by_name.items() if (agreed := _agreed(name, each))}
 
 
-def _agreed(name: str, by_rank: Mapping[int, Facts | None]) -> Facts:
-    having = {rank: facts for rank, facts in by_rank.items() if facts}
+def _agreed(name: str, by_rank: Mapping[int, Description | None]) -> Description:
+    having = {rank: found for rank, found in by_rank.items() if found}
     if not having:
         return {}
     first, *others = having
     expected = having[first]
     for without, words in ((None, "do not hold it"), ({}, "have no state of it")):
-        missing = [rank for rank, facts in by_rank.items() if facts == without]
+        missing = [rank for rank, found in by_rank.items() if found == without]
         if missing:
             raise AgreementError(
                 f"optimizer state of {name!r}: {ranks_in_words(sorted(having))} has {_listed(expected)}, but the "
@@ -115,18 +112,18 @@ def _agreed(name: str, by_rank: Mapping[int, Facts | None]) -> Facts:
             )
         for state, value in expected.items():
             if not alike(value, having[rank][state]):
-                _refuse_odd(name, state, value, having[rank][state])
+                _refuse_unsupported(name, state, value, having[rank][state])
                 raise AgreementError(
                     f"optimizer state {state!r} of {name!r}: rank {first} has {shown(value)}, rank {rank} has "
                     f"{shown(having[rank][state])}. What is no tensor of the parameter's shape is one value for the "
                     "parameter, equal on every rank that owns elements of it"
                 )
     for state, value in expected.items():
-        _refuse_odd(name, state, value)
+        _refuse_unsupported(name, state, value)
     return expected
 
 
-def _refuse_odd(name: str, state: str, *values: Any) -> None:
+def _refuse_unsupported(name: str, state: str, *values: Any) -> None:
     for value in values:
         if isinstance(value, UnsupportedState):
             raise UsageError(
@@ -163,7 +160,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shown(value: Any) -> str:
-    """A fact for messages."""
+    """A value of a state, or what it is, for messages."""
     if isinstance(value, ParamShaped):
         return f"a tensor of its shape, {value.dtype}"
     if isinstance(value, UnsupportedState):
@@ -184,11 +181,5 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_holds_tensors, value))
 
 
-def _words(value: Any, held: OptimizedParam) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}, where what this rank steps on has {held.shape}"
-    return f"a {type(value).__name__} that holds tensors"
-
-
-def _listed(facts: Facts) -> str:
-    return ", ".join(sorted(facts)) or "none"
+def _listed(states: Description) -> str:
+    return ", ".join(sorted(states)) or "none"

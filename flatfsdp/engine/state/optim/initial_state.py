@@ -72,21 +72,20 @@ def state_before_first_step(
     found = _state_of_trial(optimizer, groups, on_values=False)
     if found and not type(optimizer).__module__.startswith("torch.optim."):
         on_values = _state_of_trial(optimizer, groups, on_values=True)
-        for held in (each for group in groups for each in group):
-            began = on_values.get(held.key, {})
-            found.get(held.key, {}).update({name: value for name, value in began.items() if _is_copy(value, held)})
+        for param in (each for group in groups for each in group):
+            began = on_values.get(param.key, {})
+            found.get(param.key, {}).update({name: value for name, value in began.items() if _is_copy(value, param)})
     return found
 
 
-def _is_copy(value: Any, held: OptimizedParam) -> bool:
-    at_rest = _at_rest(held)
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and torch.equal(value, at_rest.to(value))
+def _is_copy(value: Any, param: OptimizedParam) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and torch.equal(value, param.at_rest.to(value))
 
 
 def _state_of_trial(
     optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[OptimizedParam]], *, on_values: bool
 ) -> dict[Key, dict[str, Any]]:
-    stand_ins = {id(held.parameter): _stand_in(held, on_values=on_values) for group in groups for held in group}
+    stand_ins = {id(param.parameter): _stand_in(param, on_values=on_values) for group in groups for param in group}
     states = _States()
     try:
         step_alone(copy_over(optimizer, stand_ins, states))
@@ -99,29 +98,21 @@ def _state_of_trial(
         return {}
     found = {}
     for group in groups:
-        for held in group:
-            state = states.get(stand_ins[id(held.parameter)])
+        for param in group:
+            state = states.get(stand_ins[id(param.parameter)])
             if state:
-                found[held.key] = state.first
+                found[param.key] = state.first
     return found
 
 
-def _at_rest(held: OptimizedParam) -> torch.Tensor:
-    handle = held.handle
-    if handle is None:
-        return held.parameter.detach()
-    # Between forward and backward the parameter shows nothing.
-    return (handle.shard if held.is_flat else handle.at_rest.views[held.params[0].index]).detach()
-
-
-def _stand_in(held: OptimizedParam, *, on_values: bool) -> nn.Parameter:
-    at_rest, steps = _at_rest(held), held.parameter.requires_grad
+def _stand_in(param: OptimizedParam, *, on_values: bool) -> nn.Parameter:
+    at_rest, steps = param.at_rest, param.parameter.requires_grad
     if steps:
         values = at_rest.clone() if on_values else torch.zeros_like(at_rest)
     else:
         values = at_rest.new_zeros(()).expand(at_rest.shape)
     made = nn.Parameter(values, requires_grad=steps)
-    for name, value in vars(held.parameter).items():
+    for name, value in vars(param.parameter).items():
         if name != "_handle_ref":
             setattr(made, name, value)
     if steps:

@@ -19,7 +19,7 @@ from ...base.fqns import clean
 from ..model.distributed_values import is_distributed
 from ..named_param import NamedParam
 from ..owned_interval import OwnedInterval
-from .descriptions import alike, shown, value_of
+from .descriptions import ParamShaped, alike, shown, value_of
 from .param_map import Key, OptimizedParam, ParamMap
 
 
@@ -32,7 +32,7 @@ class TensorSpec:
     span: tuple[int, int] | None = None
 
 
-Values = dict[str, Any]  # by the name of the state: a Described, or the value itself
+Values = dict[str, Any]  # by the name of the state: a TensorSpec, or the value itself
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,12 @@ class StateDictSpec:
 
 
 @dataclass(frozen=True)
-class ShardedState:
-    """A state of the parameter's shape: each rank gets its elements."""
-
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class ReplicatedState:
-    """A tensor that every rank gets as it is."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class LoadPlan:
     """What an optimizer is to load.
 
     Attributes:
-        states: by the optimizer's key, for each state a Cut, a Taken or the value itself.
+        states: by the optimizer's key, for each state `ParamShaped` where each rank gets its elements, the `TensorSpec`
+            of a tensor that every rank gets as it is, or the value itself.
         sources: under which key the dict has the states of a parameter, by its name.
         others: entries that belong to no parameter.
         param_groups: as the optimizer has them, with its own keys; None if the dict has none.
@@ -142,7 +128,6 @@ def plan(holder: ParamMap, description: StateDictSpec, others: Collection[Any] =
         ConfigValueError: a name that is no parameter's of the optimizer, or states that do not fit, in words.
     """
     by_name = {name: named for named in holder.params for name in named.names}
-    held_names = {named.name for held in holder for named in held.params}
     beside = {key for key, entry in description.state.items() if key in others or not isinstance(entry, dict)}
     found: dict[str, Values] = {}
     sources: dict[str, str] = {}
@@ -166,7 +151,7 @@ def plan(holder: ParamMap, description: StateDictSpec, others: Collection[Any] =
             )
         )
     groups = [[named.name for _, named in group if named is not None] for group in listed]
-    unheld = sorted({*found, *(name for group in groups for name in group)} - held_names)
+    unheld = sorted({*found, *(name for group in groups for name in group)} - holder.by_name.keys())
     if unheld:
         raise ConfigValueError(
             f"optim_state_dict: it has {_few(unheld)}, which this optimizer does not hold. Remove them from the dict's "
@@ -208,10 +193,7 @@ def _with_scalars_shaped(named: NamedParam, values: Values, shaped: Collection[s
 def _of_one(held: OptimizedParam, values: Values) -> dict[str, Any]:
     named = held.params[0]
     if held.handle is None:
-        return {
-            state: ReplicatedState(value.shape, value.dtype) if isinstance(value, TensorSpec) else value
-            for state, value in values.items()
-        }
+        return values
     spec = named.spec
     planned: dict[str, Any] = {}
     for state, value in values.items():
@@ -219,9 +201,9 @@ def _of_one(held: OptimizedParam, values: Values) -> dict[str, Any]:
             planned[state] = value
         elif value.shape == spec.shape:
             _check_interval(named, state, value)
-            planned[state] = ShardedState(value.dtype)
+            planned[state] = ParamShaped(value.dtype)
         elif _owned_by_one(named):
-            planned[state] = ReplicatedState(value.shape, value.dtype)
+            planned[state] = value
         else:
             raise ConfigValueError(
                 f"optim_state_dict: state {state!r} of {named.name!r} has shape {value.shape}, the parameter "
@@ -265,7 +247,7 @@ _SHARE = (
 )
 
 
-def _cut_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[str, Any]) -> ShardedState:
+def _cut_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[str, Any]) -> ParamShaped:
     dtypes: dict[torch.dtype, str] = {}
     for named in members:
         value = values.get(named.name)
@@ -288,7 +270,7 @@ def _cut_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[str,
     if len(dtypes) > 1:
         reported = ", ".join(f"{dtype} for {name!r}" for dtype, name in dtypes.items())
         raise ConfigValueError(f"optim_state_dict: state {state!r} has different dtypes: {reported}. {_SHARE}")
-    return ShardedState(next(iter(dtypes)))
+    return ParamShaped(next(iter(dtypes)))
 
 
 def _value_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[str, Any]) -> Any:

@@ -13,21 +13,21 @@ import torch
 from torch import nn
 
 from ....errors import AgreementError, ConfigValueError, UsageError, by_ranks
-from ...agreement.object_collectives import all_or_none, firsts, is_first_of, ranks_over
+from ...agreement.object_collectives import all_or_none, is_first_of, ranks_over
 from ...base.hashing import hash63
-from ...base.plain_data import decode, encode
+from ...base.plain_data import encode
 from ...comm.transport import Transport
-from ...flat.layout_views import full_views
 from ...runtime.module_tree import units_in
 from ...runtime.rest import collective_call
 from ...runtime.unit import Unit
 from ..consolidate import is_first, scatter, store
-from ..model.distributed_values import is_distributed, whole_of
+from ..from_rank0 import broadcast_tensor, broadcast_value
+from ..model.distributed_values import is_distributed, whole_if_distributed
 from ..named_param import NamedParam
-from .descriptions import value_of
-from .load_plan import LoadPlan, ReplicatedState, ShardedState, StateDictSpec, TensorSpec, describe, plan
+from .descriptions import ParamShaped, value_of
+from .load_plan import LoadPlan, StateDictSpec, TensorSpec, describe, plan
 from .param_map import Key, OptimizedParam, ParamMap, groups_of, others_of
-from .saving import axes_of, is_source
+from .saving import initialized_axes, is_source, shaped_states
 
 DOING = "loads the state of an optimizer"
 FROM_FIRST = "loads the state of an optimizer that the first rank has"
@@ -47,7 +47,7 @@ def load(
     """What an optimizer loads by its own `load_state_dict()`.
 
     Args:
-        optim, optim_input: what says which parameters it has ([Note: held]).
+        optim, optim_input: what says which parameters it has ([Note: optimized parameters]).
         from_first: only the first rank has `state_dict`; that of others is not looked at.
         by_name: the optimizer's keys are names, not numbers.
         alone: without communication; `state_dict` holds whole tensors, or the intervals that this rank owns.
@@ -60,27 +60,24 @@ def load(
         AgreementError: ranks have different dicts, or another rank has a wrong one.
     """
     with collective_call(units_in(model), "optim_state_dict_to_load()", always=True, when=not alone):
-        axes = [] if alone else axes_of(model)
+        axes = [] if alone else initialized_axes(model)
         from_first = from_first and bool(axes)
-        described = [_description_of_first(model, axes, state_dict, group)] if from_first else []
-        made: list[tuple[ParamMap, LoadPlan]] = []
+        description = _description_of_first(model, axes, state_dict, group) if from_first else None
+        loading = _Loading(axes, from_first=from_first)
 
         def prepare() -> int:
-            if not described:
-                described.append(describe(state_dict))
-            holder = ParamMap(model, groups_of(model, optim, optim_input), by_name=by_name)
-            made.append((holder, plan(holder, described[0], frozenset(others_of(optim)))))
-            return hash63(repr(_told(holder, described[0])))
+            loading.description = describe(state_dict) if description is None else description
+            loading.holder = ParamMap(model, groups_of(model, optim, optim_input), by_name=by_name)
+            loading.plan = plan(loading.holder, loading.description, frozenset(others_of(optim)))
+            return hash63(repr(loading.common()))
 
         digests = all_or_none(axes, prepare, doing=DOING)
-        ((holder, planned),) = made
         if len(set(digests.values())) > 1:
-            _refuse_difference(all_or_none(axes, lambda: _told(holder, described[0]), doing=DOING))
+            _refuse_difference(all_or_none(axes, loading.common, doing=DOING))
         source = state_dict["state"] if not from_first or is_first_of(axes) else {}
-        loadable: dict[str, Any] = {
-            "state": {**_Filler(holder, planned, source, axes, from_first=from_first).states(), **planned.others}
-        }
-        return loadable if planned.param_groups is None else {**loadable, "param_groups": planned.param_groups}
+        loadable: dict[str, Any] = {"state": {**loading.states(source), **loading.plan.others}}
+        groups = loading.plan.param_groups
+        return loadable if groups is None else {**loadable, "param_groups": groups}
 
 
 def _description_of_first(model: nn.Module, axes: list[Transport], state_dict: Any, group: Any) -> StateDictSpec:
@@ -89,39 +86,29 @@ def _description_of_first(model: nn.Module, axes: list[Transport], state_dict: A
     Raises:
         AgreementError, ConfigTypeError, ConfigValueError, UsageError: it is no such dict, or cannot reach all ranks.
     """
-    ranks = ranks_over(axes)
-    packed: list[bytes] = []
+    ranks, first = ranks_over(axes), is_first_of(axes)
+    own: list[StateDictSpec] = []
 
     def look() -> None:
-        if is_source(axes, group) is not is_first_of(axes):
+        if is_source(axes, group) is not first:
             raise ConfigValueError(
                 f"group: its first rank must be rank {ranks[0]}, the first over which the model is spread, which has "
                 "the dict; leave it out"
             )
-        for unit in units_in(model) if not is_first_of(axes) else ():
+        for unit in units_in(model) if not first else ():
             if is_first(unit):
                 raise UsageError(
                     f"unit {unit.label} is spread over ranks without rank {ranks[0]}, which has the state, and sends "
                     "it to the ranks that it shares a unit with. Give every rank the dict, and call "
                     "shard_full_optim_state_dict()"
                 )
-        if is_first_of(axes):
-            packed.append(encode(describe(state_dict).to_cpu(), objects=True))
+        if first:
+            own.append(describe(state_dict).to_cpu())
+            encode(own[0], objects=True)  # what cannot be sent is refused here, on all ranks
 
     all_or_none(axes, look, doing=FROM_FIRST)
-    described: StateDictSpec = decode(firsts(axes, b"".join(packed)), objects=True)
+    described: StateDictSpec = broadcast_value(axes, own[0] if first else None)
     return described
-
-
-def _told(holder: ParamMap, description: StateDictSpec) -> list[tuple[str, str]]:
-    """What ranks must have in common, where each has a dict: (name, tensors in words) of what is in units."""
-    outside = {name for named in holder.params if named.unit is None for name in named.names}
-    reported = []
-    for name, values in description.state.items():
-        if isinstance(values, dict) and name not in outside:
-            tensors = sorted(f"{s} {v.shape} {v.dtype}" for s, v in values.items() if isinstance(v, TensorSpec))
-            reported.append((str(name), ", ".join(tensors) or "no tensors"))
-    return sorted(reported)
 
 
 def _refuse_difference(reported: Mapping[int, list[tuple[str, str]]]) -> NoReturn:
@@ -137,72 +124,84 @@ def _refuse_difference(reported: Mapping[int, list[tuple[str, str]]]) -> NoRetur
     )
 
 
-class _Filler:
-    """Tensors by plan. `source`: the state of the dict, empty where only the first rank has it."""
+class _Loading:
+    """What an optimizer is to load, and from there its tensors.
 
-    def __init__(
-        self,
-        holder: ParamMap,
-        planned: LoadPlan,
-        source: Mapping[str, Any],
-        axes: Sequence[Transport],
-        *,
-        from_first: bool,
-    ) -> None:
-        self._holder = holder
-        self._plan = planned
-        self._source = source
+    Attributes:
+        description: what the dict holds.
+        holder: what the optimizer holds.
+        plan: what is to come of each value.
+    """
+
+    description: StateDictSpec
+    holder: ParamMap
+    plan: LoadPlan
+
+    def __init__(self, axes: Sequence[Transport], *, from_first: bool) -> None:
         self._axes = axes
         self._from_first = from_first
+        self._source: Mapping[str, Any] = {}
 
-    def states(self) -> dict[Key, dict[str, Any]]:
+    def common(self) -> list[tuple[str, str]]:
+        """What ranks must have in common, where each has a dict: (name, tensors in words) of what is in units."""
+        outside = {name for named in self.holder.params if named.unit is None for name in named.names}
+        found = []
+        for name, values in self.description.state.items():
+            if isinstance(values, dict) and name not in outside:
+                tensors = sorted(f"{s} {v.shape} {v.dtype}" for s, v in values.items() if isinstance(v, TensorSpec))
+                found.append((str(name), ", ".join(tensors) or "no tensors"))
+        return sorted(found)
+
+    def states(self, source: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
         """What the optimizer loads, by its keys. Collective over the axes if there are any.
 
         Parameters of which this rank has no element are left out, as optimizers do that step on gradients alone; those
         that go by names have all.
+
+        Args:
+            source: the state of the dict, empty where only the first rank has it.
         """
-        by_name = {named.name: held for held in self._holder for named in held.params}
+        self._source = source
+        by_name = self.holder.by_name
         out: dict[Key, dict[str, Any]] = {}
-        for unit, kind, members in self._holder.by_handle():
-            held = list({id(by_name[n.name]): by_name[n.name] for n in members if n.name in by_name}.values())
-            for state, dtype in self._cuts(held):
-                having = [each for each in held if self._planned(each).get(state) == ShardedState(dtype)]
-                shard = self._shard(unit, kind, having, state, dtype)
+        for unit, kind, members in self.holder.by_handle():
+            handle = unit.handles[kind]
+            inside = list({id(by_name[n.name]): by_name[n.name] for n in members if n.name in by_name}.values())
+            for state, dtype in shaped_states(map(self._planned, inside)):
+                having = [each for each in inside if self._planned(each).get(state) == ParamShaped(dtype)]
+                shard = self._shard(unit, kind, [named for each in having for named in each.params], state, dtype)
+                pieces = handle.at_rest.views_of(shard)
                 for each in having:
-                    out.setdefault(each.key, {})[state] = _piece(each, shard)
-        for named in self._holder.params:
-            found = by_name.get(named.name)
-            if found is None or found.params[0] is not named:
+                    piece = shard if each.is_flat else pieces[each.params[0].index].clone()
+                    out.setdefault(each.key, {})[state] = piece
+        for named in self.holder.params:
+            param = by_name.get(named.name)
+            if param is None or param.params[0] is not named:
                 continue
-            for state, value in self._planned(found).items():
-                if not isinstance(value, ShardedState):
-                    taken = self._taken(found, state, value) if isinstance(value, ReplicatedState) else value_of(value)
-                    out.setdefault(found.key, {})[state] = taken
+            for state, value in self._planned(param).items():
+                if not isinstance(value, ParamShaped):
+                    replicated = isinstance(value, TensorSpec)
+                    taken = self._replicated(param, state, value) if replicated else value_of(value)
+                    out.setdefault(param.key, {})[state] = taken
         return {
             each.key: {state: out[each.key][state] for state in self._planned(each)}
-            for each in self._holder
+            for each in self.holder
             if each.key in out and (each.reports or isinstance(each.key, str))
         }
 
-    def _planned(self, held: OptimizedParam) -> dict[str, Any]:
-        return self._plan.states.get(held.key, {})
-
-    def _cuts(self, held: Sequence[OptimizedParam]) -> list[tuple[str, torch.dtype]]:
-        """Every state that is cut, with its dtype, in an order that all ranks share."""
-        found = {(s, v.dtype) for each in held for s, v in self._planned(each).items() if isinstance(v, ShardedState)}
-        return sorted(found, key=str)
+    def _planned(self, param: OptimizedParam) -> dict[str, Any]:
+        return self.plan.states.get(param.key, {})
 
     def _value(self, named: NamedParam, state: str) -> Any:
         """The tensor of the dict; None where it has none."""
-        source = self._plan.sources.get(named.name)
-        return None if source is None or not self._source else self._source[source].get(state)
+        key = self.plan.sources.get(named.name)
+        return None if key is None or not self._source else self._source[key].get(state)
 
     def _shard(
-        self, unit: Unit, kind: int, having: Sequence[OptimizedParam], state: str, dtype: torch.dtype
+        self, unit: Unit, kind: int, wanted: Sequence[NamedParam], state: str, dtype: torch.dtype
     ) -> torch.Tensor:
         """One state of one handle, laid out like its shard."""
         handle = unit.handles[kind]
-        wanted = [named for each in having for named in each.params]
         if self._from_first:
             whole: list[torch.Tensor | None] = [None] * len(handle.leaves)
             for named in wanted:
@@ -212,33 +211,15 @@ class _Filler:
         for named in wanted:
             value = self._value(named, state)
             if value is not None:
-                found = whole_of(value) if is_distributed(value) else value
-                store(handle.layout, handle.rank, shard, named.index, found)
+                store(handle.layout, handle.rank, shard, named.index, whole_if_distributed(value))
         return shard
 
-    def _taken(self, held: OptimizedParam, state: str, value: ReplicatedState) -> torch.Tensor:
+    def _replicated(self, param: OptimizedParam, state: str, spec: TensorSpec) -> torch.Tensor:
         """A tensor as the dict has it, where the parameter is."""
-        handle = held.handle
-        param_ref = held.parameter.device if handle is None else handle.shard.device
-        if not self._from_first:
-            found = self._value(held.params[0], state)
-            if is_distributed(found) and not is_distributed(held.parameter):
-                found = whole_of(found)
-            return found.detach().to(param_ref, copy=True)
-        tensor = torch.empty(value.shape, dtype=value.dtype, device=self._axes[0].device.device)
-        if is_first_of(self._axes):
-            tensor.copy_(self._value(held.params[0], state))
-        for axis in self._axes:
-            axis.broadcast(tensor)
-        return tensor.to(param_ref)
-
-
-def _piece(held: OptimizedParam, shard: torch.Tensor) -> torch.Tensor:
-    """The state of one parameter out of that of its handle, in memory of its own."""
-    handle = held.handle
-    assert handle is not None
-    if held.is_flat:
-        return shard
-    if handle.is_unsharded_at_rest:
-        return full_views(shard, handle.layout)[held.params[0].index].clone()
-    return held.params[0].local_view(shard).clone()
+        value, device = self._value(param.params[0], state), param.at_rest.device
+        if self._from_first:
+            value = broadcast_tensor(self._axes, value, spec.shape, spec.dtype, self._axes[0].device.device)
+        elif not is_distributed(param.parameter):
+            value = whole_if_distributed(value)
+        copied: torch.Tensor = value.detach().to(device, copy=True)
+        return copied

@@ -1,8 +1,8 @@
 """What an optimizer holds of a model: each of its parameters, and the names of the model's parameters in it.
 
-[Note: held] An optimizer steps on flat parameters (`use_orig_params=False`), on pieces of the user's parameters, or on
-parameters outside of every unit. It knows them by number, in the order of its own param groups, which may be another
-one on every rank. State dicts know names ([Note: clean names]); `OptimizedParam` is the bridge.
+[Note: optimized parameters] An optimizer steps on flat parameters (`use_orig_params=False`), on pieces of the user's
+parameters, or on parameters outside of every unit. It knows them by number, in the order of its own param groups, which
+may be another one on every rank. State dicts know names ([Note: clean names]); `OptimizedParam` is the bridge.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ class OptimizedParam:
         key: how the optimizer's own state dict calls it: its number, or its name where optimizers go by names.
         parameter: what the optimizer steps on.
         params: the model's parameters in it: one, or those of a flat parameter in layout order.
-        is_flat: whether it is a flat parameter.
     """
 
     key: Key
     parameter: torch.Tensor
     params: tuple[NamedParam, ...]
-    is_flat: bool
 
     @property
     def name(self) -> str:
@@ -49,15 +47,23 @@ class OptimizedParam:
         return self.params[0].handle
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of a state that has an element for each of its elements."""
+    def is_flat(self) -> bool:
+        """Whether it is a flat parameter."""
+        handle = self.handle
+        return handle is not None and not handle.use_orig_params
+
+    @property
+    def at_rest(self) -> torch.Tensor:
+        """What this rank steps on: between forward and backward the parameter itself shows nothing."""
         handle = self.handle
         if handle is None:
-            return tuple(self.parameter.shape)
-        if self.is_flat:
-            return (handle.layout.shard_numel,)
-        named = self.params[0]
-        return named.spec.shape if handle.is_unsharded_at_rest else (named.span_in_shard.numel,)
+            return self.parameter.detach()
+        return (handle.shard if self.is_flat else handle.at_rest.views[self.params[0].index]).detach()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a state that has an element for each of its elements."""
+        return tuple(self.at_rest.shape)
 
     @property
     def reports(self) -> bool:
@@ -67,14 +73,8 @@ class OptimizedParam:
     @property
     def keeps_any_shape(self) -> bool:
         """Whether states of other shapes mean something: they are those of a whole parameter."""
-        if self.is_flat:
-            return False
-        handle = self.handle
-        return (
-            handle is None
-            or handle.is_unsharded_at_rest
-            or self.params[0].span_in_shard.numel == self.params[0].spec.numel
-        )
+        named = self.params[0]
+        return named.unit is None or (not self.is_flat and named.span_in_shard.numel == named.spec.numel)
 
 
 class ParamMap:
@@ -83,6 +83,7 @@ class ParamMap:
     Attributes:
         params: every parameter of the model, in the order of its state dict.
         groups: the optimizer's param groups.
+        by_name: what it holds, by the first names of the parameters in it.
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[Iterable[torch.Tensor]], *, by_name: bool = False) -> None:
@@ -93,29 +94,26 @@ class ParamMap:
             UsageError: a parameter that is not the model's, or one that was flattened after the optimizer was built.
         """
         self.params = named_state(model)
-        known: dict[int, tuple[NamedParam, ...]] = {
-            id(named.leaf): (named,) for named in self.params if _steps_alone(named)
-        }
-        flat: dict[int, list[NamedParam]] = {}
+        inside: dict[int, list[NamedParam]] = {}  # by the id of what an optimizer can step on
+        flattened: dict[int, str] = {}
         for named in self.params:
-            if not _steps_alone(named):
-                handle = named.handle
-                assert handle is not None
-                flat.setdefault(id(handle.flat_param), []).append(named)
-        for each, members in flat.items():
-            known[each] = tuple(sorted(members, key=lambda named: named.index))
-        flattened = {id(named.leaf): named.name for named in self.params if not _steps_alone(named)}
+            handle = named.handle
+            if handle is None or handle.use_orig_params:
+                inside[id(named.leaf)] = [named]
+            else:
+                inside.setdefault(id(handle.flat_param), []).append(named)
+                flattened[id(named.leaf)] = named.name
         keys: dict[int, Key] = {id(p): name for name, p in model.named_parameters()} if by_name else {}
         self.groups: list[list[OptimizedParam]] = []
         for number, group in enumerate(groups):
-            members_of_group = []
+            self.groups.append([])
             for parameter in group:
-                if id(parameter) not in known:
+                if id(parameter) not in inside:
                     _refuse(parameter, number, flattened.get(id(parameter)))
                 key: Key = keys.setdefault(id(parameter), len(keys))
-                covered = known[id(parameter)]
-                members_of_group.append(OptimizedParam(key, parameter, covered, id(parameter) in flat))
-            self.groups.append(members_of_group)
+                params = tuple(sorted(inside[id(parameter)], key=lambda named: named.index))
+                self.groups[-1].append(OptimizedParam(key, parameter, params))
+        self.by_name = {named.name: each for each in self for named in each.params}
 
     def __iter__(self) -> Iterator[OptimizedParam]:
         for group in self.groups:
@@ -165,11 +163,6 @@ def groups_of(
 def others_of(optim: torch.optim.Optimizer | None) -> list[Any]:
     """The keys of an optimizer's state that are no parameters."""
     return [] if optim is None else [key for key in optim.state if not isinstance(key, torch.Tensor)]
-
-
-def _steps_alone(named: NamedParam) -> bool:
-    handle = named.handle
-    return handle is None or handle.use_orig_params
 
 
 def _refuse(parameter: torch.Tensor, group: int, name: str | None) -> None:

@@ -2,15 +2,15 @@
 
 [Note: optimizer state dicts] {"state": {name: {state: value}}, "param_groups": [...]}, like that of an optimizer over
 the model before it was wrapped, with names ([Note: clean names]) in place of numbers. Before anything is put together,
-ranks tell each other what states they have (`facts`), because a rank knows nothing of parameters of which it owns
-no element. Whole states are then gathered one state of one unit at a time; sharded ones need nothing more.
+ranks exchange what states they have ([Note: described states]), because a rank knows nothing of parameters of which it
+owns no element. Whole states are then gathered one state of one unit at a time; sharded ones need nothing more.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,15 @@ from ...comm.axes import Axis
 from ...comm.transport import Transport
 from ...flat.flat_param import FlatParamHandle
 from ...flat.layout_views import dense
+from ...runtime.model_facts import axes_of
 from ...runtime.module_tree import units_in
 from ...runtime.rest import collective_call, initialize, models_of
 from ...runtime.unit import Unit
-from ..consolidate import consolidated, store
+from ..consolidate import consolidated
 from ..model.distributed_values import carrier_of, rows_of
-from ..model.zero_copy import shares_memory
+from ..model.types import shares_memory
 from ..named_param import NamedParam
-from .descriptions import Facts, OtherState, ParamReport, ParamShaped, agree, facts_of, value_of
+from .descriptions import Description, OtherState, ParamShaped, agree, description_of, value_of
 from .initial_state import state_before_first_step
 from .load_plan import check_dict
 from .param_map import Key, ParamMap, groups_of
@@ -50,7 +51,7 @@ class StateDictRequest:
 
     Attributes:
         carrier: "whole" tensors; else what this rank has: an "interval", rows as "sharded_tensor" or "dtensor", or
-            "fsdp1", as `carriers.carrier_of` says.
+            "fsdp1" (see `carrier_of`).
         offload_to_cpu: whether tensors go to the CPU.
         rank0_only: whether only the first rank gets a dict that is not empty; for whole tensors.
     """
@@ -79,41 +80,32 @@ def state_by_name(
     Collective over the axes of the model's units. No value shares memory with the optimizer's.
     """
     with collective_call(units_in(model), "optim_state_dict()", always=True):
-        axes = axes_of(model)
+        axes = initialized_axes(model)
         doing = DOING[wanted.carrier]
-        made: list[_LocalState] = []
-        keeps: list[bool] = []
+        saving = _Saving(wanted)
 
-        def report() -> tuple[bool, list[ParamReport]]:
-            keeps.append(is_source(axes, group) or not wanted.rank0_only)
-            made.append(_LocalState.of(model, optim, state_dict, groups_of(model, optim, optim_input)))
-            return bool(made[-1].state), made[-1].reports()
+        def prepare() -> tuple[bool, dict[str, Description | None]]:
+            saving.keeps = is_source(axes, group) or not wanted.rank0_only
+            saving.take(model, optim, state_dict, groups_of(model, optim, optim_input))
+            return bool(saving.own), saving.descriptions()
 
-        def step() -> list[ParamReport]:
-            made.append(made[-1].with_state(state_before_first_step(optim, made[-1].holder.groups)))
-            return made[-1].reports()
+        def step() -> dict[str, Description | None]:
+            saving.own = state_before_first_step(optim, saving.holder.groups)
+            return saving.descriptions()
 
-        answers = all_or_none(axes, report, doing=doing, objects=True)
-        reports = {rank: found for rank, (_, found) in answers.items()}
+        answers = all_or_none(axes, prepare, doing=doing, objects=True)
+        described = {rank: each for rank, (_, each) in answers.items()}
         if not any(has_state for has_state, _ in answers.values()):
-            reports = all_or_none(axes, step, doing=f"{doing}, before its first step", objects=True)
-        assembly = _Assembly(made[-1], agree(reports), wanted, keeps=keeps[0])
-        for unit, kind, members in made[-1].holder.by_handle():
-            assembly.add(unit, kind, members)
-        return assembly.state_dict() if keeps[0] else {}
+            described = all_or_none(axes, step, doing=f"{doing}, before its first step", objects=True)
+        return saving.state_dict(agree(described))
 
 
-def axes_of(model: nn.Module) -> list[Transport]:
+def initialized_axes(model: nn.Module) -> list[Transport]:
     """The axes over which units of `model` are spread, each once. Collective if nothing collective came before."""
     units = units_in(model)
     for root in models_of(units):
         initialize(root)
-    found: dict[int, Transport] = {}
-    for unit in units:
-        for axis in (unit.replicate, unit.gather):
-            if axis is not None and axis.group.size > 1:
-                found.setdefault(id(axis.group.process_group), axis)
-    return list(found.values())
+    return axes_of(units)
 
 
 def is_source(axes: Sequence[Transport], group: Any) -> bool:
@@ -131,105 +123,138 @@ def is_source(axes: Sequence[Transport], group: Any) -> bool:
     return given.rank == 0
 
 
-class _LocalState:
-    """What this rank's optimizer has.
+class _Saving:
+    """One state dict, put together from what this rank's optimizer has and what all ranks have described.
 
     Attributes:
-        state: by key; entries without states are left out.
-        others: entries of the state that belong to no parameter.
+        keeps: whether this rank is to have what is gathered.
+        holder: what the optimizer holds.
+        own: its state by key, without entries that have no states.
+        others: entries of its state that belong to no parameter.
     """
 
-    def __init__(
-        self,
-        holder: ParamMap,
-        state: Mapping[Key, dict[str, Any]],
-        others: Mapping[Any, Any],
-        param_groups: Sequence[Mapping[str, Any]] | None,
-    ) -> None:
-        self.holder = holder
-        self.state = {key: entry for key, entry in state.items() if entry}
-        self.others = others
-        self._param_groups = param_groups
-        self._held = {named.name: held for held in holder for named in held.params}
+    keeps: bool
+    holder: ParamMap
+    own: Mapping[Key, dict[str, Any]]
+    others: Mapping[Any, Any]
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(self, wanted: StateDictRequest) -> None:
+        self._wanted = wanted
+        self._param_groups: Sequence[Mapping[str, Any]] | None = None
+        self._made: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+
+    def take(
+        self,
         model: nn.Module,
         optim: torch.optim.Optimizer,
         state_dict: dict[str, Any] | None,
         groups: list[list[torch.Tensor]],
-    ) -> _LocalState:
-        own_dict = optim.state_dict() if state_dict is None else check_dict(state_dict)
-        param_groups = own_dict.get("param_groups")
-        if param_groups is None:
+    ) -> None:
+        """Find what this rank's optimizer has."""
+        own = optim.state_dict() if state_dict is None else check_dict(state_dict)
+        self._param_groups = own.get("param_groups")
+        if self._param_groups is None:
             names = {name for name, _ in model.named_parameters()}
-            keys = [key for key in own_dict["state"] if key in names]
+            keys = [key for key in own["state"] if key in names]
         else:
-            keys = [key for each in param_groups for key in each["params"]]
-        by_name = any(isinstance(key, str) for key in keys)
-        holder = ParamMap(model, groups, by_name=by_name)
-        if param_groups is not None and sorted(map(str, keys)) != sorted(str(held.key) for held in holder):
+            keys = [key for each in self._param_groups for key in each["params"]]
+        self.holder = ParamMap(model, groups, by_name=any(isinstance(key, str) for key in keys))
+        known = [param.key for param in self.holder]
+        if self._param_groups is not None and sorted(map(str, keys)) != sorted(map(str, known)):
             raise ConfigValueError(
                 f"optim_state_dict: its param groups have {len(keys)} parameters, those of the optimizer "
-                f"{len(list(holder))}, or under other keys. Give the optimizer's own state_dict(), or leave it out"
+                f"{len(known)}, or under other keys. Give the optimizer's own state_dict(), or leave it out"
             )
-        known = {held.key for held in holder}
-        state = {key: entry for key, entry in own_dict["state"].items() if key in known}
-        others = {key: entry for key, entry in own_dict["state"].items() if key not in known}
-        return cls(holder, state, others, param_groups)
+        self.own = {key: own["state"][key] for key in known if own["state"].get(key)}
+        self.others = {key: entry for key, entry in own["state"].items() if key not in {*known}}
 
-    def with_state(self, state: Mapping[Key, dict[str, Any]]) -> _LocalState:
-        """The same optimizer with another state."""
-        return _LocalState(self.holder, state, self.others, self._param_groups)
-
-    def reports(self) -> list[ParamReport]:
-        """What this rank tells the others: of every parameter in units of which it has elements."""
-        out = []
+    def descriptions(self) -> dict[str, Description | None]:
+        """What this rank describes to the others: states of every parameter in units of which it has elements."""
+        found: dict[str, Description | None] = {}
         for unit, kind, members in self.holder.by_handle():
-            for named in _reporting(unit.handles[kind], members):
-                held = self._held.get(named.name)
-                if held is None:
+            for named in _describing(unit.handles[kind], members):
+                param = self.holder.by_name.get(named.name)
+                if param is None:
                     if named.has_elements:
-                        out.append(ParamReport(named.name, None))
-                elif held.reports:
-                    out.append(ParamReport(named.name, facts_of(held, self.state.get(held.key, {}))))
-        return out
+                        found[named.name] = None
+                elif param.reports:
+                    found[named.name] = description_of(param, self.own.get(param.key, {}))
+        return found
 
-    def value(self, named: NamedParam, state: str, fact: Any) -> Any:
-        """A copy of what `fact` says of a state that is not shaped."""
-        if isinstance(fact, OtherState):
-            return value_of(self.state[self._held[named.name].key][state] if fact.value is None else fact.value)
-        return value_of(fact)
+    def state_dict(self, agreed: Mapping[str, Description]) -> dict[str, Any]:
+        """All of it, in the order of the model's parameters; empty unless this rank `keeps` it. Collective where states
+        are gathered."""
+        for unit, kind, members in self.holder.by_handle():
+            self._add(unit, kind, _by_name(unit.handles[kind], members, agreed))
+        if not self.keeps:
+            return {}
+        made = self._made
+        for param in self.holder:
+            if param.handle is None and (values := self.own.get(param.key)):
+                made[param.name] = {
+                    name: value.detach()
+                    if shares_memory() and isinstance(value, torch.Tensor)
+                    else _copied(value, self._wanted.device)
+                    for name, value in values.items()
+                }
+        ordered: dict[Any, Any] = {each.name: made[each.name] for each in self.holder.params if each.name in made}
+        ordered |= {key: value_of(value) for key, value in self.others.items()}
+        return {"state": ordered, **self._named_groups()}
 
-    def shard_of(
+    def _add(self, unit: Unit, kind: int, described: Mapping[NamedParam, Description]) -> None:
+        """The states of the parameters of one handle. Collective where they are gathered."""
+        wanted, handle = self._wanted, unit.handles[kind]
+        if wanted.carrier != "interval":
+            carrier = carrier_of(unit, wanted.carrier)
+            for name, dtype in shaped_states(described.values()):
+                having = [named for named, states in described.items() if states.get(name) == ParamShaped(dtype)]
+                with consolidated(unit, kind, self._shard_of(handle, having, name, dtype)) as views:
+                    for named in having if self.keeps else ():
+                        view = views[named.index]
+                        self._made[named.name][name] = (
+                            _copied(view, wanted.device)
+                            if carrier == "whole"
+                            else rows_of(
+                                view, unit, as_dtensor=carrier == "dtensor", offload_to_cpu=wanted.offload_to_cpu
+                            )
+                        )
+        for named, states in described.items():
+            for name, each in states.items():
+                if not isinstance(each, ParamShaped):
+                    value = each.value if isinstance(each, OtherState) else each
+                    on_every_rank = isinstance(each, OtherState) and value is None
+                    self._made[named.name][name] = value_of(self._state(named, name) if on_every_rank else value)
+                elif wanted.carrier == "interval":
+                    local = self._local_of(handle, named, name, each.dtype)
+                    if not shares_memory():
+                        local = local.to(wanted.device or handle.shard.device, copy=True)
+                    self._made[named.name][name] = named.interval(local)
+
+    def _state(self, named: NamedParam, name: str) -> Any:
+        return self.own[self.holder.by_name[named.name].key][name]
+
+    def _shard_of(
         self, handle: FlatParamHandle, having: Sequence[NamedParam], name: str, dtype: torch.dtype
     ) -> torch.Tensor:
         """One state of parameters of one handle, laid out like its shard."""
-        first = self._held.get(having[0].name)
-        if first is not None and first.is_flat:
-            flat: torch.Tensor = self.state[first.key][name].detach()
+        held = self.holder.by_name
+        if having[0].name in held and held[having[0].name].is_flat:
+            flat: torch.Tensor = self._state(having[0], name).detach()
             return flat
         shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard.device)
+        pieces = handle.at_rest.views_of(shard)
         for named in having:
-            held = self._held.get(named.name)
-            if held is None or not named.has_elements:
-                continue
-            value = self.state[held.key][name].detach()
-            if handle.is_unsharded_at_rest:
-                store(handle.layout, handle.rank, shard, named.index, value)
-            else:
-                named.local_view(shard).copy_(value)
+            if named.name in held and named.has_elements:
+                pieces[named.index].copy_(self._state(named, name).detach())
         return shard
 
-    def local_of(self, handle: FlatParamHandle, named: NamedParam, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """What this rank owns of one shaped state, in its parameter's memory order, 1-D; in place where it has that
+    def _local_of(self, handle: FlatParamHandle, named: NamedParam, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """What this rank owns of one state of its parameter's shape, in memory order, 1-D; in place where it has that
         order."""
         if named.span_in_param.is_empty:
             return torch.empty(0, dtype=dtype)
-        held = self._held[named.name]
-        value: torch.Tensor = self.state[held.key][name].detach()
-        if held.is_flat:
+        value: torch.Tensor = self._state(named, name).detach()
+        if self.holder.by_name[named.name].is_flat:
             return named.local_view(value)
         if not handle.is_unsharded_at_rest:
             return value
@@ -240,11 +265,11 @@ class _LocalState:
         interval.take_from(value)
         return interval.local
 
-    def param_groups(self) -> dict[str, list[dict[str, Any]]]:
+    def _named_groups(self) -> dict[str, list[dict[str, Any]]]:
         """The param groups with names in place of keys, as an entry of a state dict; none if they were not given."""
         if self._param_groups is None:
             return {}
-        names = {held.key: [named.name for named in held.params] for held in self.holder}
+        names = {param.key: [named.name for named in param.params] for param in self.holder}
         out = []
         for group in self._param_groups:
             covered = [name for key in group["params"] for name in names[key]]
@@ -255,93 +280,24 @@ class _LocalState:
         return {"param_groups": out}
 
 
-def _reporting(handle: FlatParamHandle, members: Sequence[NamedParam]) -> Sequence[NamedParam]:
-    """Of the parameters of one handle those by whose names states are reported: all, or a flat parameter's first."""
+def _describing(handle: FlatParamHandle, members: Sequence[NamedParam]) -> Sequence[NamedParam]:
+    """Of the parameters of one handle those by whose names states are described: all, or a flat parameter's first."""
     return members if handle.use_orig_params else [min(members, key=lambda named: named.index)]
 
 
-def _by_name(handle: FlatParamHandle, members: Sequence[NamedParam], facts: Mapping[str, Facts]) -> dict[str, Facts]:
-    """What was agreed on, for each parameter of one handle."""
-    tellers = _reporting(handle, members)
-    if len(tellers) == len(members):
-        return {named.name: facts[named.name] for named in members if named.name in facts}
-    found = facts.get(tellers[0].name)
-    return {} if found is None else {named.name: found for named in members}
+def _by_name(
+    handle: FlatParamHandle, members: Sequence[NamedParam], agreed: Mapping[str, Description]
+) -> dict[NamedParam, Description]:
+    """What was agreed on, for each parameter of one handle that has states."""
+    first = _describing(handle, members)[0]
+    names = {named: named.name if handle.use_orig_params else first.name for named in members}
+    return {named: agreed[name] for named, name in names.items() if name in agreed}
 
 
-class _Assembly:
-    """A state dict of names, as it is put together from what this rank's optimizer has and what all have agreed on.
-
-    `keeps`: whether this rank is to have what is gathered.
-    """
-
-    def __init__(self, own: _LocalState, facts: Mapping[str, Facts], wanted: StateDictRequest, *, keeps: bool) -> None:
-        self._own = own
-        self._facts = facts
-        self._wanted = wanted
-        self._keeps = keeps
-        self._state: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-
-    def add(self, unit: Unit, kind: int, members: Sequence[NamedParam]) -> None:
-        """The states of the parameters of one handle. Collective where they are gathered."""
-        facts = _by_name(unit.handles[kind], members, self._facts)
-        if self._wanted.carrier == "interval":
-            self._add_intervals(unit.handles[kind], members, facts)
-        else:
-            self._add_gathered(unit, kind, members, facts)
-        for named in members:
-            for name, fact in facts.get(named.name, {}).items():
-                if not isinstance(fact, ParamShaped):
-                    self._state[named.name][name] = self._own.value(named, name, fact)
-
-    def _add_gathered(self, unit: Unit, kind: int, members: Sequence[NamedParam], facts: Mapping[str, Facts]) -> None:
-        """The shaped states, whole or by rows, where this rank keeps them. Collective."""
-        wanted, carrier = self._wanted, carrier_of(unit, self._wanted.carrier)
-        for name, dtype in _shaped(facts):
-            having = [named for named in members if facts.get(named.name, {}).get(name) == ParamShaped(dtype)]
-            with consolidated(unit, kind, self._own.shard_of(unit.handles[kind], having, name, dtype)) as views:
-                for named in having if self._keeps else ():
-                    view = views[named.index]
-                    self._state[named.name][name] = (
-                        _copied(view, wanted.device)
-                        if carrier == "whole"
-                        else rows_of(view, unit, as_dtensor=carrier == "dtensor", offload_to_cpu=wanted.offload_to_cpu)
-                    )
-
-    def _add_intervals(
-        self, handle: FlatParamHandle, members: Sequence[NamedParam], facts: Mapping[str, Facts]
-    ) -> None:
-        """What this rank owns of the shaped states."""
-        for named in members:
-            for name, fact in facts.get(named.name, {}).items():
-                if isinstance(fact, ParamShaped):
-                    local = self._own.local_of(handle, named, name, fact.dtype)
-                    if not shares_memory():
-                        local = local.to(self._wanted.device or handle.shard.device, copy=True)
-                    self._state[named.name][name] = named.interval(local)
-
-    def state_dict(self) -> dict[str, Any]:
-        """All of it, in the order of the model's parameters, with the states of those outside of every unit."""
-        own, state = self._own, self._state
-        for held in own.holder:
-            if held.handle is None and (values := own.state.get(held.key)):
-                state[held.name] = {
-                    name: value.detach()
-                    if shares_memory() and isinstance(value, torch.Tensor)
-                    else _copied(value, self._wanted.device)
-                    for name, value in values.items()
-                }
-        ordered: dict[Any, Any] = {named.name: state[named.name] for named in own.holder.params if named.name in state}
-        ordered |= {key: value_of(value) for key, value in own.others.items()}
-        return {"state": ordered, **own.param_groups()}
-
-
-def _shaped(facts: Mapping[str, Facts]) -> Iterator[tuple[str, torch.dtype]]:
-    """Every shaped state with its dtype, once, in an order that all ranks share."""
-    found = {
-        (name, fact.dtype) for each in facts.values() for name, fact in each.items() if isinstance(fact, ParamShaped)
-    }
-    yield from sorted(found, key=str)
+def shaped_states(described: Iterable[Mapping[str, Any]]) -> list[tuple[str, torch.dtype]]:
+    """Every state of the parameters' shapes with its dtype, once, in an order that all ranks share."""
+    found = {(name, each.dtype) for states in described for name, each in states.items() if type(each) is ParamShaped}
+    return sorted(found, key=str)
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:

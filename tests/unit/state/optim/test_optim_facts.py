@@ -1,4 +1,4 @@
-"""What ranks tell of an optimizer's states, and what that comes to."""
+"""How ranks describe an optimizer's states, and what that comes to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from flatfsdp.engine.state.optim.descriptions import (
     OtherState,
-    ParamReport,
     ParamShaped,
     UnsupportedState,
     agree,
@@ -22,20 +21,20 @@ STEP = torch.tensor(3.0)
 FLOATS = ParamShaped(torch.float32)
 
 
-def told(*facts: Any) -> dict[int, list[ParamReport]]:
-    """One report of the parameter "w" per rank; ... for a rank that owns no element of it."""
-    return {rank: [] if each is ... else [ParamReport("w", each)] for rank, each in enumerate(facts)}
+def described(*each_rank: Any) -> dict[int, dict[str, Any]]:
+    """One description of the parameter "w" per rank; ... for a rank that owns no element of it."""
+    return {rank: {} if each is ... else {"w": each} for rank, each in enumerate(each_rank)}
 
 
-def test_what_owners_tell_holds_for_all() -> None:
-    facts = {"exp_avg": FLOATS, "step": STEP}
-    assert agree(told(..., facts, dict(facts), ...)) == {"w": facts}
-    assert agree(told({}, {}, None)) == {}
-    assert agree(told(..., {"row": OtherState(torch.ones(2))})).keys() == {"w"}
+def test_what_owners_describe_holds_for_all() -> None:
+    states = {"exp_avg": FLOATS, "step": STEP}
+    assert agree(described(..., states, dict(states), ...)) == {"w": states}
+    assert agree(described({}, {}, None)) == {}
+    assert agree(described(..., {"row": OtherState(torch.ones(2))})).keys() == {"w"}
 
 
 @pytest.mark.parametrize(
-    ("facts", "words"),
+    ("each_rank", "words"),
     [
         pytest.param(
             ({"step": STEP}, {}, {}), "rank 0 has step, but the optimizers of ranks 1, 2, .* no state", id="missing"
@@ -49,18 +48,18 @@ def test_what_owners_tell_holds_for_all() -> None:
         pytest.param(({"on": True}, {"on": 1}), "'on' of 'w': rank 0 has True, rank 1 has 1", id="types"),
     ],
 )
-def test_differences(facts: tuple[Any, ...], words: str) -> None:
+def test_differences(each_rank: tuple[Any, ...], words: str) -> None:
     with pytest.raises(AgreementError, match=words):
-        agree(told(*facts))
+        agree(described(*each_rank))
 
 
 def test_what_cannot_be_put_together() -> None:
-    for facts in (
+    for each_rank in (
         ({"row": UnsupportedState("a tensor of shape (3,)")},),
         ({"row": FLOATS}, {"row": UnsupportedState("a tensor of shape (3,)")}),
     ):
         with pytest.raises(UsageError, match=r"'row' of 'w' is a tensor of shape \(3,\), and the parameter is split"):
-            agree(told(*facts))
+            agree(described(*each_rank))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""What only the first rank has, on every rank: its state dict, its buffers, a description of what it has.
+
+[Note: from rank 0] Descriptions (keys, shapes, dtypes, values that are no tensors) are broadcast at once. Tensors
+follow one by one where they are copied to: whole into a buffer (`broadcast_tensor`), into the shards of a unit all
+together (`consolidate.scatter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import UsageError
+from ..agreement.object_collectives import firsts, is_first_of
+from ..base.plain_data import decode, encode
+from ..comm.transport import Transport
+from ..runtime.model_facts import axes_of
+from ..runtime.unit import Unit
+from .model.lazy_values import LazyValue
+from .named_param import named_buffers
+
+
+def broadcast_value(axes: Sequence[Transport], value: Any) -> Any:
+    """The first rank's `value`; that of others is ignored. Users' objects may be in it. Collective over `axes`."""
+    return decode(firsts(axes, encode(value, objects=True)), objects=True)
+
+
+def broadcast_tensor(
+    axes: Sequence[Transport], value: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The first rank's `value`, of `shape` and `dtype` on `device`; that of others is ignored. Collective over
+    `axes`."""
+    if is_first_of(axes):
+        tensor: torch.Tensor = value.detach().to(device, dtype).contiguous()
+    else:
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+    for axis in axes:
+        axis.broadcast(tensor)
+    return tensor
+
+
+class FromRank0(LazyValue):
+    """A value of the first rank's state dict.
+
+    Attributes:
+        value: the value there, None on other ranks.
+        unit: over whose axes it is sent.
+    """
+
+    value: torch.Tensor | None
+    unit: Unit
+    why = "only rank 0 has"
+
+    def fetch_into(self, target: torch.Tensor) -> None:
+        device = self.unit.groups.device
+        target.copy_(broadcast_tensor(axes_of([self.unit]), self.value, target.shape, target.dtype, device))
+
+
+def spread(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replace `state_dict` below `prefix` by what the first rank has there. Collective over both axes of `unit`.
+
+    Does nothing inside a wrapper for which it has been done.
+
+    Raises:
+        UsageError: on every rank: a value cannot be sent.
+    """
+    own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+    if any(isinstance(value, FromRank0) for value in own.values()):
+        return
+    axes = axes_of([unit])
+    described = [
+        (key, tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (key, None, value)
+        for key, value in (own if is_first_of(axes) else {}).items()
+    ]
+    known = broadcast_value(axes, _refusal(described, own) or described)
+    if isinstance(known, str):
+        raise UsageError(f"load_state_dict() from rank 0: {known}")
+    for key in own:
+        del state_dict[key]
+    for key, shape, what in known:
+        if shape is None:
+            state_dict[key] = what
+        else:
+            state_dict[key] = FromRank0.of(own[key] if is_first_of(axes) else None, shape, what)
+            state_dict[key].unit = unit
+
+
+def _refusal(described: list[tuple[str, Any, Any]], own: dict[str, Any]) -> str | None:
+    """Why the first rank's values cannot be sent; None if they can."""
+    for key, shape, what in described:
+        value = own[key]
+        if shape is not None and (value.is_meta or value.layout != torch.strided):
+            return f"{key!r} is a {value.layout} tensor on {value.device}, expected a dense one with values"
+        if shape is None:
+            try:
+                encode(what, objects=True)
+            except UsageError as error:
+                return f"{key!r}: {error}"
+    return None
+
+
+def take_buffers(unit: Unit, units: Collection[Unit], module: nn.Module, destination: Any, prefix: str) -> None:
+    """Replace buffers of `module` in `destination` by those of the first rank. Collective over both axes of `unit`
+    where any of `units` is sharded; elsewhere ranks need not call together.
+
+    [Note: buffers of ranks] Ranks keep buffers of their own (running statistics, of the data that each has seen), so a
+    state dict that is the same on all ranks must take one rank's. What is gathered, or written, holds the first one's;
+    what a rank has without communication (sharded and local state dicts, NO_SHARD) holds its own. So do buffers that
+    the first rank does not have, or that are no dense tensors there.
+    """
+    if all(each.groups.shard.size == 1 for each in units):
+        return
+    axes = axes_of([unit])
+    keys = [prefix + name for each in named_buffers(module) for name in each.names]
+    own = {key: destination[key] for key in keys if key in destination}
+    described = [(key, each.shape, each.dtype) for key, each in own.items() if _can_travel(each)]
+    for key, shape, dtype in broadcast_value(axes, described):
+        value = broadcast_tensor(axes, own.get(key), shape, dtype, unit.groups.device)
+        if key in own and not is_first_of(axes):
+            destination[key] = value.to(own[key].device)
+
+
+def _can_travel(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
