@@ -54,18 +54,18 @@ def save(
     Args:
         path: a folder that is not there, is empty, or, with `overwrite`, holds a checkpoint. All ranks share it.
         model: of which every rank saves what it owns; no parameter is made whole. Of buffers that differ between ranks
-            (running statistics) the first rank's are saved (`per_node`: of each node), and a warning says so once.
+            (running statistics) the first rank's are saved (`per_node`: of each node), with one warning.
         optimizer: that of `model`. Its state is saved by the names of parameters.
         extra: nested mappings and lists of tensors and plain values (None, bool, int, float, str, bytes, tuples, ...),
             the same on all ranks where the keys are the same. What differs between ranks (states of random numbers)
             has keys that differ.
         overwrite: replace a checkpoint; it is there until the new one is complete.
         per_node: for nodes that share no file system: each has a folder with what its own ranks hold.
-        metrics: numbers by which `keep` can tell the best.
+        metrics: numbers by which `keep` finds the best.
         model_format: "flatfsdp", or "safetensors": the model is in ``model.safetensors`` then, or in numbered files
             with an index, as `export_safetensors` has it, and only there. `load` reads it like any other, and so does
             everybody who reads safetensors; torch.distributed.checkpoint sees all but the model. With `per_node` it is
-            so where the ranks of each node hold the whole model, elsewhere a warning says that it is not.
+            so where the ranks of each node hold the whole model, elsewhere it is not, with a warning.
         files: puts small files (a config, a tokenizer) into the folder that it is given, before that takes its place;
             called once, on the first rank (`per_node`: of each node). They are checked and removed with the others.
         keeping: remove other checkpoints from the folder around `path` when this one is complete.
@@ -229,7 +229,7 @@ def _entries(parts: list[Section], there: Iterable[str], values: Iterable[Keys])
     state = next((part.state for part in parts if part.name == "model"), None)
     if state is None:
         return [], []
-    held = {f"model.{key}": None for key in state if not isinstance(state[key], torch.Tensor)}
+    here = {f"model.{key}": None for key in state if not isinstance(state[key], torch.Tensor)}
     saved = {f"model.{path[1]}": None for path in values if len(path) > 1 and path[0] == "model"}
-    saved.update({key: None for key in held if any(each.startswith(f"{key}.") for each in there)})
-    return list(held), list(saved)
+    saved.update({key: None for key in here if any(each.startswith(f"{key}.") for each in there)})
+    return list(here), list(saved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from ..errors import CheckpointError
@@ -17,7 +18,7 @@ class Saving:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._error: BaseException | None = None
-        self._told = False
+        self._was_raised = False
         self._work = work
         self._thread = threading.Thread(target=self._run, name="flatfsdp checkpoint")
         self._thread.start()  # not a daemon: the interpreter waits for it at its end
@@ -25,7 +26,7 @@ class Saving:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # told by `result`, and by the next save
+        except BaseException as error:  # raised by `result`, or by the next save
             self._error = error
         finally:
             del self._work  # and with it the copies
@@ -45,13 +46,13 @@ class Saving:
         if self._thread.is_alive():
             raise TimeoutError(f"the checkpoint is not complete after {timeout} seconds")
         if self._error is not None:
-            self._told = True
+            self._was_raised = True
             raise self._error
 
-    def raise_untold(self) -> None:
+    def raise_unreported(self) -> None:
         """Raise an error that nobody has asked for."""
-        if self._error is not None and not self._told:
-            self._told = True
+        if self._error is not None and not self._was_raised:
+            self._was_raised = True
             raise CheckpointError(f"the save before this one, in the background, failed: {self._error}")
 
 
@@ -66,7 +67,7 @@ def finish_before(ranks: CheckpointRanks, take: Callable[[], Contents]) -> Calla
     last._thread.join()
 
     def take_if_all_is_well() -> Contents:
-        last.raise_untold()
+        last.raise_unreported()
         return take()
 
     return take_if_all_is_well
@@ -82,13 +83,9 @@ def start(ranks: CheckpointRanks, request: SaveRequest, take: Callable[[], Conte
 
 def _outcome(work: Callable[[], Contents]) -> Callable[[], Contents]:
     """What `work` returned or raised, when asked: the other ranks learn of it in the thread, at the first exchange."""
+    outcome: Future[Contents] = Future()
     try:
-        contents = work()
-    except Exception as raised:
-        error = raised
-
-        def fail() -> Contents:
-            raise error
-
-        return fail
-    return lambda: contents
+        outcome.set_result(work())
+    except Exception as error:
+        outcome.set_exception(error)
+    return outcome.result

@@ -28,7 +28,7 @@ from .ranks import CheckpointRanks
 from .reading import is_inside
 from .tensor_file import CHECKSUMS, SUFFIX
 
-# Seconds after which a file that another rank has written is not seen any more: network file systems are slow to tell.
+# Seconds after which a file that another rank has written is taken for invisible: network file systems are slow.
 PATIENCE = 5.0
 PART = ".part"
 # The names of files that saves and exports write.
@@ -297,8 +297,8 @@ def leader_of(place: CheckpointFolder, ranks: CheckpointRanks, doing: str, *, pe
     try:
         tokens = ranks.exchange(doing, lambda: leave() if writes else "")
         if per_node:
-            there = ranks.exchange(doing, lambda: _those_seen(place, tokens))
-            return there[ranks.rank][0]
+            names = ranks.together(doing, lambda: {each.name for each in place.path.parent.iterdir()})
+            return next(rank for rank, token in enumerate(tokens) if token in names)
         seen = ranks.exchange(doing, lambda: _sees(place.path.with_name(tokens[0])))
     finally:
         for token in mine:
@@ -322,8 +322,3 @@ def _sees(token: Path) -> bool:
             os.scandir(token.parent).close()
         time.sleep(0.05)
     return True
-
-
-def _those_seen(place: CheckpointFolder, tokens: Sequence[str]) -> list[int]:
-    names = {each.name for each in place.path.parent.iterdir()}
-    return [rank for rank, token in enumerate(tokens) if token in names]

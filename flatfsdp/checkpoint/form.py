@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _LARGEST = 2**62
 
@@ -18,25 +22,16 @@ def parse(data: bytes | bytearray) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def mapping(value: Any, what: str) -> dict[str, Any]:
-    """An object."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is {_shown(value)}, no object")
+def _of_kind(kind: type[T], name: str, value: Any, what: str) -> T:
+    if not isinstance(value, kind):
+        raise ValueError(f"{what} is {_shown(value)}, no {name}")
     return value
 
 
-def items(value: Any, what: str) -> list[Any]:
-    """A list."""
-    if not isinstance(value, list):
-        raise ValueError(f"{what} is {_shown(value)}, no list")
-    return value
-
-
-def text(value: Any, what: str) -> str:
-    """A string."""
-    if not isinstance(value, str):
-        raise ValueError(f"{what} is {_shown(value)}, no string")
-    return value
+# Each takes the value, and what it is.
+mapping: Callable[[Any, str], dict[str, Any]] = partial(_of_kind, dict, "object")
+items: Callable[[Any, str], list[Any]] = partial(_of_kind, list, "list")
+text: Callable[[Any, str], str] = partial(_of_kind, str, "string")
 
 
 def whole(value: Any, what: str, *, least: int = 0) -> int:

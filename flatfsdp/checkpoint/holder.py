@@ -1,8 +1,8 @@
 """Which process made a file, and whether it still runs: what locks and tokens beside checkpoints hold.
 
-[Note: processes] A number of a process says nothing without the system that counts: the boot of the machine, and the
+[Note: processes] A number of a process means nothing without the system that counts: the boot of the machine, and the
 namespace of the container, of which several may have one host name. Where both are this process's own, the time at
-which the process began tells it from a later one of the same number. Elsewhere nothing can be said from here.
+which the process began distinguishes it from a later one of the same number. Elsewhere nothing is known from here.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class LockHolder:
     def from_bytes(cls, data: bytes) -> LockHolder | None:
         """From what begins with such a line; None where it does not."""
         try:
-            read = json.loads(data.partition(b"\n")[0])
-            told = {field.name: read[field.name] for field in fields(cls)}
+            line = json.loads(data.partition(b"\n")[0])
+            read = {field.name: line[field.name] for field in fields(cls)}
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        texts = [value for name, value in told.items() if name != "pid"]
+        texts = [value for name, value in read.items() if name != "pid"]
         if (
-            type(told["pid"]) is not int
-            or told["pid"] < 1
+            type(read["pid"]) is not int
+            or read["pid"] < 1
             or not all(isinstance(text, str) and text.isprintable() for text in texts)
         ):
             return None
-        return cls(**told)
+        return cls(**read)
 
     @property
     def name(self) -> str:
@@ -116,8 +116,8 @@ class Machine:
         """This process, with a token of its own."""
         jobs = [f"{name} {os.environ[name]}" for name in _JOBS if name in os.environ]
         program = os.path.basename(sys.argv[0]) if sys.argv else ""
-        told = "".join(filter(str.isprintable, ", ".join(filter(None, (program, *jobs)))))
-        return LockHolder(self.host, self.boot, self.pid, self.start_of(self.pid) or "", told[:100], uuid.uuid4().hex)
+        words = "".join(filter(str.isprintable, ", ".join(filter(None, (program, *jobs)))))
+        return LockHolder(self.host, self.boot, self.pid, self.start_of(self.pid) or "", words[:100], uuid.uuid4().hex)
 
     def is_gone(self, holder: LockHolder, busy: frozenset[str] | set[str]) -> bool | None:
         """Whether a process has ended, or, where it is this one, is not at its token any more; None: not to be known.

@@ -24,13 +24,12 @@ from ..engine.runtime.rest import check_idle, quiesce
 from ..engine.state.named_param import NamedParam, named_buffers, named_state
 from ..errors import CheckpointError, few, refuse_type, refuse_value
 from . import form
-from .beside import written_by
 from .disk import Files, disk
 from .folders import CheckpointFolder, refuse_link
 from .loading import compare
 from .ranks import CheckpointRanks
 from .raw import as_interval
-from .replacement import Replacement
+from .replacement import Replacement, written_by
 from .tensor_file import CHECKSUMS, SINGLE, SUFFIX, Entry, read_header, read_into
 from .weights import INDEX, BlockChecksums, Described, WeightFiles, checksums_of, verify_checksums
 
@@ -74,8 +73,8 @@ def export_safetensors(
 
     ranks = CheckpointRanks(process_group, "export_safetensors()")
     with ranks.calling(model):
-        hold = partial(_held_in_place, model, "export_safetensors()")
-        _export(ranks, folder, hold, largest=largest, dtype=dtype, overwrite=overwrite, files=files)
+        find_params = partial(_params_at_rest, model, "export_safetensors()")
+        _export(ranks, folder, find_params, largest=largest, dtype=dtype, overwrite=overwrite, files=files)
 
 
 def write_whole(tensors: Mapping[str, torch.Tensor], folder: Path, *, overwrite: bool) -> None:
@@ -84,14 +83,14 @@ def write_whole(tensors: Mapping[str, torch.Tensor], folder: Path, *, overwrite:
     for name, tensor in tensors.items():
         memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
         same.setdefault(memory, []).append(name)
-    held = [NamedParam(names[0], tuple(names), None, 0, 0, tensors[names[0]]) for names in same.values()]
-    _export(CheckpointRanks(), folder, lambda: held, largest=bytes_in("5GB"), dtype=None, overwrite=overwrite)
+    params = [NamedParam(names[0], tuple(names), tensors[names[0]]) for names in same.values()]
+    _export(CheckpointRanks(), folder, lambda: params, largest=bytes_in("5GB"), dtype=None, overwrite=overwrite)
 
 
 def _export(
     ranks: CheckpointRanks,
     folder: str | os.PathLike[str],
-    hold: Callable[[], list[NamedParam]],
+    find_params: Callable[[], list[NamedParam]],
     *,
     largest: int,
     dtype: torch.dtype | None,
@@ -100,13 +99,16 @@ def _export(
 ) -> None:
     place = CheckpointFolder.at(folder, CHECKSUMS)
     export = Replacement(ranks, place, f"exporting to {place.path}")
-    held: list[NamedParam] = []
+    params: list[NamedParam] = []
     planned: list[WeightFiles] = []
 
     def plan() -> list[Described]:
-        held.extend(hold())
-        values = {each.name: each.in_place() for each in held}
-        tensors = [(name, _written_as(value, dtype), tuple(value.shape)) for name, value in values.items()]
+        params.extend(find_params())
+        values = {each.name: each.in_place() for each in params}
+        tensors = [
+            (name, dtype if dtype is not None and value.dtype.is_floating_point else value.dtype, tuple(value.shape))
+            for name, value in values.items()
+        ]
         planned.append(WeightFiles.of(tensors, largest))
         return tensors
 
@@ -119,7 +121,7 @@ def _export(
         place.prepare(next(iter(place.complete()), None), overwrite=overwrite)
 
     def write() -> None:
-        mine = (each for each in held if each.saves(first=ranks.rank == 0))
+        mine = (each for each in params if each.saves(first=ranks.rank == 0))
         weights.write(place.new, ((each.name, as_interval(each.name, each.in_place())) for each in mine))
 
     def conclude(checksums: Sequence[BlockChecksums]) -> None:
@@ -165,22 +167,23 @@ def load_safetensors(
     ranks = CheckpointRanks(process_group, "load_safetensors()")
     doing = f"loading {os.fspath(source)}"
     there: dict[str, Entry] = {}
-    held: list[NamedParam] = []
+    params: list[NamedParam] = []
 
     def look() -> None:
         there.update(_entries_at(Path(source)))
-        held.extend(_held_in_place(model, "load_safetensors()"))
-        wanted = {_name_in(each, there): each.in_place() for each in held}
-        known = {name for each in held for name in each.names}
+        params.extend(_params_at_rest(model, "load_safetensors()"))
+        wanted = {_name_in(each, there): each.in_place() for each in params}
+        known = {name for each in params for name in each.names}
         shapes = {name: entry.shape for name, entry in there.items() if name in wanted or name not in known}
         compare(shapes, wanted, None, strict=strict)
 
     def read() -> None:
         with torch.no_grad(), Files() as files:
-            for each in held:
+            for each in params:
                 if (name := _name_in(each, there)) in there:
                     read_into(files[there[name].file], there[name], each.in_place())
-        _note_writes(model)
+        # Behind autograd's back: what was made of the shards is out of date.
+        torch.autograd.graph.increment_version([handle.shard for unit in units_in(model) for handle in unit.handles])
 
     with ranks.calling(model):
         ranks.exchange(doing, look)
@@ -189,7 +192,7 @@ def load_safetensors(
         ranks.exchange(doing, read)
 
 
-def _held_in_place(model: nn.Module, what: str) -> list[NamedParam]:
+def _params_at_rest(model: nn.Module, what: str) -> list[NamedParam]:
     """Parameters, then buffers, in the order of `model.modules()`, ready to be asked for `NamedParam.in_place`. No
     communication.
 
@@ -201,14 +204,8 @@ def _held_in_place(model: nn.Module, what: str) -> list[NamedParam]:
     return [*named_state(model), *named_buffers(model)]
 
 
-def _note_writes(model: nn.Module) -> None:
-    """Shards have been written to behind autograd's back: what was made of them is out of date."""
-    shards = [handle.shard for unit in units_in(model) for handle in unit.handles]
-    torch.autograd.graph.increment_version(shards)
-
-
-def _name_in(held: NamedParam, there: Mapping[str, Entry]) -> str:
-    return next((name for name in held.names if name in there), held.names[0])
+def _name_in(params: NamedParam, there: Mapping[str, Entry]) -> str:
+    return next((name for name in params.names if name in there), params.names[0])
 
 
 def bytes_in(size: int | str) -> int:
@@ -221,10 +218,6 @@ def bytes_in(size: int | str) -> int:
     if unit is None or not number.strip().isdigit():
         refuse_value("max_shard_size", size, f"a positive number and one of {', '.join(_UNITS)}")
     return int(number) * unit
-
-
-def _written_as(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
 
 
 def _require_same(plans: Sequence[Any], doing: str) -> None:
@@ -279,8 +272,12 @@ def _entries_at(source: Path) -> dict[str, Entry]:
     index = folder / INDEX
     if index.is_file():
         try:
-            told = form.mapping(form.mapping(form.parse(disk().read_file(index)), "it").get("weight_map"), "weight_map")
-            places = {name: form.inner_name(file, f"weight_map: the file of {name}") for name, file in told.items()}
+            weight_map = form.mapping(
+                form.mapping(form.parse(disk().read_file(index)), "it").get("weight_map"), "weight_map"
+            )
+            places = {
+                name: form.inner_name(file, f"weight_map: the file of {name}") for name, file in weight_map.items()
+            }
         except ValueError as error:
             raise CheckpointError(f"{index} is no index of safetensors: {error}") from error
         files = {name: {entry.name: entry for entry in _header(folder / name)} for name in sorted(set(places.values()))}

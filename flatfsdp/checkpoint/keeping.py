@@ -25,7 +25,7 @@ class Keeping:
     """Which checkpoints of a folder stay: the `last` ones, and the `best` ones.
 
     Attributes:
-        last: how many of those saved last stay, at least 1. What clocks and names say does not count.
+        last: how many of those saved last stay, at least 1. Clocks and names do not count.
         best: how many of those stay whose metric `by` (see ``metrics`` of `save`) is best; those without it are none.
         by: the name of the metric; for `best`.
         mode: "min" if smaller is better, "max" if larger is.
@@ -71,7 +71,7 @@ class Keeping:
         return [path for path, each in there if path not in staying and _remove(path, each.id)]
 
     def _clear_up(self, folder: Path) -> None:
-        """Remove what was left by processes that were killed: locks, tokens, and what `unfinished` says."""
+        """Remove what was left by processes that were killed: locks, tokens, and what `unfinished` names."""
         names = []
         for left in folder.glob(".*"):
             if left.suffix == TOKEN:

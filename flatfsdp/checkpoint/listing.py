@@ -68,11 +68,11 @@ def listing(
     seen = ranks.exchange(f"looking for checkpoints in {where}", lambda: _seen_in(where, named))
     names = dict.fromkeys(name for mine in seen for name in mine)
     listed = [_united(where / name, [mine.get(name) for mine in seen]) for name in names]
-    return sorted(listed, key=lambda each: (bool(each.id), *_place(each), each.path.name))
 
+    def order(each: Listed) -> tuple[object, ...]:
+        return bool(each.id), *place_of(each.path.name, each.sequence, each.saved), each.path.name
 
-def _place(listed: Listed) -> tuple[int, int, float]:
-    return place_of(listed.path.name, listed.sequence, listed.saved)
+    return sorted(listed, key=order)
 
 
 def _seen_in(folder: Path, named: str) -> dict[str, tuple[Listed, list[str]]]:
@@ -96,18 +96,14 @@ def _seen_in(folder: Path, named: str) -> dict[str, tuple[Listed, list[str]]]:
 def _is_save(inside: Path, hidden: bool, named: str) -> bool:
     if not inside.is_dir() or (hidden and not is_own(inside)):
         return False
-    if inside.is_symlink() and _leads_to_sibling(inside, named):
-        return False
+    real = Path(os.path.realpath(inside))
+    if inside.is_symlink() and real.parent == Path(os.path.realpath(inside.parent)) and fnmatchcase(real.name, named):
+        return False  # a link to another one of the folder
     return (
         hidden
         or CheckpointFolder(inside).is_complete(inside)
         or any(name.endswith(".distcp") for name in os.listdir(inside))
     )
-
-
-def _leads_to_sibling(link: Path, named: str) -> bool:
-    real = Path(os.path.realpath(link))
-    return real.parent == Path(os.path.realpath(link.parent)) and fnmatchcase(real.name, named)
 
 
 def _look(place: CheckpointFolder) -> tuple[Listed, list[str]]:
@@ -116,9 +112,8 @@ def _look(place: CheckpointFolder) -> tuple[Listed, list[str]]:
         for _, error in manifests(place):
             return Listed(place.path, problem=str(error)), []
         if is_foreign(place.path):
-            return Listed(
-                place.path, problem=f"it has lost its {place.marker}, or torch.distributed.checkpoint saved it"
-            ), []
+            problem = f"it has lost its {place.marker}, or torch.distributed.checkpoint saved it"
+            return Listed(place.path, problem=problem), []
         return Listed(place.path, problem=f"it has no {place.marker}: its save did not end", unfinished=True), []
     folder, manifest = there[0]
     here = [file for file in manifest.files if os.path.lexists(folder / file.name)]
@@ -128,9 +123,8 @@ def _look(place: CheckpointFolder) -> tuple[Listed, list[str]]:
         problem = ""
     except CheckpointError as error:
         problem = str(error)
-    listed = Listed(place.path, manifest.id, manifest.saved, manifest.world, manifest.metrics, problem)
-    listed = replace(listed, sequence=manifest.sequence)
-    return listed, [file.name for file in manifest.files if file not in here]
+    known = place.path, manifest.id, manifest.saved, manifest.world, manifest.metrics, problem
+    return Listed(*known, sequence=manifest.sequence), [file.name for file in manifest.files if file not in here]
 
 
 def _united(path: Path, seen: Sequence[tuple[Listed, list[str]] | None]) -> Listed:

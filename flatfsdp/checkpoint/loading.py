@@ -33,7 +33,7 @@ class FoundCheckpoint:
 
     Attributes:
         folder: the one that it is in, which is not always the path asked for ([Note: siblings]).
-        manifest: what it says of itself.
+        manifest: its table of contents.
         here: of each rank the names of the files that it sees.
     """
 
@@ -71,8 +71,10 @@ class FoundCheckpoint:
 
     def _lacks(self) -> str:
         names = [str(self.folder / name) for name in self.missing]
-        told = f"{few(names)} {'are' if len(names) > 1 else 'is'} missing{' on all ranks' * (len(self.here) > 1)}"
-        return f"{told}. After a save with per_node=True each node has its own ranks' files: copy them into one folder"
+        problem = f"{few(names)} {'are' if len(names) > 1 else 'is'} missing{' on all ranks' * (len(self.here) > 1)}"
+        return (
+            f"{problem}. After a save with per_node=True each node has its own ranks' files: copy them into one folder"
+        )
 
     def tensors(self) -> dict[str, TensorSpec]:
         """All tensors, by key ([Note: keys])."""
@@ -161,10 +163,10 @@ class FoundCheckpoint:
 
     def sees(self, names: Collection[str], key: str) -> bool:
         """Whether the files `names` have all elements of a tensor."""
-        held: dict[int, bool] = {}
+        found: dict[int, bool] = {}
         for chunk in self.manifest.tensors[key].chunks():
-            held[chunk.start] = held.get(chunk.start, False) or self.manifest.files[chunk.file].name in names
-        return all(held.values())
+            found[chunk.start] = found.get(chunk.start, False) or self.manifest.files[chunk.file].name in names
+        return all(found.values())
 
 
 def is_foreign(path: str | os.PathLike[str]) -> bool:
@@ -237,9 +239,9 @@ def compare(
     inside = [key for key in there if parts is None or key.partition(".")[0] in parts]
     unexpected = [key for key in inside if key not in targets]
     if entries is not None:
-        held, saved = entries
-        missing += [key for key in held if key not in saved]
-        unexpected += [key for key in saved if key not in held]
+        here, saved = entries
+        missing += [key for key in here if key not in saved]
+        unexpected += [key for key in saved if key not in here]
     if missing and strict:
         problems.append(f"missing in the checkpoint: {few(missing)}")
     if unexpected and strict:
@@ -258,8 +260,8 @@ def compare(
         if strict:
             counts = {"missing": len(missing), "not wanted": len(unexpected), **counts}
         if sum(counts.values()) > 3:
-            told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-            setattr(error, BRIEF, f"it is of another model or optimizer ({told})")
+            listed = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+            setattr(error, BRIEF, f"it is of another model or optimizer ({listed})")
         raise error
 
 

@@ -78,7 +78,7 @@ class Lock:
         return self._other(patient=False) is None
 
     def release(self) -> None:
-        """Give the lock back; what the disk says to that is of no account, for nobody waits for this process then."""
+        """Give the lock back; errors of the disk are ignored, for nobody waits for this process then."""
         mine, beat, self._mine, self._beat = self._mine, self._beat, None, None
         if mine is None:
             return
@@ -148,7 +148,7 @@ class Lock:
             _busy.discard(mine.token)
             self._mine = None
             with suppress(OSError):
-                disk().remove(self.file)  # the disk is full, say: an empty lock would be one that nobody knows
+                disk().remove(self.file)  # where the disk is full: an empty lock would be nobody's
             raise
         self._beat = _Heartbeat(file, len(mine.to_bytes()))
         return True

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: a JSON file beside its data, written last, so that a folder with one is complete.
+"""A checkpoint's table of contents: a JSON file beside its data, written last, so that a folder with one is complete.
 
 [Note: manifest] `flatfsdp.json` is one object: `{"crc32": "...", "manifest": {...}}`, the checksum being of the bytes
 of the inner object. That has of every file the size and the CRC-32, of every tensor the dtype, the shape and where its
@@ -126,7 +126,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint says of itself.
+    """The table of contents of a checkpoint. [Note: manifest]
 
     Attributes:
         world: how many ranks saved it.
@@ -298,7 +298,7 @@ def _lines(entries: Mapping[str, Any]) -> bytes:
     parts = []
     for name, value in entries.items():
         if isinstance(value, dict) and value:
-            inner = ",\n  ".join(f"{json.dumps(key)}: {_compact(held)}" for key, held in value.items())
+            inner = ",\n  ".join(f"{json.dumps(key)}: {_compact(each)}" for key, each in value.items())
             parts.append(f"{json.dumps(name)}: {{\n  {inner}\n }}")
         else:
             parts.append(f"{json.dumps(name)}: {_compact(value)}")

@@ -55,7 +55,7 @@ def metadata_of(
         files: name, tensors and values of each.
         values: the paths of values.
     """
-    specs = {key: held.spec for key, held in tensors.items()}
+    specs = {key: interval.spec for key, interval in tensors.items()}
     chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {key: {} for key in tensors}  # sizes by offsets
     # One column for each argument of the places' classes.
     keys: list[str] = []
@@ -82,7 +82,7 @@ def metadata_of(
             names.append(name)
             offsets.append(piece.offset)
             lengths.append(piece.length)
-    described: dict[str, Any] = {key: _tensor(held, chunks[key]) for key, held in tensors.items()}
+    described: dict[str, Any] = {key: _tensor(interval, chunks[key]) for key, interval in tensors.items()}
     described |= {key: BytesStorageMetadata() for key in values}
     places = _Call(
         dict,
@@ -92,17 +92,17 @@ def metadata_of(
             _Call(map, _torch.storage_info(), names, offsets, lengths),
         ),
     )
-    paths = {key: _for_dcp(held.path) for key, held in tensors.items()}
+    paths = {key: _for_dcp(interval.path) for key, interval in tensors.items()}
     paths |= {key: _for_dcp(path) for key, path in values.items()}
     return pickle.dumps(_Call(Metadata, described, paths, places, StorageMeta(), CURRENT_DCP_VERSION), protocol=4)
 
 
-def _tensor(held: PlannedInterval, chunks: Mapping[tuple[int, ...], tuple[int, ...]]) -> _Call:
+def _tensor(interval: PlannedInterval, chunks: Mapping[tuple[int, ...], tuple[int, ...]]) -> _Call:
     offsets, sizes = _Call(map, torch.Size, list(chunks)), _Call(map, torch.Size, list(chunks.values()))
     return _Call(
         TensorStorageMetadata,
-        TensorProperties(dtype_named(held.dtype)),
-        torch.Size(held.shape),
+        TensorProperties(dtype_named(interval.dtype)),
+        torch.Size(interval.shape),
         _Call(list, _Call(map, ChunkStorageMetadata, offsets, sizes)),
     )
 

@@ -108,7 +108,7 @@ def _with_lists(value: Any) -> Any:
     return {key: _with_lists(inner) for key, inner in value.items()} if type(value) is dict else value
 
 
-# JSON has no tuples, no keys but strings, no bytes: such values are an object with one key that says what they are.
+# JSON has no tuples, no keys but strings, no bytes: such values are an object with one key, which names their kind.
 _DICT, _TUPLE, _BYTES, _COMPLEX, _DTYPE = "dict", "tuple", "bytes", "complex", "dtype"
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {_DICT: dict, "OrderedDict": OrderedDict, "Counter": Counter}
 
@@ -157,15 +157,15 @@ def decode(value: Any) -> Any:
         return value
     if len(value) != 1:
         raise ValueError(f"an object has {len(value)} keys")
-    ((name, held),) = value.items()
-    if name == _TUPLE and isinstance(held, list):
-        return tuple(decode(inner) for inner in held)
+    ((name, content),) = value.items()
+    if name == _TUPLE and isinstance(content, list):
+        return tuple(decode(inner) for inner in content)
     if name == _BYTES:
-        return base64.b64decode(held, validate=True)
+        return base64.b64decode(content, validate=True)
     if name == _COMPLEX:
-        return complex(*held)
-    if name == _DTYPE and isinstance(held, str):
-        return dtype_named(held)
-    if name not in _MAPPINGS or not isinstance(held, list):
-        raise ValueError(f"an object says {name!r}")
-    return _MAPPINGS[name]({decode(key): decode(inner) for key, inner in held})
+        return complex(*content)
+    if name == _DTYPE and isinstance(content, str):
+        return dtype_named(content)
+    if name not in _MAPPINGS or not isinstance(content, list):
+        raise ValueError(f"an object is of an unknown kind, {name!r}")
+    return _MAPPINGS[name]({decode(key): decode(inner) for key, inner in content})

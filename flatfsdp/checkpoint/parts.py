@@ -99,17 +99,17 @@ class _OptimizerSection(Section):
             self.state = FullyShardedDataParallel.optim_state_dict(self._model, self._optimizer)
 
     def expect(self, there: Mapping[str, TensorSpec]) -> None:
-        # Which parameters have state is what the checkpoint says: whose gradients were None there and here may differ.
-        # Which state they have is what this optimizer says: of another one it must not take any.
+        # The checkpoint decides which parameters have state: whose gradients were None there and here may differ.
+        # This optimizer decides which state they have: of another one it must not take any.
         prefix = f"{self.name}.state."
         if not any(key.startswith(prefix) for key in there):
             return
-        held = {name for group in self.state["param_groups"] for name in group["params"]}
+        stepped = {name for group in self.state["param_groups"] for name in group["params"]}
         named = {name: each for each in named_state(self._model) for name in each.names}
         found: dict[str, dict[str, TensorSpec]] = {}
         for key, described in there.items():
             if key.startswith(prefix):
-                name = _longest(held & named.keys(), key.removeprefix(prefix))
+                name = _longest(stepped & named.keys(), key.removeprefix(prefix))
                 if name is not None:
                     found.setdefault(name, {})[key.removeprefix(f"{prefix}{name}.")] = described
         own = self.state["state"]

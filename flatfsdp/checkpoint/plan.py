@@ -1,7 +1,7 @@
 """Who writes what: pure data, the same on every rank.
 
-A rank's *plan* is what it holds: intervals of tensors (`PlannedInterval`). All plans together say for each tensor which
-rank writes which interval, each once, and prove that every element is written.
+A rank's *plan* is what it holds: intervals of tensors (`PlannedInterval`). From all plans together follows for each
+tensor which rank writes which interval, each once, and that every element is written.
 """
 
 from __future__ import annotations
@@ -55,40 +55,40 @@ def assign(
     """
     holders: dict[str, dict[PlannedInterval, list[int]]] = {}
     for rank, plan in enumerate(plans):
-        for held in plan:
-            holders.setdefault(held.key, {}).setdefault(held, []).append(rank)
+        for interval in plan:
+            holders.setdefault(interval.key, {}).setdefault(interval, []).append(rank)
     writes: list[list[PlannedInterval]] = [[] for _ in plans]
     load = [0] * len(plans)
     for key, intervals in holders.items():
         _check(key, intervals)
-        for held, ranks in intervals.items():
+        for interval, ranks in intervals.items():
             for node in {nodes[rank] for rank in ranks}:
                 there = [rank for rank in ranks if nodes[rank] == node]
                 writer = there[0] if key in firsts else min(there, key=load.__getitem__)
-                writes[writer].append(held)
-                load[writer] += held.size
+                writes[writer].append(interval)
+                load[writer] += interval.size
     return writes
 
 
 def _check(key: str, intervals: dict[PlannedInterval, list[int]]) -> None:
     first = next(iter(intervals))
-    for held, ranks in intervals.items():
-        if held[2:5] != first[2:5]:
+    for interval, ranks in intervals.items():
+        if interval[2:5] != first[2:5]:
             raise CheckpointError(
-                f"{key!r} is {_described(first)} on {ranks_in_words(intervals[first])}, but {_described(held)} on "
+                f"{key!r} is {_described(first)} on {ranks_in_words(intervals[first])}, but {_described(interval)} on "
                 f"{ranks_in_words(ranks)}; every rank must save the same tensors"
             )
     end = 0
-    for held in sorted(intervals, key=lambda held: (held.start, held.stop)):
-        if held.start != end:
-            problem = "held twice, in different intervals" if held.start < end else "held by no rank"
-            low, high = sorted((held.start, end))
+    for interval in sorted(intervals, key=lambda interval: (interval.start, interval.stop)):
+        if interval.start != end:
+            problem = "held twice, in different intervals" if interval.start < end else "held by no rank"
+            low, high = sorted((interval.start, end))
             raise CheckpointError(f"{key!r} {first.shape}: elements [{low}, {high}) are {problem}")
-        end = held.stop
+        end = interval.stop
     if end != prod(first.shape):
         raise CheckpointError(f"{key!r} {first.shape}: elements [{end}, {prod(first.shape)}) are held by no rank")
 
 
-def _described(held: PlannedInterval) -> str:
-    stride = "" if held.stride is None else f" with strides {held.stride}"
-    return f"{held.dtype} {held.shape}{stride}"
+def _described(interval: PlannedInterval) -> str:
+    stride = "" if interval.stride is None else f" with strides {interval.stride}"
+    return f"{interval.dtype} {interval.shape}{stride}"

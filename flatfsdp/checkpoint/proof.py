@@ -1,6 +1,6 @@
-"""Whether a manifest can be true: what it says of tensors and values, before anything is read by it.
+"""Whether a manifest can be true: its tensors and values are checked before anything is read by it.
 
-A checksum tells damage; this tells what a program, or somebody, has written wrongly, which else would be read as other
+A checksum finds damage; this finds what a program, or somebody, has written wrongly, which else would be read as other
 numbers, or end in an error that names neither file nor tensor.
 """
 
@@ -40,8 +40,8 @@ def prove(manifest: Manifest, where: str) -> None:
                 raise ValueError(f"its path is {shown(path)!r}, or it is a tensor, too")
             decode(value)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            told = "it is nested too deeply" if isinstance(error, RecursionError) else error
-            raise CheckpointError(f"{where}: value {key!r}: {told}") from error
+            problem = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise CheckpointError(f"{where}: value {key!r}: {problem}") from error
     paths = {key: saved.path for key, saved in manifest.tensors.items()}
     paths |= {key: path for key, (path, _) in manifest.values.items()}
     try:

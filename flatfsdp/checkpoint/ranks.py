@@ -30,7 +30,7 @@ class CheckpointRanks:
     """The ranks of a process group, or this process alone where there is none. They meet in one `call`. [Note: calls]
 
     Attributes:
-        call: what follows "called" in what a rank says that waits for the others.
+        call: what follows "called" in the message of a rank that waits for the others.
         group: the process group; None where there is none.
         rank, world: this rank's number in the group, and how many there are.
     """
@@ -64,7 +64,7 @@ class CheckpointRanks:
         return CheckpointRanks(_beside[self.group], self.call)
 
     def calling(self, model: object) -> AbstractContextManager[None]:
-        """All ranks make this call over `model`: while others train, say, none may wait for them in it.
+        """All ranks make this call over `model`: none may wait in it for others that train.
 
         A model that has not run yet, or is spread over other ranks than these, is not asked.
 
@@ -93,7 +93,7 @@ class CheckpointRanks:
         """Let every rank do its `work`; what each returned, in the order of ranks. Collective.
 
         Raises:
-            CheckpointError: on every rank, where a rank failed or ended; `doing` says in the message at what.
+            CheckpointError: on every rank, where a rank failed or ended; `doing` names the step in the message.
             AgreementError: on every rank: some make another call.
         """
 
@@ -134,5 +134,5 @@ class CheckpointRanks:
 
 
 def _described(error: Exception) -> str:
-    # A message of ours says what is wrong; of others' the class says most.
+    # Messages of ours are complete; of others' errors the class is the best description.
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

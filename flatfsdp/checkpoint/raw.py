@@ -1,14 +1,10 @@
-"""The bytes of tensors: as memory, as what torch.save makes of them, and where they lie in that."""
+"""The bytes of tensors as memory, and tensors as intervals and boxes."""
 
 from __future__ import annotations
 
 import ctypes
-import io
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -39,42 +35,6 @@ def dtype_named(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype of torch {torch.__version__}")
     return dtype
-
-
-@dataclass(frozen=True)
-class Archive:
-    """What torch.save makes of one value.
-
-    Attributes:
-        data: the bytes, which torch.load reads wherever in a file they stand.
-        inside: where in them a tensor's elements begin; 0 for other values.
-    """
-
-    data: bytes
-    inside: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Archive:
-        """Of a tensor that has its memory to itself, on the CPU."""
-        file = io.BytesIO()
-        torch.save(tensor, file)
-        with zipfile.ZipFile(file) as entries:
-            (entry,) = [entry for entry in entries.infolist() if entry.filename.endswith("data/0")]
-        # Not getbuffer(): where an exception keeps the view for the garbage collector, Python 3.12 crashes.
-        data = file.getvalue()
-        # Behind the local header come the name and the padding that aligns the elements, of lengths that it gives.
-        lengths = data[entry.header_offset + 26 : entry.header_offset + 30]
-        inside = (
-            entry.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-        )
-        return cls(data, inside)
-
-    @classmethod
-    def of_value(cls, value: Any) -> Archive:
-        """Of anything else."""
-        file = io.BytesIO()
-        torch.save(value, file)
-        return cls(file.getvalue(), 0)
 
 
 def as_interval(name: str, value: torch.Tensor) -> OwnedInterval:

@@ -128,7 +128,7 @@ def _missing(path: Path) -> CheckpointError:
 
 
 def verify(folder: Path, files: Iterable[SavedFile], *, contents: bool = True) -> None:
-    """Compare files with what the manifest says of them: their sizes, and with `contents` their checksums.
+    """Compare files with their entries in the manifest: their sizes, and with `contents` their checksums.
 
     Raises:
         CheckpointError: naming every file that is missing, short or changed.

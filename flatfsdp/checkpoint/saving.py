@@ -1,7 +1,7 @@
 """Saving a nested state, step by step; after each step all ranks know that all have done it.
 
-[Note: cached plan] Who writes what is found once: every rank tells all others what it holds, and all work out the
-same. At the next save ranks tell hashes of what they hold; where nothing has changed, plan and DCP's `.metadata` are
+[Note: cached plan] Who writes what is found once: every rank sends all others what it holds, and all work out the
+same. At the next save ranks send hashes of what they hold; where nothing has changed, plan and DCP's `.metadata` are
 those of the save before.
 """
 
@@ -24,7 +24,6 @@ from ..engine.agreement.checksums import checksum
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigTypeError, few, one_voice, refuse_value, warn_once
 from . import metadata
-from .beside import written_by
 from .disk import disk
 from .folders import CheckpointFolder, candidates, last_sequence, refuse_link
 from .keeping import Keeping
@@ -33,7 +32,7 @@ from .nested import Path, decode, encode, flatten, shown
 from .plan import PlannedInterval, assign, digest
 from .ranks import CheckpointRanks
 from .raw import as_interval, dtype_named
-from .replacement import Replacement
+from .replacement import Replacement, written_by
 from .weights import BlockChecksums, WeightFiles, is_weight, is_whole_everywhere
 from .writing import Rows, held_by, write
 
@@ -126,8 +125,8 @@ class SaveRequest:
         return self.model_format == "safetensors"
 
 
-class _Facts(NamedTuple):
-    """What ranks tell of what they hold: hashes. `known` is the name of the plan that a rank has from a save before."""
+class _Hashes(NamedTuple):
+    """Hashes of what a rank holds. `known` is the name of the plan that a rank has from a save before."""
 
     owned: str
     whole: str
@@ -202,8 +201,8 @@ class _Save(Replacement):
         files = self.write(plan, values)
         checksums = [] if weights is None else self.checksums(weights)
         parent = self.place.path.parent
-        told = self.all(lambda: (uuid.uuid4().hex, time.time(), last_sequence(parent) if self.leads else 0))
-        (name, when, _), sequence = told[0], 1 + max(last for _, _, last in told)
+        stamps = self.all(lambda: (uuid.uuid4().hex, time.time(), last_sequence(parent) if self.leads else 0))
+        (name, when, _), sequence = stamps[0], 1 + max(last for _, _, last in stamps)
         self.lead(lambda: self.complete(plan, values, files, checksums, name, when, sequence))
         return plan
 
@@ -236,46 +235,46 @@ class _Save(Replacement):
         values = {key: (paths[key], value) for key, value in self.contents.values.items()}
         cached = _plans.get(self.ranks.key)
         buffers = {key: checksum(tensors[key]) for key in sorted(self.contents.buffers & tensors.keys())}
-        told = _hash(json.dumps(values)), _hash(json.dumps(buffers))
-        mine = _Facts(digest(owned), digest(whole), *told, self.leader, cached.name if cached else "")
-        facts = self.all(lambda: mine)
-        if len({each.buffers for each in facts}) > 1:
+        hashes = _hash(json.dumps(values)), _hash(json.dumps(buffers))
+        mine = _Hashes(digest(owned), digest(whole), *hashes, self.leader, cached.name if cached else "")
+        by_rank = self.all(lambda: mine)
+        if len({each.buffers for each in by_rank}) > 1:
             self.warn_once(
                 ("buffers of ranks", *buffers),
                 f"buffers differ between ranks (of {few([*buffers])}), as running statistics of each rank's own data "
                 "do. A checkpoint holds rank 0's, and every rank has them once it is loaded. Average them before "
-                "saving, or use SyncBatchNorm, if that is not meant",
+                "saving, or use SyncBatchNorm, if that is not intended",
             )
-        self.leaders = [each.leader for each in facts]
-        if len({each.values for each in facts}) > 1:
+        self.leaders = [each.leader for each in by_rank]
+        if len({each.values for each in by_rank}) > 1:
             values = _united(self.all(lambda: values))
-        name = _hash(repr([(each.owned, each.whole, each.leader) for each in facts] + [self.request.safetensors]))
-        if cached is not None and all(each.known == name for each in facts):
+        name = _hash(repr([(each.owned, each.whole, each.leader) for each in by_rank] + [self.request.safetensors]))
+        if cached is not None and all(each.known == name for each in by_rank):
             return cached, values
-        # What all ranks hold whole is told by the first that holds just that. Of buffers the first rank's are written.
-        first = {each.whole: rank for rank, each in reversed(list(enumerate(facts)))}
-        tells = first[mine.whole] == self.ranks.rank
-        held = self.all(lambda: (owned, whole if tells else [], [*buffers] if tells else []))
-        plans = [own + held[first[fact.whole]][1] for (own, _, _), fact in zip(held, facts, strict=True)]
-        writes = assign(plans, self.leaders, {key for _, _, keys in held for key in keys})
-        planned = {held.key: held for plan in plans for held in plan}
+        # The first rank that holds just that sends what all ranks hold whole. Of buffers the first rank's are written.
+        first = {each.whole: rank for rank, each in reversed(list(enumerate(by_rank)))}
+        sends = first[mine.whole] == self.ranks.rank
+        sent = self.all(lambda: (owned, whole if sends else [], [*buffers] if sends else []))
+        plans = [own + sent[first[each.whole]][1] for (own, _, _), each in zip(sent, by_rank, strict=True)]
+        writes = assign(plans, self.leaders, {key for _, _, keys in sent for key in keys})
+        planned = {interval.key: interval for plan in plans for interval in plan}
         weights = self.weights(planned, writes) if self.request.safetensors else None
-        apart = {key for key, held in planned.items() if weights is not None and is_weight(held)}
-        mine_own = [held for held in writes[self.ranks.rank] if held.key not in apart]
-        weighty = [held for held in writes[self.ranks.rank] if held.key in apart]
-        others = {key: held for key, held in planned.items() if key not in apart}
+        apart = {key for key, interval in planned.items() if weights is not None and is_weight(interval)}
+        mine_own = [interval for interval in writes[self.ranks.rank] if interval.key not in apart]
+        weighty = [interval for interval in writes[self.ranks.rank] if interval.key in apart]
+        others = {key: interval for key, interval in planned.items() if key not in apart}
         return _WritePlan(name, mine_own, weighty, others, weights), values
 
     def weights(
         self, tensors: Mapping[str, PlannedInterval], writes: Sequence[Sequence[PlannedInterval]]
     ) -> WeightFiles | None:
         """How the model lies in safetensors; None where there is none, or no node has all of it."""
-        held = [each for each in tensors.values() if is_weight(each)]
-        if not held:
+        own = [each for each in tensors.values() if is_weight(each)]
+        if not own:
             return None
-        if is_whole_everywhere(held, writes, self.leaders):
+        if is_whole_everywhere(own, writes, self.leaders):
             try:
-                return WeightFiles.of((str(each.path[1]), dtype_named(each.dtype), each.shape) for each in held)
+                return WeightFiles.of((str(each.path[1]), dtype_named(each.dtype), each.shape) for each in own)
             except ConfigTypeError as error:  # on all ranks, who see the same
                 raise CheckpointError(f"{self.doing}: {error} Others are saved with model_format='flatfsdp'") from error
         self.warn_once(
@@ -306,7 +305,10 @@ class _Save(Replacement):
             done = write(self.place.new / f"__{self.ranks.rank}_0.distcp", plan.writes, self.contents.tensors, plain)
             if plan.weights is not None:
                 tensors = self.contents.tensors
-                pieces = ((str(held.path[1]), as_interval(held.key, tensors[held.key])) for held in plan.weighty)
+                pieces = (
+                    (str(interval.path[1]), as_interval(interval.key, tensors[interval.key]))
+                    for interval in plan.weighty
+                )
                 plan.weights.write(self.place.new, pieces)
             return done.file, done.digest, None if done.digest == plan.digest else done.tensors, done.values
 
@@ -374,7 +376,7 @@ def tensors_of_files(
                 row += (piece.numel, piece.offset + piece.inside)
             rows[key].append(row)
     return {
-        key: SavedTensor(held.path, held.dtype, held.shape, held.stride, rows[key]) for key, held in tensors.items()
+        key: SavedTensor(each.path, each.dtype, each.shape, each.stride, rows[key]) for key, each in tensors.items()
     }
 
 
@@ -382,8 +384,8 @@ def _united(values: Sequence[Mapping[str, tuple[Path, Any]]]) -> dict[str, tuple
     """The values of all ranks, which must agree where they have the same key."""
     united: dict[str, tuple[Path, Any]] = {}
     holders: dict[str, int] = {}
-    for rank, held in enumerate(values):
-        for key, (path, value) in held.items():
+    for rank, own in enumerate(values):
+        for key, (path, value) in own.items():
             before = united.setdefault(key, (path, value))[1]
             if before != value:
                 raise CheckpointError(

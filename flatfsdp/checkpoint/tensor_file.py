@@ -1,4 +1,4 @@
-"""The safetensors format: a header that says where in the file each tensor lies, row-major, and then the tensors."""
+"""The safetensors format: a header with the place of each tensor in the file, row-major, and then the tensors."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def read_header(path: Path) -> list[Entry]:
         head = form.mapping(form.parse(text), "its header")
         head.pop("__metadata__", None)
         entries, spans = [], []
-        for name, told in head.items():
-            each = form.mapping(told, name)
+        for name, value in head.items():
+            each = form.mapping(value, name)
             if (dtype := _DTYPES.get(form.text(each.get("dtype"), f"the dtype of {name}"))) is None:
                 raise ValueError(f"{name} is of dtype {each['dtype'][:20]}. Known are {', '.join(_DTYPES)}")
             shape = form.dims(each.get("shape"), f"the shape of {name}")

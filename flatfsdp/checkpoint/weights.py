@@ -2,7 +2,7 @@
 
 [Note: weights] The tensors of a model then lie in `model.safetensors` (or numbered files with an index) inside the
 checkpoint and nowhere else. They are planned, written and checked as the others are ([Note: cached plan]), each element
-by one of the ranks that own it, and the manifest says where in those files they lie, as it does of all; a parameter
+by one of the ranks that own it, and the manifest has their places in those files, as of all; a parameter
 with several names (a tied one) is there once, and the manifest has it under each of them.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from ..engine.layout.layout import ParamSpec, Span
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError
 from . import form
-from .crc32 import joined
 from .disk import Files, disk
 from .manifest import SavedFile, SavedTensor
 from .plan import PlannedInterval
@@ -36,9 +36,9 @@ Described = tuple[str, torch.dtype, tuple[int, ...]]  # a tensor's name, dtype a
 BlockChecksums = Mapping[tuple[str, int], int]  # by name of the file and number of the block
 
 
-def is_weight(held: PlannedInterval) -> bool:
+def is_weight(interval: PlannedInterval) -> bool:
     """Whether it is a tensor of the model's state dict. What modules nest in their extra state is none."""
-    return held.path[0] == "model" and len(held.path) == 2
+    return interval.path[0] == "model" and len(interval.path) == 2
 
 
 def is_whole_everywhere(
@@ -46,12 +46,12 @@ def is_whole_everywhere(
 ) -> bool:
     """Whether on each node the ranks write all of `tensors` between them: `writes` and `nodes` by rank."""
     for node in set(nodes):
-        found = {held.key: 0 for held in tensors}
+        found = {interval.key: 0 for interval in tensors}
         for rank, mine in enumerate(writes):
-            for held in mine if nodes[rank] == node else ():
-                if held.key in found:
-                    found[held.key] += held.stop - held.start
-        if any(found[held.key] < held.spec.numel for held in tensors):
+            for interval in mine if nodes[rank] == node else ():
+                if interval.key in found:
+                    found[interval.key] += interval.stop - interval.start
+        if any(found[interval.key] < interval.spec.numel for interval in tensors):
             return False
     return True
 
@@ -185,8 +185,8 @@ def verify_checksums(files: Sequence[Path], share: int, shares: int) -> None:
     if not path.is_file():
         return
     try:
-        told = form.mapping(form.mapping(form.parse(disk().read_file(path)), "it").get("crc32"), "crc32")
-        sums = {name: form.items(each, f"crc32 of {name}") for name, each in told.items()}
+        by_file = form.mapping(form.mapping(form.parse(disk().read_file(path)), "it").get("crc32"), "crc32")
+        sums = {name: form.items(each, f"crc32 of {name}") for name, each in by_file.items()}
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     known = [file for file in files if file.name in sums]
@@ -197,3 +197,40 @@ def verify_checksums(files: Sequence[Path], share: int, shares: int) -> None:
     ]
     if damaged:
         raise CheckpointError(f"{files[0].parent}: damaged, or changed since it was exported: {', '.join(damaged)}")
+
+
+# [Note: CRC-32] A CRC is the remainder of the data, read as a polynomial over the integers modulo 2, so that of two
+# parts put together is that of the first, times x^(bits of the second), plus that of the second. Polynomials are
+# integers of 32 bits here, the highest bit being x^0, as zlib has them.
+_MODULUS = 0xEDB88320  # without its x^32
+_ONE = 1 << 31
+_X = 1 << 30
+
+
+def joined(parts: Iterable[tuple[int, int]]) -> int:
+    """The CRC-32 of parts, each given as (CRC-32, bytes), one after the other: several ranks read one file for it."""
+    whole = 0
+    for crc32, size in parts:
+        whole = _times(_shift(size), whole) ^ crc32
+    return whole
+
+
+@lru_cache(maxsize=64)
+def _shift(size: int) -> int:
+    """x^(8 * size)."""
+    power, square, exponent = _ONE, _X, 8 * size
+    while exponent:
+        if exponent & 1:
+            power = _times(power, square)
+        square = _times(square, square)
+        exponent >>= 1
+    return power
+
+
+def _times(one: int, other: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            product ^= other
+        other = other >> 1 ^ (_MODULUS if other & 1 else 0)
+    return product

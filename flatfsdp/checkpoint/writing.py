@@ -7,6 +7,8 @@ reads such. flatfsdp itself reads the elements inside, whose place it writes dow
 from __future__ import annotations
 
 import hashlib
+import io
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
@@ -19,7 +21,7 @@ from .disk import File, disk
 from .manifest import SavedFile
 from .nested import Path
 from .plan import PlannedInterval
-from .raw import LARGEST, Archive, as_interval, cut, dtype_named, name_of
+from .raw import LARGEST, as_interval, cut, dtype_named, name_of
 
 
 class ArchivedChunk(NamedTuple):
@@ -69,20 +71,35 @@ def write(
     """
     with disk().create(path) as file:
         out = _SequentialFile(file)
-        rows = [
-            (held.key, held.start, [out.add_tensor(each) for each in _cut(held, tensors[held.key])]) for held in writes
-        ]
-        plain = [(key, 0, [out.add_value(value)]) for key, value in values.items()]
+        rows = [(each.key, each.start, [*map(out.add, _cut(each, tensors[each.key]))]) for each in writes]
+        plain = [(key, 0, [out.add(value)]) for key, value in values.items()]
         file.sync()
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     return WrittenFile(SavedFile(path.name, out.offset, out.crc32), rows, plain, digest)
 
 
-def _cut(held: PlannedInterval, value: torch.Tensor) -> Iterator[torch.Tensor]:
+def archive(value: Any) -> tuple[bytes, int]:
+    """What torch.save makes of `value`, which torch.load reads wherever in a file it stands, and where in it the
+    elements begin of a tensor, which has its memory to itself, on the CPU; 0 for other values."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    # Not getbuffer(): where an exception keeps the view for the garbage collector, Python 3.12 crashes.
+    data = file.getvalue()
+    if not isinstance(value, torch.Tensor):
+        return data, 0
+    with zipfile.ZipFile(file) as entries:
+        (entry,) = [entry for entry in entries.infolist() if entry.filename.endswith("data/0")]
+    # Behind the local header come the name and the padding that aligns the elements, of lengths that it gives.
+    lengths = data[entry.header_offset + 26 : entry.header_offset + 30]
+    name, padding = (int.from_bytes(each, "little") for each in (lengths[:2], lengths[2:]))
+    return data, entry.header_offset + 30 + name + padding
+
+
+def _cut(planned: PlannedInterval, value: torch.Tensor) -> Iterator[torch.Tensor]:
     """The interval as tensors with memory of their own, on the CPU."""
-    most = LARGEST // dtype_named(held.dtype).itemsize
-    interval = as_interval(held.key, value)
-    for box in cut(held.spec, interval.span, most):
+    most = LARGEST // dtype_named(planned.dtype).itemsize
+    interval = as_interval(planned.key, value)
+    for box in cut(planned.spec, interval.span, most):
         yield interval.data_of(box).to("cpu", copy=True, memory_format=torch.preserve_format)
 
 
@@ -94,15 +111,11 @@ class _SequentialFile:
         self.crc32 = 0
         self._file = file
 
-    def add_tensor(self, tensor: torch.Tensor) -> ArchivedChunk:
-        return self._add(Archive.of(tensor), tensor.numel())
-
-    def add_value(self, value: Any) -> ArchivedChunk:
-        return self._add(Archive.of_value(value), 0)
-
-    def _add(self, archive: Archive, numel: int) -> ArchivedChunk:
-        piece = ArchivedChunk(numel, self.offset, archive.inside, len(archive.data))
-        self._file.write(archive.data, self.offset)
-        self.crc32 = zlib.crc32(archive.data, self.crc32)
-        self.offset += len(archive.data)
-        return piece
+    def add(self, value: Any) -> ArchivedChunk:
+        data, inside = archive(value)
+        numel = value.numel() if isinstance(value, torch.Tensor) else 0
+        chunk = ArchivedChunk(numel, self.offset, inside, len(data))
+        self._file.write(data, self.offset)
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.offset += len(data)
+        return chunk

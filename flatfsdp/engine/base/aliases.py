@@ -47,7 +47,7 @@ _MOVED = {
     """,
     "state": "owned=owned_interval consolidate full_params state_dicts.from_first=from_rank0",
     "state.model": """
-        state_dicts.carriers=distributed_values state_dicts.deferred=lazy_values
+        state_dicts.carriers=distributed_values state_dicts.deferred=distributed_values
         state_dicts.kinds=types state_dicts.lending=types state_dicts.loading=loading
         state_dicts.parts=submodules state_dicts.saving=saving state_dicts.stand_ins=placeholders
     """,

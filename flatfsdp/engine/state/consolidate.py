@@ -52,7 +52,7 @@ def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> It
 
 
 def is_first(unit: Unit) -> bool:
-    """Whether this rank is the one that has what only one rank is to have: the first of shard and replicate axis."""
+    """Whether this rank is the first of shard and replicate axis: the one that has what only one rank has."""
     replicate = unit.groups.replicate
     return unit.groups.shard.rank == 0 and (replicate is None or replicate.rank == 0)
 

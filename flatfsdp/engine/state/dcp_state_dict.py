@@ -2,8 +2,9 @@
 
 [Note: get_state_dict] torch.distributed.checkpoint.state_dict knows one wrapper, torch's own. A model of ours it would
 take for one that nothing has split: it would save each rank's pieces of the optimizer's state as if they were wholes.
-Before anything else it asks every module for `_fqn_modifiers`, ours too, and then it is told: from there on its
-functions look for both wrappers, and each model is asked in the way of its own. torch's FSDP is not imported for it.
+Before anything else it reads `_fqn_modifiers` of every module, ours too; at that moment we replace some of its
+functions, which look for both wrappers from there on, and call each model by its own class. torch's FSDP is not
+imported for it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ class _Either(type):
         return isinstance(instance, (cls.ours, cls.torchs))
 
     def __getattr__(cls, name: str) -> Callable[..., Any]:
-        def asked(*args: Any, **kwargs: Any) -> Any:
+        def of_model(*args: Any, **kwargs: Any) -> Any:
             model: nn.Module = args[0] if args else kwargs["module" if "module" in kwargs else "model"]
             kind = next((type(each) for each in model.modules() if isinstance(each, cls.ours)), cls.torchs)
             return getattr(kind, name)(*args, **kwargs)
 
-        return asked
+        return of_model
 
 
 def teach(ours: type) -> None:

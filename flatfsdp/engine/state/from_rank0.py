@@ -19,7 +19,7 @@ from ..base.plain_data import decode, encode
 from ..comm.transport import Transport
 from ..runtime.model_facts import axes_of
 from ..runtime.unit import Unit
-from .model.lazy_values import LazyValue
+from .model.distributed_values import LazyValue
 from .named_param import named_buffers
 
 

@@ -1,4 +1,4 @@
-"""Whole parameters for the user: summon them, write them back, or take a unit apart for good.
+"""Whole parameters for the user: summon them, write them back, or take a unit apart.
 
 Summoned parameters lie in memory of their own, in the master dtype, so that what a user keeps of them stays readable.
 """
@@ -34,14 +34,12 @@ def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor
             flat.copy_(grads[0])
             present.fill_(1)
         return flat, present
+    pieces = handle.at_rest.views_of(flat)
     for owned in handle.layout.owned(handle.rank):
         grad = grads[owned.index]
         if grad is not None:
             present[owned.index] = 1
-            if handle.is_unsharded_at_rest:
-                full_views(flat, handle.layout)[owned.index].copy_(grad)
-            else:
-                flat[owned.in_shard.slice].copy_(grad)
+            pieces[owned.index].copy_(grad)
     return flat, present
 
 
@@ -189,10 +187,10 @@ def _check_summonable(unit: Unit, *, with_grads: bool) -> None:
 def summon(
     units: Sequence[Unit],
     *,
-    writeback: bool,
-    rank0_only: bool,
-    offload_to_cpu: bool,
-    with_grads: bool,
+    writeback: bool = False,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
 ) -> Iterator[None]:
     """Whole parameters for the units' modules inside the context. Collective over their axes, on entry (and on exit
     with `writeback` and `rank0_only`)."""
@@ -215,7 +213,7 @@ def summon(
                         summoned[-1].flat = summoned[-1].flat.new_empty(0)
         for unit in units:
             unit.phase = SUMMONED
-            undo.callback(_end, unit)
+            undo.callback(setattr, unit, "phase", IDLE)
         for each in summoned:
             each.show()
         for unit in units:
@@ -237,17 +235,13 @@ def summon(
         )
 
 
-def _end(unit: Unit) -> None:
-    unit.phase = IDLE
-
-
 def _unregister(unit: Unit) -> None:
     for param_ref in unit.unregistered_refs:
         param_ref.unregister()
 
 
 def unwrap(unit: Unit) -> nn.Module:
-    """Give the unit's parameters their whole values back for good and return its module. Collective over the shard
+    """Give the unit's parameters their whole values back and return its module. Collective over the shard
     axis.
 
     The undoing of a wrap: for a constructor that fails after some units were made.

@@ -1,10 +1,10 @@
 """What one rank owns of a parameter, as a value of a state dict.
 
-[Note: owned intervals] A sharded state dict says of each parameter its name, its global shape and the interval that
+[Note: owned intervals] A sharded state dict has of each parameter its name, its global shape and the interval that
 this rank owns, and nothing about flat parameters: so any number of ranks, wrapped in any way, can read it, and making
 it needs no communication. `OwnedInterval` is that value. It is a tensor of the whole parameter's shape, because
-torch.distributed.checkpoint (DCP) sees tensors only, but it has memory for the interval alone: DCP asks it for its
-boxes ([Note: boxes]), saves them from and loads them into that memory.
+torch.distributed.checkpoint (DCP) sees tensors only, but it has memory for the interval alone: DCP gets its
+boxes ([Note: boxes]) from it, and saves them from and loads them into that memory.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class OwnedInterval(torch.Tensor):
         spec: the parameter's name, global shape and memory order.
         span: which elements of the parameter they are.
         names_empty: whether this rank is the one that saves the parameter if it has no elements at all.
-        others: where the rest is to be had; None if it is not known any more, as in another process.
+        others: where the rest is; None if that is not known any more, as in another process.
     """
 
     local: torch.Tensor
@@ -167,10 +167,10 @@ class OwnedInterval(torch.Tensor):
 
     def local_shards(self) -> list[Any]:
         """What this rank has as torch's `Shard`s, one for each of `boxes`: `.tensor`, a view of `local`, and
-        `.metadata`, which says where it lies."""
+        `.metadata`, with its place in the whole."""
         return [_torch.shard(self.data_of(box), box.offsets) for box in self.boxes if box.span.numel]
 
-    # -- what DCP asks -----------------------------------------------------------------------------------------------
+    # -- what DCP calls ----------------------------------------------------------------------------------------------
     # It is imported here only, by then it has been: importing it imports torch's own FSDP.
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
@@ -227,10 +227,10 @@ class OwnedInterval(torch.Tensor):
         """Carry out the few operations that make sense on an interval; refuse all others."""
         carry_out = _OPERATIONS.get(func)
         if carry_out is None:
-            held = next(each for each in args if isinstance(each, cls))
+            own = next(each for each in args if isinstance(each, cls))
             raise UsageError(
-                f"{func} of {held.spec.name!r}: this value of a sharded state dict holds only elements {held.span} of "
-                f"shape {held.spec.shape}, those that this rank owns. Its `.local` has them; whole values are in "
+                f"{func} of {own.spec.name!r}: this value of a sharded state dict holds only elements {own.span} of "
+                f"shape {own.spec.shape}, those that this rank owns. Its `.local` has them; whole values are in "
                 "state_dict() under StateDictType.FULL_STATE_DICT"
             )
         return carry_out(*args, **(kwargs or {}))
@@ -261,16 +261,16 @@ def _rebuild(
     return OwnedInterval(local, ParamSpec(name, shape, stride), Span(start, stop), names_empty=names_empty)
 
 
-def _new_empty(held: OwnedInterval, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
-    if tuple(size) != held.spec.shape:
-        return held.local.new_empty(size, dtype=dtype, device=device)
-    return held.with_local(torch.empty_like(held.local, dtype=dtype, device=device))
+def _new_empty(interval: OwnedInterval, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    if tuple(size) != interval.spec.shape:
+        return interval.local.new_empty(size, dtype=dtype, device=device)
+    return interval.with_local(torch.empty_like(interval.local, dtype=dtype, device=device))
 
 
 def _copied(function: Callable[..., torch.Tensor]) -> Callable[..., OwnedInterval]:
-    def on_local(held: OwnedInterval, *args: Any, **kwargs: Any) -> OwnedInterval:
+    def on_local(interval: OwnedInterval, *args: Any, **kwargs: Any) -> OwnedInterval:
         kwargs.pop("memory_format", None)  # the interval keeps the parameter's order
-        return held.with_local(function(held.local, *args, **kwargs))
+        return interval.with_local(function(interval.local, *args, **kwargs))
 
     return on_local
 
@@ -316,12 +316,12 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten._to_copy.default: _copied(_aten._to_copy.default),
     _aten.empty_like.default: _copied(torch.empty_like),
     _aten.zeros_like.default: _copied(torch.zeros_like),
-    _aten.is_pinned.default: lambda held, *args, **kwargs: held.local.is_pinned(*args, **kwargs),
+    _aten.is_pinned.default: lambda interval, *args, **kwargs: interval.local.is_pinned(*args, **kwargs),
     _aten._pin_memory.default: _copied(lambda local, *args, **kwargs: local.pin_memory()),
     _aten.new_empty.default: _new_empty,
     _aten.copy_.default: _copy,
 }
 
-# Files hold these names, and `torch.load(weights_only=True)` asks for them: they stay ([Note: old names]).
+# Files hold these names, and `torch.load(weights_only=True)` looks them up: they stay ([Note: old names]).
 OwnedInterval.__module__ = _rebuild.__module__ = "flatfsdp.owned"
 torch.serialization.add_safe_globals([OwnedInterval, _rebuild])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 
-from flatfsdp.checkpoint.crc32 import joined
+from flatfsdp.checkpoint.weights import joined
 
 
 def test_parts_of_any_size_are_joined_as_the_whole_is() -> None:

@@ -13,7 +13,8 @@ import torch
 from flatfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor
 from flatfsdp.checkpoint.nested import decode, encode, flatten, unflatten
 from flatfsdp.checkpoint.plan import PlannedInterval, assign
-from flatfsdp.checkpoint.raw import Archive, bytes_of, cut
+from flatfsdp.checkpoint.raw import bytes_of, cut
+from flatfsdp.checkpoint.writing import archive
 from flatfsdp.engine.layout.layout import ParamSpec, Span
 from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError
 from tools.checkpoint_scale import measure
@@ -114,8 +115,8 @@ def test_boxes_are_cut_to_size_and_stay_in_order(spec: ParamSpec, most: int) -> 
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 1001)])
 def test_elements_lie_in_an_archive_where_it_says(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(math.prod(shape)).to(dtype).view(shape)
-    archive = Archive.of(tensor)
-    raw = bytes(archive.data[archive.inside : archive.inside + tensor.numel() * tensor.element_size()])
+    data, inside = archive(tensor)
+    raw = data[inside : inside + tensor.numel() * tensor.element_size()]
     assert raw == bytes(bytes_of(tensor))
 
 

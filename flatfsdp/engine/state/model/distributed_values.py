@@ -1,23 +1,73 @@
-"""Values of state dicts in torch's classes for distributed tensors: what others wrote, and what they ask for.
+"""Values of state dicts that take communication: those that only arrive where they are copied to, and those in torch's
+classes for distributed tensors, which others wrote, or ask for.
 
-They split a tensor by rows, not where our shards end: both ways take communication. Where an `OwnedInterval` will do,
-nothing here is needed.
+The latter split a tensor by rows, not where our shards end: both ways take communication. Where an `OwnedInterval` will
+do, nothing here is needed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ....errors import UsageError
+from ....errors import InternalError, UsageError
 from ...base import _torch
 from ...base.wait_limits import blocked
 from ...comm.axes import Axis
 from ...device.streams import accelerator
+from ...flat.placeholder import Placeholder, asks, name_of
 from ...runtime.unit import Unit
-from .lazy_values import LazyValue
+
+
+class LazyValue(torch.Tensor):
+    """A value that arrives by communication. `copy_` of it into a placeholder is kept there; into another tensor
+    it is carried out at once, in the order in which modules load, which is the same on all ranks.
+
+    Attributes:
+        value: what it is made of.
+        why: completes "a value that ...".
+    """
+
+    value: Any
+    why = "takes communication"
+
+    @classmethod
+    def of(cls, value: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+        """The value, of this shape and dtype, without memory."""
+        self = torch.empty((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
+        self.value = value
+        return self
+
+    def fetch_into(self, target: torch.Tensor) -> None:
+        """Fill `target`. Collective."""
+        raise InternalError(f"{type(self).__name__} has no fetch_into of its own")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Metadata can be read; for `copy_` see the class; everything else is refused."""
+        if asks(func):
+            with _torch.as_plain_tensors():
+                return func(*args, **(kwargs or {}))
+        name = name_of(func)
+        if name == ".data":  # as modules ask for it that load parameters
+            return args[0]
+        if name == "copy_()" and isinstance(args[1], LazyValue):
+            target, source = args[0], args[1]
+            if isinstance(target, Placeholder):
+                target.received = source
+            else:
+                with torch.no_grad(), _torch.as_plain_tensors():
+                    source.fetch_into(target)
+            return target
+        raise UsageError(
+            f"{name} of a value that {cls.why}, while its state dict is loaded: a hook or a _load_from_state_dict of "
+            "a module computes with it. Give every rank a FULL_STATE_DICT, without rank0_only"
+        )
 
 
 class DistributedValue(LazyValue):
@@ -43,7 +93,7 @@ def defer_distributed(state_dict: dict[str, Any]) -> None:
     """Replace torch's distributed tensors in `state_dict` by `DistributedValue`."""
     for key, value in state_dict.items():
         if is_distributed(value):
-            # A ShardedTensor warns of whatever else it is asked.
+            # Other attributes of a ShardedTensor warn when they are read.
             known = value.metadata() if type(value).__name__ == "ShardedTensor" else None
             shape, dtype = (value.shape, value.dtype) if known is None else (known.size, known.tensor_properties.dtype)
             state_dict[key] = DistributedValue.of(value, shape, dtype)

@@ -1,9 +1,9 @@
 """`load_state_dict()` of wrapped modules, from whatever kind of state dict.
 
 [Note: loading] Modules load their state dict themselves, into placeholders that keep what they are given. When all
-modules of a unit have been asked, each rank copies what it owns of the values into its shard: from whole tensors and
-from its own intervals without communication. Between the two torch walks from the wrapper to its modules, so what is
-under way is kept with the wrapper.
+modules of a unit have had their turn, each rank copies what it owns of the values into its shard: from whole tensors
+and from its own intervals without communication. Between the two torch walks from the wrapper to its modules, so what
+is under way is kept with the wrapper.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -35,6 +35,7 @@ from ...runtime.unit import Unit
 from ..consolidate import is_first, scatter, store
 from ..from_rank0 import FromRank0, spread
 from ..full_params import summon
+from ..named_param import NamedParam, by_handle, params_of
 from ..owned_interval import OwnedInterval
 from .distributed_values import DistributedValue, defer_distributed, whole_if_distributed
 from .placeholders import Placeholders, stand_in
@@ -48,8 +49,8 @@ _LIST = re.compile(r"^(\t(?:Missing|Unexpected) key\(s\) in state_dict: )(.*?)\.
 _NAME = re.compile(r'"[^"]*"')
 # Units whose modules read values of parameters while they load.
 _read_values: weakref.WeakSet[Unit] = weakref.WeakSet()
-# Whether a wrapper was asked, which tries again and clears up; a module around wrappers does neither.
-_asked: ContextVar[bool] = ContextVar("a wrapper loads a state dict", default=False)
+# Whether a wrapper was called, which tries again and clears up; a module around wrappers does neither.
+_in_wrapper: ContextVar[bool] = ContextVar("a wrapper loads a state dict", default=False)
 
 
 class UnitLoad:
@@ -67,11 +68,10 @@ class UnitLoad:
         self._warned_of_dtypes = len(errors)
         self._unsharded = ExitStack()
         self._placeholders: Placeholders | None = None
-        if has_own_classes(unit) or unit in _read_values or (within is None and not _asked.get() and _may_read(unit)):
+        from_outside = within is None and not _in_wrapper.get()
+        if has_own_classes(unit) or unit in _read_values or (from_outside and _may_read(unit)):
             taken = self._take_intervals(state_dict, prefix, within)
-            self._unsharded.enter_context(
-                summon([unit], writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False)
-            )
+            self._unsharded.enter_context(summon([unit], writeback=True))
             state_dict.update((key, leaf.detach().clone()) for key, leaf in taken.items())
         else:
             self._placeholders = Placeholders(unit, receives=True, within=within)
@@ -80,25 +80,17 @@ class UnitLoad:
         self, state_dict: dict[str, Any], prefix: str, within: nn.Module | None
     ) -> dict[str, nn.Parameter]:
         """Store the intervals that this rank owns, before modules are shown whole values; the leaves, by their keys."""
-        param_refs = {
-            id(param_ref.leaf): param_ref
+        keys = {
+            id(param_ref.leaf): f"{prefix}{param_ref.path if within is None else param_ref.attribute}"
             for param_ref in self.unit.param_refs
             if within is None or param_ref.module is within
         }
         taken: dict[str, nn.Parameter] = {}
-        for handle in self.unit.handles:
-            values: dict[int, Any] = {}
-            for index, leaf in enumerate(handle.leaves):
-                param_ref = param_refs.get(id(leaf))
-                key = (
-                    f"{prefix}{param_ref.path if within is None else param_ref.attribute}"
-                    if param_ref is not None
-                    else ""
-                )
-                if isinstance(state_dict.get(key), OwnedInterval):
-                    values[index] = state_dict[key]
-                    taken[key] = leaf
-            self._store_each(self.unit, handle, values)
+        for _, _, params in by_handle(params_of([self.unit])):
+            own = {key: each for each in params if (key := keys.get(id(each.leaf))) is not None}
+            own = {key: each for key, each in own.items() if isinstance(state_dict.get(key), OwnedInterval)}
+            self._store_each([(each, state_dict[key]) for key, each in own.items()])
+            taken |= {key: each.handle.leaves[each.index] for key, each in own.items()}
         return taken
 
     def close(self) -> None:
@@ -108,40 +100,28 @@ class UnitLoad:
             return
         received = self._placeholders.remove()
         with torch.no_grad():
-            for owning_unit in (self.unit, *self.unit.owning_units):
-                for kind, handle in enumerate(owning_unit.handles):
-                    values = {i: received[id(leaf)] for i, leaf in enumerate(handle.leaves) if id(leaf) in received}
-                    if any(isinstance(value, FromRank0) for value in values.values()):
-                        self._store_from_first(owning_unit, kind, handle, values)
-                    else:
-                        self._store_each(owning_unit, handle, values)
+            for unit, kind, params in by_handle(params_of((self.unit, *self.unit.owning_units))):
+                values = [(each, received[id(each.leaf)]) for each in params if id(each.leaf) in received]
+                if any(isinstance(value, FromRank0) for _, value in values):
+                    _store_from_first(unit, kind, values)
+                else:
+                    self._store_each(values)
 
-    def _store_from_first(
-        self, owning_unit: Unit, kind: int, handle: FlatParamHandle, values: dict[int, torch.Tensor]
-    ) -> None:
-        unsharded: list[torch.Tensor | None] = [None] * len(handle.leaves)
-        for index, value in values.items():
-            unsharded[index] = value.value if isinstance(value, FromRank0) else value
-        shard = scatter(owning_unit, kind, unsharded)
-        for owned in handle.layout.owned(handle.rank):
-            if owned.index in values:
-                handle.shard[owned.in_shard.slice].copy_(shard[owned.in_shard.slice])
-        torch.autograd.graph.increment_version([handle.shard])  # also where this rank owns none
-
-    def _store_each(self, owning_unit: Unit, handle: FlatParamHandle, values: dict[int, torch.Tensor]) -> None:
-        for index, value in values.items():
+    def _store_each(self, values: Sequence[tuple[NamedParam, Any]]) -> None:
+        """Copy what this rank owns of parameters of one handle from their values."""
+        for param, value in values:
+            handle = param.handle
             try:
                 given = whole_if_distributed(value.value) if isinstance(value, DistributedValue) else value
                 if not isinstance(given, torch.Tensor):  # like one, which reads a file when it is used (Lightning's)
                     given = torch.detach(given)
-                if given.is_meta or given.layout is not torch.strided:  # told by ranks that own nothing of it, too
+                if given.is_meta or given.layout is not torch.strided:  # refused by ranks that own nothing of it, too
                     raise UsageError("it has no memory (meta)" if given.is_meta else f"it is {given.layout}, not dense")
-                store(handle.layout, handle.rank, handle.shard, index, given)
+                store(handle.layout, handle.rank, handle.shard, param.index, given)
             except Exception as error:
-                name = handle.layout.params[index].name
-                self.errors.append(f"{name!r} of unit {owning_unit.label} keeps its value: {error}")
-        if values:
-            torch.autograd.graph.increment_version([handle.shard])  # also where this rank owns none
+                assert param.unit is not None
+                self.errors.append(f"{param.name!r} of unit {param.unit.label} keeps its value: {error}")
+        _note_write(values)
 
     def abandon(self) -> None:
         """Forget what was received: something raised on the way."""
@@ -154,6 +134,23 @@ class UnitLoad:
         self.errors[self._warned_of_dtypes :] = [clean_text(text) for text in self.errors[self._warned_of_dtypes :]]
 
 
+def _store_from_first(unit: Unit, kind: int, values: Sequence[tuple[NamedParam, Any]]) -> None:
+    """Copy what this rank owns of parameters of one handle from the first rank's values. Collective."""
+    handle = unit.handles[kind]
+    unsharded: list[torch.Tensor | None] = [None] * len(handle.leaves)
+    for param, value in values:
+        unsharded[param.index] = value.value if isinstance(value, FromRank0) else value
+    shard = scatter(unit, kind, unsharded)
+    for param, _ in values:
+        param.local_view(handle.shard).copy_(param.local_view(shard))
+    _note_write(values)
+
+
+def _note_write(values: Sequence[tuple[NamedParam, Any]]) -> None:
+    """The shard has been written to on all ranks, also where this one owns none of it."""
+    torch.autograd.graph.increment_version([param.handle.shard for param, _ in values[:1]])
+
+
 def _may_read(unit: Unit) -> bool:
     return any(not _torch.loads_as_usual(param_ref.module) for param_ref in (*unit.param_refs, *unit.shared_refs))
 
@@ -161,7 +158,7 @@ def _may_read(unit: Unit) -> bool:
 def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any) -> Any:
     """`load(state dict)` for the module that `load_state_dict` was called on, if that is a wrapper.
 
-    Where a module reads values of parameters on its way, its unit is made whole for it, and all is loaded anew.
+    Where a module reads values of parameters on its way, its unit is made whole for it, and all is loaded again.
     """
     unit: Unit = wrapper.__dict__["_unit"]
     if isinstance(state_dict, Mapping) and unit.phase is not SUMMONED:
@@ -169,7 +166,7 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
     config = unit.options.state_dict.state_dict_config
     sends = isinstance(config, FullStateDictConfig) and config.rank0_only and unit.phase is not SUMMONED
     while True:
-        token = _asked.set(True)
+        token = _in_wrapper.set(True)
         try:
             with collective_call(units_in(wrapper), "load_state_dict()", when=sends):
                 return load(_of_first(unit, state_dict) if sends else state_dict)
@@ -183,7 +180,7 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
                 raise
             raise brief from None
         finally:
-            _asked.reset(token)
+            _in_wrapper.reset(token)
             forget(wrapper)
 
 
@@ -207,7 +204,7 @@ def _of_first(unit: Unit, state_dict: Any) -> Any:
 
 def forget(module: nn.Module) -> None:
     """Let the wrappers in `module` be as they were before a load that raised half-way."""
-    if _asked.get():
+    if _in_wrapper.get():
         return
     for each in _under_way(module):
         each.abandon()
@@ -371,23 +368,22 @@ def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
 
 
 def _warn_of_dtypes(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    """Say that `assign=True` does not change dtypes here."""
+    """Warn that `assign=True` does not change dtypes here."""
     inside = f"{prefix}{WRAPPED}."
-    for handle in unit.handles:
-        for spec in handle.layout.params:
-            value = state_dict.get(f"{inside}{spec.name}")
-            if isinstance(value, torch.Tensor) and value.dtype != handle.precision.master:
-                warn_once_per_job(
-                    f"load_state_dict(assign=True): {spec.name!r} is {value.dtype} in the state dict, and stays "
-                    f"{handle.precision.master} in unit {unit.label}: values are copied into its shards. To change the "
-                    "dtype call .to() on the wrapper"
-                )
-                return
+    for param in params_of([unit]):
+        value, master = state_dict.get(f"{inside}{param.name}"), param.handle.precision.master
+        if isinstance(value, torch.Tensor) and value.dtype != master:
+            warn_once_per_job(
+                f"load_state_dict(assign=True): {param.name!r} is {value.dtype} in the state dict, and stays "
+                f"{master} in unit {unit.label}: values are copied into its shards. To change the dtype call .to() on "
+                "the wrapper"
+            )
+            return
 
 
 def _in_brief(error: RuntimeError) -> RuntimeError | None:
-    """`error` with some names of each kind, where torch says that a state dict does not fit; None if it is as short, or
-    says something else."""
+    """`error` with some names of each kind, where torch reports a state dict that does not fit; None if it is as short,
+    or reports something else."""
     reported = str(error)
     if type(error) is not RuntimeError or not reported.startswith(_BEGIN):
         return None

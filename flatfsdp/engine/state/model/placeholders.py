@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...flat.flat_param import FlatParamHandle
 from ...flat.param_refs import ParamRef
 from ...flat.placeholder import Placeholder
 from ...runtime.unit import Unit
+from ..named_param import NamedParam, params_of
 
 # By the id of the leaf: modules of several units hold the same placeholder where they hold the same parameter.
 _standing: weakref.WeakValueDictionary[int, Placeholder] = weakref.WeakValueDictionary()
 
 
 class Placeholders:
-    """Placeholders in all homes of one unit, those of parameters that it borrows included, or `within` one module.
+    """Placeholders wherever modules of one unit hold parameters, its own and shared ones, or `within` one module.
 
     Attributes:
         unit: whose modules hold them.
@@ -29,13 +29,13 @@ class Placeholders:
         self.unit = unit
         self._replaced: list[tuple[ParamRef, bool, Any]] = []  # what was there, and whether it was registered
         self._placeholders: dict[int, Placeholder] = {}
-        places = _places((unit, *unit.owning_units))
+        owned = {id(each.leaf): each for each in params_of((unit, *unit.owning_units))}
         for param_ref in (*unit.param_refs, *unit.shared_refs):
             if within is not None and param_ref.module is not within:
                 continue
             placeholder = _standing.get(id(param_ref.leaf))
             if placeholder is None:
-                placeholder = _made(param_ref.leaf, places, receives=receives)
+                placeholder = _made(param_ref.leaf, owned[id(param_ref.leaf)], receives=receives)
                 _standing[id(param_ref.leaf)] = self._placeholders[id(param_ref.leaf)] = placeholder
             registered = param_ref.attribute in param_ref.module._parameters
             self._replaced.append((param_ref, registered, param_ref.current))
@@ -46,15 +46,15 @@ class Placeholders:
         """Put back what was there; returns what parameters have received, or what was assigned in their place, by the
         id of the leaf."""
         received = {key: each.received for key, each in self._placeholders.items() if each.received is not None}
-        for param_ref, registered, held in reversed(self._replaced):
+        for param_ref, registered, before in reversed(self._replaced):
             now = param_ref.module._parameters.get(param_ref.attribute)
             if now is not None and type(now) is not Placeholder:
                 received[id(param_ref.leaf)] = now.detach()
             if registered:
-                param_ref.module._parameters[param_ref.attribute] = held  # in its place among the others
+                param_ref.module._parameters[param_ref.attribute] = before  # in its place among the others
             else:
                 param_ref.module._parameters.pop(param_ref.attribute, None)
-                param_ref.module.__dict__[param_ref.attribute] = held
+                param_ref.module.__dict__[param_ref.attribute] = before
         self._replaced.clear()
         for key in self._placeholders:
             _standing.pop(key, None)
@@ -64,20 +64,12 @@ class Placeholders:
 
 def stand_in(leaf: nn.Parameter, owning_units: Iterable[Unit]) -> Placeholder:
     """A placeholder for `leaf`, which one of `owning_units` owns; it receives nothing."""
-    return _made(leaf, _places(owning_units), receives=False)
+    owned = next(each for each in params_of(owning_units) if each.leaf is leaf)
+    return _made(leaf, owned, receives=False)
 
 
-def _places(units: Iterable[Unit]) -> dict[int, tuple[FlatParamHandle, int]]:
-    """Where the units' leaves are, by their ids."""
-    return {
-        id(leaf): (handle, index)
-        for unit in units
-        for handle in unit.handles
-        for index, leaf in enumerate(handle.leaves)
-    }
-
-
-def _made(leaf: nn.Parameter, places: dict[int, tuple[FlatParamHandle, int]], *, receives: bool) -> Placeholder:
-    handle, index = places[id(leaf)]
-    shape = handle.layout.params[index].shape
-    return Placeholder.of(leaf, shape, handle.precision.master, handle.device, receives=receives)
+def _made(leaf: nn.Parameter, param: NamedParam, *, receives: bool) -> Placeholder:
+    handle = param.handle
+    return Placeholder.of(
+        leaf, handle.layout.params[param.index].shape, handle.precision.master, handle.device, receives=receives
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -37,8 +37,8 @@ from ...runtime.unit import Unit
 from ..consolidate import consolidated, is_first
 from ..from_rank0 import take_buffers
 from ..full_params import summon
-from ..named_param import NamedParam
-from ..owned_interval import OwnedInterval, RemoteElements
+from ..named_param import NamedParam, by_handle, interval_of, params_of
+from ..owned_interval import OwnedInterval
 from .distributed_values import carrier_of, flat_of, rows_of
 from .placeholders import Placeholders, stand_in
 from .types import settings_of, shares_memory
@@ -51,9 +51,9 @@ class StateDictCall:
     """One call from outside, and those that it leads to.
 
     Attributes:
-        settings: what values are to be.
+        settings: of what kind values are.
         first: whether this rank is the one that has values where only one has.
-        active: units whose modules are being asked, outermost first.
+        active: units whose modules make their state dict at the moment, outermost first.
         values: made so far, by the id of the leaf; they are kept, so that tied names share them.
         made: the values that are not modules' own, by their ids, which are theirs as long as they are kept.
         copies: of shards, by the id of the handle.
@@ -68,20 +68,20 @@ class StateDictCall:
 
     @property
     def rank0_only(self) -> bool:
-        """Whether only the first rank is to have values."""
+        """Whether only the first rank gets values."""
         config = self.settings.state_dict_config
         return isinstance(config, FullStateDictConfig) and config.rank0_only
 
     @property
     def is_without_communication(self) -> bool:
-        """Whether nothing is to be communicated."""
+        """Whether the call communicates nothing."""
         config = self.settings.state_dict_config
         return self.settings.state_dict_type is not StateDictType.FULL_STATE_DICT and (
             getattr(config, "sharded_as", "interval") == "interval"
         )
 
     def is_flat(self, unit: Unit) -> bool:
-        """Whether what `unit` holds is to be there as flat shards."""
+        """Whether the parameters of `unit` are given as flat shards."""
         if self.settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
             return False
         carrier = getattr(self.settings.state_dict_config, "sharded_as", "interval")
@@ -89,7 +89,7 @@ class StateDictCall:
 
     @property
     def broadcasts_buffers(self) -> bool:
-        """Whether every rank is to have the first one's buffers. [Note: buffers of ranks]"""
+        """Whether every rank gets the first one's buffers. [Note: buffers of ranks]"""
         return self.settings.state_dict_type is StateDictType.FULL_STATE_DICT and not self.rank0_only
 
     def copy(self, value: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def state_dict(wrapper: nn.Module, destination: Any, prefix: str, *, keep_vars: 
 
 
 def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> StateDictCall:
-    """A job for `units`, outermost `unit`, which are brought to rest where they are to be gathered."""
+    """A call for `units`, outermost `unit`, which are brought to rest where they will be gathered."""
     job = StateDictCall(chosen, is_first(unit))
     communicates = not job.is_without_communication
     quiesce(units, collective=communicates, shards=communicates, check=lambda each: check_idle(each, "state_dict()"))
@@ -174,21 +174,19 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
 
 def has_own_classes(unit: Unit) -> bool:
     """Whether parameters are of users' classes, of which modules may ask more than any parameter has."""
-    return any(type(leaf) is not nn.Parameter for handle in unit.handles for leaf in handle.leaves) and (
-        unit.is_between_iterations()
-    )
+    return any(type(each.leaf) is not nn.Parameter for each in params_of([unit])) and unit.is_between_iterations()
 
 
 def _add_values(job: StateDictCall, unit: Unit, destination: Any, prefix: str, start: int) -> None:
     """Let the modules of `unit` see whole parameters."""
-    with summon([unit], writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False):
+    with summon([unit]):
         unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
-        leaves = {id(leaf): leaf for handle in unit.handles for leaf in handle.leaves}
-        lent = {_storage(leaf) for leaf in leaves.values()} - {None}
+        leaves = {id(each.leaf): each.leaf for each in params_of([unit])}
+        memory = {_storage(leaf) for leaf in leaves.values()} - {None}
         for key, value in list(islice(destination.items(), start, None)):
             if id(value) in leaves:
                 destination[key] = stand_in(value, [unit])
-            elif id(value) not in job.made and _storage(value) in lent:  # made of a parameter, or a part of one
+            elif id(value) not in job.made and _storage(value) in memory:  # made of a parameter, or a part of one
                 _put(job, destination, key, job.copy(value))
 
 
@@ -213,30 +211,29 @@ def _rename(destination: Any, prefix: str, start: int) -> None:
 
 
 def fill(job: StateDictCall, unit: Unit, destination: Any, among: Sequence[str], prefix: str) -> None:
-    """Replace placeholders `among` these keys for parameters of `unit`, and of owners that are not asked themselves, by
-    values."""
+    """Replace placeholders `among` these keys for parameters of `unit`, and of owners that have no turn of their own,
+    by values."""
     waiting: dict[int, list[str]] = {}
     for key in among:
         if type(value := destination[key]) is Placeholder:
             waiting.setdefault(id(value.leaf), []).append(key)
     for owning_unit in (unit, *(each for each in unit.owning_units if each not in job.active)):
-        local = job.is_flat(owning_unit)
-        for kind, handle in enumerate(owning_unit.handles):
-            wanted = {index: waiting[id(leaf)] for index, leaf in enumerate(handle.leaves) if id(leaf) in waiting}
-            if local:
-                for key in (key for keys in wanted.values() for key in keys):
-                    del destination[key]
-                if owning_unit is unit:
-                    name = f"{prefix}{FLAT}" if kind == 0 else f"{prefix}{FLAT}_{kind}"
-                    _put(job, destination, name, _flat(job, name, owning_unit, handle))
-                continue
-            missing = [index for index in wanted if id(handle.leaves[index]) not in job.values]
+        params = [each for each in params_of([owning_unit]) if id(each.leaf) in waiting]
+        if job.is_flat(owning_unit):
+            for key in (key for each in params for key in waiting[id(each.leaf)]):
+                del destination[key]
+            for kind, handle in enumerate(unit.handles) if owning_unit is unit else ():
+                name = f"{prefix}{FLAT}" if kind == 0 else f"{prefix}{FLAT}_{kind}"
+                _put(job, destination, name, _flat(job, name, unit, handle))
+            continue
+        for _, kind, members in by_handle(params):
+            missing = [each for each in members if id(each.leaf) not in job.values]
             if missing:
-                for index, value in _values(job, owning_unit, kind, missing, wanted):
-                    job.values[id(handle.leaves[index])] = value
-            for index, keys in wanted.items():
-                for key in keys:
-                    _put(job, destination, key, job.values[id(handle.leaves[index])])
+                named = [replace(each, name=waiting[id(each.leaf)][0]) for each in missing]
+                job.values.update(_values(job, owning_unit, kind, named))
+            for each in members:
+                for key in waiting[id(each.leaf)]:
+                    _put(job, destination, key, job.values[id(each.leaf)])
 
 
 def _put(job: StateDictCall, destination: Any, key: str, value: Any) -> None:
@@ -244,23 +241,23 @@ def _put(job: StateDictCall, destination: Any, key: str, value: Any) -> None:
     job.made[id(value)] = value
 
 
-def _values(
-    job: StateDictCall, unit: Unit, kind: int, indices: Sequence[int], names: dict[int, list[str]]
-) -> Iterator[tuple[int, Any]]:
-    """(index, value) of some parameters of one handle. Collective over the shard axis unless the job is silent."""
+def _values(job: StateDictCall, unit: Unit, kind: int, params: Sequence[NamedParam]) -> Iterator[tuple[int, Any]]:
+    """(id of the leaf, value) of some parameters of one handle. Collective over the shard axis unless the job is
+    without communication."""
     config = job.settings.state_dict_config
     if job.is_without_communication:
-        for index in indices:
-            yield index, _owned(job, unit, kind, index, names[index][0])
+        for each in params:
+            yield id(each.leaf), each.interval(each.local_view(_shard_of(job, each.handle)))
         return
     carrier = carrier_of(unit, config.sharded_as) if isinstance(config, ShardedStateDictConfig) else "whole"
     with consolidated(unit, kind) as unsharded:
-        for index in indices:
+        for each in params:
+            whole = unsharded[each.index]
             if carrier == "whole":
-                yield index, job.copy(unsharded[index]) if job.first or not job.rank0_only else None
+                yield id(each.leaf), job.copy(whole) if job.first or not job.rank0_only else None
             else:
                 as_dtensor, offload = carrier == "dtensor", config.offload_to_cpu
-                yield index, rows_of(unsharded[index], unit, as_dtensor=as_dtensor, offload_to_cpu=offload)
+                yield id(each.leaf), rows_of(whole, unit, as_dtensor=as_dtensor, offload_to_cpu=offload)
 
 
 def _shard_of(job: StateDictCall, handle: FlatParamHandle) -> torch.Tensor:
@@ -271,27 +268,16 @@ def _shard_of(job: StateDictCall, handle: FlatParamHandle) -> torch.Tensor:
     return job.copies[id(handle)]
 
 
-def _owned(job: StateDictCall, unit: Unit, kind: int, index: int, name: str) -> OwnedInterval:
-    handle = unit.handles[kind]
-    named = NamedParam(name, (name,), unit, kind, index, handle.leaves[index])
-    return named.interval(named.local_view(_shard_of(job, handle)))
-
-
 def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
-    """The flat shard without world padding. Collective if it is to be a ShardedTensor."""
+    """The flat shard without world padding. Collective if that becomes a ShardedTensor."""
     layout = handle.layout
     span = layout.unpadded_part(handle.rank)
     local = _shard_of(job, handle)[: span.numel]
     if isinstance(job.settings.state_dict_config, LocalStateDictConfig) and not job.is_without_communication:
         return flat_of(local, span.start, layout.numel, unit.groups.shard)
-    # The name tells the layout.
+    # The name identifies the layout.
     spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.numel,))
-    others = RemoteElements(
-        unit.groups.shard.process_group,
-        unit.groups.device,
-        lambda: [layout.unpadded_part(rank).numel for rank in range(layout.world)],
-    )
-    return OwnedInterval(local, spec, span, names_empty=handle.rank == 0, others=others if layout.world > 1 else None)
+    return interval_of(unit, local, spec, layout.unpadded_part)
 
 
 def _finish(job: StateDictCall, destination: Any, start: int, *, keep_vars: bool) -> None:

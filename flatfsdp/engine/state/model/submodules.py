@@ -1,7 +1,7 @@
 """State dicts of a part of a unit: of a module that is inside a wrapper, and no wrapper itself.
 
 Nobody but torch sees such a call. Modules that hold parameters of a unit therefore have hooks, which let placeholders
-stand in for as long as the module is asked, if it is asked for itself and not on behalf of its wrapper. [Note:
+stand in during the call, if the module is called for itself and not on behalf of its wrapper. [Note:
 placeholders]
 """
 
@@ -39,8 +39,8 @@ def watch(param_refs: Iterable[ParamRef]) -> None:
             module.register_load_state_dict_post_hook(after_loading)
 
 
-def _asked(module: nn.Module) -> Unit | None:
-    """The unit of `module`, if it is asked for itself."""
+def _unit_called(module: nn.Module) -> Unit | None:
+    """The unit of `module`, if it is called for itself."""
     left = module.__dict__.pop(_UNDER_WAY, None)
     if left is not None:  # of a call that raised
         left.abandon()
@@ -73,7 +73,7 @@ def _refuse(unit: Unit, module: nn.Module, why: str) -> None:
 
 def before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """torch's state dict pre-hook."""
-    unit = _asked(module)
+    unit = _unit_called(module)
     if unit is not None:
         module.__dict__[_UNDER_WAY] = _Saving(unit, module)
 
@@ -106,12 +106,12 @@ def before_loading(
     errors: list[str],
 ) -> None:
     """torch's load state dict pre-hook."""
-    unit = _asked(module)
+    unit = _unit_called(module)
     if unit is None:
         return
     config = unit.options.state_dict.state_dict_config
     if isinstance(config, FullStateDictConfig) and config.rank0_only:
-        _refuse(unit, module, "is to be loaded from rank 0 (rank0_only=True), which takes its wrapper")
+        _refuse(unit, module, "is loaded from rank 0 (rank0_only=True), which only its wrapper can do")
     begin_unit(unit, state_dict)
     module.__dict__[_UNDER_WAY] = UnitLoad(unit, state_dict, prefix, errors, within=module)
 

@@ -132,7 +132,7 @@ class OptimStates:
 
         Args:
             model, optim, group: as of `optim_state_dict`.
-            optim_input: what the optimizer was built from, if its own param groups are not to be asked.
+            optim_input: what the optimizer was built from, if its own param groups are not to be used.
             rank0_only: whether the dicts of ranks other than the first are empty.
         """
         wanted = StateDictRequest("whole", rank0_only=rank0_only)
@@ -240,7 +240,7 @@ def _rekeyed(
     if kinds <= {str if chosen is OptimStateKeyType.PARAM_NAME else int}:
         return state_dict
     holder = ParamMap(model, groups)
-    flat = next((held for held in holder if len(held.params) > 1), None)
+    flat = next((param for param in holder if len(param.params) > 1), None)
     if flat is not None:
         raise ConfigValueError(
             f"rekey_optim_state_dict: parameter {flat.key} of the optimizer is a flat parameter of "
@@ -250,9 +250,9 @@ def _rekeyed(
         )
     new: dict[Any, Any]
     if chosen is OptimStateKeyType.PARAM_NAME:
-        new = {held.key: held.name for held in holder}
+        new = {param.key: param.name for param in holder}
     else:
-        new = {name: held.key for held in holder for name in held.params[0].names}
+        new = {name: param.key for param in holder for name in param.params[0].names}
     unknown = sorted({key for key in keys if key not in new}, key=str)
     if unknown:
         raise ConfigValueError(

@@ -12,7 +12,7 @@ numbers of torch and Python.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -36,14 +36,9 @@ class _FirstValues(dict[Any, Any]):
             self.first[key] = _copied(value)
         super().__setitem__(key, value)
 
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
+    # dict's own do not go through __setitem__.
+    setdefault: Any = MutableMapping.setdefault
+    update: Any = MutableMapping.update
 
 
 class _States(defaultdict[Any, Any]):
@@ -67,7 +62,7 @@ def state_before_first_step(
 
     Takes the memory of the parameters, their gradients and the state once more meanwhile. An optimizer that cannot step
     on gradients of zeros (one that needs a closure, or sparse gradients), or of which no copy can be made, is left
-    without state, and a warning says so.
+    without state, with a warning.
     """
     found = _state_of_trial(optimizer, groups, on_values=False)
     if found and not type(optimizer).__module__.startswith("torch.optim."):

@@ -111,7 +111,7 @@ def describe(state_dict: Any) -> StateDictSpec:
 def _described(value: Any) -> Any:
     if isinstance(value, OwnedInterval):
         return TensorSpec(value.spec.shape, value.dtype, (value.span.start, value.span.stop))
-    if type(value).__name__ == "ShardedTensor":  # which warns of whatever else it is asked
+    if type(value).__name__ == "ShardedTensor":  # whose other attributes warn when they are read
         known = value.metadata()
         return TensorSpec(tuple(known.size), known.tensor_properties.dtype)
     if isinstance(value, torch.Tensor) and (value.dim() or is_distributed(value)):
@@ -164,15 +164,15 @@ def plan(holder: ParamMap, description: StateDictSpec, others: Collection[Any] =
         if isinstance(value, TensorSpec) and value.shape
     }
     states: dict[Key, dict[str, Any]] = {}
-    for held in holder:
+    for param in holder:
         entries = {
             named.name: _with_scalars_shaped(named, found[named.name], shaped)
-            for named in held.params
+            for named in param.params
             if named.name in found
         }
-        planned = _of_flat(held, entries) if held.is_flat else _of_one(held, entries.get(held.name, {}))
+        planned = _of_flat(param, entries) if param.is_flat else _of_one(param, entries.get(param.name, {}))
         if planned:
-            states[held.key] = planned
+            states[param.key] = planned
     kept = {key: description.state[key] for key in description.state if key in beside}
     return LoadPlan(states, sources, kept, None if given is None else _groups(holder, given, groups))
 
@@ -180,7 +180,7 @@ def plan(holder: ParamMap, description: StateDictSpec, others: Collection[Any] =
 def _with_scalars_shaped(named: NamedParam, values: Values, shaped: Collection[str]) -> Values:
     """`values` of a parameter without dimensions, whose states of its shape look like single values: those are that
     other parameters have in their shape; where none has any, all but the step count."""
-    if named.handle is None or named.spec.shape:
+    if named.unit is None or named.spec.shape:
         return values
     return {
         state: TensorSpec((), value.dtype)
@@ -190,9 +190,9 @@ def _with_scalars_shaped(named: NamedParam, values: Values, shaped: Collection[s
     }
 
 
-def _of_one(held: OptimizedParam, values: Values) -> dict[str, Any]:
-    named = held.params[0]
-    if held.handle is None:
+def _of_one(param: OptimizedParam, values: Values) -> dict[str, Any]:
+    named = param.params[0]
+    if param.handle is None:
         return values
     spec = named.spec
     planned: dict[str, Any] = {}
@@ -213,12 +213,12 @@ def _of_one(held: OptimizedParam, values: Values) -> dict[str, Any]:
     return planned
 
 
-def _of_flat(held: OptimizedParam, entries: Mapping[str, Values]) -> dict[str, Any]:
+def _of_flat(param: OptimizedParam, entries: Mapping[str, Values]) -> dict[str, Any]:
     """What a flat parameter loads from the states of the parameters in it: zeros where there is no tensor.
 
-    Those without elements have no say: whether optimizers have states of them depends on how they are wrapped.
+    Those without elements do not count: whether optimizers have states of them depends on how they are wrapped.
     """
-    members = [named for named in held.params if named.spec.numel] or list(held.params)
+    members = [named for named in param.params if named.spec.numel] or list(param.params)
     entries = {named.name: entries[named.name] for named in members if named.name in entries}
     if not entries:
         return {}
@@ -303,9 +303,7 @@ def _check_interval(named: NamedParam, state: str, value: TensorSpec) -> None:
 
 def _owned_by_one(named: NamedParam) -> bool:
     """Whether one rank owns all elements, the same on every rank's account."""
-    handle = named.handle
-    assert handle is not None
-    layout = handle.layout
+    layout = named.handle.layout
     span = layout.spans[named.index]
     return span.is_empty or layout.rank_of(span.start) == layout.rank_of(span.stop - 1)
 
@@ -318,15 +316,15 @@ def _groups(
     group_of = {name: number for number, group in enumerate(names) for name in group}
     out = []
     for number, group in enumerate(holder.groups):
-        missing = [n.name for held in group for n in held.params if n.unit is not None and n.name not in group_of]
+        missing = [n.name for param in group for n in param.params if n.unit is not None and n.name not in group_of]
         if missing:
             raise ConfigValueError(
                 f"optim_state_dict: no param group of it has {_few(missing)}, which this optimizer holds in its param "
                 f"group {number}. Add them to the dict's param groups, or build the optimizer without them"
             )
-        covered = (named.name for held in group for named in held.params)
+        covered = (named.name for param in group for named in param.params)
         sources = sorted({group_of[name] for name in covered if name in group_of})
-        if not sources:  # no parameter of it is known: only its place can tell
+        if not sources:  # no parameter of it is known: its place decides
             sources = [number] if number < len(given) else []
         settings = [{key: value for key, value in given[source].items() if key not in _KEYS} for source in sources]
         for other, source in zip(settings[1:], sources[1:], strict=True):
@@ -338,7 +336,7 @@ def _groups(
                     "like those of the dict; with use_orig_params=False a flat parameter is in one group"
                 )
         merged = copy.deepcopy(settings[0]) if settings else {}
-        out.append({**merged, "params": [held.key for held in group]})
+        out.append({**merged, "params": [param.key for param in group]})
     return out
 
 

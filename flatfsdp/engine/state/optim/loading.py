@@ -23,7 +23,7 @@ from ...runtime.unit import Unit
 from ..consolidate import is_first, scatter, store
 from ..from_rank0 import broadcast_tensor, broadcast_value
 from ..model.distributed_values import is_distributed, whole_if_distributed
-from ..named_param import NamedParam
+from ..named_param import NamedParam, by_handle
 from .descriptions import ParamShaped, value_of
 from .load_plan import LoadPlan, StateDictSpec, TensorSpec, describe, plan
 from .param_map import Key, OptimizedParam, ParamMap, groups_of, others_of
@@ -47,7 +47,7 @@ def load(
     """What an optimizer loads by its own `load_state_dict()`.
 
     Args:
-        optim, optim_input: what says which parameters it has ([Note: optimized parameters]).
+        optim, optim_input: either gives the parameters that it has ([Note: optimized parameters]).
         from_first: only the first rank has `state_dict`; that of others is not looked at.
         by_name: the optimizer's keys are names, not numbers.
         alone: without communication; `state_dict` holds whole tensors, or the intervals that this rank owns.
@@ -56,7 +56,7 @@ def load(
     No value shares memory with `state_dict`'s. Collective over the axes of the model's units unless `alone`.
 
     Raises:
-        ConfigTypeError, ConfigValueError: what is wrong with the dict; on all ranks that are asked.
+        ConfigTypeError, ConfigValueError: what is wrong with the dict; on all ranks that have it.
         AgreementError: ranks have different dicts, or another rank has a wrong one.
     """
     with collective_call(units_in(model), "optim_state_dict_to_load()", always=True, when=not alone):
@@ -164,7 +164,7 @@ class _Loading:
         self._source = source
         by_name = self.holder.by_name
         out: dict[Key, dict[str, Any]] = {}
-        for unit, kind, members in self.holder.by_handle():
+        for unit, kind, members in by_handle(self.holder.params):
             handle = unit.handles[kind]
             inside = list({id(by_name[n.name]): by_name[n.name] for n in members if n.name in by_name}.values())
             for state, dtype in shaped_states(map(self._planned, inside)):

@@ -16,7 +16,6 @@ from torch import nn
 
 from ....errors import UsageError, refuse_type
 from ...flat.flat_param import FlatParamHandle
-from ...runtime.unit import Unit
 from ..named_param import NamedParam, named_state
 
 Key = int | str
@@ -38,13 +37,13 @@ class OptimizedParam:
 
     @property
     def name(self) -> str:
-        """The first name in it, which tells it from all others."""
+        """The first name in it, which no other one has."""
         return self.params[0].name
 
     @property
     def handle(self) -> FlatParamHandle | None:
         """The handle that it belongs to; None outside of every unit."""
-        return self.params[0].handle
+        return None if self.params[0].unit is None else self.params[0].handle
 
     @property
     def is_flat(self) -> bool:
@@ -97,11 +96,10 @@ class ParamMap:
         inside: dict[int, list[NamedParam]] = {}  # by the id of what an optimizer can step on
         flattened: dict[int, str] = {}
         for named in self.params:
-            handle = named.handle
-            if handle is None or handle.use_orig_params:
+            if named.unit is None or named.handle.use_orig_params:
                 inside[id(named.leaf)] = [named]
             else:
-                inside.setdefault(id(handle.flat_param), []).append(named)
+                inside.setdefault(id(named.handle.flat_param), []).append(named)
                 flattened[id(named.leaf)] = named.name
         keys: dict[int, Key] = {id(p): name for name, p in model.named_parameters()} if by_name else {}
         self.groups: list[list[OptimizedParam]] = []
@@ -118,15 +116,6 @@ class ParamMap:
     def __iter__(self) -> Iterator[OptimizedParam]:
         for group in self.groups:
             yield from group
-
-    def by_handle(self) -> list[tuple[Unit, int, list[NamedParam]]]:
-        """The parameters in units: (unit, number of the handle, those that lie in it), in an order that all ranks
-        share."""
-        found: dict[tuple[int, int], tuple[Unit, int, list[NamedParam]]] = {}
-        for named in self.params:
-            if named.unit is not None:
-                found.setdefault((id(named.unit), named.kind), (named.unit, named.kind, []))[2].append(named)
-        return list(found.values())
 
 
 def groups_of(

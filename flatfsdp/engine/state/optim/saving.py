@@ -30,7 +30,7 @@ from ...runtime.unit import Unit
 from ..consolidate import consolidated
 from ..model.distributed_values import carrier_of, rows_of
 from ..model.types import shares_memory
-from ..named_param import NamedParam
+from ..named_param import NamedParam, by_handle
 from .descriptions import Description, OtherState, ParamShaped, agree, description_of, value_of
 from .initial_state import state_before_first_step
 from .load_plan import check_dict
@@ -109,7 +109,7 @@ def initialized_axes(model: nn.Module) -> list[Transport]:
 
 
 def is_source(axes: Sequence[Transport], group: Any) -> bool:
-    """Whether this rank is the one that has what only one rank is to have: the first of `group`, else of the model."""
+    """Whether this rank is the first of `group`, else of the model: the one that gets what only one rank gets."""
     if group is None:
         return is_first_of(axes)
     given = Axis.of(group, torch.device("cpu"))
@@ -127,7 +127,7 @@ class _Saving:
     """One state dict, put together from what this rank's optimizer has and what all ranks have described.
 
     Attributes:
-        keeps: whether this rank is to have what is gathered.
+        keeps: whether this rank gets what is gathered.
         holder: what the optimizer holds.
         own: its state by key, without entries that have no states.
         others: entries of its state that belong to no parameter.
@@ -171,7 +171,7 @@ class _Saving:
     def descriptions(self) -> dict[str, Description | None]:
         """What this rank describes to the others: states of every parameter in units of which it has elements."""
         found: dict[str, Description | None] = {}
-        for unit, kind, members in self.holder.by_handle():
+        for unit, kind, members in by_handle(self.holder.params):
             for named in _describing(unit.handles[kind], members):
                 param = self.holder.by_name.get(named.name)
                 if param is None:
@@ -184,7 +184,7 @@ class _Saving:
     def state_dict(self, agreed: Mapping[str, Description]) -> dict[str, Any]:
         """All of it, in the order of the model's parameters; empty unless this rank `keeps` it. Collective where states
         are gathered."""
-        for unit, kind, members in self.holder.by_handle():
+        for unit, kind, members in by_handle(self.holder.params):
             self._add(unit, kind, _by_name(unit.handles[kind], members, agreed))
         if not self.keeps:
             return {}
@@ -219,7 +219,8 @@ class _Saving:
                             )
                         )
         for named, states in described.items():
-            for name, each in states.items():
+            # States of the parameter's shape come first: files have this order.
+            for name, each in sorted(states.items(), key=lambda item: not isinstance(item[1], ParamShaped)):
                 if not isinstance(each, ParamShaped):
                     value = each.value if isinstance(each, OtherState) else each
                     on_every_rank = isinstance(each, OtherState) and value is None
@@ -237,14 +238,14 @@ class _Saving:
         self, handle: FlatParamHandle, having: Sequence[NamedParam], name: str, dtype: torch.dtype
     ) -> torch.Tensor:
         """One state of parameters of one handle, laid out like its shard."""
-        held = self.holder.by_name
-        if having[0].name in held and held[having[0].name].is_flat:
+        stepped = self.holder.by_name
+        if having[0].name in stepped and stepped[having[0].name].is_flat:
             flat: torch.Tensor = self._state(having[0], name).detach()
             return flat
         shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard.device)
         pieces = handle.at_rest.views_of(shard)
         for named in having:
-            if named.name in held and named.has_elements:
+            if named.name in stepped and named.has_elements:
                 pieces[named.index].copy_(self._state(named, name).detach())
         return shard
 

@@ -27,7 +27,7 @@ _installed = False
 
 
 def stamp_state_dicts() -> None:
-    """Let the state dicts of all optimizers of this process say whose shards they hold. Idempotent."""
+    """Let the state dicts of all optimizers of this process name the shards that they hold. Idempotent."""
     global _installed
     if not _installed:
         _installed = True
