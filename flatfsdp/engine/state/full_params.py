@@ -18,9 +18,11 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import full_views
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import assign_grad
+from ..runtime.model_facts import axes_of
 from ..runtime.rest import collective_call, quiesce
 from ..runtime.unit import Unit
 from .consolidate import gather_shard, is_first, scatter, store
+from .from_rank0 import broadcast_tensor
 
 
 def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,9 +144,7 @@ class _SummonedHandle:
         for index, grad in enumerate(unsharded):
             present[index] = grad is not None
         if from_rank0:
-            for axis in (self.unit.replicate, self.unit.gather):
-                if axis is not None:
-                    axis.broadcast(present)
+            present = broadcast_tensor(axes_of([self.unit]), present, present.shape, present.dtype, handle.device)
             shard = scatter(self.unit, self.kind, unsharded, dtype=self.grad_dtype)
         else:
             shard = torch.zeros(layout.shard_numel, dtype=self.grad_dtype, device=handle.device)

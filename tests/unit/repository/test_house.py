@@ -43,11 +43,11 @@ FUNCTIONS = {
 # `checkpoint`. Then what the schedule of a backward has to declare of what it asks and of its actions, since it stands
 # by itself. Then an iteration's table of stages, and the door to everything between iterations.
 LINES = {
-    "engine": (23_715, 4_250, 220, 180, 475, 75, 175, 80, 340, 120, -245),
+    "engine": (23_715, 4_250, 220, 180, 475, 75, 175, 80, 340, 120, -443),
     "core": (11_350, 1_250, 100, 200, 240, 90, 130, -351),
-    "checkpoint": (4_103, 1_250, -277),
+    "checkpoint": (4_103, 1_250, -332),
     "trainer": (7_115,),
-    "all": (36_122, 6_000, 220, 250, 360, 75, 120, -944),
+    "all": (36_122, 6_000, 220, 250, 360, 75, 120, -1_197),
 }
 SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
