@@ -18,8 +18,8 @@ from .engine.facade.fsdp1_compat import FSDP1Names, wrapped_inside
 from .engine.facade.schedule_api import ScheduleControls
 from .engine.features.clip import clip_grad_norm
 from .engine.features.forward_methods import through_wrapper
+from .engine.runtime.model import model_of
 from .engine.runtime.module_tree import units_at, units_in, with_owning_units
-from .engine.runtime.unit import Unit
 from .engine.state import full_params
 from .engine.state.model import loading, saving
 from .engine.state.model.types import set_type, settings_of, type_for_a_while
@@ -30,7 +30,7 @@ from .engine.wrapping.build import build_unit
 from .engine.wrapping.wrapper_support import (
     apply_to_tensors,
     flat_params_hidden,
-    keep_root,
+    keep_model,
     no_sync,
     register_comm_hook,
     register_flat_params,
@@ -168,10 +168,10 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
 
     def _wrap(self, module: nn.Module, config: Config, *, island: bool = False) -> None:
         with auto_wrapped(module, config, type(self)._of) as undo:
-            self._unit: Unit = build_unit(module, config, island=island)
+            model = build_unit(module, config, island=island)
             undo.pop_all()
         self._fsdp_wrapped_module = module
-        keep_root(self, self._unit)
+        keep_model(self, model)
         register_flat_params(self, self._unit)
         self.register_load_state_dict_post_hook(loading.end)
 
@@ -193,7 +193,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
             _torch.stay_out_of_graphs()
         if loading.UNDER_WAY in self.__dict__:
             loading.forget(self)
-        return self._unit.run(args, kwargs)
+        return model_of(self._unit).forwards.run(self._unit, args, kwargs)
 
     @property
     def module(self) -> nn.Module:
@@ -202,7 +202,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
 
     def extra_repr(self) -> str:
         """What `repr` shows: the sharding strategy and the groups of this unit, in one line."""
-        return f"{self._unit.traits.strategy.name}: {groups_in_words(self._unit.groups)}"
+        return f"{self._unit.built.traits.strategy.name}: {groups_in_words(self._unit.groups)}"
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -60,7 +60,7 @@ class ShardedGradScaler(GradScaler):
             each = map(self.scale, outputs)
             return type(outputs)(each) if isinstance(outputs, (list, tuple)) else each
         scaled = super().scale(outputs).to(outputs.dtype)
-        if scaled.requires_grad and any(optimizers_of(root).all for root in registry.roots):
+        if scaled.requires_grad and any(optimizers_of(root).all for root in registry.models):
             hooks.before_backward_of(scaled, lambda grad: note_scaled_loss())
         return scaled
 

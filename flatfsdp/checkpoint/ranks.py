@@ -13,6 +13,7 @@ from torch import nn
 
 from ..engine.agreement.object_collectives import on_all_ranks
 from ..engine.comm.process_groups import new_group
+from ..engine.runtime.model import model_of
 from ..engine.runtime.module_tree import units_in
 from ..engine.runtime.rest import collective_call
 from ..errors import AgreementError, CheckpointError, ConfigValueError, by_ranks
@@ -71,8 +72,10 @@ class CheckpointRanks:
         Raises:
             AgreementError: on every rank: some do something else with the model.
         """
-        units = [unit for unit in units_in(model) if unit.root.ready] if isinstance(model, nn.Module) else []
-        axes = [axis for unit in units for axis in (unit.gather, unit.replicate) if axis is not None]
+        units = [unit for unit in units_in(model) if model_of(unit).setup.ready] if isinstance(model, nn.Module) else []
+        axes = [
+            axis for unit in units for axis in (unit.transports.gather, unit.transports.replicate) if axis is not None
+        ]
         members = set(dist.get_process_group_ranks(self.group)) if axes else set()
         covered = all(members.issuperset(axis.group.ranks) for axis in axes)
         return collective_call(units if covered else [], self.call, always=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from flatfsdp.engine.base.events import Observer
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import SHARDED, UNSHARDED
+from flatfsdp.engine.runtime.model import model_of
 from flatfsdp.engine.watchdog.regions import current_watch
 
 
@@ -259,7 +260,7 @@ class Unit:
     @property
     def post_forward_axis(self) -> Any:
         """Among which ranks parameters stay between forward and backward: `ranks`, and its `rank` there."""
-        return self._inner.post_forward_gather.group
+        return self._inner.kept.post_forward.group
 
     @property
     def forward_prefetch(self) -> list[str]:
@@ -275,31 +276,31 @@ class Unit:
     def prefetches_own(self) -> bool:
         """Whether the units to be gathered ahead in backwards are of this unit's model."""
         targets = self._inner.options.backward_targets.units()
-        return all(each.root is self._inner.root for each in targets)
+        return all(model_of(each) is model_of(self._inner) for each in targets)
 
 
-def _root(model: Any) -> Any:
-    return model._unit.root
+def _model(model: Any) -> Any:
+    return model_of(model._unit)
 
 
 def events(model: Any) -> Events:
     """What happens in `model` from now on."""
-    return Events(_root(model).resources.events)
+    return Events(_model(model).resources.events)
 
 
 def memory(model: Any) -> Memory:
     """The live bytes of `model`."""
-    return Memory(_root(model).resources.tracker)
+    return Memory(_model(model).resources.tracker)
 
 
 def comm_stats(model: Any) -> CommStats:
     """What `model` has communicated."""
-    return CommStats(_root(model).resources.comm_stats)
+    return CommStats(_model(model).resources.comm_stats)
 
 
 def units(model: Any) -> list[Unit]:
     """All units of the model that `model` is the outermost wrapper of, or a part; the outermost last."""
-    return [Unit(each) for each in _root(model).units]
+    return [Unit(each) for each in _model(model).units]
 
 
 def unit(wrapper: Any) -> Unit:
@@ -314,75 +315,75 @@ def flat_params(model: Any) -> list[FlatParam]:
 
 def wrappers_called(model: Any) -> set[int]:
     """The ids of the wrapped modules whose forward users call."""
-    return {id(each.module) for each in _root(model).entries}
+    return {id(each.module) for each in _model(model).setup.entries}
 
 
 def parts(model: Any) -> list[weakref.ref[Any]]:
     """References to what the engine made for `model`, which goes when the model does."""
-    root = _root(model)
+    root = _model(model)
     held = [root, *root.units, *(handle.shard for each in root.units for handle in each.handles)]
     return [weakref.ref(each) for each in held]
 
 
 def shared_state(model: Any) -> weakref.ref[Any]:
     """A reference to what exists once for the units of `model`."""
-    return weakref.ref(_root(model))
+    return weakref.ref(_model(model))
 
 
 def begin(model: Any, *, training: bool = False) -> None:
     """What the first forward does before it computes."""
-    _root(model).lazy_init(training=training)
+    _model(model).setup.lazy_init(training=training)
 
 
 def move(model: Any, device: torch.device) -> None:
     """Let the engine take `device` for the one where `model` computes."""
-    _root(model).resources.device.device = device
+    _model(model).resources.device.device = device
 
 
 def limits_gathers(model: Any) -> bool:
     """Whether gathers wait until memory is free."""
-    found: bool = _root(model).resources.limiter.limit
+    found: bool = _model(model).resources.limiter.limit
     return found
 
 
 def is_last_backward(model: Any) -> bool:
     """Whether backwards end with all of their reductions."""
-    found: bool = _root(model).is_last_backward
+    found: bool = _model(model).backwards.is_last_backward
     return found
 
 
 def weight(model: Any) -> float:
     """What this rank's gradients count in the mean over ranks."""
-    found: float = _root(model).weight
+    found: float = _model(model).backwards.weight
     return found
 
 
 def schedule_in_words(model: Any) -> str:
     """What was set, as ranks compare it."""
-    found: str = _root(model).schedule_description
+    found: str = _model(model).setup.description
     return found
 
 
 def waits_for_gradients(model: Any) -> bool:
     """Whether somebody holds a node that a gradient of the next backward is to come to."""
-    return bool(_root(model).accumulators.expects_gradients)
+    return bool(_model(model).accumulators.expects_gradients)
 
 
 def drop_observers(model: Any, *, all_of_them: bool = False) -> None:
     """Attach nothing that looks at what backwards leave, or nothing at all; a later forward does not change it."""
-    observers = _root(model).observers
+    observers = _model(model).observers
     kept = [each for each in observers.all if type(each).backward_ended is Observer.backward_ended]
     observers.set(*[] if all_of_them else kept)
 
 
 def non_finite_detector(model: Any) -> Any:
     """What looks for values that are not finite, None where nobody asked for it."""
-    return next((each for each in _root(model).observers.all if each.requested_by == "detect_nonfinite()"), None)
+    return next((each for each in _model(model).observers.all if each.requested_by == "detect_nonfinite()"), None)
 
 
 def replicate_stream(model: Any) -> Any:
     """The stream of sums over replicas."""
-    return _root(model).resources.streams.replicate._stream
+    return _model(model).resources.streams.replicate._stream
 
 
 @contextmanager
@@ -416,7 +417,7 @@ def memory_of(transport: Any) -> Memory:
 
 def verdict_of(model: Any) -> Callable[[], BaseException | None]:
     """Asks for the error that ends everything that the ranks do together; None while there is none."""
-    agreement = _root(model).agreement
+    agreement = _model(model).agreement
     return lambda: agreement.peers.verdict
 
 
@@ -427,10 +428,10 @@ def doing() -> str:
 
 def meetings(model: Any) -> int:
     """At how many places this rank left a note because something unexpected happened."""
-    return len(_root(model).agreement.sequence.meetings.places)
+    return len(_model(model).agreement.sequence.meetings.places)
 
 
 def note(model: Any, key: str) -> str | None:
     """What stands at `key` in the store, None if nothing does."""
-    found: str | None = _root(model).agreement.peers.store.read(key)
+    found: str | None = _model(model).agreement.peers.store.read(key)
     return found

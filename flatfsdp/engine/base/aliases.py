@@ -41,9 +41,9 @@ _MOVED = {
         exchange=object_collectives policy.habit=sequence_predictor
     """,
     "runtime": """
-        unit unit_data root=model backward links=gradient_flow joining=coalesced_collectives
+        unit unit_data=unit root=model backward links=gradient_flow joining=coalesced_collectives
         branches=conditional_units placement=device_checks replicas=replica_checks
-        traversal=module_tree registry=param_registry optimizers=optimizer_hooks midway=gradient_counter
+        traversal=module_tree registry=param_registry optimizers=optimizer_hooks midway=backward_hooks
     """,
     "state": "owned=owned_interval consolidate full_params state_dicts.from_first=from_rank0",
     "state.model": """

@@ -91,16 +91,16 @@ class Observer:
     def options_changed(self) -> None:
         """What users chose for a unit was changed."""
 
-    def step_begins(self, model: Any, unit: Any) -> bool:
-        """The forward of `unit`, the outermost of `model`, is about to begin, or a backward where that is None. True if
-        methods of units are others from now on: the call of `unit` is made again."""
+    def step_begins(self, unit: Any) -> bool:
+        """An outermost forward, of `unit`, is about to begin, or a backward where that is None. True if methods of the
+        engine's objects are others from now on: the call of `unit` is made again."""
         return False
 
-    def before_first_gather(self, model: Any) -> str:
+    def before_first_gather(self) -> str:
         """A forward is about to gather: what this one will do before, in words that are equal on all ranks."""
         return ""
 
-    def first_gather_agreed(self, model: Any) -> None:
+    def first_gather_agreed(self) -> None:
         """All ranks go on with that: does it. Collective as those words tell."""
 
     def forward_begins(self, unit: Any, inputs: Any, *, outermost: bool) -> None:
@@ -112,9 +112,9 @@ class Observer:
     def backward_reaches(self) -> None:
         """A backward has come to a unit; may refuse it."""
 
-    def finisher(self, model: Any, *, sync: bool) -> Any:
-        """What finishes the backward of `model` that begins, None if that is no concern of this one. `sync`: whether
-        there are units that reduce."""
+    def finisher(self, *, sync: bool) -> Any:
+        """What finishes the backward that begins, None if that is no concern of this one. `sync`: whether there are
+        units that reduce."""
 
     def gradient_came(self, unit: Any, kind: int, index: int, grad: Any) -> None:
         """This rank's gradient of a whole parameter has come: that of the leaf `index` of a handle of `unit`."""
@@ -139,9 +139,9 @@ class Observers:
     """
 
     options_changed: tuple[Callable[[], None], ...]
-    step_begins: tuple[Callable[[Any, Any], bool], ...]
-    before_first_gather: tuple[Callable[[Any], str], ...]
-    first_gather_agreed: tuple[Callable[[Any], None], ...]
+    step_begins: tuple[Callable[[Any], bool], ...]
+    before_first_gather: tuple[Callable[[], str], ...]
+    first_gather_agreed: tuple[Callable[[], None], ...]
     forward_begins: tuple[Callable[..., None], ...]
     forward_ended: tuple[Callable[..., None], ...]
     backward_reaches: tuple[Callable[[], None], ...]
@@ -176,6 +176,6 @@ class Observers:
                 return each
         return None
 
-    def begin_step(self, model: Any, unit: Any) -> bool:
-        """Call all that have `step_begins`. True if methods of units changed."""
-        return any([observe(model, unit) for observe in self.step_begins])
+    def begin_step(self, unit: Any) -> bool:
+        """Call all that have `step_begins`. True if methods changed."""
+        return any([observe(unit) for observe in self.step_begins])

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ... import comm_hooks
+from ...api import BackwardPrefetch
 from .schedule_options import AS_BUILT, Schedule
 from .state_dict_configs import StateDictSettings
 
@@ -74,6 +75,7 @@ class UnitOptions:
 
     Attributes:
         schedule: [Note: schedule].
+        backward_prefetch, forward_prefetch: as built, or as set since (`prefetch_was_set`).
         comm_hook: [Note: communication hooks].
         all_reduce_hook: runs on the sum of gradients before it is scaled.
         forward_targets: gathered ahead when the unit's forward begins; none for the unit that followed last time.
@@ -83,6 +85,9 @@ class UnitOptions:
     """
 
     schedule: Schedule = AS_BUILT
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+    prefetch_was_set: bool = False
     comm_hook: CommHook | None = None
     all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
     forward_targets: PrefetchTargets[Any] = NO_TARGETS
@@ -102,3 +107,6 @@ class UnitOptions:
                 yield f"prefetch in {pass_} of {', '.join(unit.label for unit in targets.units())}"
         for unit in self.branch_before.units():
             yield f"branch before {unit.label}"
+        if self.prefetch_was_set:
+            name = self.backward_prefetch.name if self.backward_prefetch is not None else None
+            yield f"backward_prefetch={name} and forward_prefetch={self.forward_prefetch}"

@@ -17,6 +17,7 @@ from ...errors import ConfigValueError
 from ..config.arguments import member
 from ..flat.flat_param import FlatParameter
 from ..flat.states import IDLE, SUMMONED
+from ..runtime.model import model_of
 from ..runtime.module_tree import ignored_in
 from ..runtime.rest import check_outside, initialize
 from ..state.dcp_state_dict import teach
@@ -52,8 +53,8 @@ class FSDP1Names:
     @property
     def _is_root(self) -> bool | None:
         """Whether this is the outermost wrapper; None before the first forward."""
-        root = self._unit.root
-        return root.unit is self._unit if root.ready else None
+        root = model_of(self._unit)
+        return root.outermost is self._unit if root.setup.ready else None
 
     @property
     def _fqn_modifiers(self) -> Any:
@@ -63,7 +64,7 @@ class FSDP1Names:
 
     def _lazy_init(self) -> None:
         """Do what the first forward does first: name and connect units, compare ranks. Collective."""
-        initialize(self._unit.root)
+        initialize(model_of(self._unit))
 
     @property
     def process_group(self) -> Any:
@@ -89,32 +90,32 @@ class FSDP1Names:
     @property
     def mixed_precision(self) -> MixedPrecision:
         """The dtypes of this unit."""
-        return self._unit.mixed_precision
+        return self._unit.built.mixed_precision
 
     @property
     def cpu_offload(self) -> CPUOffload:
         """Where shards rest."""
-        return self._unit.cpu_offload
+        return self._unit.built.cpu_offload
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
         """When backward gathers ahead. May be set between iterations, on all ranks, but to BACKWARD_MID."""
-        return self._unit.backward_prefetch
+        return self._unit.options.backward_prefetch
 
     @backward_prefetch.setter
     def backward_prefetch(self, value: BackwardPrefetch | str | None) -> None:
         chosen = member("backward_prefetch", value, BackwardPrefetch)
-        _change_prefetch(self._unit, "backward_prefetch", chosen, self._unit.forward_prefetch)
+        _change_prefetch(self._unit, "backward_prefetch", chosen, self._unit.options.forward_prefetch)
 
     @property
     def forward_prefetch(self) -> bool:
         """Whether forward gathers the next unit early. May be set between iterations, on all ranks."""
-        return self._unit.forward_prefetch
+        return self._unit.options.forward_prefetch
 
     @forward_prefetch.setter
     def forward_prefetch(self, value: bool) -> None:
         check_bool("forward_prefetch", value)
-        _change_prefetch(self._unit, "forward_prefetch", self._unit.backward_prefetch, value)
+        _change_prefetch(self._unit, "forward_prefetch", self._unit.options.backward_prefetch, value)
 
     @property
     def limit_all_gathers(self) -> bool:
@@ -131,11 +132,11 @@ class FSDP1Names:
     @property
     def _use_orig_params(self) -> bool:
         # A wrapper without parameters has what the others have: all wrappers of an FSDP1 model agree.
-        units = [self._unit, *self._unit.root.units]
+        units = [self._unit, *model_of(self._unit).units]
         return next((handle.use_orig_params for unit in units for handle in unit.handles), False)
 
-    _device_mesh = property(attrgetter("_unit.device_mesh"))
-    _use_full_prec_in_eval = property(attrgetter("_unit.mixed_precision.full_precision_in_eval"))
+    _device_mesh = property(attrgetter("_unit.built.device_mesh"))
+    _use_full_prec_in_eval = property(attrgetter("_unit.built.mixed_precision.full_precision_in_eval"))
     _state_dict_type = property(attrgetter("_unit.options.state_dict.state_dict_type"))
     _state_dict_config = property(attrgetter("_unit.options.state_dict.state_dict_config"))
     _optim_state_dict_config = property(attrgetter("_unit.options.state_dict.optim_state_dict_config"))
@@ -147,7 +148,7 @@ class FSDP1Names:
     @property
     def _sync_gradients(self) -> bool:
         """Whether the next backward reduces this unit's gradients."""
-        return self._unit.root.sync and self._unit.options.schedule.reduce
+        return model_of(self._unit).backwards.sync and self._unit.options.schedule.reduce
 
     @property
     def _gradient_predivide_factor(self) -> float:
@@ -178,7 +179,7 @@ class FSDP1Names:
     @property
     def compute_device(self) -> torch.device:
         """Where this unit computes."""
-        return self._unit.root.resources.device.device
+        return model_of(self._unit).resources.device.device
 
     @property
     def training_state(self) -> TrainingState:
@@ -191,18 +192,18 @@ class FSDP1Names:
 
 def _change_prefetch(unit: Unit, setting: str, backward: BackwardPrefetch | None, forward: bool) -> None:
     check_outside(unit, setting)
-    before = unit.backward_prefetch, unit.forward_prefetch
-    unit.set_prefetch(backward, forward)
+    before = unit.options.backward_prefetch, unit.options.forward_prefetch
+    model_of(unit).setup.set_prefetch(unit, backward, forward)
     if unit.options.schedule.unshard_async_op:
         try:
             check_prefetches_on_request(unit, "set_unshard_async_op")
         except ConfigValueError:
-            unit.set_prefetch(*before)
+            model_of(unit).setup.set_prefetch(unit, *before)
             raise
 
 
 def wrapped_inside(module: nn.Module, *, root_only: bool) -> Iterator[nn.Module]:
     """Wrappers in `module`, itself included, in the order of `modules()`; with `root_only` outermost ones."""
     for each in module.modules():
-        if isinstance(each, FSDP1Names) and (not root_only or each._unit.root.unit is each._unit):
+        if isinstance(each, FSDP1Names) and (not root_only or model_of(each._unit).outermost is each._unit):
             yield each

@@ -18,6 +18,7 @@ from ..device.streams import Device
 from ..features.persistent_params import can_stay, keep_frozen, persistent_params_of
 from ..flat.sources import ParamPersistence
 from ..flat.states import SUMMONED
+from ..runtime.model import model_of
 from ..runtime.module_tree import units_at, units_in
 from ..runtime.rest import check_outside
 
@@ -33,7 +34,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Wait until the parameters are whole. At no cost if they are, or have been freed meanwhile."""
-        self._unit.root.wait_for(self._unit)
+        model_of(self._unit).wait_for(self._unit)
 
 
 class ScheduleControls:
@@ -69,7 +70,7 @@ class ScheduleControls:
         if unit.phase is SUMMONED or _torch.in_backward():
             where = "inside a backward" if _torch.in_backward() else "inside summon_full_params(), where it is whole"
             raise UsageError(f"unshard() of unit {unit.label} was called {where}; call it between iterations")
-        unit.root.unshard(unit)
+        model_of(unit).unshard(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -88,7 +89,7 @@ class ScheduleControls:
         """
         if _torch.in_backward():
             raise UsageError(f"reshard() of unit {self._unit.label} was called inside a backward; call it after that")
-        self._unit.root.reshard(self._unit)
+        model_of(self._unit).reshard(self._unit)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards reduce gradients, as `no_sync()` does for a whole model and a while.
@@ -144,7 +145,7 @@ class ScheduleControls:
                 f"{method} of unit {self._unit.label}: the model has a communication hook, which scales gradients. "
                 "Divide by the factor there"
             )
-        self._unit.set_schedule(divide_by=float(factor))
+        model_of(self._unit).setup.set_schedule(self._unit, divide_by=float(factor))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
         """Call `hook(total)` on every sum of this wrapper's gradients, for example to reduce it further.
@@ -172,7 +173,7 @@ class ScheduleControls:
         check_outside(unit, method)
         if hook is not None and stream is not None:
             hook = _on_stream(hook, stream, device)
-        unit.set_options(all_reduce_hook=hook)
+        model_of(unit).setup.set_options(unit, all_reduce_hook=hook)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Whether parameters are freed between a forward and its backward, in place of what the strategy says.
@@ -210,7 +211,7 @@ class ScheduleControls:
             for unit in units
         ]
         for unit, choice in zip(units, options, strict=True):
-            unit.set_schedule(reshard_after_forward=choice)
+            model_of(unit).setup.set_schedule(unit, reshard_after_forward=choice)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after a backward, in place of what the strategy says.
@@ -256,7 +257,9 @@ class ScheduleControls:
             ConfigTypeError, ConfigValueError: no list of wrappers of this model, or this one is in it.
             UsageError: inside a forward or a backward.
         """
-        self._unit.set_options(forward_targets=_targets(self._unit, "set_modules_to_forward_prefetch", modules))
+        model_of(self._unit).setup.set_options(
+            self._unit, forward_targets=_targets(self._unit, "set_modules_to_forward_prefetch", modules)
+        )
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[nn.Module]) -> None:
         """Gather these wrappers' parameters when this one's backward begins, in place of what `backward_prefetch` says.
@@ -271,7 +274,9 @@ class ScheduleControls:
             ConfigTypeError, ConfigValueError: no list of wrappers of this model, or this one is in it.
             UsageError: inside a forward or a backward.
         """
-        self._unit.set_options(backward_targets=_targets(self._unit, "set_modules_to_backward_prefetch", modules))
+        model_of(self._unit).setup.set_options(
+            self._unit, backward_targets=_targets(self._unit, "set_modules_to_backward_prefetch", modules)
+        )
 
     def keep_frozen_unsharded(self, max_bytes: int | None = None, *, on: str = "device") -> None:
         """Keep frozen parameters of this wrapper, and of those inside, once they were gathered: the next forward
@@ -301,7 +306,7 @@ class ScheduleControls:
         if on not in places:
             refuse_value(f"{method}: on", on, " or ".join(map(repr, places)))
         units = self._meant(method, True)
-        if any(persistent_params_of(unit.root).pinned is not None for unit in units):
+        if any(persistent_params_of(model_of(unit)).pinned is not None for unit in units):
             raise UsageError(f"{method} of unit {self._unit.label} was called inside inference(); call it outside")
         left = math.inf if max_bytes is None else max_bytes
         for unit in units:
@@ -330,11 +335,11 @@ class ScheduleControls:
         method, unit = "set_unshard_async_op", self._unit
         _check_bool(method, "async_op", async_op)
         check_outside(unit, method)
-        root = unit.root
-        if root.unit is not unit:
+        root = model_of(unit)
+        if root.outermost is not unit:
             raise UsageError(
                 f"{method} of unit {unit.label} was called on a nested wrapper, but gathers of a model share one "
-                f"order; call it on the outermost ({type(root.unit.module).__name__})"
+                f"order; call it on the outermost ({type(root.outermost.module).__name__})"
             )
         if async_op:
             for each in root.units:
@@ -361,7 +366,7 @@ class ScheduleControls:
         """
         _check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
         check_outside(self._unit, "set_is_last_backward")
-        self._unit.root.is_last_backward = is_last_backward
+        model_of(self._unit).backwards.is_last_backward = is_last_backward
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Without effect: all reductions are sums, scaled before or after them. For FSDP2's users.
@@ -378,7 +383,7 @@ class ScheduleControls:
         method = f"set_{name}"
         _check_bool(method, name, value)
         for unit in self._meant(method, recurse):
-            unit.set_schedule(**dict.fromkeys(fields, value))
+            model_of(unit).setup.set_schedule(unit, **dict.fromkeys(fields, value))
 
     def _meant(self, method: str, recurse: bool) -> list[Unit]:
         """The units that a setting is for; refuses it inside a forward or a backward."""
@@ -417,7 +422,7 @@ def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
         if not isinstance(module, nn.Module) or not units_at(module):
             refuse_type(f"{method}: modules", module, accepted)
         (target,) = units_at(module)
-        if target is unit or target.root is not unit.root:
+        if target is unit or model_of(target) is not model_of(unit):
             found = "itself" if target is unit else f"a {type(target.module).__name__} that is wrapped in another model"
             raise ConfigValueError(
                 f"{method} of unit {unit.label}: modules: got {found}. Accepted: {accepted}. Wrap the whole model "
@@ -431,9 +436,9 @@ def check_prefetches_on_request(unit: Unit, method: str) -> None:
     """Refuse a unit that gathers ahead by itself, where `method` leaves that to lists of the user's."""
     post, mid = BackwardPrefetch.BACKWARD_POST, BackwardPrefetch.BACKWARD_MID  # nobody asked for the default
     for setting, is_made, instead in (
-        ("forward_prefetch=True", unit.forward_prefetch, "forward"),
-        ("backward_prefetch=BACKWARD_POST", unit.backward_prefetch is post, "backward"),
-        ("backward_prefetch=BACKWARD_MID", unit.backward_prefetch is mid, "backward"),
+        ("forward_prefetch=True", unit.options.forward_prefetch, "forward"),
+        ("backward_prefetch=BACKWARD_POST", unit.options.backward_prefetch is post, "backward"),
+        ("backward_prefetch=BACKWARD_MID", unit.options.backward_prefetch is mid, "backward"),
     ):
         if is_made:
             raise ConfigValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ...errors import AgreementError
-from ..runtime.module_tree import outermost_unit
+from ..runtime.model import outermost_model
 from ..runtime.replica_checks import differences, replicated_pieces
 from ..runtime.rest import check_outside, initialize
 
@@ -26,12 +26,10 @@ def check_replicas(model: nn.Module) -> None:
         ConfigTypeError: `model` is no wrapper.
         UsageError: `model` is a nested wrapper; inside a forward or a backward.
     """
-    unit = outermost_unit(model, "check_replicas")
-    root = unit.root
-    check_outside(unit, "check_replicas()")
+    root = outermost_model(model, "check_replicas")
+    check_outside(root.outermost, "check_replicas()")
     initialize(root)
-    for each in root.units:
-        each.write_back()
+    root.setup.write_back(root.units)
     with root.agreement.collective_call("check_replicas()", always=True):
         found = differences(root.agreement.peers, replicated_pieces(root.units))
     if found:

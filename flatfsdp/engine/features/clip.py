@@ -14,7 +14,7 @@ import torch
 from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, refuse_type, warn
 from ..comm.transport import Transport
 from ..runtime import param_registry as registry
-from ..runtime.model import Root
+from ..runtime.model import Model, model_of
 from ..runtime.rest import initialize
 from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
@@ -48,7 +48,7 @@ class _Gradients(NamedTuple):
     dtypes: set[torch.dtype]
 
     @classmethod
-    def of(cls, root: Root, parameters: Iterable[torch.Tensor]) -> _Gradients:
+    def of(cls, root: Model, parameters: Iterable[torch.Tensor]) -> _Gradients:
         """Those of `parameters`, in units of `root` or outside of them."""
         sharded: dict[Any, tuple[Transport, list[torch.Tensor]]] = {}
         whole: list[torch.Tensor] = []
@@ -64,7 +64,7 @@ class _Gradients(NamedTuple):
                     dtypes.add(handle.precision.grad)
                 grads = whole
                 if not handle.is_unsharded_at_rest:
-                    _, grads = sharded.setdefault(unit.groups.shard.process_group, (unit.gather, []))
+                    _, grads = sharded.setdefault(unit.groups.shard.process_group, (unit.transports.gather, []))
                 grads.extend([p.grad for p in handle.steppable if id(p) in chosen and p.grad is not None])
         whole.extend([p.grad for key, p in chosen.items() if key not in managed and p.grad is not None])
         return cls(sharded, whole, dtypes.union(map(attrgetter("dtype"), whole)))
@@ -82,7 +82,7 @@ class _Gradients(NamedTuple):
         return total if math.isinf(p) or p == 0 else total ** (1.0 / p)
 
 
-def _checked(root: Root, max_norm: object, norm_type: Any, error_if_nonfinite: object) -> float:
+def _checked(root: Model, max_norm: object, norm_type: Any, error_if_nonfinite: object) -> float:
     """The order of the norm."""
     if not isinstance(error_if_nonfinite, bool):
         refuse_type("error_if_nonfinite", error_if_nonfinite, "True or False")
@@ -106,7 +106,7 @@ def _checked(root: Root, max_norm: object, norm_type: Any, error_if_nonfinite: o
 
 @torch.no_grad()
 def clip_grad_norm(
-    root: Root, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    root: Model, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
 ) -> torch.Tensor:
     """Scale the gradients of `parameters`, as optimizers see them and the same on all ranks, so that their joint norm
     is at most `max_norm`; returns the norm before.
@@ -146,9 +146,11 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
     ) -> torch.Tensor:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         ids = set(map(id, given))
-        units = {unit for root in registry.roots for unit in root.units}
+        units = {unit for root in registry.models for unit in root.units}
         # Wrappers inside others were roots before: units are asked for theirs. Those of other units may be collected.
-        found = {unit.root for unit in units if any(not ids.isdisjoint(map(id, h.steppable)) for h in unit.handles)}
+        found = {
+            model_of(unit) for unit in units if any(not ids.isdisjoint(map(id, h.steppable)) for h in unit.handles)
+        }
         if not found:
             return torchs_own(given, max_norm, norm_type, error_if_nonfinite, foreach)
         if len(found) > 1:
@@ -164,7 +166,7 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
     return clip_grad_norm_
 
 
-def _refuse_norm(root: Root, norm: torch.Tensor, p: float) -> NoReturn:
+def _refuse_norm(root: Model, norm: torch.Tensor, p: float) -> NoReturn:
     found = of_all_ranks(first_gradient(root.units), root.agreement, root.units)
     raise NonFiniteError(
         f"clip_grad_norm_: the norm of order {p:g} of all gradients is {float(norm)}: "

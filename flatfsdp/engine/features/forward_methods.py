@@ -14,6 +14,8 @@ from ...errors import ConfigValueError, FlatFSDPError, UsageError, current_rank,
 from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
 from ..runtime import param_registry as registry
+from ..runtime.forward_driver import ForwardDriver
+from ..runtime.model import model_of
 from ..runtime.module_tree import units_in
 from ..runtime.unit import Unit
 from ..watchdog import process_exit as farewell
@@ -90,7 +92,7 @@ def through_wrapper(wrapper: nn.Module, name: str) -> Any:
 def _gathering(unit: Unit, name: str, method: Any) -> Any:
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return unit.run(args, kwargs, method=name)
+        return model_of(unit).forwards.run(unit, args, kwargs, method=name)
 
     return run
 
@@ -121,7 +123,7 @@ def explain(error: BaseException) -> str:
     """What flatfsdp knows of an `error` of torch's that ends the program; "" for nothing."""
     if isinstance(error, FlatFSDPError) or not isinstance(error, (RuntimeError, IndexError)):
         return ""
-    units = [unit for root in registry.roots for unit in root.units]
+    units = [unit for root in registry.models for unit in root.units]
     found = _sharded_in(error.__traceback__, units)
     if found is not None:
         unit, param_ref = found
@@ -132,7 +134,7 @@ def explain(error: BaseException) -> str:
             "model.module(x) or model.module.forward(x)); other methods than forward are registered with "
             "flatfsdp.register_fsdp_forward_method()"
         )
-    for root in [*registry.roots] if "dtype" in str(error) else ():
+    for root in [*registry.models] if "dtype" in str(error) else ():
         kinds = {
             handle.precision.compute: f"{unit.label} in {str(handle.precision.compute).removeprefix('torch.')}"
             for unit in root.units
@@ -155,18 +157,18 @@ def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Uni
     """
     holders: dict[int, tuple[Unit, ParamRef]] = {}
     for unit in units:
-        if unit.phase is IDLE and unit.is_between_iterations():
+        if unit.phase is IDLE and unit.shows_shard:
             for param_ref in (*unit.param_refs, *unit.shared_refs):
                 holders.setdefault(id(param_ref.module), (unit, param_ref))
     found = None
     while traceback is not None:
         frame, at = traceback.tb_frame, traceback.tb_lasti
-        owning_unit = frame.f_locals.get("self")
-        if isinstance(
-            owning_unit, Unit
-        ):  # it runs: its parameters were whole, and those around it are not computed with
-            holders, found = {key: held for key, held in holders.items() if held[0] is not owning_unit}, None
-        found = holders.get(id(owning_unit), found)
+        receiver = frame.f_locals.get("self")
+        if isinstance(receiver, ForwardDriver):
+            # A unit runs: its parameters were whole, and those around it are not computed with.
+            running = frame.f_locals.get("unit")
+            holders, found = {key: held for key, held in holders.items() if held[0] is not running}, None
+        found = holders.get(id(receiver), found)
         traceback = traceback.tb_next
     is_torchs = frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
     return None if not is_torchs and frame.f_code.co_code[at] == _RAISE else found

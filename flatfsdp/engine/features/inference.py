@@ -13,7 +13,7 @@ from ...errors import UsageError, refuse_type, refuse_value
 from ..base import _torch
 from ..flat.sources import DEVICE
 from ..flat.states import SUMMONED
-from ..runtime.model import Root
+from ..runtime.model import Model, model_of
 from ..runtime.module_tree import units_in
 from ..runtime.rest import collective_call, free_unsharded, models_of, quiesce
 from ..runtime.unit import Unit
@@ -73,24 +73,24 @@ def inference(model: nn.Module, max_bytes: int | None = None) -> Iterator[None]:
 
 def _check_idle(unit: Unit) -> None:
     where = None
-    if _torch.in_backward() or unit.root.iteration.in_forward:
+    if _torch.in_backward() or model_of(unit).iteration.in_forward:
         where = "a backward" if _torch.in_backward() else "a forward"
     elif unit.phase is SUMMONED:
         where = "summon_full_params()"
-    elif persistent_params_of(unit.root).pinned is not None:
+    elif persistent_params_of(model_of(unit)).pinned is not None:
         where = "inference()"
     if where is not None:
         raise UsageError(f"inference() of unit {unit.label} was entered inside {where}; leave that first")
 
 
-def _begin(roots: list[Root], units: list[Unit], max_bytes: int | None) -> None:
+def _begin(roots: list[Model], units: list[Unit], max_bytes: int | None) -> None:
     refs = _chosen(units, max_bytes)
     chosen = f"inference(max_bytes={max_bytes}), {len(refs)} flat parameters"
     quiesce(units, frees=True)
     with collective_call(units, chosen, always=True):
         for root in roots:
             root.resources.streams.unshard.follow_compute()
-            persistent_params_of(root).pin(root, [ref for ref in refs if ref.unit.root is root])
+            persistent_params_of(root).pin(root, [ref for ref in refs if model_of(ref.unit) is root])
             root.agreement.forwards_are_silent = all(
                 HandleRef(unit, kind) in refs
                 for unit in root.units
@@ -99,14 +99,14 @@ def _begin(roots: list[Root], units: list[Unit], max_bytes: int | None) -> None:
             )
 
 
-def _end(root: Root) -> None:
+def _end(root: Model) -> None:
     if persistent_params_of(root).pinned is None:
         return
     root.agreement.forwards_are_silent = False
     free_unsharded(root)
     persistent_params_of(root).unpin(root)
     for unit in root.units:
-        unit.persists_between_iterations = False
+        unit.kept.by_choice = False
     root.resources.limiter.free_all()
 
 

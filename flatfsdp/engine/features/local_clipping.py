@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ..device.streams import Device
     from ..flat.flat_param import FlatParamHandle
     from ..runtime.backward import Backward
-    from ..runtime.model import Root
+    from ..runtime.model import Model
     from ..watchdog.store import StoreClient
 
 FIRST, RHYTHM = 4, 64
@@ -60,7 +60,7 @@ _found: list[str] = []  # by the watch, to be said by the main thread
 _installed = False
 
 
-def warn_of_local_clipping(root: Root) -> None:
+def warn_of_local_clipping(root: Model) -> None:
     """Look after the gradients of `root`, if it has shards, for as long as it lives."""
     root.observers.add(LocalClipping(root))
 
@@ -168,7 +168,7 @@ class GradientSample(NamedTuple):
 class LocalClipping(Observer):
     """Looks after the gradients of one model. [Note: sampled steps]"""
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: Model) -> None:
         self._root = weakref.ref(root)
         self._steps = 0  # backwards that reduced
         self._due = False
@@ -190,7 +190,7 @@ class LocalClipping(Observer):
         elif not optimizers_of(root).active:
             self._take(root)
 
-    def _take(self, root: Root) -> None:
+    def _take(self, root: Model) -> None:
         if self._pieces is None:
             self._group, self._pieces = _pieces_of(root)
             _install()
@@ -215,7 +215,7 @@ class LocalClipping(Observer):
             _sampled.discard(self)
             self._compare(root, sample, held)
 
-    def _compare(self, root: Root, sample: GradientSample, held: dict[int, torch.Tensor]) -> None:
+    def _compare(self, root: Model, sample: GradientSample, held: dict[int, torch.Tensor]) -> None:
         before = zip(sample.pieces, sample.values.split(sample.sizes), strict=True)
         pairs = [
             (piece, old, new)
@@ -329,7 +329,7 @@ def _text_of(step: int, scaling: Scaling | None) -> str:
     return json.dumps([step, scaling.factor, scaling.norm, sorted(scaling.numbers)])
 
 
-def _pieces_of(root: Root) -> tuple[Axis | None, list[GradientPiece]]:
+def _pieces_of(root: Model) -> tuple[Axis | None, list[GradientPiece]]:
     """Pieces that this rank holds of some parameters, and who holds the others. All ranks choose the same units."""
     numbered: list[tuple[int, FlatParamHandle]] = []
     group: Axis | None = None

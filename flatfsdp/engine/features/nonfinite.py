@@ -20,14 +20,15 @@ from torch import nn
 from ...errors import NonFiniteError, UsageError, fail, ranks_by_value, ranks_in_words, refuse_type
 from ..base import _torch
 from ..base.events import Observer
+from ..base.fqns import fqn
 from ..base.nested_tensors import tensors_in
 from ..flat.flat_param import FlatParamHandle
-from ..runtime.module_tree import outermost_unit
+from ..runtime.model import outermost_model
 from ..runtime.rest import check_outside
 
 if TYPE_CHECKING:
     from ..agreement.agreement import Agreement
-    from ..runtime.model import Root
+    from ..runtime.model import Model
     from ..runtime.unit import Unit
 
 
@@ -93,7 +94,7 @@ class Finding:
         name = unit.label
         if self.stage not in (ValueKind.INPUT, ValueKind.OUTPUT):
             path = unit.handles[self.kind].layout.params[self.index].name
-            name = repr(unit.prefix + path)
+            name = repr(fqn(unit.name, path))
         return f"{'nan' if self.is_nan else 'inf'} in {self.stage.words.format(name)}"
 
 
@@ -102,7 +103,7 @@ class NonFiniteDetector(Observer):
 
     requested_by = "detect_nonfinite()"
 
-    def __init__(self, root: Root, *, infinities: bool) -> None:
+    def __init__(self, root: Model, *, infinities: bool) -> None:
         self._agreement = root.agreement
         self._units = root.units
         self._positions = {id(unit): position for position, unit in enumerate(root.units)}
@@ -245,18 +246,17 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
         flatfsdp.errors.NonFiniteError: a forward has inf in an input of unit <root> on rank 0
     """
     name = "detect_nonfinite"
-    unit = outermost_unit(model, name)
+    root = outermost_model(model, name)
     if not isinstance(infinities, bool):
         refuse_type(f"{name}: infinities", infinities, "True or False")
-    root = unit.root
-    check_outside(unit, f"{name}()")
+    check_outside(root.outermost, f"{name}()")
     if root.observers.find(NonFiniteDetector) is not None:
         raise UsageError(f"{name}() was entered inside itself; one context is enough")
     detector = NonFiniteDetector(root, infinities=infinities)
     root.observers.add(detector)
-    root.options_changed()
+    root.setup.options_changed()
     try:
         yield
     finally:
         root.observers.remove(detector)
-        root.options_changed()
+        root.setup.options_changed()

@@ -26,11 +26,11 @@ from ..base.events import Observer
 from ..flat.states import STEPPED
 from ..flat.views import SHOWS_SHARD
 from ..runtime.finish import Finished, Finisher
-from ..runtime.model import Root
-from ..runtime.module_tree import outermost_unit
+from ..runtime.model import Model, outermost_model
 from ..runtime.optimizer_hooks import check_parameters, engine_steps
 from ..runtime.rest import check_outside
 from ..runtime.unit import Unit
+from ..runtime.user_hooks import run_user_hooks
 from ..state.optim.descriptions import alike
 from ..state.optim.optimizer_clone import copy_over, step_alone
 
@@ -52,8 +52,9 @@ class BackwardOptimizers(Observer):
 
     requested_by = "optimizer_in_backward()"
 
-    def __init__(self, *optimizers: OptimizerInBackward) -> None:
+    def __init__(self, model: Model, *optimizers: OptimizerInBackward) -> None:
         self.all = optimizers
+        self._model = weakref.ref(model)
 
     @property
     def active(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -65,10 +66,10 @@ class BackwardOptimizers(Observer):
         """Who steps."""
         return " and ".join(f"{type(each).__name__} steps in backwards" for each in self.active)
 
-    def finisher(self, model: Root, *, sync: bool) -> StepInBackward | None:
+    def finisher(self, *, sync: bool) -> StepInBackward | None:
         """What steps in the backward that begins, if anybody does."""
-        active = [each for each in self.all if not each._paused]
-        return StepInBackward(model, active, sync=sync) if active else None
+        model, active = self._model(), [each for each in self.all if not each._paused]
+        return StepInBackward(model, active, sync=sync) if active and model is not None else None
 
     def backward_reaches(self) -> None:
         """Refuse a backward, which runs now, that nobody can step in."""
@@ -93,20 +94,17 @@ class BackwardOptimizers(Observer):
         )
 
 
-_NONE = BackwardOptimizers()
-
-
-def optimizers_of(root: Root) -> BackwardOptimizers:
+def optimizers_of(root: Model) -> BackwardOptimizers:
     """The optimizers that step in backwards of `root`; with none, where there are none."""
-    return root.observers.find(BackwardOptimizers) or _NONE
+    return root.observers.find(BackwardOptimizers) or BackwardOptimizers(root)
 
 
-def _set_optimizers(root: Root, optimizers: Sequence[OptimizerInBackward]) -> None:
+def _set_optimizers(root: Model, optimizers: Sequence[OptimizerInBackward]) -> None:
     """Let these step in backwards of `root`, and no others."""
     root.observers.remove(optimizers_of(root))
     if optimizers:
-        root.observers.add(BackwardOptimizers(*optimizers))
-    root.options_changed()
+        root.observers.add(BackwardOptimizers(root, *optimizers))
+    root.setup.options_changed()
 
 
 class StepInBackward(Finisher):
@@ -114,7 +112,7 @@ class StepInBackward(Finisher):
 
     acts_early = True
 
-    def __init__(self, model: Root, optimizers: Sequence[OptimizerInBackward], *, sync: bool) -> None:
+    def __init__(self, model: Model, optimizers: Sequence[OptimizerInBackward], *, sync: bool) -> None:
         """`sync`: whether the backward has units that reduce."""
         self._optimizers = optimizers
         self._sync = sync
@@ -122,7 +120,9 @@ class StepInBackward(Finisher):
         self._observers, self._accumulators = model.observers, model.accumulators
         # Whatever this backward still shows: late gradients come late. Units of branches come in any order.
         self._come_once = frozenset(
-            unit for unit in model.iteration.record.anchored if unit.single_use and unit.options.schedule.branch is None
+            unit
+            for unit in model.iteration.record.anchored
+            if unit.leaves.single_use and unit.options.schedule.branch is None
         )
         self._stepped: dict[Unit, None] = {}
 
@@ -160,7 +160,7 @@ class StepInBackward(Finisher):
         if complete:
             self._stepped[unit] = None
             unit.record_event("step")
-            unit.run_user_hooks(complete)
+            run_user_hooks(unit, complete)
             self._accumulators.run(complete)
         if handles:
             parameters = [parameter for handle in handles for parameter in handle.steppable]
@@ -196,7 +196,7 @@ class OptimizerInBackward:
         optimizer: the one that was given; its `param_groups` list, while it steps, only what it steps on.
     """
 
-    def __init__(self, root: Root, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, root: Model, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._paused = False  # whether it leaves gradients alone for now
         self._root = weakref.ref(root)
@@ -229,15 +229,15 @@ class OptimizerInBackward:
         """
         root = self._root()
         if root is not None and self in optimizers_of(root).all:
-            check_outside(root.unit, "OptimizerInBackward.remove()")
+            check_outside(root.outermost, "OptimizerInBackward.remove()")
             _set_optimizers(root, [each for each in optimizers_of(root).all if each is not self])
 
     def _pause(self, paused: bool) -> None:
         root = self._root()
         if root is not None:
-            check_outside(root.unit, "OptimizerInBackward.no_step()")
+            check_outside(root.outermost, "OptimizerInBackward.no_step()")
             self._paused = paused
-            root.options_changed()
+            root.setup.options_changed()
 
     def _step_on(self, parameters: Iterable[nn.Parameter]) -> None:
         """Step on those of `parameters` that it holds and that have a gradient, and free that."""
@@ -314,11 +314,10 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         (0.4, None)
     """
     name = "optimizer_in_backward"
-    unit = outermost_unit(model, name)
+    root = outermost_model(model, name)
     if not isinstance(optimizer, torch.optim.Optimizer):
         refuse_type(f"{name}: optimizer", optimizer, "an optimizer of torch.optim, or a class derived from it")
-    root = unit.root
-    check_outside(unit, f"{name}()")
+    check_outside(root.outermost, f"{name}()")
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for other in optimizers_of(root).all:
         taken = {id(parameter) for group in other.optimizer.param_groups for parameter in group["params"]}

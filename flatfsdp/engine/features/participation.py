@@ -6,6 +6,7 @@ from torch import nn
 
 from ...errors import ConfigValueError, refuse_type
 from ..config.unit_options import NO_TARGETS, PrefetchTargets
+from ..runtime.model import model_of
 from ..runtime.module_tree import nesting, units_in
 from ..runtime.rest import check_outside
 from ..runtime.unit import Unit
@@ -68,8 +69,8 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
     targets = NO_TARGETS if before is None else PrefetchTargets([_next_of(units, before)])
     branch = Branch(any_order)
     for unit in units:
-        unit.set_options(branch_before=targets)
-        unit.set_schedule(branch=branch)
+        model_of(unit).setup.set_options(unit, branch_before=targets)
+        model_of(unit).setup.set_schedule(unit, branch=branch)
 
 
 def _wrapped_in(module: nn.Module, argument: str) -> list[Unit]:
@@ -84,12 +85,12 @@ def _wrapped_in(module: nn.Module, argument: str) -> list[Unit]:
 
 
 def _check_whole(module: nn.Module, units: list[Unit]) -> None:
-    root = units[0].root
-    if root.unit in units:
+    root = model_of(units[0])
+    if root.outermost in units:
         raise ConfigValueError(
-            f"{_FUNCTION}: module: got the outermost FullyShardedDataParallel ({type(root.unit.module).__name__}), "
-            "which every rank runs, or a part of a model that is not wrapped as a whole yet. Wrap the whole, then give "
-            "the part that depends on a rank's data"
+            f"{_FUNCTION}: module: got the outermost FullyShardedDataParallel "
+            f"({type(root.outermost.module).__name__}), which every rank runs, or a part of a model that is not "
+            "wrapped as a whole yet. Wrap the whole, then give the part that depends on a rank's data"
         )
     known = {unit.options.schedule.branch for unit in units} - {None}
     split = [unit for unit in root.units if unit.options.schedule.branch in known and unit not in units]
@@ -103,7 +104,7 @@ def _check_whole(module: nn.Module, units: list[Unit]) -> None:
 def _next_of(units: list[Unit], before: nn.Module) -> Unit:
     """The unit that the branch of `units` comes right before."""
     inside = set(_wrapped_in(before, "before"))
-    around = dict(nesting(units[0].root.unit))
+    around = dict(nesting(model_of(units[0]).outermost))
     first = next((unit for unit in around if unit in inside), None)
     outer = next(around[unit] for unit in around if unit in units)
     above = around.get(first) if first is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.sources import DEVICE, HOST, ParamPersistence
 from ..flat.states import UNSHARDED
 from ..flat.views import SHOWS_SHARD
-from ..runtime.model import Root
+from ..runtime.model import Model, model_of
+from ..runtime.persistence import evict, evict_all, fetch
 from ..runtime.unit import Unit
 
 
@@ -46,7 +48,7 @@ class HandleRef(NamedTuple):
 class NoTraining(Observer):
     """Refuses what trains inside `inference()`."""
 
-    def step_begins(self, model: Root, unit: Unit | None) -> bool:
+    def step_begins(self, unit: Unit | None) -> bool:
         if unit is None:
             raise UsageError(
                 "a backward inside inference(), of a forward from before it; run the backward first, or leave the "
@@ -67,7 +69,8 @@ class PersistentParams(Observer):
         pinned: those for the time of an `inference()`, None outside of one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        self._model = weakref.ref(model)
         self._wanted: list[HandleRef] | None = None  # of units that keep what is frozen; None to be found anew
         self._due: list[HandleRef] = []
         self._maybe_stale: list[HandleRef] = []
@@ -78,12 +81,14 @@ class PersistentParams(Observer):
         """What users chose for a unit was changed."""
         self._wanted = None
 
-    def before_first_gather(self, model: Root) -> str:
+    def before_first_gather(self) -> str:
         """Who is a resident, and what of them has to be gathered, in words; "" where all is as it is meant to be.
 
         Raises:
             UsageError: inside `inference()`, where nothing is gathered again.
         """
+        model = self._model()
+        assert model is not None  # whose forward runs
         if self._wanted is None:
             self._wanted = [
                 HandleRef(unit, kind)
@@ -101,14 +106,14 @@ class PersistentParams(Observer):
                 continue
             wanted = persistence_of(unit, handle)
             if handle.persistence is not wanted:
-                unit.evict(ref.kind)
+                evict(unit, ref.kind)
                 handle.persistence = wanted
             if wanted is None:
                 if not handle.options.trainable:
                     reported.setdefault("not frozen any more", []).append(unit.label)
             elif unit.views[ref.kind].mode is not SHOWS_SHARD:
                 continue
-            elif unit.maybe_stale:
+            elif unit.kept.maybe_stale:
                 self._maybe_stale.append(ref)
                 reported.setdefault("asking whether what is kept was written to", []).append(unit.label)
             elif not ref.is_fetched:
@@ -116,20 +121,20 @@ class PersistentParams(Observer):
                 reported.setdefault("gathering what is frozen, to keep it", []).append(unit.label)
         return "; ".join(f"{words}: {', '.join(labels)}" for words, labels in reported.items())
 
-    def first_gather_agreed(self, model: Root) -> None:
+    def first_gather_agreed(self) -> None:
         """Gathers what was found. Collective over the shard axis if anything was."""
-        due, doubtful = self._due, self._maybe_stale
+        model, due, doubtful = self._model(), self._due, self._maybe_stale
         self._due, self._maybe_stale = [], []
-        if doubtful and model.agreement.any_rank(not all(ref.is_fetched for ref in doubtful)):
+        if doubtful and model is not None and model.agreement.any_rank(not all(ref.is_fetched for ref in doubtful)):
             for ref in doubtful:
-                ref.unit.evict(ref.kind)
+                evict(ref.unit, ref.kind)
             due = [*due, *doubtful]
         for ref in doubtful:
-            ref.unit.maybe_stale = False
+            ref.unit.kept.maybe_stale = False
         for ref in due:
-            ref.unit.fetch(ref.kind)
+            fetch(ref.unit, ref.kind)
 
-    def pin(self, root: Root, refs: Iterable[HandleRef]) -> None:
+    def pin(self, root: Model, refs: Iterable[HandleRef]) -> None:
         """Let `refs` be residents of the device, for a while. Collective over the shard axes.
 
         Precondition: at rest.
@@ -138,14 +143,14 @@ class PersistentParams(Observer):
         root.observers.add(self._no_training)
         if root.agreement.any_rank(any(not ref.is_fetched for ref in self.pinned if ref.stays)):
             for ref in self.pinned:
-                ref.unit.evict(ref.kind)
+                evict(ref.unit, ref.kind)
         for ref in self.pinned:
             handle = ref.handle
             handle.persistence = DEVICE
             if not ref.is_fetched:
-                ref.unit.fetch(ref.kind)
+                fetch(ref.unit, ref.kind)
 
-    def unpin(self, root: Root) -> None:
+    def unpin(self, root: Model) -> None:
         """End of `pin`: parameters rest as they did before. Precondition: at rest."""
         pinned, self.pinned = self.pinned or [], None
         root.observers.remove(self._no_training)
@@ -165,7 +170,7 @@ class PersistentParams(Observer):
                 )
 
 
-def persistent_params_of(root: Root) -> PersistentParams:
+def persistent_params_of(root: Model) -> PersistentParams:
     """The residents of `root`."""
     found = root.observers.find(PersistentParams)
     assert found is not None
@@ -185,7 +190,7 @@ def persistence_of(unit: Unit, handle: FlatParamHandle) -> ParamPersistence | No
 
 def keep_frozen(unit: Unit, where: str | None) -> None:
     """Let frozen parameters of `unit` stay there from now on, or nowhere; what stayed elsewhere is freed."""
-    unit.evict_all()
-    unit.set_schedule(keep_frozen=where)
+    evict_all(unit)
+    model_of(unit).setup.set_schedule(unit, keep_frozen=where)
     for handle in unit.handles:
         handle.persistence = persistence_of(unit, handle)

@@ -21,7 +21,8 @@ from ..base import _torch
 from ..base.events import Observer
 from ..flat.reduction import Reduction
 from ..flat.states import GATHERING
-from ..runtime.model import Root
+from ..runtime.backward_hooks import UnitHooks
+from ..runtime.model import Model
 from ..runtime.unit import Unit
 
 
@@ -40,6 +41,14 @@ class Stage(NamedTuple):
     labels_reductions: bool = False
 
 
+def _name_of_unit(owner: object, unit: Unit, *args: Any, **kwargs: Any) -> Iterable[str]:
+    return (unit.name,)
+
+
+def _name_of_hooks(owner: UnitHooks, *args: Any) -> Iterable[str]:
+    return (unit.name,) if (unit := owner.unit()) is not None else ()
+
+
 def _names_of_group(owner: object, units: Sequence[Unit], **kwargs: Any) -> Iterable[str]:
     return (unit.name for unit in units)
 
@@ -49,15 +58,15 @@ def _names_of_parts(reduction: Reduction) -> Iterable[str]:
 
 
 STAGES_OF_UNITS: Mapping[str, Stage] = {
-    "run": Stage("forward"),
     "launch_unshard": Stage("gather", lambda unit: not unit.is_unsharded),
     "wait_unshard": Stage("wait for gather", lambda unit: any(handle.state is GATHERING for handle in unit.handles)),
     "reshard": Stage("reshard", lambda unit: not unit.is_sharded),
-    "before_backward": Stage("before backward"),
-    "leaf_ready": Stage("gradient"),
     "reduce": Stage("reduce", labels_reductions=True),
     "finalize_grads": Stage("settle", lambda unit: any(grads.expected for grads in unit.grads)),
 }
+STAGES_OF_FORWARDS: Mapping[str, Stage] = {"run": Stage("forward", names=_name_of_unit)}
+STAGES_OF_BACKWARDS: Mapping[str, Stage] = {"before_backward": Stage("before backward", names=_name_of_unit)}
+STAGES_OF_HOOKS: Mapping[str, Stage] = {"leaf_ready": Stage("gradient", names=_name_of_hooks)}
 STAGES_OF_GROUPS: Mapping[str, Stage] = {
     "launch_coalesced": Stage("gather", names=_names_of_group),
     "reduce_coalesced": Stage("reduce", names=_names_of_group, labels_reductions=True),
@@ -71,16 +80,22 @@ STAGES_OF_REDUCTIONS: Mapping[str, Stage] = {
 class ProfilerRanges(Observer):
     """Labels what a model does whenever somebody looks."""
 
-    def step_begins(self, model: Root, unit: Unit | None) -> bool:
+    def __init__(self, model: Model) -> None:
+        self._model = weakref.ref(model)
+
+    def step_begins(self, unit: Unit | None) -> bool:
         """Asked at every step: nothing here is a call for each unit."""
-        wanted = _torch.profiler_runs() or logger.isEnabledFor(logging.DEBUG)
-        units = [unit for unit in model.units if ("run" in unit.__dict__) is not wanted]
-        if units:
-            decorate = _decorate if wanted else _undecorate
-            for unit in units:
-                decorate(unit, STAGES_OF_UNITS)
-            decorate(model.coalescer, STAGES_OF_GROUPS)
-        return bool(units)
+        wanted, model = _torch.profiler_runs() or logger.isEnabledFor(logging.DEBUG), self._model()
+        if model is None or ("run" in model.forwards.__dict__) is wanted:
+            return False
+        decorate = _decorate if wanted else _undecorate
+        for each in model.units:
+            decorate(each, STAGES_OF_UNITS)
+            decorate(model.backwards.of_unit[each], STAGES_OF_HOOKS)
+        decorate(model.forwards, STAGES_OF_FORWARDS)
+        decorate(model.backwards, STAGES_OF_BACKWARDS)
+        decorate(model.coalescer, STAGES_OF_GROUPS)
+        return True
 
 
 def _decorate(owner: object, stages: Mapping[str, Stage]) -> None:

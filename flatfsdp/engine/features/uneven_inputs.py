@@ -17,7 +17,7 @@ from typing import TypeVar
 from torch import nn
 
 from ...errors import AgreementError, ConfigValueError, UsageError, ranks_in_words, refuse_type
-from ..runtime.model import Root
+from ..runtime.model import Model
 from ..runtime.module_tree import units_in
 from ..runtime.rest import check_outside, initialize, models_of
 
@@ -83,7 +83,7 @@ def join(
         refuse_type("join: model", model, "the outermost FullyShardedDataParallel module")
     units = units_in(model)
     roots = models_of(units)
-    if len(roots) != 1 or roots[0].unit not in units:
+    if len(roots) != 1 or roots[0].outermost not in units:
         raise ConfigValueError(
             f"join: model: got a {type(model).__name__} with {len(roots)} wrapped models inside, or a part of one. "
             "Accepted: the outermost FullyShardedDataParallel module"
@@ -98,7 +98,7 @@ class Joined:
         has_data: whether the running step is one of this rank's own, and no stand-in.
     """
 
-    def __init__(self, root: Root, *, by_all: bool, enabled: bool, throw_early: bool) -> None:
+    def __init__(self, root: Model, *, by_all: bool, enabled: bool, throw_early: bool) -> None:
         self.has_data = True
         self._root = root
         self._by_all = by_all
@@ -128,7 +128,7 @@ class Joined:
             yield from batches
             return
         root = self._root
-        check_outside(root.unit, _LOOP)
+        check_outside(root.outermost, _LOOP)
         initialize(root)
         self._looping = True
         iterator, kept = iter(batches), stand_in
@@ -146,12 +146,12 @@ class Joined:
                 break
             self._check(found, with_data, step)
             counts = 1.0 if self._by_all else len(found) / len(with_data)
-            root.weight = counts if self.has_data else 0.0
+            root.backwards.weight = counts if self.has_data else 0.0
             root.agreement.unused.with_data = tuple(with_data) if len(with_data) < len(found) else None
             try:
                 yield batch if self.has_data else kept  # type: ignore[misc]
             finally:
-                root.weight = 1.0  # also after a break
+                root.backwards.weight = 1.0  # also after a break
                 root.agreement.unused.with_data = None
         self._end()
 
@@ -198,5 +198,5 @@ class Joined:
 
     def _end(self) -> None:
         self._looping = False
-        self._root.weight = 1.0
+        self._root.backwards.weight = 1.0
         self.has_data = True

@@ -24,7 +24,7 @@ from ..base.events import Observer
 if TYPE_CHECKING:
     from ..flat.flat_param import FlatParamHandle
     from ..runtime.backward import Backward
-    from ..runtime.model import Root
+    from ..runtime.model import Model
 
 SAMPLED = 64  # elements of a shard that show a write which leaves no trace in versions
 
@@ -32,7 +32,7 @@ _unstepped: weakref.WeakSet[UnsteppedCheck] = weakref.WeakSet()  # of models tha
 _installed = False
 
 
-def warn_if_unstepped(root: Root) -> None:
+def warn_if_unstepped(root: Model) -> None:
     """Look after `root` until an optimizer has stepped."""
     global _installed
     if not _installed:
@@ -66,7 +66,7 @@ class _ParamSnapshot:
 class UnsteppedCheck(Observer):
     """Looks after one model from its first gradients to the backward after an optimizer's first step."""
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: Model) -> None:
         self._root = weakref.ref(root)
         self._before: list[_ParamSnapshot] = []  # empty before the first gradients
         self._stepped = False  # any optimizer, since then
@@ -104,18 +104,18 @@ class UnsteppedCheck(Observer):
                 f"({empty} of its {len(groups)} param groups are empty)"
             )
 
-    def _end(self, root: Root) -> None:
+    def _end(self, root: Model) -> None:
         _unstepped.discard(self)
         root.observers.remove(self)
         self._before = []
 
 
-def _holds_some_of(root: Root, optimizer: torch.optim.Optimizer) -> bool:
+def _holds_some_of(root: Model, optimizer: torch.optim.Optimizer) -> bool:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return any(id(parameter) in held for parameter in root.steppable)
 
 
-def _warn(root: Root, in_vain: str) -> None:
+def _warn(root: Model, in_vain: str) -> None:
     every = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     if any(_holds_some_of(root, each) for each in every):
         return  # it steps later, after some backwards more perhaps

@@ -21,7 +21,7 @@ from ...errors import ConfigValueError, UsageError
 from ...fully_sharded_data_parallel import FullyShardedDataParallel
 from ..device.fake_tensors import is_memoryless
 from ..features.optimizer_in_backward import OptimizerInBackward
-from ..runtime.module_tree import outermost_unit
+from ..runtime.model import outermost_model
 from ..runtime.unit import Unit
 from .summary import UnitSummary, stats, units_in_order
 
@@ -95,7 +95,7 @@ def memory_plan(
         >>> figures.params, figures.comm["reduce_scatter"]
         (524800, (1, 4198400))
     """
-    unit = outermost_unit(model, "plan")
+    units = outermost_model(model, "plan").units
     if not is_memoryless():
         raise UsageError(
             "memory_plan(): its steps would train the model on nothing. Wrap the model, and call it, in dry_run()"
@@ -104,7 +104,7 @@ def memory_plan(
         raise ConfigValueError(f"plan: expected microbatches of at least 1, found {microbatches}")
     stepper = optimizer.optimizer if isinstance(optimizer, OptimizerInBackward) else optimizer
     figures = stats(model)
-    with _stand_in_forwards(unit.root.units):
+    with _stand_in_forwards(units):
         for _ in range(SETTLING + 1):
             figures.reset()
             for place in range(microbatches):
@@ -126,7 +126,7 @@ def memory_plan(
             params=figures.bytes_params,
             grads=grads,
             optimizer=_state_of(stepper),
-            buffers=_besides(model, unit.root.units),
+            buffers=_besides(model, units),
             unsharded_peak=unsharded,
             at_peak=at_peak,
             comm=comm,

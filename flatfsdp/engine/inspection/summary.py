@@ -15,7 +15,8 @@ from ...errors import UsageError
 from ..comm.process_groups import extent_of, groups_in_words
 from ..features.persistent_params import persistence_of
 from ..flat.flat_param import FlatParamHandle
-from ..runtime.model import Root
+from ..runtime.model import Model
+from ..runtime.model_facts import steppable_of
 from ..runtime.rest import models_of
 from ..runtime.unit import Unit
 
@@ -96,7 +97,7 @@ def _summary_of(name: str, unit: Unit) -> UnitSummary:
         parameters=parameters,
         bytes_per_rank=sum(handle.shard.numel() * handle.shard.element_size() for handle in unit.handles),
         padding=sum(handle.layout.padded_numel for handle in unit.handles) - parameters,
-        strategy=unit.traits.strategy.name,
+        strategy=unit.built.traits.strategy.name,
         ranks=extent_of(unit.groups),
         kinds=", ".join(_kind(handle) + _kept(unit, handle) for handle in unit.handles) or "none of its own",
     )
@@ -189,7 +190,7 @@ class Stats:
     @property
     def bytes_grads(self) -> int:
         """Bytes of the `.grad` of all parameters that units own; 0 after `zero_grad(set_to_none=True)`."""
-        grads = [parameter.grad for unit in self._units() for parameter in unit.parameters]
+        grads = [parameter.grad for unit in self._units() for parameter in steppable_of(unit)]
         return sum(grad.numel() * grad.element_size() for grad in grads if grad is not None)
 
     @property
@@ -250,12 +251,12 @@ class Stats:
             raise UsageError("these stats belong to a model that has been deleted; call flatfsdp.stats() on another")
         return [unit for _, unit in _units(model)]
 
-    def _roots(self) -> list[Root]:
+    def _roots(self) -> list[Model]:
         units = self._units()
         roots = models_of(units)
         for root in roots:
-            if root.unit not in units:
-                part, unsharded = type(units[0].module).__name__, type(root.unit.module).__name__
+            if root.outermost not in units:
+                part, unsharded = type(units[0].module).__name__, type(root.outermost.module).__name__
                 raise UsageError(
                     f"stats() of {part}, which is a part of the wrapped {unsharded}: bytes and collectives are counted "
                     "for whole models. Pass the outermost module"

@@ -15,7 +15,7 @@ import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -24,18 +24,19 @@ from ...api import BackwardPrefetch
 from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..base import autograd as hooks
+from ..comm.comm_hook import left_to_average
 from ..flat.reduction import Reduction
-from ..flat.views import SHOWS_NOTHING
+from ..flat.views import SHOWS_NOTHING, SHOWS_SHAPE
 from ..schedule.backward_driver import UnitFacts, UnitRules
 from ..schedule.backward_schedule import BackwardSchedule
 from ..schedule.forward_record import ForwardRecord
 from .coalesced_collectives import Coalescer
 from .conditional_units import ConditionalUnits
 from .finish import Finisher
-from .model_facts import lacking_in, leave_out, parameters_of
+from .model_facts import lacking_in, leave_out, parameters_of, steppable_of
 from .module_tree import units_in
-from .unit import Unit, is_in_call
-from .unit_data import UnitData
+from .unit import Unit
+from .user_hooks import defer_user_hooks
 
 BACKWARD_PRE, BACKWARD_POST, BACKWARD_MID = BackwardPrefetch
 PREFETCH: dict[BackwardPrefetch | None, Literal["before", "halfway", "after"] | None] = {
@@ -44,30 +45,40 @@ PREFETCH: dict[BackwardPrefetch | None, Literal["before", "halfway", "after"] | 
     BACKWARD_POST: "after",
     None: None,
 }
+
+
+def awaits_gradients(unit: Unit) -> bool:
+    """Whether the running graph task will bring gradients that `unit` lacks."""
+    if not unit.expects_gradients:
+        return any(map(hooks.will_accumulate, unit.trainable_leaves()))
+    return any(hooks.will_accumulate(handle.leaves[i]) for handle, _, grads in unit.kinds for i in grads.missing)
+
+
 FACTS: UnitFacts[Unit] = UnitFacts(
-    completed=attrgetter("completed"),
+    completed=attrgetter("backward.completed"),
     expects_gradients=attrgetter("expects_gradients"),
-    is_over=attrgetter("backward_finished"),
+    is_over=attrgetter("backward.finished"),
     is_unsharded=attrgetter("is_unsharded"),
     is_trained=lambda unit: bool(unit.trainable_leaves()),
-    elements=attrgetter("trainable_numel"),
+    elements=lambda unit: sum(h.layout.params[i].numel for h in unit.handles for i in h.trainable_indices()),
     takes_part=lambda unit: any(grads.participates for grads in unit.grads),
-    awaits_gradients=methodcaller("awaits_gradients"),
-    may_still_run=methodcaller("may_still_run"),
-    is_in_call=is_in_call,
+    awaits_gradients=awaits_gradients,
+    may_still_run=lambda unit: bool(unit.backward.open_calls) or awaits_gradients(unit),
+    is_in_call=lambda unit, began: any(call.began == began for call in unit.backward.open_calls),
     inside=lambda unit: units_in(unit.module),
 )
 
 
 def rules_of(unit: Unit, *, reduces: bool) -> UnitRules[Unit]:
     """What is settled of `unit` before a backward."""
-    chosen, prefetch = unit.options.schedule, PREFETCH[unit.backward_prefetch]
+    chosen, prefetch = unit.options.schedule, PREFETCH[unit.options.backward_prefetch]
+    frees = chosen.reshard_after_backward
     return UnitRules(
         prefetch=None if prefetch == "before" and chosen.unshard_async_op else prefetch,
         targets=tuple(unit.options.backward_targets.units()),
         reads=chosen.unshard_in_backward,
         reduces=reduces,
-        stays_unsharded=not unit.reshards_after_backward(reduced=reduces),
+        stays_unsharded=not (reduces or unit.built.traits.reshard_without_sync) if frees is None else not frees,
         owners=tuple(unit.owning_units),
         is_conditional=chosen.branch is not None,
     )
@@ -98,16 +109,35 @@ class InFlightReductions:
     @property
     def can_finish_later(self) -> bool:
         """Whether it may be waited for after the backward. [Note: awaited]"""
-        return all(unit.can_finish_later for unit in self.units)
+        return all(map(_can_finish_later, self.units))
+
+
+def _can_finish_later(unit: Unit) -> bool:
+    """Whether what `unit` reduces may be waited for after the backward: only readers of `.grad` need it."""
+    if unit.options.comm_hook is not None or hooks.user_hooked(steppable_of(unit)):
+        return False
+    return all(grads.can_finish_later for grads in unit.grads if grads.reducing)
+
+
+def _largest_gradient(unit: Unit) -> int:
+    """Bytes of the largest gradient that a backward can bring, in the compute dtype."""
+    return max(
+        (
+            spec.numel * handle.precision.compute.itemsize
+            for handle in unit.handles
+            if handle.options.trainable
+            for spec in handle.layout.params
+        ),
+        default=0,
+    )
 
 
 class Backward:
     """What lives for one backward.
 
     Attributes:
-        record: the forwards that it covers.
         sync: whether there is a unit that reduces.
-        began: when units began that it may reach, in ticks of the record's clock.
+        weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
         stays_unsharded: units that stay unsharded after their part, and when it is over.
         deferred: units whose gradients are reduced still when it is over. [Note: awaited]
         double: `create_graph`: the parameters are needed again.
@@ -115,7 +145,6 @@ class Backward:
             what other ranks' backwards brought.
         gathered, reduced: the units whose collectives were issued, in order; the former by their places. [Note: issued
             alike]
-        recomputes: whether units ran without a graph, which reentrant checkpoints may still make.
         collecting: the graph task in which nothing but their arrival is to be noted of gradients; None until that is
             known.
         task: autograd's graph task, which others may run inside of.
@@ -129,14 +158,15 @@ class Backward:
         rules: Mapping[Unit, UnitRules[Unit]],
         stays_unsharded: frozenset[Unit],
         sync: bool,
+        weight: float,
         agreement: Agreement,
         coalescer: Coalescer,
         finisher: Finisher,
         branches: ConditionalUnits,
     ) -> None:
-        """Plan it. `stays_unsharded`: units that stay whole after it."""
-        self.record = record
+        """Plan it. `record`: the forwards that it covers; `stays_unsharded`: units that stay so after it."""
         self.sync = sync
+        self.weight = weight
         self.agreement = agreement
         self._conditional_units = branches
         schedule = self.schedule = BackwardSchedule(
@@ -148,23 +178,17 @@ class Backward:
             together=branches.coalesced(record.anchored),
         )
         self._reductions = schedule.reductions
-        self.began, self.recomputes = schedule.clock.began, schedule.clock.recomputes
-        # What units report, and ask, without a call between.
-        self.expect, self.expect_recomputed = schedule.expect, schedule.has_graph
-        self.has_yet_to_gather = schedule.gathers.has_turn
-        self.keeps_unsharded, self.reaches_again = schedule.keeps_unsharded, schedule.reaches_again
-        self.released = schedule.released
         self._reduced_last: Sequence[Unit] = ()  # that may linger
         self.deferred: Sequence[Unit] = ()
         self.stays_unsharded = stays_unsharded
         self._rules = rules
-        self._coalescer, self.gather = coalescer, coalescer.launch_unshard
+        self._coalescer = coalescer
         self.task = _torch.graph_task()
         self.double = False
         self.gradient_has_arrived = False
         self._no_gradients_came = False  # and that was said
         self.gathered: list[int] = []
-        self.reduced: list[UnitData] = []
+        self.reduced: list[Unit] = []
         self.collecting: int | None = None
         # Of the units before the last and of the last: their all-reduces and their inputs are in flight.
         self._in_flight = InFlightReductions(), InFlightReductions()
@@ -176,11 +200,11 @@ class Backward:
 
     def is_over_with_gradients(self, unit: Unit) -> bool:
         """Whether nothing will read the parameters of `unit` once its gradients have come. [Note: slot sharing]"""
-        if unit.single_use is not True or unit not in self.schedule.clock.reached_once or unit.is_tied:
+        if unit.leaves.single_use is not True or unit not in self.schedule.clock.reached_once or unit.is_tied:
             return False
         if unit in self._reduced_last or not self._rules[unit].reduces:
             return False
-        return not (self.double or unit in self.stays_unsharded or unit.keep_unsharded)
+        return not (self.double or unit in self.stays_unsharded or unit.backward.keep_unsharded)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -192,7 +216,8 @@ class Backward:
                 if each.is_unsharded:
                     each.wait_unshard()
                 else:
-                    each.show_shapes()
+                    for views in each.views:
+                        views.show(SHOWS_SHAPE)  # its backward does not read the parameters
         except RuntimeError as error:
             self.agreement.explain(error)
             raise
@@ -265,17 +290,44 @@ class Backward:
         leaves = unit.trainable_leaves()
         return any(map(hooks.will_accumulate, leaves)) if leaves else self._conditional_units.may_reach(unit)
 
-    def take_part(self, unit: Unit) -> None:
-        """Let `unit` have gradients, zeros where this backward brings none."""
-        unit.expect_gradients(self)
+    def gather(self, units: Sequence[Unit], *, ahead: bool) -> None:
+        """Issue the gather of whatever is sharded of a group, maybe `ahead` of its use."""
+        for unit in self._coalescer.launch_unshard(units, ahead=ahead):
+            self.gathered.append(unit.place.index)
+
+    def take_part(self, unit: Unit, *, share: bool = False) -> None:
+        """Await the gradients of all leaves of `unit` that require one; zeros where this backward brings none.
+        `share`: in the parameters' own places."""
+        hooked, divide_by = unit.options.comm_hook is not None, unit.options.schedule.divide_by
+        world, sync = left_to_average(unit.groups) if hooked else unit.groups.world, self._rules[unit].reduces
+        participates = False
+        for kind, (handle, _, grads) in enumerate(unit.kinds):
+            grads.expect_gradients(
+                handle.trainable_indices(),
+                world=world,
+                divide_by=divide_by,
+                weight=self.weight if divide_by is None else min(self.weight, 1.0),
+                sync=sync,
+                share=share,
+                hooked=hooked,
+            )
+            on_leaves = hooks.are_more_than_ours(unit.leaves.hooked[kind].values())
+            if on_leaves or not handle.use_orig_params:
+                defer_user_hooks(unit, kind, on_leaves=on_leaves)
+            grads.let_collect(self.collecting)
+            participates = participates or grads.participates
+        unit.backward.task = _torch.graph_task()
+        unit.backward.arrived_in_inner_tasks.clear()
+        if participates:
+            self.schedule.expect(unit)
 
     def complete(self, unit: Unit) -> None:
         """No gradient of `unit` is awaited any more."""
-        unit.completed = True
+        unit.backward.completed = True
 
     def reshard(self, unit: Unit) -> None:
         """Free the unsharded parameters."""
-        unit.reshard(SHOWS_NOTHING)
+        unit.reshard(SHOWS_NOTHING, unreached=True)
 
     def report_no_gradients(self) -> None:
         """This backward passes over units without a gradient of any: other ranks reduce them before they gather what
@@ -303,8 +355,8 @@ class Backward:
         """Groups were reduced, or would have been: where the step is highest now, let no reduction hold its input."""
         older, newer = self._in_flight
         last = self._reductions.last
-        halfway = newer.units and newer.units[-1].backward_prefetch is BACKWARD_MID
-        if last is not None and 0 < older.input_bytes + newer.input_bytes < last.largest_gradient:
+        halfway = newer.units and newer.units[-1].options.backward_prefetch is BACKWARD_MID
+        if last is not None and 0 < older.input_bytes + newer.input_bytes < _largest_gradient(last):
             # Where an embedding's gradient is larger than what is in flight, a step is highest when that gradient
             # comes: the others make way before it. Elsewhere they overlap the last unit's backward.
             self.release_inputs()
@@ -326,8 +378,9 @@ class Backward:
             self._finish_early(older)
 
     def _finish_early(self, flight: InFlightReductions) -> None:
-        through = [unit for unit in flight.units if unit.has_all_gradients and self.is_over_with_gradients(unit)]
-        self.finisher.reduced(through)
+        through = [unit for unit in flight.units if self.is_over_with_gradients(unit)]
+        # This rank brought gradients of all leaves of these, so it need not be told of other ranks' ones.
+        self.finisher.reduced([u for u in through if all(g.expected <= g.contributed for g in u.grads)])
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -353,11 +406,11 @@ class Backward:
                 self.agreement.check_gathered(self.gathered)
         if self.sync and self.reduced:  # on all ranks, or on none
             self._leave_out_what_no_rank_used()
-            self.agreement.check_issued(self.gathered, [unit.index for unit in self.reduced])
+            self.agreement.check_issued(self.gathered, [unit.place.index for unit in self.reduced])
 
     def _leave_out_what_no_rank_used(self) -> None:
         """Parameters to which no rank's gradients came get none, as in one process. [Note: unused]"""
-        lacking: dict[UnitData, int] = {}
+        lacking: dict[Unit, int] = {}
         for unit in self.reduced:
             for grads in unit.grads:
                 if not grads.expected <= grads.contributed and unit.completes:

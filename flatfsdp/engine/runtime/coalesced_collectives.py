@@ -89,30 +89,30 @@ class Coalescer:
         size = self._bytes.get(unit)
         schedule = unit.options.schedule
         alone = unit.groups.shard.size == 1 or schedule.post_forward_ranks is not None or schedule.unshard_async_op
-        return None if size is None or alone else (size, id(unit.gather))
+        return None if size is None or alone else (size, id(unit.transports.gather))
 
     def _reduction_of(self, unit: Unit) -> tuple[int, object] | None:
         size, options = self._bytes.get(unit), unit.options
         hooked = options.all_reduce_hook is not None or options.comm_hook is not None
         travels = unit.groups.shard.size > 1 or unit.second_stage_reducer is not None
         return (
-            (size, (id(unit.scatter), id(unit.second_stage_reducer)))
+            (size, (id(unit.transports.scatter), id(unit.second_stage_reducer)))
             if size is not None and travels and not hooked
             else None
         )
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def launch_unshard(self, units: Sequence[Unit], *, ahead: bool) -> None:
+    def launch_unshard(self, units: Sequence[Unit], *, ahead: bool) -> Sequence[Unit]:
         """Issue the all-gathers of whatever is sharded of a group of `units`; `ahead`: before their use. Collective
-        over the shard axis."""
+        over the shard axis. Those of which there was anything to gather."""
         if len(units) == 1:
-            units[0].launch_unshard(ahead=ahead)
-        else:
-            self.launch_coalesced(units, ahead=ahead)
+            return units if units[0].launch_unshard(ahead=ahead) else ()
+        return self.launch_coalesced(units, ahead=ahead)
 
-    def launch_coalesced(self, units: Sequence[Unit], *, ahead: bool) -> None:
+    def launch_coalesced(self, units: Sequence[Unit], *, ahead: bool) -> Sequence[Unit]:
         """`launch_unshard` of several."""
+        found: list[Unit] = []
         resources = units[0].resources
         stream = resources.streams.unshard
         by_dtype: dict[torch.dtype, list[tuple[FlatParamHandle, UnshardSource]]] = defaultdict(list)
@@ -121,17 +121,19 @@ class Coalescer:
             for handle, source in sharded:
                 by_dtype[source.dtype].append((handle, source))
             if sharded:
-                unit.record_gather()
+                unit.record_event("gather")
+                found.append(unit)
         for dtype, gathered in by_dtype.items():
             together = CoalescedSource(dtype)
             for handle, _ in gathered:
                 handle.launch_unshard(together, stream)
             shards = [handle.shard for handle, _ in gathered]
-            pending = units[0].gather.all_gather_coalesced(together.flats, shards, stream)
+            pending = units[0].transports.gather.all_gather_coalesced(together.flats, shards, stream)
             for handle, _ in gathered:
                 handle.pending = pending
             if any(source.reads_host for _, source in gathered):
                 resources.limiter.record_upload()
+        return found
 
     def reduce(self, units: Sequence[Unit]) -> Sequence[Reduction]:
         """Issue the reductions of a group of `units`. Collective over the shard axis."""
@@ -144,7 +146,7 @@ class Coalescer:
         for unit in units:
             for part in unit.reduction_inputs():
                 by_dtype[part.handle.precision.reduce].append(part)
-        reducers, streams = (first.scatter, first.second_stage_reducer), first.resources.streams
+        reducers, streams = (first.transports.scatter, first.second_stage_reducer), first.resources.streams
         return [
             Reduction(parts, *reducers, streams.reduce, streams.replicate, coalesced=True)
             for parts in by_dtype.values()

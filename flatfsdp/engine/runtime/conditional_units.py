@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from typing import NoReturn, Protocol
 
 from ...errors import UsageError
 from ..schedule.conditional import Branch, ParticipationCursor, ParticipationPlan, ParticipationSlot, Place
 from .module_tree import nesting
 from .unit import Unit
+
+
+class Gathers(Protocol):
+    """What a forward does together with other ranks, in turn."""
+
+    def gather_in_turn(self, unit: Unit) -> None:
+        """It is the turn of `unit`: start to gather it."""
+
+    def participate(self, unit: Unit) -> None:
+        """Do what the forward of `unit` does together with other ranks, and nothing else."""
+
+    def repeat(self, unit: Unit) -> None:
+        """`unit` runs again in this forward, and was not freed since."""
+
+    def finish(self, unit: Unit, *, reached: bool) -> None:
+        """The part of `unit` in the forward is over. `reached`: a gradient can come to it."""
 
 
 class ConditionalUnits:
@@ -25,30 +41,29 @@ class ConditionalUnits:
         self.cursors: list[ParticipationCursor[Unit]] = []
         self.training = False
         self._plan: ParticipationPlan[Unit] | None = None
+        self._version = -1  # of the choices that the plan follows from
+        self._units: Sequence[Unit] = ()
         self._ran: set[Unit] = set()  # of a branch that is there
         # Of the forwards that the next backward may cover: what this rank ran, with a graph and without.
         self._with_graph: set[Unit] = set()
         self._without: set[Unit] = set()
 
-    def forget(self) -> None:
-        """What users chose was changed."""
-        self._plan = None
-        self.exist = False
-
-    def begin(self, outermost: Unit, *, training: bool) -> None:
-        """An outermost forward begins."""
+    def begin(self, units: Sequence[Unit], *, version: int, training: bool) -> None:
+        """An outermost forward of the model of these `units`, the outermost last, begins. `version`: of what users
+        chose."""
         self.training = training
         self.cursors.clear()
-        if self._plan is None:
-            units = outermost.root.units
+        if self._version != version:
+            self._version = version
             self._plan = ParticipationPlan(
-                nesting(outermost.root.unit),
+                nesting(units[-1]),
                 {unit: branch for unit in units if (branch := _branch_of(unit)) is not None},
                 {unit: later for unit in units for later in unit.options.branch_before.units()},
             )
+            self._units = units
             self.exist = bool(self._plan.slot)
 
-    def enter(self, unit: Unit) -> bool:
+    def enter(self, unit: Unit, gathers: Gathers) -> bool:
         """`unit` is about to run: take the turns that come before it. Collective, unless nothing does.
 
         True if it is not its turn, but that of all of its branch, which are gathered.
@@ -58,16 +73,16 @@ class ConditionalUnits:
         """
         if not self.exist:
             return False
-        held = self._advance_to(unit)
+        held = self._advance_to(unit, gathers)
         if held:
             if unit in self._ran and self.training:
-                unit.root.iteration.record.repeat(unit)
+                gathers.repeat(unit)
             self._ran.add(unit)
         assert self._plan is not None
         self.cursors.append(self._plan.cursor(unit))
         return held
 
-    def _advance_to(self, unit: Unit) -> bool:
+    def _advance_to(self, unit: Unit, gathers: Gathers) -> bool:
         assert self._plan is not None
         cursor = self.cursors[-1] if self.cursors else None
         slot = self._plan.slot.get(unit)
@@ -75,47 +90,47 @@ class ConditionalUnits:
             return False
         if slot is None:
             if self._plan.is_inside(unit, cursor.unit):
-                self._complete(cursor, self._plan.position[unit])
+                self._complete(cursor, self._plan.position[unit], gathers)
             return False
         if self._holds(slot):
             return True
         if slot.around is not cursor.unit or cursor.has_passed(slot):
             _refuse_place(unit, slot)
-        self._complete(cursor, slot.position)
-        self._take(cursor, slot)
+        self._complete(cursor, slot.position, gathers)
+        self._take(cursor, slot, gathers)
         return slot.any_order
 
-    def _complete(self, cursor: ParticipationCursor[Unit], position: Place | None) -> None:
+    def _complete(self, cursor: ParticipationCursor[Unit], position: Place | None, gathers: Gathers) -> None:
         """Take the turns that come before `position` and that this rank's data left out."""
-        self._close(cursor, position)
+        self._close(cursor, position, gathers)
         while (slot := cursor.next_before(position)) is not None:
             if slot.any_order:
-                self._take(cursor, slot)
-                self._close(cursor, position)
+                self._take(cursor, slot, gathers)
+                self._close(cursor, position, gathers)
             else:
-                slot.units[0].participate()
+                gathers.participate(slot.units[0])
 
-    def _take(self, cursor: ParticipationCursor[Unit], slot: ParticipationSlot[Unit]) -> None:
+    def _take(self, cursor: ParticipationCursor[Unit], slot: ParticipationSlot[Unit], gathers: Gathers) -> None:
         cursor.take(slot)
         if slot.any_order:
             self._ran.difference_update(slot.units)
             for unit in slot.units:
-                unit.root.gather_in_turn(unit)
+                gathers.gather_in_turn(unit)
 
-    def _close(self, cursor: ParticipationCursor[Unit], position: Place | None) -> None:
+    def _close(self, cursor: ParticipationCursor[Unit], position: Place | None, gathers: Gathers) -> None:
         """The branch that is there is over, if `position` lies behind it."""
         slot = cursor.open
         if slot is not None and (position is None or slot.position < position):
             cursor.open = None
-            for unit in slot.around.root.units:
+            for unit in self._units:
                 if unit in slot.units:
                     unit.wait_unshard()
-                    unit.finish_forward(reached=self.training)
+                    gathers.finish(unit, reached=self.training)
 
-    def finish(self, unit: Unit) -> None:
+    def finish(self, unit: Unit, gathers: Gathers) -> None:
         """The module of `unit` has run: take the turns that are left in its forward. Collective, unless none is."""
         if self.cursors and self.cursors[-1].unit is unit:
-            self._complete(self.cursors[-1], None)
+            self._complete(self.cursors[-1], None, gathers)
 
     def leave(self, depth: int) -> None:
         """Only so many forwards run."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...api import Config
 from ...errors import ConfigValueError, UsageError
+from ..base.fqns import fqn
 from ..comm.process_groups import serves
 from ..device.fake_tensors import is_memoryless
 from ..device.streams import accelerator, concrete
@@ -71,9 +72,9 @@ def check_registered(module: nn.Module, units: Sequence[Unit]) -> None:
         )
 
 
-def check_placed(root: nn.Module, units: Sequence[Unit], device: torch.device) -> None:
-    """Refuse to compute while something of `root` is on the meta device, or on another one than `device`, where its
-    units compute.
+def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.device) -> None:
+    """Refuse to compute while something of `outermost` is on the meta device, or on another one than `device`, where
+    its units compute.
 
     Ignored parameters and buffers may be on any real device: they are the user's.
 
@@ -90,14 +91,14 @@ def check_placed(root: nn.Module, units: Sequence[Unit], device: torch.device) -
             found, expected = handle.shard.device, torch.device("cpu") if handle.options.offload else device
             for spec in handle.layout.params:
                 if found.type == "meta":
-                    on_meta.append(unit.prefix + spec.name)
+                    on_meta.append(fqn(unit.name, spec.name))
                 elif found != expected:
-                    elsewhere.append(f"{unit.prefix}{spec.name} ({found}, expected {expected})")
-        for module in unit.modules:
+                    elsewhere.append(f"{fqn(unit.name, spec.name)} ({found}, expected {expected})")
+        for module in unit.built.modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta and buffer.device != device:
                     elsewhere.append(f"buffer {name} of {type(module).__name__} ({buffer.device})")
-    for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+    for name, tensor in [*outermost.named_parameters(), *outermost.named_buffers()]:
         if tensor.is_meta and id(tensor) not in managed:
             on_meta.append(name)
     if on_meta:

@@ -6,12 +6,13 @@ them `.grad`; a feature hands down another one at the point `finisher` of its ob
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..agreement.agreement import Agreement
 from ..flat.deferred_grad import PendingGradients, can_defer
 from ..flat.flat_param import FlatParamHandle
 from .grad_accumulators import GradAccumulators
+from .model_facts import steppable_of
 from .unit import Unit
 
 Finished = list[tuple[Unit, Sequence[FlatParamHandle]]]
@@ -48,7 +49,7 @@ class DeferLast(Finisher):
     ends_with_all = False
 
     def __init__(self, agreement: Agreement, accumulators: GradAccumulators) -> None:
-        self._agreement = agreement  # a root, in a circle with what awaits, would live until the collector comes
+        self._agreement = agreement  # a model, in a circle with what awaits, would live until the collector comes
         self._accumulators = accumulators
 
     def backward_ended(self, units: Iterable[Unit], under_way: Sequence[Unit]) -> Finished:
@@ -61,10 +62,10 @@ class DeferLast(Finisher):
     def _can_wait(self, unit: Unit) -> bool:
         """Whether nobody looks at gradients of `unit` but by reading `.grad`, which can be made to wait."""
         nobody_else = self._accumulators.expects_gradients.isdisjoint(unit.handles)
-        return nobody_else and all(map(can_defer, unit.parameters))
+        return nobody_else and all(map(can_defer, steppable_of(unit)))
 
     def _defer(self, units: Sequence[Unit]) -> None:
-        finishes = [finish for unit in units for finish in unit.finalize_grads_later()]
+        finishes = [finish for unit in units for finish in _finalize_later(unit)]
         agreement = self._agreement
 
         def finish() -> None:
@@ -72,4 +73,13 @@ class DeferLast(Finisher):
                 for each in finishes:
                     each()
 
-        self.pending = PendingGradients([parameter for unit in units for parameter in unit.parameters], finish)
+        self.pending = PendingGradients([parameter for unit in units for parameter in steppable_of(unit)], finish)
+
+
+def _finalize_later(unit: Unit) -> Iterator[Callable[[], None]]:
+    """`finalize_grads` of `unit` without waiting for what is being reduced; what waits for it, by handle."""
+    for grads in unit.grads:
+        if grads.reducing:
+            yield grads.finalize_grads_later()
+        else:
+            grads.finalize_grads()

@@ -14,7 +14,9 @@ import torch
 
 from ...errors import UsageError, fail
 from ..flat.states import FORWARD
-from .unit import ForwardCall, Unit
+from .backward_hooks import UnitHooks, refuse_without_model
+from .unit import Unit
+from .unit_state import ForwardCall
 
 
 class OutputHook:
@@ -28,20 +30,20 @@ class OutputHook:
     __slots__ = ("readers", "returners")
 
     def __init__(self) -> None:
-        self.readers: list[tuple[weakref.ref[Unit], ForwardCall]] = []
-        self.returners: list[tuple[weakref.ref[Unit], ForwardCall | None]] = []
+        self.readers: list[tuple[UnitHooks, ForwardCall]] = []
+        self.returners: list[tuple[UnitHooks, ForwardCall | None]] = []
 
     def reached(self) -> None:
         """The gradient is there.
 
         Raises:
-            UsageError: of a unit that is gone.
+            UsageError: of a unit or a model that is gone.
         """
         for reader, call in self.readers:  # they reshard before anything is gathered
-            if (unit := reader()) is not None:
-                unit.inputs_ready(call)
+            if (unit := reader.unit()) is not None and (driver := reader.driver()) is not None:
+                driver.inputs_ready(unit, call)
         for returner, returned in self.returners:
-            if (unit := returner()) is None:
+            if (unit := returner.unit()) is None:
                 fail(
                     UsageError(
                         "a backward through a wrapped module whose wrapper has been deleted since its forward, as in "
@@ -49,7 +51,9 @@ class OutputHook:
                         "Give the wrapper a name that lives until the backward is over"
                     )
                 )
-            unit.before_backward(returned)
+            if (driver := returner.driver()) is None:
+                refuse_without_model(unit)
+            driver.before_backward(unit, returned)
 
 
 class GradientFlow:
@@ -82,12 +86,13 @@ class GradientFlow:
             known = self._output_hooks[id(output)] = weakref.ref(output), OutputHook()
         return known[1]
 
-    def follow_output(self, tensor: torch.Tensor, unit: weakref.ref[Unit], call: ForwardCall) -> bool:
-        """If `tensor` is an output of another unit: its gradient ends the backward of `unit`'s `call`, too."""
+    def follow_output(self, tensor: torch.Tensor, hooks: UnitHooks, call: ForwardCall) -> bool:
+        """If `tensor` is an output of another unit: its gradient ends the backward of the `call`, of the unit of
+        `hooks`, too."""
         known = self._output_hooks.get(id(tensor))
         if known is None or known[0]() is not tensor:
             return False
-        known[1].readers.append((unit, call))
+        known[1].readers.append((hooks, call))
         return True
 
     def first_reader(self, tensor: torch.Tensor, unit: Unit) -> bool:

@@ -9,24 +9,31 @@ another thread: then `.grad` is put back at once (`fail_backward`), and the rest
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 from collections.abc import Mapping, Sequence
+
+import torch
 
 from ...errors import InternalError, is_new
 from ..agreement.agreement import Agreement
 from ..agreement.once_per_job import warn_once_per_job
 from ..base import _torch
+from ..base import autograd as hooks
 from ..base.events import Observers
 from ..flat.deferred_grad import PendingGradients
+from ..flat.states import GATHERING, SUMMONED
 from ..flat.states import IDLE as UNIT_IDLE
-from ..flat.states import SUMMONED
-from ..flat.views import check_left
+from ..flat.views import SHOWS_SHARD, check_left
 from ..schedule.forward_record import ForwardRecord
 from .backward import Backward
 from .finish import Finisher
 from .grad_accumulators import GradAccumulators
 from .resources import Resources
 from .unit import Unit
+from .unit_state import UnitBackward
+from .user_hooks import run_user_hooks
+from .user_writes import check_left_unsharded, retire_request
 
 
 class Stage(enum.Enum):
@@ -149,7 +156,7 @@ class Iteration:
         if self.stage is FORWARD:
             self.stage = IDLE if empty or self.record.consumed else AWAITING_BACKWARD
         for each in self.ahead:
-            each.reshard_unused()
+            _reshard_unused(each)
         self.ahead.clear()
 
     def abandon(self) -> None:
@@ -176,10 +183,19 @@ class Iteration:
     def follow_requests(self) -> None:
         """What users unsharded and no forward entered takes part in the backward: they computed with it themselves."""
         for unit in self.requested:
-            if unit.is_unsharded and not unit.keep_unsharded and unit not in self.record.entered:
+            if unit.is_unsharded and not unit.backward.keep_unsharded and unit not in self.record.entered:
                 self.record.add(unit)
-                unit.keep_unsharded = True
+                unit.backward.keep_unsharded = True
         self.requested.clear()
+
+    def begin_backward(self, backward: Backward) -> None:
+        """The `backward` runs, and ends with the graph task."""
+        self.backward = backward
+        self.enter(BACKWARD)
+        backward.double = torch.is_grad_enabled()
+        # Bound to this backward: on an accelerator a failed one may be let go late, by another thread.
+        ended, failed = self.end_backward, self.fail_backward
+        hooks.at_end_of_backward(functools.partial(ended, backward), functools.partial(failed, backward))
 
     def end_backward(self, backward: Backward) -> None:
         """The graph task has ended: flush, and return to between iterations. Collective."""
@@ -220,7 +236,7 @@ class Iteration:
         backward.finisher.backward_failed(self._units)
         self._agreement.publish_abandoned(None)
         self._agreement.rest()
-        lost = [unit.label for unit in self._units if unit.rollback()]
+        lost = [unit.label for unit in self._units if _rollback(unit)]
         if lost:
             warn_once_per_job(
                 "a backward failed inside an accumulation window: the unsharded gradients of earlier microbatches are "
@@ -244,7 +260,7 @@ class Iteration:
 
     def _stop_sharing(self) -> None:
         """A backward failed: units where gradients were taking the parameters' places do without from now on."""
-        sharing = [unit for unit in self._units if unit.gradients_occupy_params]
+        sharing = [unit for unit in self._units if any([grads.occupies_params for grads in unit.grads])]
         if not sharing:
             return
         if is_new(("failed sharing", id(self))):
@@ -258,7 +274,7 @@ class Iteration:
         classes = {type(unit.module) for unit in sharing}
         for unit in self._units:
             if type(unit.module) in classes:
-                unit.single_use = False
+                unit.leaves.single_use = False
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -267,7 +283,7 @@ class Iteration:
         no collective."""
         if outcome is Outcome.RETAINED:
             for unit in self._units:
-                unit.retain_for_double_backward()
+                _retain(unit)
             self._agreement.rest()
             self.enter(RETAINED)
             return
@@ -292,7 +308,7 @@ class Iteration:
         self._agreement.rest()
         self._resources.events.record("end", "", UNIT_IDLE.value)
         for unit, complete in finished:
-            unit.run_user_hooks(complete)
+            run_user_hooks(unit, complete)
             if self._accumulators.expects_gradients:
                 self._accumulators.run(complete)
         if backward is not None:
@@ -326,7 +342,7 @@ class Iteration:
     def retire_requests(self, *, written: bool = False) -> None:
         """Look after what users unsharded between iterations."""
         for unit in self.ahead:
-            unit.retire_request(written=written)
+            retire_request(unit, written=written)
 
     @property
     def shows_shards(self) -> bool:
@@ -349,9 +365,41 @@ class Iteration:
             self.retire_requests(written=True)
         try:
             for unit in self._units:
-                unit.check_left_unsharded()
+                check_left_unsharded(unit)
         finally:
             for unit in self._units:
                 unit.reset_to_idle()
             self._resources.limiter.free_all()
             self.is_at_rest = True
+
+
+def _reshard_unused(unit: Unit) -> None:
+    """Free what was gathered ahead of a forward that did not come to it."""
+    unused = [handle for handle in unit.handles if handle.state is GATHERING]
+    for handle in unused:
+        handle.wait_unshard()
+        unit.resources.free(handle)
+    if unused:
+        unit.record_event("reshard")
+
+
+def _retain(unit: Unit) -> None:
+    """A backward that will be differentiated again has ended: parameters stay unsharded, gradients in flight."""
+    unit.phase = UNIT_IDLE
+    for grads in unit.grads:
+        grads.retain_for_double_backward()
+    unit.track_writes()
+    unit.backward = UnitBackward(keep_unsharded=unit.backward.keep_unsharded)
+
+
+def _rollback(unit: Unit) -> bool:
+    """After a failed backward, at once: leaves show the shard, `.grad` is what it was. True if a window was lost.
+
+    Called during exception handling: must not block or communicate.
+    """
+    if unit.phase is not SUMMONED:  # else the parameters are the user's, and the backward did not reach them
+        for views in unit.views:
+            views.show(SHOWS_SHARD)
+        for grads in unit.grads:
+            grads.unstash_grads()
+    return any(grads.accumulation.window_open for grads in unit.grads)

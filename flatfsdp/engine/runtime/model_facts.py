@@ -8,15 +8,16 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...api import MixedPrecision
+from ..agreement.checksums import InitialChecksums
 from ..agreement.model_check import Checksums, Fact
 from ..agreement.ops import BackwardPlan, UnitEntry, bits_of
 from ..base import _torch
+from ..base.fqns import fqn
 from ..comm.transport import Transport
 from .unit import Unit
-from .unit_data import UnitData
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -27,7 +28,7 @@ def axes_of(units: Sequence[Unit]) -> list[Transport]:
     """The axes over which the model of `units` is spread, each once."""
     found: dict[int, Transport] = {}
     for unit in reversed(units):
-        for axis in (unit.scatter, unit.replicate):
+        for axis in (unit.transports.scatter, unit.transports.replicate):
             if axis is not None and axis.group.size > 1:
                 found.setdefault(id(axis.group.process_group), axis)
     return list(found.values())
@@ -53,9 +54,9 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
                 ", ".join(str(handle.use_orig_params) for handle in unit.handles[:1]),
                 False,
             ),
-            (f"{subject}, mixed_precision", _unlike_default(unit.mixed_precision), False),
-            (f"{subject}, backward_prefetch", str(unit.backward_prefetch), False),
-            (f"{subject}, forward_prefetch", str(unit.forward_prefetch), False),
+            (f"{subject}, mixed_precision", _unlike_default(unit.built.mixed_precision), False),
+            (f"{subject}, backward_prefetch", str(unit.options.backward_prefetch), False),
+            (f"{subject}, forward_prefetch", str(unit.options.forward_prefetch), False),
             (f"{subject}, schedule", "; ".join(unit.options.describe()) or "as built", False),
             (
                 f"{subject}, tied to units in places",
@@ -81,25 +82,27 @@ def _unlike_default(precision: MixedPrecision) -> str:
 
 def unit_entries(units: Iterable[Unit]) -> list[UnitEntry]:
     """What ranks call `units`, and which parameters of the model are theirs."""
-    return [UnitEntry(unit.label, range(unit.first_parameter, unit.first_parameter + _count(unit))) for unit in units]
+    return [
+        UnitEntry(unit.label, range(unit.place.first_parameter, unit.place.first_parameter + _count(unit)))
+        for unit in units
+    ]
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def initial_checksums(units: Sequence[Unit]) -> Checksums:
-    """Of the values that `units` begin with, as long as nothing has written to them; forgotten by this."""
+def initial_checksums(units: Iterable[Unit], known: dict[Unit, InitialChecksums]) -> Checksums:
+    """Of the values that `units` begin with, as far as they are `known` and nothing has written to them; forgotten by
+    this."""
     out: Checksums = []
     for unit in units:
-        known, unit.initial_checksums = unit.initial_checksums, None
-        if known is not None:
+        if (each := known.pop(unit, None)) is not None:
             paths = [spec.name for handle in unit.handles for spec in handle.layout.params]
-            found = known.unchanged(paths, own_pieces(unit))
-            out += [(unit.prefix + path, value) for path, value in found]
+            out += [(fqn(unit.name, path), value) for path, value in each.unchanged(paths, own_pieces(unit))]
     return out
 
 
-def own_pieces(unit: UnitData) -> dict[str, Tensor]:
+def own_pieces(unit: Unit) -> dict[str, Tensor]:
     """This rank's piece of each parameter of which it has one, 1-D, by path inside the unit."""
     return {
         handle.layout.params[owned.index].name: handle.shard[owned.in_shard.slice]
@@ -109,6 +112,19 @@ def own_pieces(unit: UnitData) -> dict[str, Tensor]:
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
+
+
+def steppable_of(unit: Unit) -> list[nn.Parameter]:
+    """The parameters of `unit` that an optimizer sees."""
+    return [parameter for handle in unit.handles for parameter in handle.steppable]
+
+
+def trained(unit: Unit) -> Flags:
+    """By handle, which leaves of `unit` require a gradient."""
+    flags: Flags = ()
+    for handle in unit.handles:
+        flags += (tuple(map(_requires_grad, handle.leaves)),)
+    return flags
 
 
 def trained_parameters(units: Iterable[Unit]) -> tuple[bool, ...]:
@@ -124,7 +140,7 @@ def trained_parameters(units: Iterable[Unit]) -> tuple[bool, ...]:
 def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
     """The path of every parameter of `units` in their model, by its id."""
     return {
-        id(leaf): unit.prefix + spec.name
+        id(leaf): fqn(unit.name, spec.name)
         for unit in units
         for handle in unit.handles
         for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)
@@ -155,28 +171,28 @@ def backward_plan(
     """A backward of these units in numbers. `trained`: which of their parameters require a gradient."""
     return BackwardPlan(
         sync,
-        [unit.index for unit in entered],
-        [unit.index for unit in anchored],
-        [(unit.index, kind) for unit, flags in trained.items() for kind, each in enumerate(flags) if any(each)],
-        sum(bits_of(itertools.chain(*flags)) << unit.first_parameter for unit, flags in trained.items()),
+        [unit.place.index for unit in entered],
+        [unit.place.index for unit in anchored],
+        [(unit.place.index, kind) for unit, flags in trained.items() for kind, each in enumerate(flags) if any(each)],
+        sum(bits_of(itertools.chain(*flags)) << unit.place.first_parameter for unit, flags in trained.items()),
         [*post_forward],
         schedule,
     )
 
 
-def parameters_of(unit: UnitData) -> int:
+def parameters_of(unit: Unit) -> int:
     """The parameters of `unit` among those of the model, a bit for each."""
-    return ((1 << _count(unit)) - 1) << unit.first_parameter
+    return ((1 << _count(unit)) - 1) << unit.place.first_parameter
 
 
-def _count(unit: UnitData) -> int:
+def _count(unit: Unit) -> int:
     return sum(len(handle.leaves) for handle in unit.handles)
 
 
-def lacking_in(unit: UnitData) -> int:
+def lacking_in(unit: Unit) -> int:
     """Which parameters of `unit` this rank brought no gradient to, in what is reduced: a bit for each, as among those
     of the model. [Note: unused]"""
-    bits, start = 0, unit.first_parameter
+    bits, start = 0, unit.place.first_parameter
     for grads in unit.grads:
         for index in grads.missing_contributions():
             bits |= 1 << start + index
@@ -184,9 +200,9 @@ def lacking_in(unit: UnitData) -> int:
     return bits
 
 
-def leave_out(unit: UnitData, absent: int) -> None:
+def leave_out(unit: Unit, absent: int) -> None:
     """No rank brought gradients to these parameters: `unit` gives them none."""
-    start = unit.first_parameter
+    start = unit.place.first_parameter
     for grads in unit.grads:
         grads.absent = frozenset(i for i in grads.missing_contributions() if absent >> start + i & 1)
         start += len(grads.handle.leaves)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch import nn
 
 from ...api import Config
-from ...errors import ConfigValueError, UsageError, refuse_type
+from ...errors import ConfigValueError
 from ..base.fqns import fqn
 from ..config.arguments import has_forward
 from ..flat.param_refs import ParamRef
@@ -79,30 +79,6 @@ def with_owning_units(units: Sequence[Unit]) -> list[Unit]:
     return list(dict.fromkeys([owning_unit for unit in units for owning_unit in unit.owning_units] + list(units)))
 
 
-def check_outermost(unit: Unit, call: str) -> None:
-    """Refuse a `call` on any but the outermost unit of a model."""
-    outermost = unit.root.unit
-    if outermost is not unit:
-        raise UsageError(
-            f"{call} was called on a nested unit ({type(unit.module).__name__}); call it on the outermost "
-            f"FullyShardedDataParallel module ({type(outermost.module).__name__})"
-        )
-
-
-def outermost_unit(model: object, function: str) -> Unit:
-    """The unit of `model`, which a user gave to `function` as the outermost wrapper.
-
-    Raises:
-        ConfigTypeError: it is no wrapper.
-        UsageError: it is a nested one.
-    """
-    units = units_at(model) if isinstance(model, nn.Module) else []
-    if not units:
-        refuse_type(f"{function}: model", model, "the outermost FullyShardedDataParallel module of a model")
-    check_outermost(units[0], f"{function}()")
-    return units[0]
-
-
 def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[nn.Parameter]]:
     """Modules and parameters to leave alone, with everything inside ignored modules."""
     modules: set[nn.Module] = set()
@@ -126,6 +102,18 @@ def param_refs_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[
         for attribute, parameter in holder._parameters.items():
             if parameter is not None:
                 yield holder, attribute, fqn(prefix, attribute)
+
+
+def unregistered_refs(unit: Unit) -> list[ParamRef]:
+    """Where modules of `unit` hold parameters as plain attributes, a flat parameter having the registration."""
+    flattened = {
+        id(leaf)
+        for each in (unit, *unit.owning_units)
+        for handle in each.handles
+        if not handle.use_orig_params
+        for leaf in handle.leaves
+    }
+    return [param_ref for param_ref in (*unit.param_refs, *unit.shared_refs) if id(param_ref.leaf) in flattened]
 
 
 def leaves_of(param_refs: Iterable[ParamRef]) -> list[tuple[nn.Parameter, str]]:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...errors import UsageError
 from ..flat.flat_param import FlatParameter
 from . import param_registry as registry
-from .model import Root
+from .model import Model
 from .rest import before_step
 
 
@@ -28,7 +28,7 @@ class _CheckedOptimizer(NamedTuple):
 
     generation: int
     groups: int
-    models: tuple[weakref.ref[Root], ...]
+    models: tuple[weakref.ref[Model], ...]
 
 
 _at_work: torch.optim.Optimizer | None = None
@@ -89,20 +89,19 @@ def waiting_in(call: str, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     Raises:
         AgreementError: a connection broke; what the others did.
     """
-    models = [model() for model in _look_at(optimizer).models]
+    models = [model for ref in _look_at(optimizer).models if (model := ref()) is not None]
     with ExitStack() as waits:
-        for root in models:
-            if root is not None:
-                waits.enter_context(root.agreement.waiting(call))
+        for model in models:
+            waits.enter_context(model.agreement.waiting(call))
         yield
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     known = _checked.get(optimizer)
     if known is not None and not is_at_work(optimizer):
-        for model in known.models:
-            if (root := model()) is not None:
-                root.agreement.stepped = True
+        for ref in known.models:
+            if (model := ref()) is not None:
+                model.agreement.stepped = True
     groups = [group for group in optimizer.param_groups if _writes_unnoticed(optimizer, group)]
     stepped = [p for group in groups for p in group["params"] if p.grad is not None and _is_managed(p)]
     if stepped:
@@ -115,16 +114,16 @@ def _writes_unnoticed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
     return bool(group.get("fused")) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
-def models_of(optimizer: torch.optim.Optimizer) -> list[Root]:
+def models_of(optimizer: torch.optim.Optimizer) -> list[Model]:
     """The models of which `optimizer` steps parameters, and does so on every rank: one that has no element of what it
     would step may have no optimizer for it."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [
-        root
-        for root in registry.roots
+        model
+        for model in registry.models
         if any(
             not held.isdisjoint(map(id, handle.steppable))
-            for unit in root.units
+            for unit in model.units
             for handle in unit.handles
             if handle.layout.owned(handle.layout.world - 1)  # the last rank is the first to have none
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .model import Root
+from .model import Model
 from .unit import Unit
 
 
@@ -46,7 +46,7 @@ _of_modules = _Units()
 # Grows with every wrap: what was checked against the registry is checked again when it has.
 generation = 0
 
-roots: weakref.WeakSet[Root] = weakref.WeakSet()
+models: weakref.WeakSet[Model] = weakref.WeakSet()
 
 
 # Units that see some parameters transformed.
@@ -70,7 +70,7 @@ def own(unit: Unit) -> None:
     for handle in unit.handles:
         for leaf in handle.leaves:
             _of_parameters.add(leaf, unit)
-    for module in unit.modules if unit.handles else ():
+    for module in unit.built.modules if unit.handles else ():
         if _of_modules.find(module) is None:  # a module that several share stays with the first
             _of_modules.add(module, unit)
     if any(views.extended for views in unit.views):
@@ -82,7 +82,7 @@ def disown(unit: Unit) -> None:
     for handle in unit.handles:
         for leaf in handle.leaves:
             _of_parameters.discard(leaf)
-    for module in unit.modules:
+    for module in unit.built.modules:
         if _of_modules.find(module) is unit:
             _of_modules.discard(module)
     extended.discard(unit)

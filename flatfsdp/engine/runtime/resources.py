@@ -17,7 +17,7 @@ from ..flat.flat_param import FlatParamHandle
 
 
 @dataclass(frozen=True)
-class RootSettings:
+class ModelSettings:
     """The outermost wrapper's arguments that concern the whole tree."""
 
     device: torch.device

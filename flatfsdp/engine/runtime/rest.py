@@ -16,13 +16,14 @@ from ...errors import UsageError
 from ..base import _torch
 from ..flat.states import IDLE, SUMMONED
 from . import param_registry as registry
-from .model import Root
+from .model import Model, model_of
+from .persistence import evict_all
 from .unit import Unit
 
 
 def check_outside(unit: Unit, method: str) -> None:
     """Refuse a change while a forward or a backward runs: what its ranks have agreed on would no longer hold."""
-    if _torch.in_backward() or unit.root.iteration.in_forward:
+    if _torch.in_backward() or model_of(unit).iteration.in_forward:
         raise UsageError(
             f"{method} of unit {unit.label} was called inside a "
             f"{'backward' if _torch.in_backward() else 'forward'}; call it before the forward, or between forward and "
@@ -40,15 +41,15 @@ def check_idle(unit: Unit, call: str) -> None:
         )
 
 
-def models_of(units: Iterable[Unit]) -> list[Root]:
+def models_of(units: Iterable[Unit]) -> list[Model]:
     """The models that `units` belong to, each once."""
-    return list({id(unit.root): unit.root for unit in units}.values())
+    return list(dict.fromkeys(map(model_of, units)))
 
 
-def initialize(model: Root) -> None:
+def initialize(model: Model) -> None:
     """Prepare a collective call: units are named and connected (collective the first time), and what a backward that
     failed or may be differentiated again has left is finished. [Note: rest]"""
-    model.lazy_init()
+    model.setup.lazy_init()
     model.iteration.finish_interrupted()
 
 
@@ -82,13 +83,13 @@ def quiesce(
             check(unit)
     if shards:
         for model in models:
-            if frees or not all(unit.is_between_iterations() for unit in units if unit.root is model):
+            if frees or not all(unit.shows_shard for unit in units if model_of(unit) is model):
                 model.iteration.reset_to_idle()
-        for unit in units:
-            unit.write_back()
+        for model in models:
+            model.setup.write_back([unit for unit in units if model_of(unit) is model])
 
 
-def free_unsharded(model: Root) -> None:
+def free_unsharded(model: Model) -> None:
     """Parameters of `model` show their shards, and nothing of it is unsharded, for whatever reason it was kept."""
     model.iteration.reset_to_idle()
 
@@ -96,14 +97,14 @@ def free_unsharded(model: Root) -> None:
 def free_unit(unit: Unit) -> None:
     """The shards of `unit` hold what its parameters are, and nothing of it is unsharded. Precondition: its parameters
     show their shards."""
-    unit.write_back()
+    model_of(unit).setup.write_back([unit])
     unit.reset_to_idle()
-    unit.evict_all()
+    evict_all(unit)
 
 
 def before_step(optimizer: torch.optim.Optimizer) -> None:
     """Let models that `optimizer` steps show shards and gradients, as between iterations."""
-    busy = [model for model in registry.roots if not model.iteration.shows_shards]
+    busy = [model for model in registry.models if not model.iteration.shows_shards]
     if busy:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in busy:
@@ -123,7 +124,7 @@ def collective_call(units: Collection[Unit], call: str, *, always: bool = False,
     """
     with ExitStack() as calls:
         for model in models_of(units) if when else ():
-            model.lazy_init()
-            indices = [unit.index for unit in units if unit.root is model]
+            model.setup.lazy_init()
+            indices = [unit.place.index for unit in units if model_of(unit) is model]
             calls.enter_context(model.agreement.collective_call(call, indices, always=always))
         yield

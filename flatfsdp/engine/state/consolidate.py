@@ -42,7 +42,7 @@ def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> It
     handle = unit.handles[kind]
     with torch.no_grad():
         own = handle.shard.detach() if shard is None else shard
-        flat = gather_shard(handle, own, unit.gather, unit.resources.streams.unshard)
+        flat = gather_shard(handle, own, unit.transports.gather, unit.resources.streams.unshard)
     claim = handle.tracker.allocate("consolidated", flat.numel() * flat.element_size())
     unit.record_event("consolidate")
     try:
@@ -88,7 +88,7 @@ def scatter(
     The first rank holds at most one shard besides `unsharded`, others hold their own.
     """
     handle = unit.handles[kind]
-    layout, axis, replicate = handle.layout, unit.gather, unit.replicate
+    layout, axis, replicate = handle.layout, unit.transports.gather, unit.transports.replicate
     values = (unsharded or ()) if is_first(unit) else ()
 
     def assemble(rank: int) -> torch.Tensor:

@@ -18,7 +18,9 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import full_views
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import assign_grad
+from ..runtime.model import model_of
 from ..runtime.model_facts import axes_of
+from ..runtime.module_tree import unregistered_refs
 from ..runtime.rest import collective_call, quiesce
 from ..runtime.unit import Unit
 from .consolidate import gather_shard, is_first, scatter, store
@@ -57,12 +59,12 @@ class _SummonedHandle:
         stream = unit.resources.streams.unshard
         handle = self.handle
         with torch.no_grad():
-            self.flat = gather_shard(handle, handle.shard.detach(), unit.gather, stream)
+            self.flat = gather_shard(handle, handle.shard.detach(), unit.transports.gather, stream)
             self.grads: list[torch.Tensor | None] | None = None
             if with_grads:
                 shard, present = _gradient_shard(handle)
-                unsharded = gather_shard(handle, shard, unit.gather, stream)
-                unit.gather.all_reduce_now(present, maximum=True)
+                unsharded = gather_shard(handle, shard, unit.transports.gather, stream)
+                unit.transports.gather.all_reduce_now(present, maximum=True)
                 self.grad_dtype = unsharded.dtype
                 views = full_views(unsharded.cpu() if offload_to_cpu else unsharded, handle.layout) if keep else []
                 self.grads = [view if there else None for view, there in zip(views, present.tolist(), strict=False)]
@@ -114,7 +116,7 @@ class _SummonedHandle:
                     if grad is not None:
                         assign_grad(leaf, grad)
             if writeback:
-                self.unit.maybe_stale = True
+                self.unit.kept.maybe_stale = True
                 if from_rank0:
                     own = scatter(self.unit, self.kind, full_views(self.flat, handle.layout) if self.keep else None)
                 else:
@@ -217,7 +219,7 @@ def summon(
         for each in summoned:
             each.show()
         for unit in units:
-            for param_ref in unit.unregistered_refs:
+            for param_ref in unregistered_refs(unit):
                 param_ref.register()
             undo.callback(_unregister, unit)
         misfits: list[str] = []
@@ -236,7 +238,7 @@ def summon(
 
 
 def _unregister(unit: Unit) -> None:
-    for param_ref in unit.unregistered_refs:
+    for param_ref in unregistered_refs(unit):
         param_ref.unregister()
 
 
@@ -246,12 +248,12 @@ def unwrap(unit: Unit) -> nn.Module:
 
     The undoing of a wrap: for a constructor that fails after some units were made.
     """
-    unit.root.connect(unit)
+    model_of(unit).setup.connect(unit)
     for handle, views in zip(unit.handles, unit.views, strict=True):
         with torch.no_grad():
-            flat = gather_shard(handle, handle.shard.detach(), unit.gather, unit.resources.streams.unshard)
+            flat = gather_shard(handle, handle.shard.detach(), unit.transports.gather, unit.resources.streams.unshard)
         views.show_borrowed_views([view.clone() for view in full_views(flat, handle.layout)])
-    for param_ref in unit.unregistered_refs:
+    for param_ref in unregistered_refs(unit):
         param_ref.register()
     for views in unit.views:
         for extended in views.extended:

@@ -6,36 +6,39 @@ All that may fail in a user's hands is checked before the first parameter is tou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
 from torch import nn
 
-from ...api import Config, MixedPrecision
+from ...api import BackwardPrefetch, Config, MixedPrecision
 from ...errors import UsageError, warn
 from ..agreement.checksums import InitialChecksums
 from ..comm.axes import ProcessGroups
 from ..comm.process_groups import plan_groups
 from ..config.schedule_options import AS_BUILT, Schedule, reshard_choice
 from ..config.strategy import traits
+from ..config.unit_options import UnitOptions
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
 from ..features.local_clipping import warn_of_local_clipping
 from ..features.persistent_params import PersistentParams
+from ..features.post_forward import PostForwardShards
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import warn_if_unstepped
 from ..flat.extensions import TransformedParam, can_transform, transform
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..runtime.device_checks import compute_device, move_buffers
-from ..runtime.model import Root
+from ..runtime.model import Model, model_of
 from ..runtime.model_facts import own_pieces
-from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in
+from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in, unregistered_refs
 from ..runtime.optimizer_hooks import guard_optimizers
-from ..runtime.param_registry import extended, own, owner_of, roots, unit_around
-from ..runtime.resources import Resources, RootSettings
+from ..runtime.param_registry import extended, models, own, owner_of, unit_around
+from ..runtime.resources import ModelSettings, Resources
 from ..runtime.unit import Unit
+from ..runtime.unit_state import BuiltWith
 from ..state.model.submodules import watch
 from ..state.optim.stamp import stamp_state_dicts
 from .auto_wrap import check_called
@@ -43,8 +46,8 @@ from .init_sync import failing_together, meeting_axes, synchronize
 from .materialize import materialize
 
 
-def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Unit:
-    """Shard what no nested unit of `module` owns. `config` has its groups resolved.
+def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Model:
+    """Shard what no nested unit of `module` owns, as the outermost unit of a model. `config` has its groups resolved.
 
     Collective only for `sync_module_states`. Raises before any parameter is changed, except out of user functions.
     """
@@ -72,31 +75,47 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Un
         module,
         handles,
         param_refs,
-        traits=traits(config.sharding_strategy),
+        built=_built_with(config, [each for _, each in modules], island=island),
         groups=groups,
-        device_mesh=config.device_mesh,
-        mixed_precision=config.mixed_precision,
-        cpu_offload=config.cpu_offload,
-        backward_prefetch=config.backward_prefetch,
-        forward_prefetch=config.forward_prefetch,
-        modules=[each for _, each in modules],
+        options=UnitOptions(
+            AS_BUILT if reshard is None else Schedule(reshard_after_forward=reshard),
+            backward_prefetch=config.backward_prefetch,
+            forward_prefetch=config.forward_prefetch,
+        ),
         owning_units=list(dict.fromkeys(owner for each in shared_refs if (owner := owner_of(each.leaf)) is not None)),
         shared_refs=shared_refs,
-        island=island,
-        schedule=AS_BUILT if reshard is None else Schedule(reshard_after_forward=reshard),
     )
-    unit.extend(transformed)
-    if initial_checksums is not None:
-        initial_checksums.seal(own_pieces(unit))
-    unit.initial_checksums = initial_checksums
+    install_extensions(unit, transformed)
     watch((*param_refs, *shared_refs))
-    for param_ref in unit.unregistered_refs:
+    for param_ref in unregistered_refs(unit):
         param_ref.unregister()
     for each, attributes in (*dict.fromkeys(ignored_modules).items(), *ignored_refs.items()):
         ignore(each, attributes)
-    settings = RootSettings(device, config.limit_all_gathers, config.check_values, config.join_units_below)
-    new_root(unit, settings, tracker, nested)
-    return unit
+    settings = ModelSettings(device, config.limit_all_gathers, config.check_values, config.join_units_below)
+    model = new_model(unit, settings, tracker, nested)
+    if initial_checksums is not None:
+        initial_checksums.seal(own_pieces(unit))
+        model.setup.initial_checksums[unit] = initial_checksums
+    return model
+
+
+def _built_with(config: Config, modules: Sequence[nn.Module], *, island: bool) -> BuiltWith:
+    return BuiltWith(
+        traits(config.sharding_strategy),
+        config.mixed_precision,
+        config.cpu_offload,
+        modules=modules,
+        island=island,
+        device_mesh=config.device_mesh,
+        counts_gradients=config.backward_prefetch is BackwardPrefetch.BACKWARD_MID,
+    )
+
+
+def install_extensions(unit: Unit, extended: Sequence[TransformedParam]) -> None:
+    """Let modules of `unit` see what extensions make of some leaves."""
+    for handle, views, _ in unit.kinds:
+        leaves = set(map(id, handle.leaves))
+        views.extended = [each for each in extended if id(each.leaf) in leaves]
 
 
 def _homes(
@@ -184,21 +203,19 @@ def _flatten(
     ]
 
 
-def new_root(unit: Unit, settings: RootSettings, tracker: MemoryTracker, nested: list[Unit]) -> Root:
-    """A root over `unit`, whose handles count in `tracker`, and the units nested in it."""
+def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, nested: list[Unit]) -> Model:
+    """A model of `unit`, whose handles count in `tracker`, and the units nested in it."""
     resources = Resources(Device(settings.device), tracker, limit_all_gathers=settings.limit_all_gathers)
-    root = Root(unit, resources, settings)
-    unit.own_root = root
-    unit.attach_to(root)
-    root.adopt(nested)
+    model = Model(unit, resources, settings)
+    model.adopt(nested)
     own(unit)
-    roots.add(root)
+    models.add(model)
     guard_optimizers()
-    root.observers.set(ProfilerRanges(), PersistentParams())
-    warn_if_unstepped(root)
-    warn_of_local_clipping(root)
+    model.observers.set(ProfilerRanges(model), PersistentParams(model), PostForwardShards(model.units, resources))
+    warn_if_unstepped(model)
+    warn_of_local_clipping(model)
     stamp_state_dicts()
-    return root
+    return model
 
 
 def _check_unwrapped(module: nn.Module) -> None:
@@ -220,7 +237,7 @@ def _check_unwrapped(module: nn.Module) -> None:
 def _check_unattended(nested: Iterable[Unit]) -> None:
     """Refuse to take units from a root by which others go: they would lose them without a word."""
     for unit in nested:
-        if given := [each.requested_by for each in unit.root.observers.all if each.requested_by]:
+        if given := [each.requested_by for each in model_of(unit).observers.all if each.requested_by]:
             raise UsageError(
                 f"module: {type(unit.module).__name__} inside is of a model that was given to {given[0]}, and cannot "
                 "become part of a larger one. Wrap the whole model first, and call it on the outermost wrapper"

@@ -11,30 +11,35 @@ from __future__ import annotations
 import copy
 import copyreg
 import io
+import weakref
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ...api import BackwardPrefetch
 from ...errors import UsageError
 from ..agreement.once_per_job import warn_once_per_job
 from ..comm.axes import ProcessGroups
 from ..comm.process_groups import plan_over
-from ..config.unit_options import PrefetchTargets
+from ..config.unit_options import PrefetchTargets, UnitOptions
 from ..device.memory import MemoryTracker
 from ..flat.extensions import TransformedParam
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
+from ..runtime.model import model_of
 from ..runtime.module_tree import ignore, ignored_in, units_in
 from ..runtime.rest import quiesce
 from ..runtime.unit import Unit
-from .build import new_root
-from .wrapper_support import keep_root, register_flat_params
+from ..runtime.unit_state import BuiltWith
+from .build import install_extensions, new_model
+from .wrapper_support import keep_model, register_flat_params
 
-_SETTINGS = ("traits", "mixed_precision", "cpu_offload", "backward_prefetch", "forward_prefetch", "island")
+_BUILT = ("traits", "mixed_precision", "cpu_offload", "island", "modules")
+_OPTIONS = ("schedule", "state_dict", "backward_prefetch", "forward_prefetch")
 _HANDLE_SETTINGS = ("layout", "rank", "device")
 _HANDLE_OPTIONS = tuple(field.name for field in fields(FlatParamOptions))
 
@@ -46,6 +51,8 @@ _Lists = list[list[list[int]]]
 
 # Inside the pickling of an outer wrapper, nested ones are written in place, so that ties across them survive.
 _inside = False
+# Of units that were restored, the modules of those that own parameters of theirs: all are there once the outermost is.
+_tied: weakref.WeakKeyDictionary[Unit, list[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def state_of(wrapper: nn.Module) -> dict[str, Any]:
@@ -73,15 +80,13 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
                 for param_ref in unit.shared_refs
             ],
             "extended": [(e.leaf, e.state, e.extensions) for views in unit.views for e in views.extended],
-            "modules": unit.modules,
             "left_alone": ignored_in(unit.module),
             "tied": [owning_unit.module for owning_unit in unit.owning_units],
             "groups": unit.groups,
-            "root": replace(unit.root.settings, limit_all_gathers=unit.resources.limiter.limit),
-            "is_last_backward": unit.root.is_last_backward,
-            "schedule": unit.options.schedule,
-            "state_dict": unit.options.state_dict,
-            **{name: getattr(unit, name) for name in _SETTINGS},
+            "root": replace(model_of(unit).setup.settings, limit_all_gathers=unit.resources.limiter.limit),
+            "is_last_backward": model_of(unit).backwards.is_last_backward,
+            **{name: getattr(unit.built, name) for name in _BUILT},
+            **{name: getattr(unit.options, name) for name in _OPTIONS},
         },
     }
 
@@ -108,32 +113,33 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
         wrapper._modules["_fsdp_wrapped_module"],  # type: ignore[arg-type]
         handles,
         [ParamRef(module, attribute, path, leaf) for module, attribute, path, leaf in plan["homes"]],
+        built=BuiltWith(
+            **{name: plan[name] for name in _BUILT},
+            counts_gradients=plan["backward_prefetch"] is BackwardPrefetch.BACKWARD_MID,
+        ),
         groups=plan["groups"],
-        schedule=plan["schedule"],
-        modules=plan["modules"],
+        options=UnitOptions(**{name: plan[name] for name in _OPTIONS}),
         shared_refs=[ParamRef(module, attribute, path, leaf) for module, attribute, path, leaf in plan["aliases"]],
-        **{name: plan[name] for name in _SETTINGS},
     )
-    unit.options = replace(unit.options, state_dict=plan["state_dict"])
-    unit.extend(
+    install_extensions(
+        unit,
         [
             TransformedParam(
                 leaf, state, extensions, [param_ref for param_ref in unit.param_refs if param_ref.leaf is leaf]
             )
             for leaf, state, extensions in plan["extended"]
-        ]
+        ],
     )
-    wrapper.__dict__["_unit"] = unit
     for module, attributes in plan["left_alone"]:
         ignore(module, attributes)
     nested = units_in(unit.module)
     settings = replace(plan["root"], device=handles[0].device) if handles else plan["root"]
-    root = new_root(unit, settings, tracker, nested)
-    root.is_last_backward = plan["is_last_backward"]
-    unit.tied_modules = plan["tied"]
-    for each in [*nested, unit]:
-        each.share_params_of([other for other in nested for module in each.tied_modules if other.module is module])
-    keep_root(wrapper, unit)
+    model = new_model(unit, settings, tracker, nested)
+    model.backwards.is_last_backward = plan["is_last_backward"]
+    _tied[unit] = plan["tied"]
+    for each in model.units:
+        each.share_params_of([other for other in nested for module in _tied[each] if other.module is module])
+    keep_model(wrapper, model)
     register_flat_params(wrapper, unit)
 
 
@@ -168,8 +174,9 @@ def deep_copy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for old, new in zip(unit.handles, copied.handles, strict=True):
         memo[id(old.flat_param)] = new.flat_param  # an optimizer copied with the model follows it
     memo.update({id(group): group for group in unit.groups.process_groups})
-    copied.device_mesh = unit.device_mesh
-    copied.set_options(
+    copied.built = replace(copied.built, device_mesh=unit.built.device_mesh)
+    model_of(copied).setup.set_options(
+        copied,
         comm_hook=_copied_hook(unit.options.comm_hook, memo, "register_comm_hook()"),
         all_reduce_hook=_copied_hook(unit.options.all_reduce_hook, memo, "set_all_reduce_hook()"),
     )
@@ -205,7 +212,7 @@ def _set_lists(units: list[Unit], lists: _Lists) -> None:
     for unit, named in zip(units, lists, strict=True):
         if any(named):
             targets = (PrefetchTargets(units[place] for place in each) for each in named)
-            unit.set_options(**dict(zip(_NAMING, targets, strict=True)))
+            model_of(unit).setup.set_options(unit, **dict(zip(_NAMING, targets, strict=True)))
 
 
 def reduce(wrapper: nn.Module) -> tuple[Any, ...]:

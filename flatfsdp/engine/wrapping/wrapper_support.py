@@ -1,4 +1,4 @@
-"""What stands between a wrapper and its unit: the root that it keeps, the flat parameters that it lists, what only the
+"""What stands between a wrapper and its unit: the model that it keeps, the flat parameters that it lists, what only the
 outermost wrapper may be asked, and `.to()` and its like."""
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch import nn
 
 from ...errors import UsageError, refuse_type
 from ..config.unit_options import CommHook
-from ..runtime.model import Root
-from ..runtime.module_tree import check_outermost
+from ..runtime.model import Model, check_outermost, model_of
+from ..runtime.module_tree import unregistered_refs
 from ..runtime.rest import check_outside, free_unit, initialize, quiesce
 from ..runtime.unit import Unit
 
 
-def keep_root(wrapper: nn.Module, unit: Unit) -> None:
-    """Let `wrapper` keep the root that was made over its `unit` alive, and with the root all units."""
-    wrapper.__dict__["_kept_root"], unit.own_root = unit.own_root, None
+def keep_model(wrapper: nn.Module, model: Model) -> None:
+    """Let `wrapper` have the outermost unit of `model`, and keep the model alive, and with it all units."""
+    wrapper.__dict__["_unit"], wrapper.__dict__["_kept_root"] = model.outermost, model
 
 
 def register_flat_params(wrapper: nn.Module, unit: Unit) -> None:
@@ -44,11 +44,11 @@ def flat_params_hidden(module: nn.Module) -> Iterator[None]:
             register_flat_params(wrapper, wrapper.__dict__["_unit"])
 
 
-def root_of(unit: Unit, method: str) -> Root:
-    """The root that `unit` is the outermost unit of, initialised; refuses other units."""
-    check_outermost(unit, method)
-    initialize(unit.root)
-    return unit.root
+def root_of(unit: Unit, method: str) -> Model:
+    """The model of its outermost `unit`, initialized; refuses other units."""
+    model = check_outermost(unit, method)
+    initialize(model)
+    return model
 
 
 @contextmanager
@@ -64,16 +64,15 @@ def register_comm_hook(unit: Unit, state: Any, function: Callable[..., Any]) -> 
     if not callable(function):
         refuse_type("register_comm_hook: hook", function, "a callable (state, grad) or (state, grad, shard)")
     check_outside(unit, method)
-    check_outermost(unit, method)
-    root = unit.root
+    root = check_outermost(unit, method)
     quiesce([unit], collective=False, shards=False)
     for each in root.units:
         _check_hookable(each, method)
     hook = CommHook.of(state, function)
     for each in root.units:
-        each.set_options(comm_hook=hook)
-        if root.ready:
-            root.connect(each)
+        root.setup.set_options(each, comm_hook=hook)
+        if root.setup.ready:
+            root.setup.connect(each)
 
 
 def _check_hookable(unit: Unit, method: str) -> None:
@@ -83,7 +82,7 @@ def _check_hookable(unit: Unit, method: str) -> None:
         problem = "gradients accumulate, not reduced yet. Run a backward that reduces them first"
     elif unit.options.schedule.divide_by is not None:
         problem = "set_gradient_divide_factor() was called, but a hook scales gradients itself. Divide there instead"
-    elif unit.groups.shard.size == 1 and unit.traits.shards and unit.groups.replicate is not None:
+    elif unit.groups.shard.size == 1 and unit.built.traits.shards and unit.groups.replicate is not None:
         problem = "its shard group, over which a hook reduces, is this rank alone. Use NO_SHARD over the replicas"
     else:
         return
@@ -99,7 +98,7 @@ def apply_to_tensors(
         UsageError: while a forward awaits its backward, unless nothing changes, and for a move to the meta device.
     """
     unit: Unit = wrapper.__dict__["_unit"]
-    between = unit.is_between_iterations()
+    between = unit.shows_shard
     if not between and _changes(unit, change):
         raise UsageError(
             f"unit {unit.label}: .to(), .half() and their like change parameters between iterations only; a forward "
@@ -120,7 +119,7 @@ def apply_to_tensors(
     if between:
         free_unit(unit)
     flat = {name: wrapper._parameters.pop(name) for name in list(wrapper._parameters) if name.startswith("_flat_param")}
-    param_refs, hidden = (*unit.param_refs, *unit.shared_refs), unit.unregistered_refs
+    param_refs, hidden = (*unit.param_refs, *unit.shared_refs), unregistered_refs(unit)
     for param_ref in param_refs:
         param_ref.unregister()
     try:
@@ -137,12 +136,12 @@ def apply_to_tensors(
             changed = change(handle.shard)
             if changed is not handle.shard:
                 views.replace_shard(changed.detach())
-    unit.root.placed = False
+    model_of(unit).setup.placed = False
 
 
 def _changes(unit: Unit, change: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     """Whether `change` gives the unit's shards or buffers another dtype or device."""
     held = [handle.shard for handle in unit.handles]
-    held += [buffer for module in unit.modules for buffer in module._buffers.values() if buffer is not None]
+    held += [buffer for module in unit.built.modules for buffer in module._buffers.values() if buffer is not None]
     probed = [(tensor, change(tensor.new_empty(0))) for tensor in held]
     return any((made.dtype, made.device) != (tensor.dtype, tensor.device) for tensor, made in probed)

@@ -22,7 +22,7 @@ from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.device.streams import DONE, PendingWork
 from flatfsdp.engine.flat.reduction import ReductionInput
-from flatfsdp.engine.runtime.gradient_counter import GradientCounter
+from flatfsdp.engine.runtime.backward_hooks import CountingHooks
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
 from tests.harness.calls import calls_of
@@ -368,15 +368,15 @@ def test_a_list_of_what_is_gathered_ahead_is_in_the_place_of_backward_mid() -> N
 
 
 def test_only_units_that_gather_half_way_count_what_comes() -> None:
-    counted = GradientCounter.leaf_ready
+    counted = CountingHooks.leaf_ready
     for prefetch in ("BACKWARD_PRE", "BACKWARD_POST", None, "BACKWARD_MID"):
         told: list[int] = []
 
-        def count(leaves: GradientCounter, kind: int, index: int, told: list[int] = told) -> None:
+        def count(leaves: CountingHooks, kind: int, index: int, told: list[int] = told) -> None:
             told.append(index)
             counted(leaves, kind, index)
 
-        with patch.object(GradientCounter, "leaf_ready", count), tower(backward_prefetch=prefetch) as model:
+        with patch.object(CountingHooks, "leaf_ready", count), tower(backward_prefetch=prefetch) as model:
             told.clear()
             forward(model).backward()
         assert len(told) == (4 * UNITS if prefetch == "BACKWARD_MID" else 0)

@@ -41,7 +41,7 @@ def test_models_that_are_collected_meanwhile_do_not_matter(monkeypatch: pytest.M
         try:
             for _ in range(3):
                 garbage()
-            monkeypatch.setattr(param_registry, "roots", CollectedWhileAsked(param_registry.roots))
+            monkeypatch.setattr(param_registry, "models", CollectedWhileAsked(param_registry.models))
             norm = clips_over_ranks(torch.nn.utils.clip_grad_norm_)(model.parameters(), 1.0)
         finally:
             gc.enable()

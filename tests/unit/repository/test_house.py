@@ -16,22 +16,11 @@ FILE, METHODS, FIELDS, FUNCTION = 450, 30, 20, 50  # the budgets
 SLACK = 25  # lines by which a number of a file may be too high before it has to be lowered
 
 # Files with more lines.
-FILES = {
-    "engine/runtime/model": 550,
-    "engine/runtime/unit": 775,
-    "engine/runtime/unit_data": 675,
-}
+FILES = {}
 # Classes with more methods, or more fields that methods assign.
-CLASSES = {
-    "engine/runtime/backward Backward": (25, 29),
-    "engine/runtime/model Root": (31, 22),
-    "engine/runtime/unit Unit": (44, 19),
-    "engine/runtime/unit_data UnitData": (55, 30),
-}
+CLASSES = {}
 # Functions with more lines besides their docstring.
-FUNCTIONS = {
-    "engine/runtime/model begin_backward": 52,
-}
+FUNCTIONS = {}
 # Lines of a part (newlines of its files): at e07bc83; and what the issue "Corrections" brings, rounded up to 250 while
 # it is open. At 760b326: engine 3,932, of these core 1,010, checkpoint 1,192, trainer 324, all 5,515, in 23 files more.
 # Then what the packages of the engine bring: their docstrings, the table of old module names, longer import lines.
@@ -41,13 +30,14 @@ FUNCTIONS = {
 # all ranks do and fail at together
 # is the engine's alone, once for trainer, checkpoints and optimizer states: 80 lines, of them 70 of
 # `checkpoint`. Then what the schedule of a backward has to declare of what it asks and of its actions, since it stands
-# by itself. Then an iteration's table of stages, and the door to everything between iterations.
+# by itself. Then an iteration's table of stages, and the door to everything between iterations. Then drivers of
+# forwards and backwards that declare what they take as values, in files of their own, since units know no model.
 LINES = {
-    "engine": (23_715, 4_250, 220, 180, 475, 75, 175, 80, 340, 120, -443),
-    "core": (11_350, 1_250, 100, 200, 240, 90, 130, -351),
+    "engine": (23_715, 4_250, 220, 180, 475, 75, 175, 80, 340, 120, -443, 400),
+    "core": (11_350, 1_250, 100, 200, 240, 90, 130, -351, 305),
     "checkpoint": (4_103, 1_250, -332),
     "trainer": (7_115,),
-    "all": (36_122, 6_000, 220, 250, 360, 75, 120, -1_197),
+    "all": (36_122, 6_000, 220, 250, 360, 75, 120, -1_197, 400),
 }
 SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine

@@ -12,8 +12,7 @@ LOOKS_INSIDE = TESTS / "harness" / "inspect.py"
 
 # Through these a model's engine is reached. None of them may be read elsewhere, whatever they are read from.
 WAYS_IN = frozenset(
-    "_unit _root own_root tracker limiter agreement accumulators streams handles schedule_description _store _verdict "
-    "_met".split()
+    "_unit _root _kept_root tracker limiter agreement accumulators streams handles _store _verdict _met".split()
 )
 # FSDP1's underscored names, which are ours, too, and public in effect; and words that torch or Python mean as well.
 PUBLIC_IN_EFFECT = re.compile(

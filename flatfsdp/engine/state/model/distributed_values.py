@@ -136,7 +136,7 @@ def carrier_of(unit: Unit, sharded_as: str) -> str:
         return sharded_as
     if unit.groups.shard.size == 1:
         return "whole"
-    return "sharded_tensor" if unit.device_mesh is None else "dtensor"
+    return "sharded_tensor" if unit.built.device_mesh is None else "dtensor"
 
 
 def rows_of(unsharded: torch.Tensor, unit: Unit, *, as_dtensor: bool, offload_to_cpu: bool = False) -> Any:
@@ -157,7 +157,7 @@ def rows_of(unsharded: torch.Tensor, unit: Unit, *, as_dtensor: bool, offload_to
         else unsharded.clone()
     )
     if as_dtensor:
-        made = _torch.dtensor_of_rows(own, unsharded, axis.process_group, unit.device_mesh)
+        made = _torch.dtensor_of_rows(own, unsharded, axis.process_group, unit.built.device_mesh)
         return made.cpu() if offload_to_cpu else made  # its mesh stays where it is
     own = own.cpu() if offload_to_cpu else own
     if not unsharded.dim() or not unsharded.shape[0]:

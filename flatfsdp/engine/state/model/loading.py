@@ -28,6 +28,7 @@ from ...config.state_dict_configs import FullStateDictConfig, StateDictType
 from ...flat.flat_param import FlatParamHandle
 from ...flat.placeholder import PlaceholderReadError
 from ...flat.states import SUMMONED
+from ...runtime.model import model_of
 from ...runtime.model_facts import axes_of
 from ...runtime.module_tree import units_in
 from ...runtime.rest import check_idle, collective_call, initialize, quiesce
@@ -239,7 +240,7 @@ def begin(
     begin_unit(unit, state_dict)
     config = unit.options.state_dict.state_dict_config
     if isinstance(config, FullStateDictConfig) and config.rank0_only:
-        initialize(unit.root)
+        initialize(model_of(unit))
         spread(unit, state_dict, prefix)
     _unpack_flat(unit, state_dict, prefix)
     wrapper.__dict__[UNDER_WAY] = UnitLoad(unit, state_dict, prefix, errors)
@@ -251,7 +252,7 @@ def begin(
 def begin_unit(unit: Unit, state_dict: dict[str, Any]) -> None:
     """Bring `unit` to rest, and make of `state_dict` one that modules can load."""
     quiesce([unit], collective=False, check=lambda each: check_idle(each, "load_state_dict()"))
-    unit.root.agreement.loaded = True
+    model_of(unit).agreement.loaded = True
     defer_distributed(state_dict)
 
 

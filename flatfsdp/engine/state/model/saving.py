@@ -31,6 +31,7 @@ from ...flat.flat_param import FlatParamHandle
 from ...flat.placeholder import Placeholder, PlaceholderReadError
 from ...flat.states import SUMMONED
 from ...layout.layout import ParamSpec
+from ...runtime.model import model_of
 from ...runtime.module_tree import units_in
 from ...runtime.rest import check_idle, collective_call, quiesce
 from ...runtime.unit import Unit
@@ -134,8 +135,9 @@ def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> State
     communicates = not job.is_without_communication
     quiesce(units, collective=communicates, shards=communicates, check=lambda each: check_idle(each, "state_dict()"))
     if not communicates:
-        for each in filter(Unit.is_between_iterations, units):
-            each.write_back()
+        for each in units:
+            if each.shows_shard:
+                model_of(each).setup.write_back([each])
     return job
 
 
@@ -174,7 +176,7 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
 
 def has_own_classes(unit: Unit) -> bool:
     """Whether parameters are of users' classes, of which modules may ask more than any parameter has."""
-    return any(type(each.leaf) is not nn.Parameter for each in params_of([unit])) and unit.is_between_iterations()
+    return any(type(each.leaf) is not nn.Parameter for each in params_of([unit])) and unit.shows_shard
 
 
 def _add_values(job: StateDictCall, unit: Unit, destination: Any, prefix: str, start: int) -> None:

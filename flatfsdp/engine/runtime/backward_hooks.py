@@ -1,0 +1,416 @@
+"""What autograd's hooks make of a backward: its begin, and the part of each unit.
+
+[Note: arrivals in a unit] A unit's backward begins when the gradient of one of its outputs is there (an *anchor*), and
+is over when its gradients, and those of its inputs, are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+
+from ...errors import InternalError, UsageError
+from ..agreement.agreement import Agreement
+from ..base import _torch
+from ..base import autograd as hooks
+from ..base.events import Observers
+from ..flat.states import POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED
+from ..flat.views import SHOWS_GUARDED, check_exposed
+from ..schedule.backward_driver import UnitRules
+from .backward import Backward, rules_of
+from .coalesced_collectives import Coalescer
+from .conditional_units import ConditionalUnits
+from .finish import DeferLast, Finisher
+from .grad_accumulators import GradAccumulators
+from .iteration import FAILED, Iteration
+from .model_facts import Flags, backward_plan, trained
+from .replica_checks import ReplicaChecks
+from .setup import Setup
+from .unit import Unit
+from .unit_state import ForwardCall
+
+Exceptions = tuple[bool, frozenset[Unit], Mapping[Unit, UnitRules[Unit]]]
+
+
+@dataclass(eq=False)
+class BackwardHooks:
+    """Drives the backwards of one model.
+
+    Attributes:
+        sync: False inside `no_sync()`.
+        is_last_backward: whether backwards end with all of their reductions. [Note: awaited]
+        weight: what this rank's gradients count in the mean over ranks. [Note: uneven inputs]
+        iteration: of the model.
+        of_unit: what the hooks on tensors of each unit hold.
+    """
+
+    setup: Setup
+    iteration: Iteration
+    agreement: Agreement
+    accumulators: GradAccumulators
+    observers: Observers
+    coalescer: Coalescer
+    conditional_units: ConditionalUnits
+    replica_checks: ReplicaChecks
+    sync: bool = True
+    is_last_backward: bool = True
+    weight: float = 1.0
+    of_unit: dict[Unit, UnitHooks] = field(default_factory=dict)
+    # Found before, by `sync`, and for the choices of which version.
+    _exceptions_by_sync: dict[bool, Exceptions] = field(default_factory=dict)
+    _exceptions_version: int = -1
+
+    def attach(self, unit: Unit) -> None:
+        """Drive the backwards of `unit`."""
+        counts = unit.built.counts_gradients
+        self.of_unit[unit] = (CountingHooks if counts else UnitHooks)(unit, self)
+
+    def adopt(self, other: BackwardHooks) -> None:
+        """Drive the backwards of the units of `other`, a part of this model."""
+        for unit, each in other.of_unit.items():
+            self.of_unit[unit] = each
+            each.driver = weakref.ref(self)
+        self.is_last_backward = self.is_last_backward and other.is_last_backward
+
+    # -- a backward --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Backward:
+        """The backward that runs; the first sign of it plans it."""
+        for observe in self.observers.backward_reaches:
+            observe()
+        iteration = self.iteration
+        if iteration.backward is not None:
+            iteration.backward.double = iteration.backward.double or torch.is_grad_enabled()
+            return iteration.backward
+        units = self.setup.units
+        if not _torch.in_backward():
+            raise InternalError(f"unit {self.setup.outermost.label}: a gradient arrived outside of a backward")
+        self.observers.begin_step(None)
+        if iteration.stage is FAILED:  # the same graph again, after a backward that failed
+            iteration.finish_interrupted()
+        iteration.wait_for_gradients()
+        iteration.follow_requests()
+        record = iteration.record
+        with _torch.as_plain_tensors():  # leaves may be hidden
+            flags = {unit: trained(unit) for unit in record.anchored}
+        sync, kept, rules = self._exceptions()
+        self._compare(flags, reduces=sync)
+        self.replica_checks.before_backward(units, reduces=sync)
+        if iteration.is_at_rest:  # a graph older than the last rest
+            iteration.follow_writes()
+        record.consumed = True
+        backward = Backward(
+            record,
+            rules=rules,
+            stays_unsharded=kept,
+            sync=sync,
+            weight=self.weight,
+            agreement=self.agreement,
+            coalescer=self.coalescer,
+            finisher=self._finisher(sync=sync),
+            branches=self.conditional_units,
+        )
+        iteration.begin_backward(backward)
+        self.accumulators.look_before_backward(units)
+        with _torch.as_plain_tensors():
+            for unit in record.begun:
+                for grads in unit.grads:
+                    grads.stash_grads()
+        expect = backward.schedule.expect
+        for unit in units:
+            for grads in unit.grads:
+                if grads.accumulation.pending:
+                    expect(unit, reached=False)
+        for unit in [unit for unit, each in flags.items() if any(map(any, each))]:
+            expect(unit)
+        backward.join_reductions()
+        return backward
+
+    def _finisher(self, *, sync: bool) -> Finisher:
+        """What finishes the backward that begins."""
+        made = [found for make in self.observers.finisher if (found := make(sync=sync)) is not None]
+        if made or self.is_last_backward or self.observers.backward_ends:
+            return made[0] if made else Finisher()
+        return DeferLast(self.agreement, self.accumulators)
+
+    def _compare(self, flags: dict[Unit, Flags], *, reduces: bool) -> None:
+        """Ranks compare the backward that begins. `flags`: which parameters require a gradient, by unit."""
+        setup, sync, record = self.setup, self.sync, self.iteration.record
+        post_forward = tuple(
+            unit.place.index
+            for unit in setup.units
+            if unit.kept.post_forward
+            and any(handle.kept_source is not None and handle.kept_source.as_of_forward for handle in unit.handles)
+        )
+        begun, anchored = record.entered, record.anchored
+        # Hashed at every step: units by identity, and no dict.
+        plan = sync, begun, anchored, (tuple(flags), tuple(flags.values())), post_forward, setup.description
+        self.agreement.check_backward(
+            plan,
+            lambda: backward_plan(sync, begun, anchored, flags, post_forward, setup.description),
+            reduces=reduces,
+        )
+
+    def _exceptions(self) -> Exceptions:
+        """Whether units reduce gradients in the next backward, those that stay unsharded after it, and the rules of all
+        for its schedule."""
+        known = self._exceptions_by_sync
+        if self._exceptions_version != self.setup.version:
+            self._exceptions_version = self.setup.version
+            known.clear()
+        if (found := known.get(self.sync)) is None:
+            rules = {u: rules_of(u, reduces=self.sync and u.options.schedule.reduce) for u in self.setup.units}
+            unsharded = frozenset(unit for unit, rule in rules.items() if rule.stays_unsharded)
+            found = known[self.sync] = any(rule.reduces for rule in rules.values()), unsharded, rules
+        return found
+
+    # -- a unit's part -----------------------------------------------------------------------------------------------
+
+    def before_backward(self, unit: Unit, call: ForwardCall | None = None) -> None:
+        """A gradient is about to flow into `unit`: unshard it and await its gradients. Collective over the shard
+        axis."""
+        if unit.phase is SUMMONED:
+            raise UsageError(
+                f"unit {unit.label}: backward inside summon_full_params() would reduce gradients of parameters that "
+                "are written back later; leave the context first"
+            )
+        backward, own = self.begin(), unit.backward
+        if own.completed and (own.finished or _is_done_reading(unit, backward)):
+            return
+        if unit.phase is STEPPED:
+            unit.enter_phase(PRE_BACKWARD)  # which the table refuses, before anything is gathered
+        task = _torch.graph_task()
+        if call is not None and call.finished_in_task is not None and call.finished_in_task == task:
+            call = None
+            if unit.expects_gradients and not (unit.is_unsharded or backward.schedule.gathers.has_turn(unit)):
+                return  # freed when that was over
+        elsewhere = own.completed and own.task != task
+        if call is not None and call not in own.open_calls:
+            own.open_calls.add(call)
+            own.keep_unsharded = own.keep_unsharded or call.outlasts
+            elsewhere = elsewhere or backward.in_inner_task()
+        elif call is not None or unit.phase is PRE_BACKWARD:
+            elsewhere = False
+        if elsewhere:
+            for each in (unit, *unit.owning_units):
+                each.backward.late_gradients = _count_late_gradients(each)
+        if unit.phase is PRE_BACKWARD and (unit.is_unsharded or not unit.options.schedule.unshard_in_backward):
+            return
+        for views in unit.views:
+            check_exposed(views, unit.name)
+        if call is None and _may_be_read_after_its_gradients(unit, backward):
+            own.keep_unsharded = True
+        backward.reached(unit)
+        if not own.completed:
+            backward.take_part(unit, share=backward.is_over_with_gradients(unit))
+        unit.enter_phase(PRE_BACKWARD)
+        unit.record_event("backward")
+
+    def leaf_ready(self, unit: Unit, kind: int, index: int) -> None:
+        """Autograd accumulated the gradient of a leaf of `unit`, and it was not collected."""
+        backward, grads = self.iteration.backward, unit.grads[kind]
+        if backward is None or not (unit.phase is PRE_BACKWARD or unit.backward.completed):
+            backward = self.begin()
+            backward.take_part(unit)
+            unit.enter_phase(PRE_BACKWARD)
+        own, leaf = unit.backward, unit.handles[kind].leaves[index]
+        grad = leaf.grad
+        leaf.grad = None
+        if grad is None:
+            return
+        again = index in grads.arrived
+        task = _torch.graph_task()
+        if again or task != backward.task:
+            unit.leaves.single_use = False
+        if again or own.completed:
+            own.late_gradients -= 1
+        if task == own.task:
+            if own.arrived_in_inner_tasks:
+                own.arrived_in_inner_tasks.discard((kind, index))
+        elif not (again or own.completed):
+            own.arrived_in_inner_tasks.add((kind, index))
+        if not backward.gradient_has_arrived:
+            backward.gradient_arrived(watched=bool(self.observers.gradient_came))
+        for observe in self.observers.gradient_came:
+            observe(unit, kind, index, grad)
+        grads.arrive(index, grad.detach() if grad.requires_grad else grad)
+        del grad  # moved, or collected: what follows may take memory
+        if own.completed:
+            if unit.phase is STEPPED:
+                unit.enter_phase(PRE_BACKWARD)
+            if any(each.participates for each in unit.grads):
+                backward.schedule.expect(unit)  # a late one: a second reduction, at the end of the backward
+        else:
+            grads.let_collect(backward.collecting)
+        if (own.completed or not grads.missing) and not own.open_calls:
+            self.advance(unit, backward)
+
+    def inputs_ready(self, unit: Unit, call: ForwardCall) -> None:
+        """The gradients of the inputs of one call of `unit` are there."""
+        own, backward = unit.backward, self.iteration.backward
+        own.open_calls.discard(call)
+        call.finished_in_task = _torch.graph_task()
+        if backward is not None and call.began is not None and call.began == backward.schedule.clock.began.get(unit):
+            own.finished = True
+        if unit.expects_gradients:
+            # Reduce now if all has come that this backward computes, and reshard if nothing reads the parameters.
+            self._skip_missing(unit)
+            self.advance(unit, backward)
+
+    def _skip_missing(self, unit: Unit) -> None:
+        """Where calls are over and gradients are missing: await none that this backward does not compute.
+
+        Other ranks may use all parameters: they reduce now, and gather on only when this rank has reduced, too.
+        """
+        awaiting = [(handle, grads) for handle, _, grads in unit.kinds if grads.missing]
+        if not awaiting or unit.backward.open_calls or unit.backward.completed:
+            return
+        backward = self.iteration.backward
+        if backward is None or backward.in_inner_task() or not backward.brings_gradients():
+            return
+        for handle, grads in awaiting:
+            grads.missing.difference_update([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
+
+    def advance(self, unit: Unit, backward: Backward | None) -> None:
+        """Reduce `unit` when every gradient is there, and reshard, unless something in this backward can still read the
+        parameters."""
+        own = unit.backward
+        if own.open_calls or backward is None:
+            return
+        expecting = missing = False
+        for grads in unit.grads:
+            expecting = expecting or bool(grads.expected)
+            missing = missing or bool(grads.missing)
+        if expecting and not own.completed and not missing and own.late_gradients <= 0:
+            if own.arrived_in_inner_tasks and _awaits_more(unit):
+                return
+            own.completed = True
+            if unit.leaves.single_use is None:
+                unit.leaves.single_use = True
+            unit.enter_phase(POST_BACKWARD)
+            unit.record_event("grads")
+            # The parameters are freed before the reduction takes memory.
+            _release(unit, backward)
+            backward.gradients_ready(unit)
+        elif own.late_gradients <= 0 and (
+            own.completed or not expecting or not (backward.in_inner_task() or backward.brings_gradients())
+        ):
+            _release(unit, backward)
+        for owning_unit in unit.owning_units:
+            if owning_unit.expects_gradients:
+                self.advance(owning_unit, backward)
+
+
+def _count_late_gradients(unit: Unit) -> int:
+    """How many gradients the running graph task brings that came before, or are awaited no more."""
+    return sum(
+        hooks.will_accumulate(handle.leaves[i])
+        for handle, _, grads in unit.kinds
+        for i in (grads.expected if unit.backward.completed else grads.arrived)
+    )
+
+
+def _may_be_read_after_its_gradients(unit: Unit, backward: Backward) -> bool:
+    """Whether something inside the module of `unit` may read parameters when all of the unit's own gradients have come:
+    gradients pass through frozen ones to others (those that it shares, too), and a segment with others reads what it is
+    recomputed with."""
+    encloses = unit.encloses_others
+    if not (encloses or unit.owning_units):
+        return False
+    return (encloses and backward.schedule.clock.recomputes) or unit.has_frozen
+
+
+def _is_done_reading(unit: Unit, backward: Backward) -> bool:
+    """Whether the running backward has read all parameters that modules of `unit` hold, by what is known of their
+    gradients: each has come, or is none that this backward computes.
+
+    An output may be reached later than that: the hidden states beside what a head makes of them, or what the unit was
+    given. Other ranks may not reach it, so nothing is gathered for it.
+    """
+    return not backward.in_inner_task() and all(map(_has_its_gradients, (unit, *unit.owning_units)))
+
+
+def _has_its_gradients(unit: Unit) -> bool:
+    # What came in a reentrant checkpoint's own graph task may come again in this one, of another call.
+    elsewhere = unit.backward.task != _torch.graph_task()
+    return unit.backward.late_gradients <= 0 and not any(
+        views.extended
+        or not leaf.requires_grad
+        or ((elsewhere or i not in grads.arrived) and hooks.will_accumulate(leaf))
+        for handle, views, grads in unit.kinds
+        for i, leaf in enumerate(handle.leaves)
+    )
+
+
+def _awaits_more(unit: Unit) -> bool:
+    """Whether gradients that came in tasks inside have another part to come, or may have: a segment that is recomputed
+    there may share parameters with the rest of this unit's forward."""
+    own = unit.backward
+    if _torch.graph_task() != own.task:
+        return True
+    for kind, index in own.arrived_in_inner_tasks:
+        if hooks.will_accumulate(unit.handles[kind].leaves[index]):
+            unit.grads[kind].missing.add(index)
+    own.arrived_in_inner_tasks.clear()
+    return any(grads.missing for grads in unit.grads)
+
+
+def _release(unit: Unit, backward: Backward) -> None:
+    """Reshard after the unit's part of the backward, unless the parameters are needed still."""
+    shared = unit.sharing_units and any(each.backward.open_calls for each in unit.alive_sharing_units())
+    needed = shared or unit.backward.keep_unsharded or backward.schedule.keeps_unsharded(unit)
+    if not needed and not backward.schedule.reaches_again(unit):
+        unit.reshard(SHOWS_GUARDED, unreached=True)
+        backward.schedule.released(unit)
+
+
+class UnitHooks:
+    """What the hooks on tensors of one unit hold: the unit, and what drives the backwards of its model, both weakly.
+    Hooks outlive steps, and those on leaves the model."""
+
+    def __init__(self, unit: Unit, driver: BackwardHooks) -> None:
+        self.unit = weakref.ref(unit)
+        self.driver = weakref.ref(driver)
+
+    def leaf_ready(self, kind: int, index: int) -> None:
+        """Autograd accumulated the gradient of a leaf: move it to its slot; all in: reduce and reshard."""
+        unit, driver = self.unit(), self.driver()
+        if unit is None:
+            return
+        if driver is None:
+            refuse_without_model(unit)
+        grads = unit.grads[kind]
+        if grads.collects_in != _torch.graph_task() or not grads.collect(index):
+            driver.leaf_ready(unit, kind, index)
+        elif not (grads.missing or unit.backward.open_calls):
+            driver.advance(unit, driver.iteration.backward)
+
+    def inputs_ready(self, call: ForwardCall) -> None:
+        """The gradients of the inputs of one call are there."""
+        unit, driver = self.unit(), self.driver()
+        if unit is not None and driver is not None:
+            driver.inputs_ready(unit, call)
+
+
+class CountingHooks(UnitHooks):
+    """Those of a unit that gathers the next one half-way: its gradients are counted. [Note: half-way]"""
+
+    def leaf_ready(self, kind: int, index: int) -> None:
+        super().leaf_ready(kind, index)  # afterwards the gradient has been let go
+        unit, driver = self.unit(), self.driver()
+        backward = driver.iteration.backward if driver is not None else None
+        if unit is not None and backward is not None:
+            backward.gradient_elements_arrived(unit, unit.handles[kind].layout.params[index].numel)
+
+
+def refuse_without_model(unit: Unit) -> NoReturn:
+    """Refuse to use `unit`, whose model is gone."""
+    raise UsageError(
+        f"unit {unit.label}: the model that it was part of has been deleted, and with it what its parts share: "
+        "communicators, and the order of their collectives. Hold on to the outermost wrapper for as long as a "
+        "part of it is used; what is to be used otherwise is built anew and loads the model's state dict"
+    )

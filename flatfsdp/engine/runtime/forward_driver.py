@@ -1,0 +1,377 @@
+"""What happens around the forward of a wrapped module."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...errors import UsageError, is_new
+from ..agreement.agreement import Agreement
+from ..agreement.once_per_job import warn_once_per_job
+from ..base import _torch
+from ..base import autograd as hooks
+from ..base.events import Observers
+from ..base.nested_tensors import cast_floating, map_tensors, move, tensors_in
+from ..config.arguments import has_forward
+from ..flat.buffer_casting import cast_buffers
+from ..flat.states import FORWARD, IDLE, SUMMONED, UNSHARDED
+from ..flat.views import SHOWS_UNSHARDED, check_unwritten, keep_packed
+from ..schedule.forward_record import ForwardPass, ForwardRecord
+from .backward_hooks import BackwardHooks, UnitHooks
+from .conditional_units import ConditionalUnits
+from .forward_gathers import ForwardGathers, follow_requires_grad
+from .grad_accumulators import GradAccumulators
+from .gradient_flow import GradientFlow
+from .iteration import LEFT_BEHIND, Iteration
+from .model_facts import trained_parameters
+from .resources import Resources
+from .setup import Setup
+from .unit import Unit
+from .unit_state import ForwardCall
+
+
+@dataclass(eq=False)
+class ForwardDriver:
+    """Drives the forwards of one model."""
+
+    setup: Setup
+    iteration: Iteration
+    resources: Resources
+    agreement: Agreement
+    accumulators: GradAccumulators
+    observers: Observers
+    conditional_units: ConditionalUnits
+    gathers: ForwardGathers
+    backwards: BackwardHooks
+    gradient_flow: GradientFlow = field(default_factory=GradientFlow)
+
+    # -- a forward of the model --------------------------------------------------------------------------------------
+
+    def _enter(self, unit: Unit) -> bool:
+        """A forward of `unit` begins; True if it is the outermost."""
+        outermost = self.iteration.depth == 0
+        if outermost:
+            self._begin(unit)
+        self.iteration.depth += 1
+        return outermost
+
+    def _begin(self, unit: Unit) -> None:
+        setup, iteration, agreement = self.setup, self.iteration, self.agreement
+        training = torch.is_grad_enabled()
+        if not setup.ready:
+            outermost = setup.outermost
+            if unit is not outermost and has_forward(outermost.module):
+                raise UsageError(
+                    f"the forward of a nested unit ({type(unit.module).__name__}) ran before the first forward of the "
+                    f"root ({type(outermost.module).__name__}) that it belongs to; call the outermost "
+                    "FullyShardedDataParallel module first"
+                )
+            setup.lazy_init(training=training)
+        elif not setup.placed:
+            setup.check_placed()
+        if _torch.in_backward():
+            return
+        agreement.begin_forward(
+            functools.partial(trained_parameters, setup.units),
+            training=training,
+            device_type=self.resources.device.device.type,
+        )
+        if iteration.stage in LEFT_BEHIND:
+            iteration.finish_interrupted()
+        try:
+            if iteration.is_at_rest:
+                iteration.retire_requests()
+            setup.write_back(setup.units)
+            if training:
+                self.accumulators.look_before_forward(setup.units)
+                agreement.compare_values(setup.checksums)
+        except BaseException:
+            iteration.abandon()
+            raise
+        for each in setup.units:
+            for views in each.views:
+                views.guard()
+        if training and iteration.record.consumed:
+            iteration.record = ForwardRecord()
+            self.conditional_units.begin_record()
+            self.gradient_flow.unhook()
+        self.gathers.order.begin()
+        self.conditional_units.begin(setup.units, version=setup.version, training=training)
+        self.gradient_flow.begin_forward()
+        iteration.begin_forward()
+
+    def _leave(self, *, failed: bool = False) -> None:
+        """A forward of a unit has ended."""
+        iteration = self.iteration
+        iteration.depth -= 1
+        if self.conditional_units.cursors:
+            self.conditional_units.leave(iteration.depth)
+        if iteration.depth or _torch.in_backward():
+            return
+        iteration.record.end()
+        if failed:
+            iteration.abandon()
+            return
+        self.agreement.end_forward()
+        self.gathers.order.end()
+        empty = iteration.record.empty
+        iteration.end_forward(empty=empty)
+        if not torch.is_grad_enabled() or empty:
+            iteration.is_at_rest = True
+            for each in self.setup.units:
+                if not each.backward.keep_unsharded:
+                    each.reset_to_idle(keep_unsharded=each.options.schedule.reshard_after_forward is False)
+            self.resources.limiter.free_all()
+
+    # -- a forward of a unit -----------------------------------------------------------------------------------------
+
+    def run(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: str | None = None) -> Any:
+        """The forward of the module of `unit`, or another `method`, with the parameters unsharded around it. Collective
+        over the shard axis."""
+        if self.iteration.depth == 0 and self.observers.begin_step(unit):
+            return self.run(unit, args, kwargs, method=method)
+        if unit.phase is SUMMONED:
+            return self._run_summoned(unit, args, kwargs, method)
+        outermost = self._enter(unit)
+        phase, recomputing = unit.phase, _torch.in_backward()
+        try:
+            call, args, kwargs, outer_dtype = self._before(unit, outermost, recomputing, args, kwargs)
+            dtype = unit.built.mixed_precision.buffer_dtype
+            if dtype is not None and unit.in_full_precision:
+                dtype = None
+            with cast_buffers(unit.built.modules, dtype):
+                called = unit.module if method is None else getattr(unit.module, method)
+                output = called(*args, **kwargs)
+            if self.conditional_units.cursors and not recomputing:
+                self.conditional_units.finish(unit, self.gathers)
+            output = _own_output(unit, output)
+            if outer_dtype is not None:
+                output = cast_floating(output, outer_dtype)
+            self._after(unit, recomputing, call, output, stays=method is None)
+            if not recomputing:
+                for observe in self.observers.forward_ended:
+                    observe(unit, output, outermost=outermost)
+        except BaseException as error:
+            unit.phase = phase
+            if recomputing:
+                self.agreement.sequence.activity.refuse(error)
+            self._leave(failed=True)
+            raise
+        if recomputing:
+            unit.phase = phase  # it returns to where its backward is
+        else:
+            unit.enter_phase(IDLE)
+        self._leave()
+        return output
+
+    def _run_summoned(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
+        """The module's forward, or another `method`, with the parameters as the user has them. No communication, but of
+        units inside that are not summoned."""
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"unit {unit.label}: forward inside summon_full_params() would train on parameters that are written "
+                "back later; leave the context first. Without gradients (torch.no_grad()) it may run there"
+            )
+        if any(views.mode is not SHOWS_UNSHARDED for each in (unit, *unit.owning_units) for views in each.views):
+            raise UsageError(
+                f"unit {unit.label}: forward inside summon_full_params(rank0_only=True), which gives this rank no "
+                "whole parameters; leave the context first, or run it on rank 0 alone with all units summoned"
+            )
+        args, kwargs = move((args, kwargs), self.resources.device.device)
+        return (unit.module if method is None else getattr(unit.module, method))(*args, **kwargs)
+
+    def _before(
+        self, unit: Unit, outermost: bool, recomputing: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[ForwardCall | None, tuple[Any, ...], dict[str, Any], torch.dtype | None]:
+        """Gather `unit`, and cast its inputs; the last item is the dtype to which outputs are cast back."""
+        precision, outer_dtype = unit.built.mixed_precision, None
+        if recomputing and any(grads.arrived for grads in unit.grads):
+            unit.leaves.single_use = False  # parameters are read after their gradients have come
+        unit.enter_phase(FORWARD)
+        if outermost:
+            self._forget_autocast()
+        self.gathers.gather(unit)
+        follow_requires_grad(unit)
+        unit.record_event("forward")
+        if outermost:
+            args, kwargs = move((args, kwargs), self.resources.device.device)
+        if unit.built.island:
+            outer_dtype = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
+            args, kwargs = cast_floating((args, kwargs), unit.handles[0].shard.dtype if unit.handles else torch.float32)
+        casts = precision.cast_root_forward_inputs if unit in self.setup.entries else precision.cast_forward_inputs
+        if casts and precision.param_dtype is not None and not unit.in_full_precision:
+            args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
+        if not recomputing:
+            for observe in self.observers.forward_begins:
+                observe(unit, (args, kwargs), outermost=outermost)
+        if not torch.is_grad_enabled():
+            return None, args, kwargs, outer_dtype
+        of_unit = self.backwards.of_unit
+        for each in (unit, *unit.owning_units):  # which may not run itself
+            _watch_leaves(each, of_unit[each])
+        return self._watch_inputs(unit, (args, kwargs)), args, kwargs, outer_dtype
+
+    def _forget_autocast(self) -> None:
+        """Drop autocast's copies of weights, which it keeps for leaves until its context ends.
+
+        At the start of a forward they may be older than the optimizer's last step; without a graph that needs them,
+        they would hold the whole model unsharded.
+        """
+        if torch.is_autocast_enabled(self.resources.device.device.type):
+            torch.clear_autocast_cache()
+
+    def _watch_inputs(self, unit: Unit, inputs: Any) -> ForwardCall | None:
+        """Let the inputs' gradients tell when this call's backward is over.
+
+        The parameters' own gradients do not: frozen ones have none, and a detached use, or a segment recomputed inside
+        the module, reads a parameter after its gradient has arrived. The gradient of an input that an earlier call of
+        another unit read too is there only after that one's backward; it is awaited only where nothing else tells.
+        """
+        args, kwargs = inputs
+        inputs = [tensor for tensor in tensors_in(args) if tensor.requires_grad]
+        if kwargs:
+            inputs += [tensor for tensor in tensors_in(kwargs) if tensor.requires_grad]
+        flow = self.gradient_flow
+        awaited = [tensor for tensor in inputs if flow.first_reader(tensor, unit)]
+        if not awaited and unit.has_frozen:
+            awaited = inputs
+        if not awaited:
+            return None
+        timed = unit.options.schedule.branch is None and not _torch.in_backward()
+        call = ForwardCall(self.iteration.record.entered_at if timed else None)
+        held = self.backwards.of_unit[unit]
+        if len(awaited) == 1 and flow.follow_output(awaited[0], held, call):
+            return call
+        this = weakref.ref(call)
+
+        def arrived() -> None:
+            if (known := this()) is not None:
+                held.inputs_ready(known)
+
+        registered, call.handle = hooks.after_backward_to(awaited, arrived)
+        if all(tensor.grad_fn is None for tensor in awaited):
+            call.outlasts = True
+            flow.unhook_later(registered)
+        return call
+
+    def _after(self, unit: Unit, recomputing: bool, call: ForwardCall | None, output: Any, *, stays: bool) -> None:
+        """`stays`: whether the unit stays unsharded where it is trained and no output shows it."""
+        training, conditional = torch.is_grad_enabled(), self.conditional_units
+        if not training:
+            self._forget_autocast()
+        reached = keep = False
+        if training:
+            outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            for each in outputs:
+                self._hook_output(unit, each, call)
+            if call is not None and call.outlasts:
+                call.outlasts = len(outputs) > 1 and unit.has_frozen
+            reached = bool(outputs)
+            keep = stays and not reached and not recomputing and bool(unit.trainable_leaves())
+            if keep:
+                self._keep_unsharded(unit)
+        if recomputing:
+            if self.iteration.backward is not None and training:
+                for owner in (unit, *unit.owning_units):
+                    self.iteration.backward.schedule.has_graph(owner)
+            return
+        if unit.options.schedule.branch is not None:
+            if conditional.training:
+                conditional.ran(unit, with_graph=reached)
+            reached = conditional.training
+            if conditional.holds(unit):
+                return
+        self.gathers.finish(unit, reached=reached, keep=keep)
+
+    def _hook_output(self, unit: Unit, output: torch.Tensor, call: ForwardCall | None) -> None:
+        """Begin this unit's backward when the gradient of `output` is there; that of its readers is over then."""
+        output_hook = self.gradient_flow.output_hook(output)
+        output_hook.returners.insert(0, (self.backwards.of_unit[unit], call))
+        if len(output_hook.returners) > 1:
+            return
+
+        # The graph holds the pass that it was made in. Not the model: an error of a backward that the model keeps holds
+        # the graph, and no collector sees that circle.
+        def reached(grad: torch.Tensor, made_in: ForwardPass | None = self.iteration.record.running) -> None:
+            output_hook.reached()
+
+        registered = hooks.before_backward_of(output, reached)
+        if output.grad_fn is None:
+            self.gradient_flow.unhook_later([registered])
+
+    def _keep_unsharded(self, unit: Unit) -> None:
+        cause = (
+            f"unit {unit.label} has trainable parameters, but its forward returned no tensor that requires a "
+            "gradient (or returned them inside an object that flatfsdp cannot look into). "
+        )
+        remedy = (
+            "Return tensors in tuples, lists, dicts or dataclasses, or call it under torch.no_grad() if it needs no "
+            "gradient"
+        )
+        if unit.options.schedule.branch is not None:
+            raise UsageError(
+                f"{cause}It is of a part that was given to ensure_unit_participation(), so it cannot stay unsharded as "
+                f"other units would: ranks that do not run it free it. {remedy}"
+            )
+        if is_new(("unanchored", unit.name, id(unit))):
+            warn_once_per_job(f"{cause}It stays unsharded until the end of backward. {remedy}")
+        unit.backward.keep_unsharded = True
+        unshard_at_first_gradient(unit, self.backwards.of_unit[unit])
+
+
+def _watch_leaves(unit: Unit, held: UnitHooks) -> None:
+    for kind, handle in enumerate(unit.handles):
+        watched = unit.leaves.hooked[kind]
+        if len(watched) == len(handle.leaves):
+            continue
+        for index, leaf in enumerate(handle.leaves):
+            if leaf.requires_grad and index not in watched:
+                watched[index] = hooks.watch_leaf(leaf, held, kind, index)
+
+
+def unshard_at_first_gradient(unit: Unit, held: UnitHooks) -> None:
+    """Begin the backward of `unit` when the first of its gradients is about to come, if nothing else did."""
+    _watch_leaves(unit, held)
+
+    def reached() -> None:
+        unit, driver = held.unit(), held.driver()
+        if unit is not None and driver is not None and unit.phase is IDLE:
+            driver.before_backward(unit)
+
+    known = unit.leaves.before_first
+    for leaf in unit.trainable_leaves():
+        if id(leaf) not in known:
+            known.add(id(leaf))
+            hooks.before_leaf(leaf, reached)
+
+
+def _own_output(unit: Unit, output: Any) -> Any:
+    """Outputs that are views of unsharded parameters become copies: their memory is about to be freed."""
+    occupied: set[int] = set()
+    for each in (unit, *unit.owning_units) if unit.owning_units else (unit,):
+        for handle, views, _ in each.kinds:
+            check_unwritten(views, each.name)
+            if handle.state is UNSHARDED:
+                if handle.options.packed:
+                    keep_packed(handle, each.param_refs, each.name)
+                if handle.unsharded.buffer is not None:
+                    occupied.add(handle.unsharded.flat.data_ptr())
+    occupied.discard(0)
+    if not occupied:
+        return output
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if _storage_pointer(tensor) in occupied else tensor
+
+    return own(output) if type(output) is torch.Tensor else map_tensors(own, output)
+
+
+def _storage_pointer(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse and wrapper tensors have no storage of their own
+        return -1

@@ -1,0 +1,203 @@
+"""Which units a forward gathers, in which order, and when it frees them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from ..agreement.agreement import Agreement
+from ..base import _torch
+from ..base.events import Observers
+from ..flat.sources import PostForwardShard
+from ..flat.states import FORWARD, IDLE, SUMMONED, UNSHARDED
+from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
+from ..schedule.forward_record import ForwardOrder
+from .coalesced_collectives import Coalescer
+from .conditional_units import ConditionalUnits
+from .iteration import Iteration
+from .replica_checks import ReplicaChecks
+from .setup import Setup
+from .unit import Unit
+from .user_writes import apply_shard_writes
+
+
+@dataclass(eq=False)
+class ForwardGathers:
+    """The gathers of one model's forwards, in the order in which all ranks issue them."""
+
+    setup: Setup
+    iteration: Iteration
+    agreement: Agreement
+    observers: Observers
+    coalescer: Coalescer
+    conditional_units: ConditionalUnits
+    replica_checks: ReplicaChecks
+    order: ForwardOrder[Unit] = field(default_factory=ForwardOrder)
+
+    def gather(self, unit: Unit) -> None:
+        """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
+        conditional = self.conditional_units
+        if _torch.in_backward():
+            conditional.check_recomputed(unit)
+            if self.iteration.backward is not None:
+                self.iteration.backward.recomputed(unit)
+            else:
+                self._gather(unit)
+        elif not (conditional.exist and conditional.enter(unit, self)):
+            self.gather_in_turn(unit)
+        for each in (*unit.owning_units, unit):
+            each.wait_unshard()
+
+    def gather_in_turn(self, unit: Unit) -> None:
+        """It is the turn of `unit`, on all ranks: start to gather it, and maybe the next. Collective."""
+        first = self.order.enter(unit)
+        schedule = self.setup.words_of_choices  # asked at every unit
+        if schedule is None:
+            schedule = self.setup.description
+        for observe in self.observers.before_first_gather if first else ():
+            if words := observe():
+                schedule += f"; {words}" if schedule else words
+        self.agreement.check_order(unit.place.index, schedule=schedule)
+        if first and not self.agreement.forwards_are_silent:
+            units = self.setup.units
+            if self.replica_checks.due is None and torch.is_grad_enabled() and self.agreement.compares_forwards:
+                self.replica_checks.at_first(units)
+            self._follow_other_ranks()
+            for act in self.observers.first_gather_agreed:
+                act()
+        record = self.iteration.record
+        if torch.is_grad_enabled() or (self.conditional_units.training and unit.options.schedule.branch is not None):
+            record.enter(unit, segment=_torch.saving(), segments=_torch.segments)
+            for owning_unit in unit.owning_units:
+                record.enter_sharing(owning_unit)
+        elif self.conditional_units.training:
+            record.enter_without_graph(
+                unit, checkpoint=_torch.custom_forward(), segment=_torch.saving(), segments=_torch.segments
+            )
+            for owning_unit in unit.owning_units:
+                record.enter_sharing_without_graph(owning_unit)
+        self._gather(unit)
+        if unit.options.forward_prefetch or unit.options.forward_targets:
+            self._prefetch(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        if not _torch.in_backward():
+            for each in (*unit.owning_units, unit):
+                apply_shard_writes(each)
+        for owning_unit in unit.owning_units:
+            if owning_unit.phase is not SUMMONED:
+                self.coalescer.launch_unshard((owning_unit,), ahead=False)
+        self._launch(unit, self.order.upcoming())
+
+    def _launch(self, unit: Unit, following: Iterable[Unit], *, ahead: bool = False) -> None:
+        """Gather `unit`, and small ones that are `following` it."""
+        if unit.is_unsharded:
+            return
+        group = self.coalescer.first_gather(unit, following)
+        self.coalescer.launch_unshard(group, ahead=ahead)
+        self.iteration.ahead.update(dict.fromkeys(group if ahead else group[1:]))
+
+    def _prefetch(self, unit: Unit) -> None:
+        for target in unit.options.forward_targets.units():
+            self._launch(target, (), ahead=True)
+        if unit.options.forward_prefetch and not unit.options.forward_targets:
+            following = self.order.upcoming()
+            for each in itertools.islice(following, 1):
+                self._launch(each, following, ahead=True)
+
+    def _follow_other_ranks(self) -> None:
+        """Gather anew what users keep unsharded, if any rank has written to its shards. Collective if they do.
+
+        An optimizer writes on some ranks only where others have no element of a unit.
+        """
+        kept = [unit for unit in self.setup.units if unit.kept.by_choice]
+        if kept and self.agreement.any_rank(not all(unit.is_unsharded for unit in kept)):
+            for unit in kept:
+                unit.reshard(SHOWS_SHARD)
+        for unit in kept:
+            unit.kept.by_choice = False
+
+    def repeat(self, unit: Unit) -> None:
+        """`unit` runs again in this forward, and was not freed since."""
+        self.iteration.record.repeat(unit)
+
+    # -- the end of a unit's part ------------------------------------------------------------------------------------
+
+    def finish(self, unit: Unit, *, reached: bool, keep: bool = False) -> None:
+        """The part of `unit` in the forward is over: free it, unless it is to `keep` its parameters.
+
+        `reached`: a gradient can come to it.
+        """
+        record = self.iteration.record
+        if reached:
+            record.leave(unit)
+            for owning_unit in unit.owning_units:
+                record.leave(owning_unit)
+        elif self.conditional_units.training:
+            record.leave_without_graph(unit)
+        if keep or (unit.sharing_units and _is_used_by_sharing_unit(unit)) or not unit.reshards_after_forward:
+            for views in unit.views:
+                views.track_writes()
+        else:
+            self._reshard(unit, unit)
+        for owning_unit in unit.owning_units:
+            self._sharing_unit_finished(owning_unit, unit)
+
+    def _sharing_unit_finished(self, unit: Unit, sharing_unit: Unit) -> None:
+        """`sharing_unit`, which holds some parameters of `unit` too, has run its forward: reshard, unless they are
+        needed still."""
+        if unit.phase in (FORWARD, SUMMONED) or unit.backward.keep_unsharded or _is_used_by_sharing_unit(unit):
+            return
+        if unit.reshards_after_forward:
+            self._reshard(unit, unit, sharing_unit)
+        else:
+            unit.track_writes()
+
+    def _reshard(self, unit: Unit, *readers: Unit) -> None:
+        """Free the unsharded parameters; where the backward of one of the `readers` is to come, they may stay among
+        the ranks of the post-forward axis. [Note: post-forward shards]"""
+        if unit.kept.post_forward is not None and any(map(self.iteration.record.awaits, readers)):
+            for handle in unit.handles:
+                if handle.state is UNSHARDED and handle.persistence is None:
+                    shard = PostForwardShard(
+                        handle.unsharded.flat, handle.layout, unit.kept.post_forward, tracker=handle.tracker
+                    )
+                    handle.keep(shard)
+            unit.record_event("portion")
+        unit.reshard(SHOWS_NOTHING, unreached=self.iteration.backward is not None)
+
+    def participate(self, unit: Unit) -> None:
+        """Do what the forward of `unit` does together with other ranks, and nothing else. Collective over the shard
+        axis. [Note: branches]"""
+        conditional, phase = self.conditional_units, unit.phase
+        depth = conditional.depth
+        unit.enter_phase(FORWARD)
+        try:
+            follow_requires_grad(unit)
+            self.gather(unit)
+            conditional.finish(unit, self)
+        except BaseException:
+            unit.phase = phase
+            raise
+        finally:
+            conditional.leave(depth)
+        unit.enter_phase(IDLE)
+        self.finish(unit, reached=conditional.training)
+
+
+def _is_used_by_sharing_unit(unit: Unit) -> bool:
+    """Whether a unit that holds some parameters of `unit` too is in its forward."""
+    return any(each.phase is FORWARD for each in unit.alive_sharing_units())
+
+
+def follow_requires_grad(unit: Unit) -> None:
+    """With the flat parameter registered, its `requires_grad` is the one that users set."""
+    for handle in unit.handles:
+        if not handle.use_orig_params:
+            wanted = handle.flat_param.requires_grad
+            if len(handle.trainable_indices()) != wanted * len(handle.leaves):
+                for leaf in handle.leaves:
+                    leaf.requires_grad_(wanted)

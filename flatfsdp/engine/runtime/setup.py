@@ -1,0 +1,209 @@
+"""How the units of a model become one: named, connected and compared with the other ranks' before their first
+collective; and what users change of them afterwards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...api import BackwardPrefetch
+from ...errors import ConfigValueError, UsageError, logger
+from ..agreement.agreement import Agreement
+from ..agreement.checksums import InitialChecksums
+from ..agreement.divergence import ModelNames
+from ..agreement.model_check import Checksums
+from ..agreement.once_per_job import warn_once_per_job
+from ..base.events import Observers
+from ..comm.comm_hook import reducers
+from ..comm.process_groups import extent_of, groups_in_words
+from .coalesced_collectives import Coalescer
+from .device_checks import check_hooked, check_placed, check_registered
+from .model_facts import axes_of, describe, initial_checksums, names_in, names_of_leaves, unit_entries
+from .module_tree import entries
+from .resources import ModelSettings, Resources
+from .unit import Unit
+from .unit_state import Transports, UnitPlace
+from .user_writes import write_back
+
+
+@dataclass(eq=False)
+class Setup:
+    """The units of one model, and what was settled of them.
+
+    Attributes:
+        units: children before parents as wrapped, the outermost last.
+        entries: the units whose forward users call: the outermost one, or those inside it where it has no forward.
+        ready: whether units are named and connected, and ranks have compared them.
+        placed: whether everything was found where it computes since it last moved.
+        version: of what users chose; who keeps what follows from choices compares it.
+        words_of_choices: what was set, as in `description`; None when it has to be put together anew.
+        initial_checksums: of parameters, until they have been compared with the other ranks'.
+    """
+
+    units: list[Unit]
+    settings: ModelSettings
+    resources: Resources
+    agreement: Agreement
+    coalescer: Coalescer
+    observers: Observers
+    entries: frozenset[Unit] = frozenset()
+    ready: bool = False
+    placed: bool = False
+    version: int = 0
+    initial_checksums: dict[Unit, InitialChecksums] = field(default_factory=dict)
+    words_of_choices: str | None = None
+
+    @property
+    def outermost(self) -> Unit:
+        """The unit of the outermost wrapper."""
+        return self.units[-1]
+
+    # -- before the first collective ---------------------------------------------------------------------------------
+
+    def lazy_init(self, *, training: bool = False) -> None:
+        """At the first forward: name and connect the units, and agree with the other ranks. Collective over all
+        groups. `training`: the values that ranks begin with matter now."""
+        if self.ready:
+            return
+        units, outermost = self.units, self.outermost
+        names = {id(module): name for name, module in outermost.module.named_modules()}
+        parameters = 0
+        for index, unit in enumerate(units):
+            unit.name = names.get(id(unit.module), "")
+            unit.place = UnitPlace(index, parameters, unit is outermost)
+            for handle in unit.handles:
+                handle.name = unit.name
+                parameters += len(handle.leaves)
+            self.connect(unit)
+        self.entries = entries(outermost)
+        check_hooked(units)
+        self.check_placed()
+        self.choose_unshard_stream()
+        if not any(unit.handles for unit in units):
+            warn_once_per_job(
+                f"{type(outermost.module).__name__} is wrapped, but no unit of it has parameters: they are all "
+                "ignored, or there are none. Nothing is sharded, and no gradient is averaged"
+            )
+        if training:
+            self.write_back(units)  # what a user put in a parameter's place is no value of the beginning
+        self.agreement.connect(
+            axes_of(units),
+            ModelNames(unit_entries(units), names_in(units)),
+            sharded=any(unit.groups.shard.size > 1 for unit in units),
+            comm_stats=self.resources.comm_stats,
+            events=self.resources.events,
+        )
+        settings = self.settings
+        self.agreement.compare(
+            functools.partial(
+                describe, units, check_values=settings.check_values, join_units_below=settings.join_units_below
+            ),
+            self.checksums if training else None,
+        )
+        self.ready = True
+        for plan in {id(unit.groups): unit.groups for unit in units if unit.groups.replicate is not None}.values():
+            logger.info("%s over %s: %s", plan.strategy.name, extent_of(plan), groups_in_words(plan))
+        logger.debug("initialised %d units: %s", len(units), ", ".join(unit.label for unit in units))
+
+    def check_placed(self) -> None:
+        """Refuse parameters that are in no unit, or are elsewhere than where they compute."""
+        module = self.outermost.module
+        check_registered(module, self.units)
+        check_placed(module, self.units, self.resources.device.device)
+        self.coalescer.measure(self.units)
+        self.placed = True
+
+    def connect(self, unit: Unit) -> None:
+        """Give `unit` its transports. [Note: communication hooks]"""
+        groups, hook, transport = unit.groups, unit.options.comm_hook, self.resources.transport
+        gather = transport(groups.shard if hook is None else groups.scatter, "gather")
+        scatter = transport(groups.scatter, "scatter")
+        replicate = transport(groups.replicate, "replicate") if groups.replicate is not None else None
+        unit.transports = Transports(
+            gather,
+            scatter,
+            replicate,
+            reducers(hook, groups, scatter, replicate) if hook is not None else (scatter, replicate),
+        )
+
+    def choose_unshard_stream(self) -> None:
+        """Issue gathers on the caller's stream, or on one of their own, as users chose.
+
+        Raises:
+            UsageError: they chose differently for parts of the model.
+        """
+        outermost = self.outermost
+        on_callers = outermost.options.schedule.unshard_async_op
+        for unit in self.units:
+            if unit.options.schedule.unshard_async_op is not on_callers:
+                raise UsageError(
+                    f"unit {unit.label}: set_unshard_async_op() was called on a {type(unit.module).__name__} that an "
+                    f"outer {type(outermost.module).__name__} was wrapped around later. Gathers of a model share one "
+                    "order: call it on the outermost wrapper, when all are made"
+                )
+        self.resources.gather_on_callers_stream(on_callers)
+
+    def checksums(self) -> Checksums:
+        """Those of the values that units begin with."""
+        return initial_checksums(self.units, self.initial_checksums)
+
+    def write_back(self, units: Iterable[Unit]) -> None:
+        """Take over what users put in the place of parameters of `units`, which are of this model.
+
+        Raises:
+            UsageError: for changes that cannot be taken over.
+        """
+        names = functools.partial(names_of_leaves, self.units)
+        if any([write_back(unit, names) for unit in units]):
+            self.coalescer.measure(self.units)  # units of another dtype weigh more, or less
+
+    # -- choices -----------------------------------------------------------------------------------------------------
+
+    def set_options(self, unit: Unit, **changes: Any) -> None:
+        """Change what users chose for `unit`; ranks compare it at the next forward or backward."""
+        unit.options = replace(unit.options, **changes)
+        self.options_changed()
+
+    def options_changed(self) -> None:
+        """What users chose was changed."""
+        self.version += 1
+        self.words_of_choices = None
+        for observe in self.observers.options_changed:
+            observe()
+        self.coalescer.forget()
+
+    def set_schedule(self, unit: Unit, **changes: Any) -> None:
+        """Change the schedule that users chose for `unit`. [Note: schedule]"""
+        self.set_options(unit, schedule=replace(unit.options.schedule, **changes))
+
+    def set_prefetch(self, unit: Unit, backward: BackwardPrefetch | None, forward: bool) -> None:
+        """Change what `unit` was built with.
+
+        Raises:
+            ConfigValueError: BACKWARD_MID, for which gradients are counted from the first forward on.
+        """
+        if backward is BackwardPrefetch.BACKWARD_MID and not unit.built.counts_gradients:
+            raise ConfigValueError(
+                f"backward_prefetch of unit {unit.label}: got BACKWARD_MID, which counts gradients from the first "
+                "forward on. Pass it to the constructor"
+            )
+        self.set_options(unit, backward_prefetch=backward, forward_prefetch=forward, prefetch_was_set=True)
+
+    @property
+    def description(self) -> str:
+        """What was set, in words that are equal on all ranks; "" if nothing was."""
+        if self.words_of_choices is None:
+            found: dict[str, list[str]] = {}
+            for unit in self.units:
+                for words in unit.options.describe():
+                    found.setdefault(words, []).append(unit.label)
+            everywhere = len(self.units)
+            reported = [
+                f"{words} in {'all units' if len(labels) == everywhere else ', '.join(labels)}"
+                for words, labels in sorted(found.items())
+            ]
+            reported += [each.description for each in self.observers.all if each.description]
+            self.words_of_choices = "; ".join(reported)
+        return self.words_of_choices

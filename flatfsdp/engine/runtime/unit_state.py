@@ -1,0 +1,155 @@
+"""What the state of one unit consists of: what it was built with, where it is, how far its backward has come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ...api import CPUOffload, MixedPrecision
+from ..base import autograd as hooks
+from ..comm.transport import Reducer, Transport
+from ..config.strategy import Traits
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlace:
+    """Where a unit is in its model.
+
+    Attributes:
+        index: among the units, children before parents.
+        first_parameter: of its first parameter among those of all units.
+        is_outermost: whether it is the unit of the outermost wrapper.
+    """
+
+    index: int = 0
+    first_parameter: int = 0
+    is_outermost: bool = False
+
+
+@dataclass(frozen=True)
+class BuiltWith:
+    """What a unit was built with.
+
+    Attributes:
+        modules: those of the unit, whose buffers it computes with.
+        island: a full-precision module (batch norm) in a low-precision model: inputs are widened, outputs narrowed
+            again.
+        device_mesh: the mesh that the unit's groups are of, where a user gave one; pickles do not have it.
+        counts_gradients: whether it may gather the next unit half-way through its gradients. [Note: half-way]
+    """
+
+    traits: Traits
+    mixed_precision: MixedPrecision
+    cpu_offload: CPUOffload
+    modules: Sequence[nn.Module] = ()
+    island: bool = False
+    device_mesh: Any = None
+    counts_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class Transports:
+    """What carries out the collectives of a unit.
+
+    Attributes:
+        gather, scatter, replicate: over its axes; replicate is None where there is one copy.
+        reducers: the last two, or a communication hook in the place of one of them.
+    """
+
+    gather: Transport
+    scatter: Transport
+    replicate: Transport | None
+    reducers: tuple[Reducer, Reducer | None]
+
+
+@dataclass
+class KeptUnsharded:
+    """Why a unit is unsharded between iterations.
+
+    Attributes:
+        by_choice: because of what a user chose for it.
+        maybe_stale: some ranks may have written to their shards since, and others not.
+        versions: of the shards of its handles, when a user asked for the unit.
+        post_forward: the transport over the post-forward axis; None where there is none. [Note: post-forward shards]
+    """
+
+    by_choice: bool = False
+    maybe_stale: bool = False
+    versions: list[tuple[int, ...]] = field(default_factory=list)
+    post_forward: Transport | None = None
+
+
+class WatchedLeaves:
+    """What is known of how gradients come to the leaves of a unit.
+
+    Attributes:
+        hooked: by kind, the leaves that notify when their gradient is there, with all hooks that they have.
+        before_first: ids of the leaves that notify before the first gradient of the unit comes.
+        single_use: whether each gradient came once and in the backward's own graph task, as far as seen. [Note: slot
+            sharing]
+    """
+
+    def __init__(self, kinds: int) -> None:
+        self.hooked: list[dict[int, hooks.Registry]] = [{} for _ in range(kinds)]
+        self.before_first: set[int] = set()
+        self.single_use: bool | None = None
+
+
+class ForwardCall:
+    """One forward of a unit: a name for what its backward still has to do.
+
+    The hooks of its outputs hold it, and with it `handle`, what watches its inputs; the inputs' hooks hold it weakly
+    ([Note: arrivals]).
+
+    Attributes:
+        began: when, in ticks of the record's clock; None where that tells nothing.
+        finished_in_task: the graph task in which it was over last. An output that is reached later is what it was
+            given.
+        outlasts: it may go on when the gradients of its inputs are there: those of leaves come before those of outputs
+            that were not computed from them.
+    """
+
+    __slots__ = ("__weakref__", "began", "finished_in_task", "handle", "outlasts")
+
+    def __init__(self, began: int | None) -> None:
+        self.began = began
+        self.handle: object = None
+        self.finished_in_task: int | None = None
+        self.outlasts = False
+
+
+class UnitBackward:
+    """How far one unit's backward has come; a new one begins where the last has ended.
+
+    Attributes:
+        keep_unsharded: its end cannot be observed, so the unit stays unsharded until the whole backward has ended.
+        open_calls: calls whose backward has begun and has not reached their inputs: something in it may still read the
+            parameters.
+        completed: every gradient that is awaited has arrived.
+        finished: it is over with the first call, and so with all.
+        late_gradients: how many gradients come again, of a segment recomputed in a graph task of its own or after one.
+        task: the graph task in which gradients are awaited.
+        arrived_in_inner_tasks: leaves whose gradients only tasks inside that one brought, as (kind, index).
+    """
+
+    __slots__ = (
+        "arrived_in_inner_tasks",
+        "completed",
+        "finished",
+        "keep_unsharded",
+        "late_gradients",
+        "open_calls",
+        "task",
+    )
+
+    def __init__(self, *, keep_unsharded: bool = False) -> None:
+        self.keep_unsharded = keep_unsharded
+        self.open_calls: set[ForwardCall] = set()
+        self.completed = False
+        self.finished = False
+        self.late_gradients = 0
+        self.task = -1
+        self.arrived_in_inner_tasks: set[tuple[int, int]] = set()

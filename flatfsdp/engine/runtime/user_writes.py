@@ -1,0 +1,108 @@
+"""What users write to the parameters of a unit, or put in their place; and units that they unshard themselves.
+
+[Note: shards by hand] Between iterations leaves show the shard, and users may write to it, or give a module another
+parameter. Both is noticed before the unit is gathered again, by versions and identities, without looking at values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..base import _torch
+from ..flat.flat_param import FlatParamHandle
+from ..flat.param_refs import ParamRef, check_param_refs, refuse_functional_call
+from ..flat.states import GATHERING, SHARDED, SUMMONED, UNSHARDED
+from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, check_exposed, check_requested
+from .unit import Unit
+
+
+def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
+    """Take over what the user put in the leaves' place; free a kept buffer that is out of date. True if a shard has
+    become another dtype.
+
+    `names`: gives those of all parameters of the model, by id.
+
+    Raises:
+        UsageError: for changes that cannot be taken over.
+    """
+    changed = ParamRef.changed(unit.param_refs)
+    if unit.shared_refs:
+        changed += ParamRef.changed(unit.shared_refs)
+    if changed and _torch.in_functional_call():
+        refuse_functional_call(changed, unit.label)
+    if changed and unit.shows_shard:
+        check_param_refs(changed, unit.shared_refs, names(), unit.label)
+    cast = False
+    for kind, (handle, views, _) in enumerate(unit.kinds):
+        if views.mode is SHOWS_SHARD:
+            if views.some_hidden:
+                views.unhide()
+            before = handle.precision
+            if handle.state is UNSHARDED and handle.flat_param.dtype != handle.shard.dtype:
+                unit.resources.free(handle)  # before its shard becomes another one
+            wrote = views.write_back(changed)
+            cast = cast or handle.precision is not before
+            if handle.state is UNSHARDED and (wrote or _is_stale(unit, handle)):
+                unit.resources.free(handle)
+            elif handle.state is GATHERING and handle.writes.all != unit.kept.versions[kind]:
+                handle.wait_unshard()
+                unit.resources.free(handle)
+            if handle.kept_source is not None and handle.state is SHARDED:
+                handle.drop_stale_source()
+        elif unit.phase is not SUMMONED:  # else the parameters are the user's
+            check_exposed(views, unit.name)
+    return cast
+
+
+def _is_stale(unit: Unit, handle: FlatParamHandle) -> bool:
+    """Whether what was kept unsharded is not what a gather would bring: the shard was written to since, or the dtype is
+    that of evaluation, and this is training."""
+    return handle.writes.is_stale or handle.unsharded.flat.dtype != unit.dtype_of(handle)
+
+
+def apply_shard_writes(unit: Unit) -> None:
+    """What was written to the shards earlier in this forward is what the unit is to compute with: free what was
+    gathered before."""
+    for handle, views, _ in unit.kinds:
+        if views.mode is not SHOWS_SHARD:
+            continue
+        if not (handle.use_orig_params or handle.flat_shows_shard):
+            views.adopt_flat()
+        if handle.state is not SHARDED and handle.writes.was_written_since_gathered:
+            if handle.state is GATHERING:
+                handle.wait_unshard()
+            unit.resources.free(handle)
+
+
+def check_left_unsharded(unit: Unit) -> None:
+    """Refuse what was written to the unsharded parameters that a forward has left, which are about to be freed.
+
+    Precondition: no backward has reached the unit since.
+    """
+    for views in unit.views:
+        if views.mode is SHOWS_UNSHARDED and unit.phase is not SUMMONED:
+            check_exposed(views, unit.name)
+
+
+def begin_request(unit: Unit) -> None:
+    """A user is about to unshard `unit`: remember what its shards are."""
+    unit.kept.versions = [handle.writes.all for handle in unit.handles]
+    unit.kept.by_choice = unit.shows_shard and unit.groups.shard.size > 1
+
+
+def retire_request(unit: Unit, *, written: bool) -> None:
+    """Check what a user had unsharded between iterations, and free it if the shard was `written` to since, or is about
+    to be: it will be gathered anew.
+
+    Raises:
+        UsageError: for what a user put in its place.
+    """
+    keeps = unit.kept.by_choice or (unit.groups.shard.size == 1 and unit.is_unsharded)
+    if keeps and not unit.shows_shard:
+        stale = any([handle.writes.is_stale for handle in unit.handles])
+        try:
+            for views in unit.views:
+                check_requested(views, unit.name)
+        finally:
+            if written or stale:
+                unit.reshard(SHOWS_SHARD)
