@@ -21,7 +21,7 @@ from torch import nn
 from flatfsdp.errors import ConfigValueError
 
 try:
-    from flatfsdp.trainer.settings.schema import Settings, dataclass, fields_of, setting
+    from flatfsdp.trainer.settings import Settings, dataclass, fields_of, setting
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
@@ -29,13 +29,12 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 from flatfsdp.trainer.arguments import Data, FSDPArguments, Module, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import METRICS, Callback, LossPlot, MetricsLog, Summary
-from flatfsdp.trainer.demo import DEFAULTS, DemoOptions
+from flatfsdp.trainer.demo.options import DEFAULTS, DemoOptions
 from flatfsdp.trainer.instantiate import check_options, make
 from flatfsdp.trainer.launch import Placement, RankContext, run, under_launcher
 from flatfsdp.trainer.memory_estimate import forecast, on_meta
 from flatfsdp.trainer.preemption import in_words
-from flatfsdp.trainer.settings.command_line import Parser, flag_of
-from flatfsdp.trainer.settings.field_types import Count, FilePath, Name
+from flatfsdp.trainer.settings import Count, FilePath, Name, Parser, flag_of
 from flatfsdp.trainer.terminal import print_line, sizes_in_words
 from flatfsdp.trainer.trainer import Trainer
 
@@ -85,21 +84,21 @@ class OwnTask(Task):
 
 
 @dataclasses.dataclass(frozen=True)
-class RankJob:
-    """What one rank does; it goes to spawned processes as a pickle."""
+class Job:
+    """What the command line came to, and what one rank does; it goes to spawned processes as a pickle."""
 
+    command: Command
     task: Task
     training: TrainingArguments
     fsdp: FSDPArguments
-    callbacks: tuple[Callback, ...]
-    command: Command
+    demo: DemoOptions | None
+    placement: Placement
     program: str
     given: tuple[str, ...]  # the command line
-    shows: bool  # the demonstration
 
     def __call__(self, world: RankContext) -> int:
         """Run; returns the exit code."""
-        trainer = Trainer(self.task, self.training, self.fsdp, callbacks=self.callbacks)
+        trainer = Trainer(self.task, self.training, self.fsdp, callbacks=self.callbacks())
         if self.command.measure:
             kept = trainer.measure()
             if world.leads:
@@ -122,7 +121,7 @@ class RankJob:
             if result.stopped_by:
                 print_line(f"stopped by {in_words(result.stopped_by)} after step {result.steps}; this goes on:")
                 print_line(f"  {self.program} {shlex.join(changed(self.given, goes_on))}")
-            elif self.shows:
+            elif self.demo is not None:
                 print_line(self._what_next(result.steps, goes_on), sys.stdout)
         return result.exit_code
 
@@ -143,6 +142,22 @@ class RankJob:
         """The model without memory; called on the meta device."""
         model = make(self.task, "model")
         return on_meta(model) if model is self.task.model else model
+
+    def callbacks(self) -> tuple[Callback, ...]:
+        """What a run from the command line has besides a bar."""
+        chosen: list[Callback] = [MetricsLog(self.training.log_every)]
+        if self.training.plot:
+            chosen.append(LossPlot())
+        return (*chosen, *(self.demo.callbacks() if self.demo is not None else ()), Summary())
+
+    def announcement(self) -> str:
+        """What is started, in a line."""
+        ranks, kind = self.placement.ranks, self.placement.device_type
+        where = f"starting {ranks} rank{'' if ranks == 1 else 's'} on {'CPU' if kind == 'cpu' else kind}"
+        if self.demo is None:
+            return f"{where}; model: {self.task.model}"
+        text = "Python's library" if self.demo.text is None else self.demo.text
+        return f"{where}; text: {text}; model: {self.demo.layers} blocks of width {self.demo.width}"
 
 
 def changed(given: Sequence[str], values: Mapping[str, str]) -> list[str]:
@@ -166,19 +181,16 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
 
     A wrong option raises `SystemExit(2)` after one line on stderr, before any process is started.
     """
-    given = tuple(sys.argv[1:] if arguments is None else arguments)
-    found = read(given, program)
-    shows = found.demo is not None
-    job = RankJob(found.task, found.training, found.fsdp, found.callbacks(), found.command, program, given, shows)
-    if found.command.dry_run:
-        ranks = found.command.world_size or found.placement.ranks
-        print(forecast(job.meta_model, fsdp=found.fsdp, training=found.training, ranks=ranks).render(), flush=True)
-        if not found.command.measure:
+    job = read(sys.argv[1:] if arguments is None else arguments, program)
+    if job.command.dry_run:
+        ranks = job.command.world_size or job.placement.ranks
+        print(forecast(job.meta_model, fsdp=job.fsdp, training=job.training, ranks=ranks).render(), flush=True)
+        if not job.command.measure:
             return 0
-    if found.command.export is None and not announced and not under_launcher():
-        print_line(found.announcement())
+    if job.command.export is None and not announced and not under_launcher():
+        print_line(job.announcement())
     try:
-        return run(job, found.placement)
+        return run(job, job.placement)
     except mp.ProcessRaisedException as error:
         if complaint := complaint_in(str(error)):
             print(f"flatfsdp.train: {complaint}", file=sys.stderr)
@@ -202,35 +214,7 @@ def complaint_in(traceback: str) -> str:
     return reason.strip() if found and all(file.startswith(ours) for file in files) else ""
 
 
-@dataclasses.dataclass(frozen=True)
-class ParsedCommand:
-    """What the command line came to."""
-
-    command: Command
-    task: Task
-    training: TrainingArguments
-    fsdp: FSDPArguments
-    demo: DemoOptions | None
-    placement: Placement
-
-    def callbacks(self) -> tuple[Callback, ...]:
-        """What a run from the command line has besides a bar."""
-        chosen: list[Callback] = [MetricsLog(self.training.log_every)]
-        if self.training.plot:
-            chosen.append(LossPlot())
-        return (*chosen, *(self.demo.callbacks() if self.demo is not None else ()), Summary())
-
-    def announcement(self) -> str:
-        """What is started, in a line."""
-        ranks, kind = self.placement.ranks, self.placement.device_type
-        where = f"starting {ranks} rank{'' if ranks == 1 else 's'} on {'CPU' if kind == 'cpu' else kind}"
-        if self.demo is None:
-            return f"{where}; model: {self.task.model}"
-        text = "Python's library" if self.demo.text is None else self.demo.text
-        return f"{where}; text: {text}; model: {self.demo.layers} blocks of width {self.demo.width}"
-
-
-def read(arguments: Sequence[str] | None, program: str = PROGRAM) -> ParsedCommand:
+def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
     """Read the command line, and look at devices, data and the output folder before anything is started.
 
     Raises:
@@ -273,7 +257,7 @@ def read(arguments: Sequence[str] | None, program: str = PROGRAM) -> ParsedComma
             make_folder(training.output)  # now, not when the time to train has been spent
     except ConfigValueError as error:
         parser.error(str(error))
-    return ParsedCommand(command, own, training, fsdp, demo if shows else None, placement)
+    return Job(command, own, training, fsdp, demo if shows else None, placement, program, tuple(arguments))
 
 
 def changed_flag(group: Settings) -> str:

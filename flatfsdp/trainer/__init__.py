@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .arguments import FSDPArguments, Task, TrainingArguments
-    from .objectives.objectives import CausalLM, Classification, FromOutput, Objective
+    from .objectives import CausalLM, Classification, FromOutput, Objective
     from .trainer import Trainer
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    **dict.fromkeys(("CausalLM", "Classification", "FromOutput", "Objective"), ".objectives.objectives"),
+    **dict.fromkeys(("CausalLM", "Classification", "FromOutput", "Objective"), ".objectives"),
     **dict.fromkeys(("FSDPArguments", "Task", "TrainingArguments"), ".arguments"),
     "Trainer": ".trainer",
 }

@@ -7,8 +7,9 @@ is accepted, and the nearest name. Values are in one normal form afterwards: nam
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,19 +17,22 @@ import torch
 
 from flatfsdp import BackwardPrefetch, ShardingStrategy
 from flatfsdp.errors import ConfigTypeError, ConfigValueError
-from flatfsdp.trainer.optimizer_names import NOT_BY_NAME, OPTIMIZERS, SCHEDULERS
-from flatfsdp.trainer.settings.field_types import (
+from flatfsdp.trainer.settings import (
     Count,
+    Field,
     FilePath,
     Name,
     NotNegative,
     Options,
+    PlainValidator,
     Positive,
+    Settings,
     Text,
     Whole,
+    dataclass,
     path,
+    setting,
 )
-from flatfsdp.trainer.settings.schema import Field, PlainValidator, Settings, dataclass, setting
 
 __all__ = ["STRATEGIES", "FSDPArguments", "Task", "TrainingArguments", "check_run"]
 
@@ -36,6 +40,27 @@ STRATEGIES = {member.name.lower().strip("_"): member for member in ShardingStrat
 """The names of strategies in settings: FSDP's in lower case, without the underscore of the private one."""
 
 _HYBRIDS = ("hybrid_shard", "hybrid_shard_zero2")
+
+_ELEMENTWISE = "AdamW Adam SGD Adadelta Adagrad Adamax ASGD NAdam RAdam RMSprop Rprop"
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    name.lower(): getattr(torch.optim, name) for name in _ELEMENTWISE.split()
+}
+"""Those of torch that are element-wise, hence give the same numbers on any number of ranks."""
+
+NOT_BY_NAME = {
+    "adafactor": "Adafactor looks at rows and columns, of which a rank may have parts.",
+    "muon": "Muon looks at whole matrices, of which a rank may have parts.",
+    "lbfgs": "LBFGS calls the model several times in a step, which the trainer does not.",
+    "sparseadam": "SparseAdam wants sparse gradients, and reduced ones are dense.",
+}
+"""Those of torch that settings do not name, each with the reason."""
+
+SCHEDULERS: Mapping[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
+"""Names of schedules: the share of the highest learning rate when a share of the run after the warmup is over."""
 
 DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
@@ -121,8 +146,7 @@ class FSDPArguments(Settings):
     use_orig_params: bool = setting(True, "the optimizer sees the original parameters, or one flat parameter per unit")
     activation_checkpointing: bool = setting(False, "compute the activations of each unit again in the backward")
     backward_prefetch: Prefetch | None = setting(
-        "backward_pre",
-        "when backward gathers the next unit (none for not before it is reached)",
+        "backward_pre", "when backward gathers the next unit (none for not before it is reached)"
     )
     forward_prefetch: bool = setting(False, "forward gathers the next unit early")
     limit_all_gathers: bool = setting(True, "gathers wait until the memory of earlier units is free")
@@ -136,14 +160,10 @@ class FSDPArguments(Settings):
     def check_together(self) -> None:
         if self.replicas is not None and self.strategy not in _HYBRIDS:
             self.refuse(
-                "replicas",
-                f"only {' and '.join(_HYBRIDS)} replicate, and {self.called('strategy')} is {self.strategy}",
+                "replicas", f"only {' and '.join(_HYBRIDS)} replicate, and {self.called('strategy')} is {self.strategy}"
             )
         if self.strategy in _HYBRIDS and self.replicas is None and self.units == "none":
-            self.refuse(
-                "units",
-                f"{self.called('strategy')} {self.strategy} needs units, or {self.called('replicas')}",
-            )
+            self.refuse("units", f"{self.called('strategy')} {self.strategy} needs units, or {self.called('replicas')}")
         if self.strategy == "no_shard":
             for name in ("reshard_after_forward", "forward_prefetch"):
                 if getattr(self, name):
@@ -170,17 +190,13 @@ class TrainingArguments(Settings):
     global_batch: Count | None = setting(
         None, "samples per step over all ranks, in as many microbatches as that needs; in place of accumulate"
     )
-    data_mode: DataMode = setting(
-        "sharded",
-        "sharded: each rank reads its own samples; dispatch: rank 0 reads for all",
-    )
+    data_mode: DataMode = setting("sharded", "sharded: each rank reads its own samples; dispatch: rank 0 reads for all")
     shuffle: bool = setting(True, "take the samples of each epoch in a random order")
     workers: Whole = setting(0, "processes that read ahead, for each rank that reads")
     drop_last: bool = setting(False, "leave out the samples at the end that do not fill a step")
 
     optimizer: OptimizerName = setting(
-        "adamw",
-        "a name of torch.optim, or module:function called with parameters and optimizer_options",
+        "adamw", "a name of torch.optim, or module:function called with parameters and optimizer_options"
     )
     lr: Positive = setting(1e-3, "highest learning rate")
     weight_decay: NotNegative = setting(0.01, "weight decay, of all but norms and biases")
@@ -213,8 +229,7 @@ class TrainingArguments(Settings):
     best_by: Text = setting("eval_loss", "the metric that decides which is best")
     best_mode: Extremum = setting("min", "whether the smallest or the largest is best")
     resume: Resume | None = setting(
-        None,
-        "go on from a checkpoint, or from the weights of a Hugging Face folder: latest, best, or a path",
+        None, "go on from a checkpoint, or from the weights of a Hugging Face folder: latest, best, or a path"
     )
 
     log_every: Count = setting(1, "log metrics after every so many steps")
@@ -236,8 +251,7 @@ class TrainingArguments(Settings):
             self.refuse("accumulate", f"{self.called('global_batch')} {self.global_batch} decides how many are needed")
         if self.clip is not None and self.optimizer_in_backward:
             self.refuse(
-                "clip",
-                f"with {self.called('optimizer_in_backward')} gradients are gone before their norm is known",
+                "clip", f"with {self.called('optimizer_in_backward')} gradients are gone before their norm is known"
             )
         if self.keep_best and self.best_by.startswith("eval") and self.eval_every is None:
             self.refuse(

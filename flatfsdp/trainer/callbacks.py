@@ -20,9 +20,8 @@ from torch import nn
 
 import flatfsdp
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer.objectives.objectives import logits_of
-from flatfsdp.trainer.reports import MemoryFootprint, Progress, StepReport, TrainingResult
-from flatfsdp.trainer.run import Run
+from flatfsdp.trainer.objectives import logits_of
+from flatfsdp.trainer.run import MemoryFootprint, Progress, Run, StepReport, TrainingResult
 from flatfsdp.trainer.state.checkpoints import ASIDE
 from flatfsdp.trainer.terminal import columns, print_line, shown, sizes_in_words
 

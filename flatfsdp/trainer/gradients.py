@@ -18,7 +18,7 @@ from torch import Tensor
 from flatfsdp import FullyShardedDataParallel, collective_region
 from flatfsdp.trainer.data_loading import Microbatch, Step
 from flatfsdp.trainer.launch import RankContext
-from flatfsdp.trainer.objectives.objectives import Objective
+from flatfsdp.trainer.objectives import Objective
 from flatfsdp.trainer.preemption import StopRequest
 
 

@@ -14,20 +14,13 @@ from typing import Any
 
 from flatfsdp.errors import ConfigValueError, did_you_mean, refuse_value
 from flatfsdp.trainer.arguments import Task
-from flatfsdp.trainer.settings.field_types import REFERENCE
-
-__all__ = ["check_all_taken", "check_options", "made", "make", "resolve", "takes"]
+from flatfsdp.trainer.settings import REFERENCE
 
 _MADE = ("model", "train_data", "eval_data", "objective", "tokenizer")
 
 
 def make(task: Task, name: str) -> Any:
-    """The object that the field `name` of `task` is, names or makes; functions are given those of `task.options` that
-    they take.
-
-    Raises:
-        ConfigValueError: it cannot be imported. What a function raises is raised.
-    """
+    """The object that the field `name` of `task` is, names or makes, with `task.options`; as `made` does it."""
     return made(getattr(task, name), task.options, argument=name)
 
 

@@ -27,13 +27,12 @@ import torch.multiprocessing as mp
 
 from flatfsdp import retain_host_memory
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer.preemption import in_words, is_first, meant_by
+from flatfsdp.trainer.preemption import handled_by, in_words, is_first, meant_by
 from flatfsdp.trainer.terminal import print_line
 
 RANKS_ON_CPU = 2
 PATIENCE = 10.0  # seconds that ranks have to end at once
 LOOPBACK = ("lo", "lo0")  # how Linux and macOS name it
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class RankContext:
         """
         if not dist.is_initialized():
             _init(_context(Placement.of(None if under_launcher() else 1, device).device_type))
-            atexit.register(_leave)
+            atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
         kind = device_type_of(device)
         own = torch.device("cpu")
         if kind != "cpu":
@@ -145,22 +144,24 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
     code, stop = context.Value("i", 0), context.Value("i", 0, lock=False)
     shared = (store.port, code, stop, job, placement, arguments)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # that the others end, too, is no news
-    with _SignalForwarding(stop) as signals:
-        with _sigint_blocked():
-            ranks = mp.spawn(_spawned, args=shared, nprocs=placement.ranks, join=False)
+    with _signals_forwarded(stop) as started:
+        # Processes do not get SIGINT while they import; for this one it waits.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            signals.forward_to(ranks.processes)
+            ranks = mp.spawn(_spawned, args=shared, nprocs=placement.ranks, join=False)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            started(ranks.processes)
             while not ranks.join():
                 pass
         except mp.ProcessExitedException:
-            if not signals.number:
+            if not stop.value:
                 raise
-            print_line(
-                f"stopped by {in_words(signals.number)} while no step was running: there is nothing more to save"
-            )
+            print_line(f"stopped by {in_words(stop.value)} while no step was running: there is nothing more to save")
         finally:
             _end(ranks.processes)  # after an exception that reached only this process they would train on
-    return 128 + signals.number if signals.number else int(code.value)
+    return 128 + stop.value if stop.value else int(code.value)
 
 
 def _end(processes: Sequence[Any]) -> None:
@@ -172,57 +173,31 @@ def _end(processes: Sequence[Any]) -> None:
         process.kill()  # nothing where it has ended
 
 
-class _SignalForwarding:
-    """A context in which signals that come to this process are forwarded, once, to the ranks that it has started.
+@contextmanager
+def _signals_forwarded(stop: Any) -> Iterator[Callable[[Sequence[Any]], None]]:
+    """A context in which the first signal that comes to this process is forwarded to the ranks that it has started, and
+    its number is in `stop`, which they share ([Note: stopping]). What it gives is to be called with their processes."""
+    ranks: list[Any] = []
+    came: dict[int, float] = {}
 
-    Args:
-        stop: shared with them: which signal it was. [Note: stopping]
-
-    Attributes:
-        number: of the first signal; 0 for none.
-    """
-
-    def __init__(self, stop: Any) -> None:
-        self.number = 0
-        self._stop = stop
-        self._processes: Sequence[Any] = ()
-        self._times: dict[int, float] = {}
-
-    def forward_to(self, processes: Sequence[Any]) -> None:
-        """Forward the signal that comes, or has come, to these."""
-        self._processes = processes
-        if self.number:
-            self._forward()
-
-    def __enter__(self) -> _SignalForwarding:
-        ours = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._note) for number in ours}
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if not is_first(signal.SIGTERM, self._times):  # of whatever kind: one is forwarded
-            raise KeyboardInterrupt
-        if not self.number:
-            self.number = self._stop.value = number
-            self._forward()
-
-    def _forward(self) -> None:
-        for process in self._processes:
+    def forward() -> None:
+        for process in ranks:
             process.terminate()  # SIGTERM: SIGINT they leave to this process, see `_spawned`
 
+    def note(number: int, frame: FrameType | None) -> None:
+        if not is_first(signal.SIGTERM, came):  # of whatever kind: one is forwarded
+            raise KeyboardInterrupt
+        if not stop.value:
+            stop.value = number
+            forward()
 
-@contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Processes that are started in here do not get SIGINT while they import; for this one it waits."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    def started(processes: Sequence[Any]) -> None:
+        ranks.extend(processes)
+        if stop.value:
+            forward()
+
+    with handled_by(note):
+        yield started
 
 
 def _spawned(
@@ -306,11 +281,6 @@ def _init(context: RankContext, store: dist.Store | None = None) -> None:
         world_size=context.size,
         device_id=None if device.type == "cpu" else device,
     )
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _device_count(device_type: str) -> int:

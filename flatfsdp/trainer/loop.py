@@ -5,7 +5,9 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +21,9 @@ from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.optimizers import WarmupDecayLR
 from flatfsdp.trainer.preemption import in_words
 from flatfsdp.trainer.process_group import LocalFailure
-from flatfsdp.trainer.reports import MemoryFootprint, StepReport, TrainingResult
-from flatfsdp.trainer.run import Run
+from flatfsdp.trainer.run import MemoryFootprint, Run, StepReport, TrainingResult
 
 SETTLING_STEPS = 2  # these also agree on layouts and order; what a step holds and sends shows the one after them
-
-
-@dataclass(frozen=True)
-class _PendingStep:
-    """A step whose numbers are still on their way."""
-
-    number: int
-    metrics: MetricsReduction
-    lr: float
-    footprint: MemoryFootprint
-    ids: tuple[int, ...]
 
 
 class Loop:
@@ -47,7 +37,7 @@ class Loop:
     def __init__(self, trainer: Run) -> None:
         self._trainer = trainer
         self._planned = trainer.planned_steps()
-        self._before = trainer.progress.copy()  # what runs before this one did
+        self._before = replace(trainer.progress)  # what runs before this one did
         self._started = time.monotonic()
         self.taken = 0
         self._stats = flatfsdp.stats(trainer.model)
@@ -65,26 +55,26 @@ class Loop:
             self.stopped_by = trainer.evaluate_once()  # the run before was stopped in its place
             if not self.stopped_by:
                 trainer.save_once()
-        on_its_way: _PendingStep | None = None
+        arrive: Callable[[], None] | None = None
         while self._done(progress.step) < 1 and not self.stopped_by:
             step = trainer.loader.next_step(self._failure)
             if step is None:
                 break
             taken = self._take(step)
-            if on_its_way is not None:
-                self._arrive(on_its_way)
-            on_its_way = taken
+            if arrive is not None:
+                arrive()
+            arrive = taken
             evaluates, saves = self._is_due(training.eval_every), self._is_due(training.save_every)
             if evaluates or saves:
-                self._arrive(on_its_way)
-                on_its_way = None
+                arrive()
+                arrive = None
                 trainer.ranks.share(self._failure)
                 if evaluates and not self.stopped_by:
                     self.stopped_by = trainer.evaluate_once()
                 if saves:
                     trainer.save()
-        if on_its_way is not None:
-            self._arrive(on_its_way)
+        if arrive is not None:
+            arrive()
         trainer.ranks.share(self._failure)
 
     def _is_due(self, every: int | None) -> bool:
@@ -126,8 +116,8 @@ class Loop:
             return 1.0
         return max(self._trainer.time_over, 0.0 if self._planned is None else step / self._planned)
 
-    def _take(self, step: Step) -> _PendingStep:
-        """One step of the optimizer."""
+    def _take(self, step: Step) -> Callable[[], None]:
+        """One step of the optimizer; what is to be called for its numbers, which are still on their way."""
         trainer, world = self._trainer, self._trainer.world
         if self.taken <= SETTLING_STEPS:
             self._stats.reset()
@@ -150,7 +140,7 @@ class Loop:
             world=world,
         )
         ids = tuple(each for microbatch in step.microbatches for each in microbatch.ids)
-        return _PendingStep(trainer.progress.step, metrics, lr, self._footprint, ids)
+        return partial(self._arrive, trainer.progress.step, metrics, lr, self._footprint, ids)
 
     def _update(self) -> None:
         """What a step ends with once its gradients are there: the optimizer's own step, and the scheduler's."""
@@ -165,26 +155,28 @@ class Loop:
             trainer.scheduler.done = self._done(trainer.progress.step + 1)  # of a run that is limited by the clock
         trainer.scheduler.step()
 
-    def _arrive(self, taken: _PendingStep) -> None:
+    def _arrive(
+        self, number: int, metrics: MetricsReduction, lr: float, footprint: MemoryFootprint, ids: tuple[int, ...]
+    ) -> None:
         """The numbers of a step have come from all ranks."""
         trainer, progress = self._trainer, self._trainer.progress
-        loss, self.stopped_by, progress.seconds, most, grad_norm = taken.metrics.read()
-        progress.tokens += taken.metrics.weight
+        loss, self.stopped_by, progress.seconds, most, grad_norm = metrics.read()
+        progress.tokens += metrics.weight
         self._losses = [*self._losses[:1], loss]
-        if taken.number % trainer.training.log_every == 0:
+        if number % trainer.training.log_every == 0:
             report = StepReport(
-                step=taken.number,
+                step=number,
                 loss=loss,
-                tokens=taken.metrics.weight,
+                tokens=metrics.weight,
                 total_tokens=progress.tokens,
-                lr=taken.lr,
+                lr=lr,
                 grad_norm=grad_norm,
                 seconds=progress.seconds,
                 tokens_per_second=self._speed(),
                 peak_bytes=most,
-                done=self._done(taken.number),
-                footprint=taken.footprint,
-                ids=taken.ids,
+                done=self._done(number),
+                footprint=footprint,
+                ids=ids,
             )
             self._failure = self._failure or trainer.attempt_callbacks("on_step", report)
 

@@ -171,9 +171,6 @@ def _aligned(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> list
     return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
-# --- activations, in a step that is taken -----------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class SavedActivations:
     """What autograd keeps.

@@ -9,23 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import flatfsdp
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, few, shown, warn
-from flatfsdp.trainer.arguments import TrainingArguments
+from flatfsdp.trainer.arguments import OPTIMIZERS, SCHEDULERS, TrainingArguments
 from flatfsdp.trainer.instantiate import check_all_taken, resolve, takes
-from flatfsdp.trainer.optimizer_names import OPTIMIZERS, SCHEDULERS
-
-__all__ = [
-    "WarmupDecayLR",
-    "make_optimizer",
-    "make_scheduler",
-    "options_kept",
-    "warn_of_other_rates",
-]
-
-# --- Optimizers -------------------------------------------------------------------------------------------------------
 
 
 def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
@@ -47,7 +36,7 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
         ConfigTypeError: what it makes is no optimizer.
         UsageError: with `optimizer_in_backward`: the optimizer cannot step on some parameters at a time.
     """
-    factory = _optimizer_factory(arguments)
+    factory = _function(arguments, "optimizer", OPTIMIZERS)
     check_all_taken(arguments.optimizer_options, {shown(factory): factory}, argument="optimizer_options")
     options = dict(arguments.optimizer_options)
     for name in ("lr", "weight_decay"):
@@ -111,13 +100,12 @@ def _base_rates(scheduler: LRScheduler) -> list[str]:
     return list(dict.fromkeys(f"{float(rate):g}" for rate in getattr(scheduler, "base_lrs", ())))
 
 
-def _optimizer_factory(arguments: TrainingArguments) -> Callable[..., Any]:
-    found = arguments.optimizer
-    if isinstance(found, str) and found in OPTIMIZERS:
-        return OPTIMIZERS[found]
-    found = resolve(found, argument="optimizer")
+def _function(arguments: TrainingArguments, name: str, known: Mapping[str, Any]) -> Callable[..., Any]:
+    """What the argument `name` is by its `known` names, or the function that it is or names."""
+    given = getattr(arguments, name)
+    found = known[given] if isinstance(given, str) and given in known else resolve(given, argument=name)
     if not callable(found):
-        raise ConfigTypeError(f"optimizer: {arguments.optimizer} is {shown(found)}. Accepted: a callable.")
+        raise ConfigTypeError(f"{name}: {given} is {shown(found)}. Accepted: a callable.")
     return found
 
 
@@ -137,7 +125,7 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 # --- Learning-rate schedules ------------------------------------------------------------------------------------------
 
 
-class WarmupDecayLR(LRScheduler):
+class WarmupDecayLR(LambdaLR):
     """The learning rate as a function of how much of the run is over: it rises linearly, then follows a schedule.
 
     It follows from steps where their number is known, and besides from the clock: a run that is limited by minutes
@@ -162,21 +150,16 @@ class WarmupDecayLR(LRScheduler):
         self._schedule = schedule
         self._warmup = warmup
         self.steps = steps
-        super().__init__(optimizer)
+        super().__init__(optimizer, self.factor)
 
-    def factor(self) -> float:
-        """The share of the highest learning rates at present."""
-        done = min(1.0, max(self.done, self.last_epoch / self.steps if self.steps else 0.0))
+    def factor(self, step: int) -> float:
+        """The share of the highest learning rates after so many steps."""
+        done = min(1.0, max(self.done, step / self.steps if self.steps else 0.0))
         if done < self._warmup:
             # From the first step on something: a learning rate of 0 would be a step for nothing.
             first = 1.0 / self.steps if self.steps else 1e-3
             return (done + first) / (self._warmup + first)
         return self._schedule((done - self._warmup) / (1.0 - self._warmup))
-
-    def get_lr(self) -> list[float | torch.Tensor]:
-        """The learning rates of the param groups at present."""
-        factor = self.factor()
-        return [base * factor for base in self.base_lrs]
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
         """The learning rates that the param groups have."""
@@ -197,8 +180,8 @@ class WarmupDecayLR(LRScheduler):
         self._set_rates()
 
     def _set_rates(self) -> None:
-        for group, base, rate in zip(self.optimizer.param_groups, self.base_lrs, self.get_lr(), strict=True):
-            group["initial_lr"], group["lr"] = base, rate
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["initial_lr"], group["lr"] = base, base * self.factor(self.last_epoch)
 
 
 def make_scheduler(optimizer: Optimizer, arguments: TrainingArguments, steps: int | None) -> LRScheduler:
@@ -214,12 +197,9 @@ def make_scheduler(optimizer: Optimizer, arguments: TrainingArguments, steps: in
         ConfigValueError: a function cannot be imported, or would need a number of steps that there is not.
         ConfigTypeError: what it makes is no scheduler.
     """
-    found = arguments.scheduler
-    if isinstance(found, str) and found in SCHEDULERS:
-        return WarmupDecayLR(optimizer, SCHEDULERS[found], warmup=arguments.warmup, steps=steps)
-    found = resolve(found, argument="scheduler")
-    if not callable(found):
-        raise ConfigTypeError(f"scheduler: {arguments.scheduler} is {shown(found)}. Accepted: a callable.")
+    found = _function(arguments, "scheduler", SCHEDULERS)
+    if found in SCHEDULERS.values():
+        return WarmupDecayLR(optimizer, found, warmup=arguments.warmup, steps=steps)
     if steps is None:
         raise ConfigValueError(
             f"scheduler: {shown(found)} is to be called with the number of steps, and this run has none: it is limited "

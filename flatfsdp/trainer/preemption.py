@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from select import select
 from types import FrameType
@@ -58,105 +58,94 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
-
         came: dict[int, float] = {}
-        thread = SignalThread(before)
 
         def note(number: int, frame: FrameType | None) -> None:
             self.number = meant(number)
             if is_first(number, came):
                 return
-            thread.relieve()
+            relieved.set()
             signal.signal(number, before[signal.Signals(number)])
             signal.raise_signal(number)
 
+        with handled_by(note) as before, _read_by_a_thread(before) as relieved:
+            yield
+
+
+@contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[dict[signal.Signals, Any]]:
+    """A context in which `handler` handles `SIGNALS`, but those that are ignored; gives what handles them otherwise."""
+    before = {number: found for number in SIGNALS if (found := signal.getsignal(number)) is not signal.SIG_IGN}
+    try:
         for number in before:
-            signal.signal(number, note)
-        try:
-            with thread:
-                yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            signal.signal(number, handler)
+        yield before
+    finally:
+        for number, found in before.items():
+            signal.signal(number, found)
 
 
-class SignalThread:
-    """Reads signals whatever the main thread does, while that is in a `with` block. [Note: blocked main thread]
+@contextmanager
+def _read_by_a_thread(numbers: Collection[int]) -> Iterator[threading.Event]:
+    """A context in which a thread reads signals of these `numbers`, whatever the main thread does ([Note: blocked main
+    thread]). What it gives is to be set where the main thread sees to a second signal itself."""
+    relieved = threading.Event()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # the descriptor of another library, or -1
+    _pipes.add(write_end)
+    given = (read_end, before, frozenset(numbers), relieved, threading.get_ident())
+    thread = threading.Thread(target=_listen, args=given, name="flatfsdp signals", daemon=True)
+    thread.start()
+    try:
+        yield relieved
+    finally:
+        relieved.set()
+        signal.set_wakeup_fd(before)
+        _pipes.discard(write_end)
+        os.write(write_end, _END)  # to close it is no end where a process that was forked has it, too
+        thread.join()
+        os.close(write_end)
+        os.close(read_end)
 
-    Args:
-        numbers: of the signals that count.
-    """
 
-    def __init__(self, numbers: Collection[int]) -> None:
-        self._numbers = frozenset(numbers)
-        self._main = threading.get_ident()
-        self._relieved = threading.Event()
-        self._before = -1  # the wakeup descriptor of another library
+def _listen(read_end: int, before: int, numbers: Collection[int], relieved: threading.Event, main: int) -> None:
+    came: dict[int, float] = {}
+    report_at: float | None = None
+    rank = os.environ.get("RANK", "0")
+    while True:
+        ready, _, _ = select([read_end], [], [], report_at and max(0.0, report_at - time.monotonic()))
+        if not ready:
+            asked = f"was asked to stop {REPORT_SECONDS:.0f} s ago. The run stands at {_place_of(main)}"
+            _print(f"[flatfsdp, rank {rank}] {asked}")
+            report_at = None
+            continue
+        received = os.read(read_end, 64)
+        if before != -1 and (others := received.rstrip(_END)):
+            with suppress(OSError):
+                os.write(before, others)
+        for number in (each for each in received if each in numbers):
+            if not came:
+                report_at = time.monotonic() + REPORT_SECONDS
+                if rank == "0":  # for all: they stop together
+                    _print(f"{in_words(meant(number))}: stopping after this step, saving")
+            if not is_first(number, came) and not relieved.wait(BLOCKED_SECONDS):
+                ends = f"ends by a second {in_words(number)}, which its main thread did not see to: it was at"
+                _print(f"[flatfsdp, rank {rank}] {ends} {_place_of(main)}")
+                os._exit(128 + number)
+        if received.endswith(_END):
+            return
 
-    def relieve(self) -> None:
-        """The main thread sees to a second signal itself."""
-        self._relieved.set()
 
-    def __enter__(self) -> SignalThread:
-        self._read_end, self._write_end = os.pipe()
-        os.set_blocking(self._write_end, False)
-        self._before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        _pipes.add(self._write_end)
-        self._thread = threading.Thread(target=self._listen, name="flatfsdp signals", daemon=True)
-        self._thread.start()
-        return self
+def _place_of(thread: int) -> str:
+    """Where a thread is in the program, the innermost call last."""
+    stack = traceback.extract_stack(sys._current_frames().get(thread))
+    return " > ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in stack[-4:])
 
-    def __exit__(self, *raised: object) -> None:
-        self.relieve()
-        signal.set_wakeup_fd(self._before)
-        _pipes.discard(self._write_end)
-        os.write(self._write_end, _END)  # to close it is no end where a process that was forked has it, too
-        self._thread.join()
-        os.close(self._write_end)
-        os.close(self._read_end)
 
-    def _listen(self) -> None:
-        came: dict[int, float] = {}
-        report_at: float | None = None
-        while True:
-            ready, _, _ = select([self._read_end], [], [], report_at and max(0.0, report_at - time.monotonic()))
-            if not ready:
-                self._speak(f"was asked to stop {REPORT_SECONDS:.0f} s ago. The run stands at {self._place()}")
-                report_at = None
-                continue
-            received = os.read(self._read_end, 64)
-            if self._before != -1 and (others := received.rstrip(_END)):
-                with suppress(OSError):
-                    os.write(self._before, others)
-            for number in received:
-                if number not in self._numbers:
-                    continue
-                if not came:
-                    report_at = time.monotonic() + REPORT_SECONDS
-                    if os.environ.get("RANK", "0") == "0":  # for all: they stop together
-                        self._print(f"{in_words(meant(number))}: stopping after this step, saving")
-                if not is_first(number, came) and not self._relieved.wait(BLOCKED_SECONDS):
-                    self._speak(
-                        f"ends by a second {in_words(number)}, which its main thread did not see to: it was at "
-                        f"{self._place()}"
-                    )
-                    os._exit(128 + number)
-            if received.endswith(_END):
-                return
-
-    def _place(self) -> str:
-        """Where the main thread is in the program, the innermost call last."""
-        stack = traceback.extract_stack(sys._current_frames().get(self._main))
-        return " > ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in stack[-4:])
-
-    def _speak(self, words: str) -> None:
-        self._print(f"[flatfsdp, rank {os.environ.get('RANK', '0')}] {words}")
-
-    @staticmethod
-    def _print(words: str) -> None:
-        with suppress(OSError, ValueError):
-            print_line(words)
+def _print(words: str) -> None:
+    with suppress(OSError, ValueError):
+        print_line(words)
 
 
 _END = b"\0"  # no signal's number

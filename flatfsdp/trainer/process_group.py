@@ -19,13 +19,11 @@ import torch.distributed as dist
 
 from flatfsdp import collective_region
 from flatfsdp.errors import AgreementError, CheckpointError, ConfigValueError, by_ranks, warn
-from flatfsdp.messages import description_of, gather, on_all_ranks
-
-__all__ = ["LocalFailure", "TrainerRanks", "node", "warn_for_all"]
+from flatfsdp.messages import gather, on_all_ranks
 
 T = TypeVar("T")
 
-_EXCHANGE = "exchanges what a trainer or loader has"
+EXCHANGE = "exchanges what a trainer or loader has"
 
 # A group that only accelerators communicate over gets one beside it that the host does: one, whoever asks.
 _on_host: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -89,17 +87,7 @@ class TrainerRanks:
         Raises:
             AgreementError: on every rank: some make another call.
         """
-        return [value] if self.host is None else gather(value, self.host, call=_EXCHANGE)
-
-    def on_all(
-        self,
-        work: Callable[[], T],
-        *,
-        raises: Callable[[Mapping[int, str], Exception | None], Exception],
-        describe: Callable[[Exception], str] = description_of,
-    ) -> list[T]:
-        """`flatfsdp.messages.on_all_ranks` for these ranks. Collective."""
-        return on_all_ranks(work, self.host, call=_EXCHANGE, raises=raises, describe=describe)
+        return [value] if self.host is None else gather(value, self.host, call=EXCHANGE)
 
     def collective_call(self, doing: str, work: Callable[[], T]) -> list[T]:
         """Let every rank do its `work`; what each returned, in the order of ranks. Collective.
@@ -112,7 +100,7 @@ class TrainerRanks:
             alike = len(failed) == self.world and len(set(failed.values())) == 1
             return CheckpointError(f"{doing}: {failed[0] if alike else by_ranks(failed, ': ')}")
 
-        return self.on_all(work, raises=problem)
+        return on_all_ranks(work, self.host, call=EXCHANGE, raises=problem)
 
     def share(self, failure: LocalFailure | None) -> None:
         """Go on where no rank has a `failure`. Collective.

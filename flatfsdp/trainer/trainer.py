@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import flatfsdp
 from flatfsdp import ShardedGradScaler, checkpoint
@@ -24,6 +23,7 @@ from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import Callback, ProgressBar
 from flatfsdp.trainer.data_loading import Loader
+from flatfsdp.trainer.fused_loss import fused
 from flatfsdp.trainer.gradients import add_gradients
 from flatfsdp.trainer.instantiate import check_options, make, resolve
 from flatfsdp.trainer.launch import RankContext
@@ -31,11 +31,10 @@ from flatfsdp.trainer.loop import Loop
 from flatfsdp.trainer.memory_estimate import activations_counted
 from flatfsdp.trainer.model.hugging_face import files_of
 from flatfsdp.trainer.model.sharding import shard
-from flatfsdp.trainer.objectives.objectives import fused, objective_for
+from flatfsdp.trainer.objectives import objective_for
 from flatfsdp.trainer.optimizers import WarmupDecayLR, make_optimizer, make_scheduler, options_kept, warn_of_other_rates
 from flatfsdp.trainer.randomness import seed_all
-from flatfsdp.trainer.reports import Progress, TrainingResult
-from flatfsdp.trainer.run import Run, planned_steps
+from flatfsdp.trainer.run import Progress, Run, TrainingResult, planned_steps
 from flatfsdp.trainer.state.checkpoints import CheckpointManager
 from flatfsdp.trainer.state.components import Component, rng_component, stateful_component
 from flatfsdp.trainer.terminal import print_line
@@ -187,10 +186,7 @@ class Trainer(Run):
         with activations_counted() as activations:
             add_gradients(self.model, step, self.objective, world=self.world, scale=self.scaler.scale)
         self.optimizer.zero_grad(set_to_none=True)
-        most = torch.tensor(activations.peak_bytes, device=self.world.device)
-        with flatfsdp.collective_region():
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
+        return max(most for (most,) in self.ranks.rows(activations.peak_bytes))
 
     def export(self, folder: str | Path, *, dtype: torch.dtype | None = None, overwrite: bool = False) -> None:
         """Write the model, with its configuration and tokenizer where it has them, as a folder that `from_pretrained`

@@ -60,23 +60,14 @@ class ShardedSource:
 
 @dataclass(frozen=True)
 class _PrefetchedStep:
-    """A step that was read ahead of the one that is computed.
+    """A step that was read ahead of the one that is computed."""
 
-    Attributes:
-        size: bytes of each rank's message, END or FAILED.
-        part: what rank 0 keeps of it; None on the others.
-        failure: on rank 0, why it was not read.
-        message: what arrives on the others.
-        work: its arrival, to be waited for.
-        buffers: what it reads and writes, which has to stay until then.
-    """
-
-    size: int
-    part: StepPart | None = None
-    failure: DataError | None = None
-    message: Tensor | None = None
-    work: Any = None
-    buffers: list[Tensor] = field(default_factory=list)
+    size: int  # bytes of each rank's message, END or FAILED
+    part: StepPart | None = None  # what rank 0 keeps of it; None on the others
+    failure: DataError | None = None  # on rank 0, why it was not read
+    message: Tensor | None = None  # what arrives on the others
+    work: Any = None  # its arrival, to be waited for
+    buffers: list[Tensor] = field(default_factory=list)  # what it reads and writes, which has to stay until then
 
 
 class DispatchedSource:
@@ -160,9 +151,6 @@ def _difference(found: Sequence[int]) -> str:
         f"ranks read different data ({each}). In sharded mode the dataset has to give every rank the same samples, of "
         'which each rank takes its own; give it the whole stream, or read it on rank 0 with mode="dispatch"'
     )
-
-
-# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 def pack(value: Any) -> Tensor:

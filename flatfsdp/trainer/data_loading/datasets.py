@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, shown
@@ -145,7 +147,5 @@ def _row(name: str, values: Sequence[int] | Tensor) -> Tensor:
 
 
 def _stacked(rows: list[Tensor], width: int, fill: int) -> Tensor:
-    whole = torch.full((len(rows), width), fill, dtype=torch.int64)
-    for into, row in zip(whole, rows, strict=True):
-        into[: row.numel()] = row
-    return whole
+    whole = pad_sequence(rows, batch_first=True, padding_value=fill)
+    return F.pad(whole, (0, width - whole.shape[1]), value=fill)

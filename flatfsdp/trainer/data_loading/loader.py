@@ -22,11 +22,21 @@ from flatfsdp.errors import (
     ranks_in_words,
     shown,
 )
-from flatfsdp.trainer.process_group import LocalFailure, TrainerRanks
+from flatfsdp.messages import on_all_ranks
+from flatfsdp.trainer.process_group import EXCHANGE, LocalFailure, TrainerRanks
 
 from .batch_sources import DispatchedSource, ShardedSource
-from .iterable_style import StreamSource, stream_parts
-from .sample_reader import Collate, DataError, Microbatch, StepPart, Weigh, map_parts, weighed
+from .sample_reader import (
+    Collate,
+    DataError,
+    Microbatch,
+    StepPart,
+    StreamSource,
+    Weigh,
+    map_parts,
+    stream_parts,
+    weighed,
+)
 from .sampling import DataPosition, SampleOrder, StepLayout
 
 MODES = ("sharded", "dispatch")
@@ -306,36 +316,19 @@ class Loader(AbstractContextManager["Loader"]):
             )
 
 
-def evaluation(
-    dataset: Any,
-    *,
-    batch: int,
-    collate: Collate | None = None,
-    limit: int | None = None,
-    mode: str = "sharded",
-    workers: int = 0,
-    process_group: dist.ProcessGroup | None = None,
-) -> Iterator[Microbatch]:
+def evaluation(dataset: Any, *, batch: int, limit: int | None = None, **options: Any) -> Iterator[Microbatch]:
     """This rank's microbatches of `dataset`, read once in its order; equally many on all ranks. Collective.
 
     Every sample is in one microbatch of one rank. Where that leaves a rank without one, its microbatch is a stand-in
-    (`ids` empty), to be weighed 0. Arguments and errors are those of `Loader`.
+    (`ids` empty), to be weighed 0. Errors are those of `Loader`.
 
     Args:
+        dataset, batch, options: as of `Loader`: collate, mode, workers, process_group.
         limit: the first `limit * batch` samples only: so many batches over all ranks together, that what is evaluated
             does not depend on how many ranks there are. None: all.
     """
-    loader = Loader(
-        dataset,
-        batch=batch,
-        collate=collate,
-        shuffle=False,
-        epochs=1,
-        limit=None if limit is None else limit * batch,
-        mode=mode,
-        workers=workers,
-        process_group=process_group,
-    )
+    samples = None if limit is None else limit * batch
+    loader = Loader(dataset, batch=batch, shuffle=False, epochs=1, limit=samples, **options)
 
     def microbatches() -> Iterator[Microbatch]:
         with loader:
@@ -423,7 +416,9 @@ def _agreed(ranks: TrainerRanks, make: Callable[[], _CommonArguments]) -> _Commo
     def problem(failed: Mapping[int, str], own: Exception | None) -> FlatFSDPError:
         return own if isinstance(own, FlatFSDPError) else DataError(by_ranks(failed, ": "))
 
-    plans = ranks.on_all(make, raises=problem, describe=lambda error: str(DataError.of(error)))
+    plans = on_all_ranks(
+        make, ranks.host, call=EXCHANGE, raises=problem, describe=lambda error: str(DataError.of(error))
+    )
     for name in vars(plans[0]):
         found = ranks_by_value({rank: getattr(plan, name) for rank, plan in enumerate(plans)})
         if name == "extent":

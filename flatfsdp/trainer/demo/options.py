@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Sequence
-from functools import cached_property
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,9 +20,8 @@ from flatfsdp.trainer.arguments import Task, TrainingArguments
 from flatfsdp.trainer.callbacks import Callback, SampleText
 from flatfsdp.trainer.data_loading import TokenWindows
 from flatfsdp.trainer.demo.model import ByteTransformer
-from flatfsdp.trainer.objectives.objectives import CausalLM
-from flatfsdp.trainer.settings.field_types import Count, FilePath, Text, Whole
-from flatfsdp.trainer.settings.schema import Field, Settings, dataclass, setting
+from flatfsdp.trainer.objectives import CausalLM
+from flatfsdp.trainer.settings import Count, Field, FilePath, Settings, Text, Whole, dataclass, setting
 
 # Other people's packages, and what is full of data: tests, which are a third of the bytes, and tables.
 SKIPPED_FOLDERS = frozenset(
@@ -80,8 +79,8 @@ class DemoOptions(Settings):
 
     def task(self) -> Task:
         """The task; the text is read when a rank asks for it."""
-        data = _Data(self)
-        return Task(model=self.model, train_data=data.train, eval_data=data.valid, objective=CausalLM())
+        train, valid = (partial(_windows, self, part) for part in (0, 1))
+        return Task(model=self.model, train_data=train, eval_data=valid, objective=CausalLM())
 
     def model(self) -> ByteTransformer:
         """The model, untrained."""
@@ -144,21 +143,14 @@ def temperature(byte: int) -> float:
     return 0.3 if chr(byte).isalpha() else 0.8
 
 
-class _Data:
-    """The text's two parts as datasets, read once."""
+@lru_cache(1)
+def _parts(options: DemoOptions) -> tuple[Tensor, Tensor]:
+    """The bytes to train on, and those held out; uint8, 1-D; read once."""
+    joined = bytearray(b"".join(file.read_bytes() for file in corpus_files(options.text)))
+    valid = options.held_out(len(joined))
+    train, held_out = torch.frombuffer(joined, dtype=torch.uint8).split([len(joined) - valid, valid])
+    return train, held_out
 
-    def __init__(self, options: DemoOptions) -> None:
-        self._options = options
 
-    @cached_property
-    def _parts(self) -> tuple[Tensor, Tensor]:
-        """The bytes to train on, and those held out; uint8, 1-D."""
-        joined = bytearray(b"".join(file.read_bytes() for file in corpus_files(self._options.text)))
-        valid = self._options.held_out(len(joined))
-        return torch.frombuffer(joined, dtype=torch.uint8).split([len(joined) - valid, valid])
-
-    def train(self) -> TokenWindows:
-        return TokenWindows(self._parts[0], context=self._options.context)
-
-    def valid(self) -> TokenWindows:
-        return TokenWindows(self._parts[1], context=self._options.context)
+def _windows(options: DemoOptions, part: int) -> TokenWindows:
+    return TokenWindows(_parts(options)[part], context=options.context)

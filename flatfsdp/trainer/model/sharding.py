@@ -1,20 +1,29 @@
-"""From a plain model and `FSDPArguments` to a sharded model."""
+"""From a plain model and `FSDPArguments` to a sharded model.
+
+[Note: recomputation] Activation checkpointing: the forward of a module runs again in the backward, in place of keeping
+what it computed. The module stays what it is, names included: only its attribute `forward` changes. Inside a unit, so
+that the unit is gathered once for what runs again and for its gradients.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import refuse_value
 from flatfsdp.trainer.arguments import STRATEGIES, FSDPArguments
 from flatfsdp.trainer.model.hugging_face import initializer_of
-from flatfsdp.trainer.model.recomputation import recompute_units
 from flatfsdp.trainer.model.units import policy_for
 from flatfsdp.trainer.process_group import warn_for_all
 
@@ -24,10 +33,9 @@ def shard(
     arguments: FSDPArguments,
     *,
     device: torch.device,
-    process_group: Any = None,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> FullyShardedDataParallel:
-    """`model` under FSDP, in place; build the optimizer on what it returns.
+    """`model` under FSDP, in place, over all ranks; build the optimizer on what it returns.
 
     Collective where the constructor of `FullyShardedDataParallel` is; with `arguments.replicas` process groups are made
     over all ranks.
@@ -36,7 +44,6 @@ def shard(
         model: on any device, the meta device included: modules there get their values on `device`.
         arguments: what to shard, and how.
         device: where this rank computes.
-        process_group: the ranks to shard over; None for all, as the hybrid strategies need.
         param_init_fn: gives values to a module that was on the meta device; None for its `reset_parameters()`, or for
             what its model of transformers does.
 
@@ -45,26 +52,25 @@ def shard(
             is as it was then.
         UsageError: there is no process group, or the model cannot be wrapped.
     """
-    policy = policy_for(
-        model, arguments.units, fallback=arguments.units_fallback, param_dtype=_dtype(arguments.param_dtype)
-    )
+    # Names are dtypes once arguments are checked.
+    dtypes: tuple[Any, ...] = arguments.param_dtype, arguments.reduce_dtype, arguments.buffer_dtype
+    policy = policy_for(model, arguments.units, fallback=arguments.units_fallback, param_dtype=dtypes[0])
     if arguments.activation_checkpointing:
         _check_can_recompute(model, policy)
     sharded = FullyShardedDataParallel(
         model,
-        process_group=process_group,
         sharding_strategy=STRATEGIES[arguments.strategy],
         cpu_offload=arguments.cpu_offload,
         auto_wrap_policy=policy,
         backward_prefetch=None if arguments.backward_prefetch is None else arguments.backward_prefetch.upper(),
-        mixed_precision=_precision_of(arguments),
+        mixed_precision=None if dtypes == (None, None, None) else MixedPrecision(*dtypes),
         param_init_fn=param_init_fn or initializer_of(model),
         device_id=None if device.type == "cpu" else device,
         sync_module_states=arguments.sync_module_states,
         forward_prefetch=arguments.forward_prefetch,
         limit_all_gathers=arguments.limit_all_gathers,
         use_orig_params=arguments.use_orig_params,
-        device_mesh=_mesh_of(arguments, device, process_group),
+        device_mesh=_mesh_of(arguments, device),
         reshard_after_forward=arguments.reshard_after_forward,
     )
     if arguments.activation_checkpointing and not recompute_units(sharded):
@@ -72,22 +78,7 @@ def shard(
     return sharded
 
 
-def _precision_of(arguments: FSDPArguments) -> MixedPrecision | None:
-    compute, reduce, buffers = arguments.param_dtype, arguments.reduce_dtype, arguments.buffer_dtype
-    if compute is reduce is buffers is None:
-        return None
-    return MixedPrecision(_dtype(compute), _dtype(reduce), _dtype(buffers))
-
-
-def _dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    assert not isinstance(value, str), "names are dtypes once arguments are checked"
-    return value
-
-
-def _mesh_of(arguments: FSDPArguments, device: torch.device, process_group: Any) -> DeviceMesh | None:
-    if "hybrid" in arguments.strategy and process_group is not None:
-        hint = "A pair of groups, or a mesh, can be given to FullyShardedDataParallel itself."
-        refuse_value("process_group", process_group, f"None, with strategy {arguments.strategy}", hint=hint)
+def _mesh_of(arguments: FSDPArguments, device: torch.device) -> DeviceMesh | None:
     if arguments.replicas is None:
         return None
     world = dist.get_world_size()
@@ -105,3 +96,84 @@ def _check_can_recompute(model: nn.Module, policy: Any) -> None:
     if own:
         hint = f"{own[0] or type(model).__name__!r} has its own, which would run within; leave one of them out."
         refuse_value("activation_checkpointing", True, "False for a model that checkpoints activations", hint=hint)
+
+
+def recompute_units(model: nn.Module) -> int:
+    """Let each unit inside `model` but the outermost compute its activations again; returns how many those are.
+
+    The outermost unit would have to keep everything that it computes again at once. Batch norms, which are units of
+    their own under mixed precision, keep nothing that would be worth it.
+    """
+    wrappers = FullyShardedDataParallel.fsdp_modules(model)
+    inside = [each.module for each in wrappers if isinstance(each, FullyShardedDataParallel) and each is not model]
+    meant = [module for module in inside if not _is_batch_norm(module)]
+    for module in meant:
+        recompute(module)
+    return len(meant)
+
+
+def recompute(module: nn.Module) -> None:
+    """Let the forwards of `module` with gradients keep their inputs only, and run again in the backward.
+
+    What runs again draws the same random numbers, and what it writes to buffers, such as running statistics, is
+    dropped. Copies and pickles of the module have it, too. Once, however often it is called.
+    """
+    if not is_recomputed(module):
+        module.forward = _RecomputedForward(module, module.__dict__.get("forward"))
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether `recompute` was called for `module`."""
+    return isinstance(module.__dict__.get("forward"), _RecomputedForward)
+
+
+class _RecomputedForward:
+    """The forward of a module, to which it does not hold on: a circle would keep the memory of a deleted model."""
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
+        self._module = weakref.ref(module)
+        self._own = own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None, "it is called by its module"
+        forward = self._own or MethodType(type(module).forward, module)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        contexts = partial(_first_and_again, buffers) if (buffers := _buffers_of(module)) else noop_context_fn
+        # Keywords are bound, lest they be taken for those of checkpoint().
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _RecomputedForward, (self._module(), self._own)
+
+
+# A buffer, and the dtype in which the first run read it: the unit may have cast it for that run only.
+_Buffers = list[tuple[nn.Module, str, torch.dtype]]
+
+
+def _buffers_of(module: nn.Module) -> _Buffers:
+    return [
+        (each, name, buffer.dtype) for each in module.modules() for name, buffer in each.named_buffers(recurse=False)
+    ]
+
+
+def _first_and_again(buffers: _Buffers) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _copies_of(buffers)
+
+
+@contextmanager
+def _copies_of(buffers: _Buffers) -> Iterator[None]:
+    """Copies in their places: a batch norm that runs again would follow the same batch twice."""
+    originals = [getattr(module, name) for module, name, _ in buffers]
+    try:
+        for (module, name, dtype), original in zip(buffers, originals, strict=True):
+            setattr(module, name, original.to(dtype, copy=True))
+        yield
+    finally:
+        for (module, name, _), original in zip(buffers, originals, strict=True):
+            setattr(module, name, original)
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return getattr(module, "track_running_stats", False) is True

@@ -217,12 +217,13 @@ def _largest(groups: Iterable[Modules]) -> Modules:
 
 def _without_ties(model: nn.Module, modules: Modules) -> Modules:
     """Those of `modules` that share no parameter with a module outside of them: it would be gathered for both."""
-    homes = Counter(id(parameter) for each in model.modules() for parameter in each.parameters(recurse=False))
-    return {path: module for path, module in modules.items() if all(homes[key] == n for key, n in _held(module))}
+    homes = _homes(model)
+    return {path: each for path, each in modules.items() if all(homes[key] == n for key, n in _homes(each).items())}
 
 
-def _held(module: nn.Module) -> Iterable[tuple[int, int]]:
-    return Counter(id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False)).items()
+def _homes(module: nn.Module) -> Counter[int]:
+    """In how many modules inside each parameter is, by its id."""
+    return Counter(id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False))
 
 
 def _size(group: Modules) -> int:

@@ -31,7 +31,7 @@ from flatfsdp import FullStateDictConfig, FullyShardedDataParallel, checkpoint
 from flatfsdp.checkpoint import Keeping, Listed, Saving
 from flatfsdp.errors import CheckpointError, few, refuse_value
 from flatfsdp.trainer.process_group import TrainerRanks
-from flatfsdp.trainer.state.components import Component, choose, give, take, verify
+from flatfsdp.trainer.state.components import Component, choose, give, take
 
 __all__ = ["CheckpointManager", "LoadResult", "SaveResult"]
 
@@ -179,14 +179,6 @@ class CheckpointManager:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
-
-    def verify(self, components: Sequence[Component]) -> None:
-        """Compare replicated components over ranks, as each `save` does.
-
-        Raises:
-            AgreementError: on every rank, with every component that differs, where, and on which ranks.
-        """
-        verify(components, self._ranks)
 
     def _beside(
         self, model: nn.Module, described: Mapping[str, Any], files: Callable[[Path], None] | None
@@ -418,7 +410,5 @@ def _on_rank_0(model: nn.Module) -> AbstractContextManager[None]:
 
 def _weights_in(folder: Path) -> str:
     """The name of a file with weights, or of an index of such; empty where there is none."""
-    for pattern in ("*.safetensors", "*.safetensors.index.json", WHOLE, f"{WHOLE}.index.json"):
-        for found in sorted(folder.glob(pattern)):
-            return found.name
-    return ""
+    patterns = ("*.safetensors", "*.safetensors.index.json", WHOLE, f"{WHOLE}.index.json")
+    return next((found.name for pattern in patterns for found in sorted(folder.glob(pattern))), "")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,10 @@ from flatfsdp.errors import AgreementError, CheckpointError, ConfigTypeError, Co
 from flatfsdp.trainer.process_group import TrainerRanks, node
 from flatfsdp.trainer.randomness import host_states, restore_host, seed_all, seed_of
 
-__all__ = ["Component", "Sharing", "Stateful", "rng_component", "stateful_component"]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+__all__ = ["Component", "Sharing", "rng_component", "stateful_component"]
 
 State = Mapping[str, Any]
 ALL = "all"
@@ -83,16 +86,6 @@ class Component:
                 f"component {self.name!r}: sharing is {self.sharing} and group is {self.group!r}. Accepted: a process "
                 "group for PER_GROUP, and None otherwise."
             )
-
-
-class Stateful(Protocol):
-    """Anything that gives its state and takes it back: schedulers, loaders, scalers, ..."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take it back."""
 
 
 def stateful_component(

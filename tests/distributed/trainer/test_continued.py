@@ -18,7 +18,7 @@ from flatfsdp.errors import CheckpointError, ConfigValueError
 from flatfsdp.trainer import CausalLM, FSDPArguments, Task, Trainer, TrainingArguments
 from flatfsdp.trainer.callbacks import Callback
 from flatfsdp.trainer.demo.model import ByteTransformer
-from flatfsdp.trainer.reports import StepReport
+from flatfsdp.trainer.run import StepReport
 from tests.conftest import Run
 
 SAMPLES = 12

@@ -20,9 +20,10 @@ from flatfsdp import FullyShardedDataParallel, checkpoint
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
 from flatfsdp.trainer import Trainer
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
+from flatfsdp.trainer.fused_loss import fused
 from flatfsdp.trainer.model.hugging_face import build_pretrained, files_of, initializer_of, is_pretrained_folder
 from flatfsdp.trainer.model.sharding import shard
-from flatfsdp.trainer.objectives.objectives import CausalLM, FromOutput, Objective, fused, objective_for
+from flatfsdp.trainer.objectives import CausalLM, FromOutput, Objective, objective_for
 from tests.conftest import Run
 from tests.harness.fake import fake_world
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import FlatFSDPWarning, UsageError
 from flatfsdp.trainer.arguments import FSDPArguments
+from flatfsdp.trainer.fused_loss import fused, linear_cross_entropy
 from flatfsdp.trainer.model.sharding import shard
-from flatfsdp.trainer.objectives.chunked_loss import linear_cross_entropy
-from flatfsdp.trainer.objectives.objectives import CausalLM, Classification, FromOutput, Objective, fused, objective_for
+from flatfsdp.trainer.objectives import CausalLM, Classification, FromOutput, Objective, objective_for
 from tests.conftest import Run
 from tests.harness import memory
 from tests.harness.fake import fake_world

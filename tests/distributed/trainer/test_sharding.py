@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel, ShardingStrategy, stats, summary
 from flatfsdp.errors import ConfigValueError, FlatFSDPWarning, UsageError
 from flatfsdp.trainer.arguments import FSDPArguments
-from flatfsdp.trainer.model.recomputation import is_recomputed, recompute
-from flatfsdp.trainer.model.sharding import shard
+from flatfsdp.trainer.model.sharding import is_recomputed, recompute, shard
 from flatfsdp.wrap import size_based_auto_wrap_policy
 from tests.conftest import Run
 from tests.harness.fake import fake_world
@@ -153,9 +152,7 @@ def test_what_contradicts_the_model_or_the_ranks_is_refused_before_anything_is_w
     CASE.loss(model, CASE.batch(0, 0)).backward()
 
 
-def test_a_hybrid_takes_no_process_group_and_no_group_is_missed() -> None:
-    with fake_world(4) as group, pytest.raises(ConfigValueError, match=r"process_group: .* with strategy hybrid_shard"):
-        shard(CASE.build(), arguments(strategy="hybrid_shard"), device=CPU, process_group=group)
+def test_a_missing_process_group_is_named() -> None:
     with pytest.raises(UsageError, match="no process group"):
         shard(CASE.build(), arguments(), device=CPU)
 

@@ -19,7 +19,7 @@ from flatfsdp.trainer import CausalLM, FSDPArguments, Task, Trainer, TrainingArg
 from flatfsdp.trainer.callbacks import Callback, EarlyStop, MetricsLog, Summary, read_metrics
 from flatfsdp.trainer.demo.model import ByteTransformer
 from flatfsdp.trainer.preemption import ASKED
-from flatfsdp.trainer.reports import StepReport
+from flatfsdp.trainer.run import StepReport
 from tests.conftest import Run
 
 SAMPLES, BATCH = 22, 4  # the last step of an epoch is smaller

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from flatfsdp.trainer import FSDPArguments, Task, Trainer, TrainingArguments
 from flatfsdp.trainer.callbacks import Callback, MetricsLog
 from flatfsdp.trainer.launch import Placement, RankContext, run
-from flatfsdp.trainer.reports import StepReport
+from flatfsdp.trainer.run import StepReport
 
 SAMPLES, EPOCHS, GLOBAL_BATCH, SAVE_EVERY = 25, 3, 6, 3
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, Plan, dry_run, memory_plan, stats
 from flatfsdp.errors import ConfigValueError, UsageError, current_rank
-from flatfsdp.trainer.optimizer_names import OPTIMIZERS
+from flatfsdp.trainer.arguments import OPTIMIZERS
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
 from tests.harness.memory import peak_bytes

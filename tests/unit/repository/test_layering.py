@@ -374,12 +374,12 @@ def test_the_reader_sees_through_aliases() -> None:
 
 # Its parts (a folder is one), each importing from earlier rows and its own.
 TRAINER_ROWS = (
-    "process_group settings preemption terminal randomness optimizer_names",
+    "process_group settings preemption terminal randomness",
     "arguments launch",
     "instantiate",
     "optimizers model",
-    "objectives data_loading state memory_estimate",
-    "gradients reports",
+    "objectives fused_loss data_loading state memory_estimate",
+    "gradients",
     "run",
     "callbacks",
     "loop",

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer.demo import DemoOptions
 from flatfsdp.trainer.demo.model import TOGETHER, ByteTransformer, spread
-from flatfsdp.trainer.demo.options import corpus_files, temperature
+from flatfsdp.trainer.demo.options import DemoOptions, corpus_files, temperature
 
 # options
 

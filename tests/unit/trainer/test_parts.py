@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer import launch, preemption, reports
+from flatfsdp.trainer import launch, preemption
 from flatfsdp.trainer.callbacks import (
     BAR,
     PLAIN_LINES,
@@ -33,7 +33,7 @@ from flatfsdp.trainer.callbacks import (
 from flatfsdp.trainer.launch import Placement
 from flatfsdp.trainer.memory_estimate import activations_counted
 from flatfsdp.trainer.preemption import ASKED, StopRequest
-from flatfsdp.trainer.reports import MemoryFootprint, Progress, StepReport
+from flatfsdp.trainer.run import MemoryFootprint, Progress, StepReport, TrainingResult
 from flatfsdp.trainer.terminal import size_in_words, sizes_in_words
 
 MIB = 2**20
@@ -342,7 +342,7 @@ def test_bytes_for_people() -> None:
 
 def test_a_signal_is_the_exit_code() -> None:
     def code(stopped_by: int) -> int:
-        return reports.TrainingResult(
+        return TrainingResult(
             steps=1, tokens=1, seconds=1.0, taken=1, tokens_per_second=1.0, losses=(1.0,), stopped_by=stopped_by,
             checkpoint=None, footprint=MemoryFootprint(),
         ).exit_code  # fmt: skip

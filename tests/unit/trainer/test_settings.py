@@ -19,9 +19,17 @@ from flatfsdp import ShardingStrategy
 from flatfsdp.errors import FlatFSDPError
 from flatfsdp.trainer.arguments import DTYPES, FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.instantiate import check_all_taken, made, resolve
-from flatfsdp.trainer.settings.command_line import Parser, flag_of, read_file
-from flatfsdp.trainer.settings.field_types import Count, FilePath
-from flatfsdp.trainer.settings.schema import Settings, dataclass, fields_of, setting
+from flatfsdp.trainer.settings import (
+    Count,
+    FilePath,
+    Parser,
+    Settings,
+    dataclass,
+    fields_of,
+    flag_of,
+    read_file,
+    setting,
+)
 
 GROUPS = {"training": TrainingArguments(), "fsdp": FSDPArguments()}
 

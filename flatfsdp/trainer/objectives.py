@@ -11,17 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp.errors import UsageError
-from flatfsdp.trainer.model.hugging_face import is_causal, takes_input_ids, without_cache
-from flatfsdp.trainer.objectives.chunked_loss import linear_cross_entropy
-from flatfsdp.trainer.objectives.lm_head import NoHeadError, find_head, in_place_of_head
-from flatfsdp.trainer.process_group import warn_for_all
+from flatfsdp.trainer.model.hugging_face import is_causal, without_cache
 
 IGNORED = -100
 
@@ -150,69 +146,6 @@ class FromOutput:
 
 
 # --- fused ------------------------------------------------------------------------------------------------------------
-
-
-def fused(objective: Objective, model: nn.Module, *, example: Any = None, rows: int | None = None) -> Objective:
-    """`objective` with head and cross entropy of `model` in chunks of rows: logits are never whole in memory.
-
-    For `CausalLM`, and any model whose logits are what an `nn.Linear` returns, with nothing after it, tied or not; no
-    protocol is asked for. Which one that is shows in two forwards without gradients, so call it after sharding, on all
-    ranks. Where there is none it warns why, and returns `objective` as it is.
-
-    Args:
-        objective: the objective to compute.
-        model: the sharded model; the objective returned is for this one, and does not keep it alive.
-        example: a small batch for those forwards, of the same size on all ranks; None for two tokens.
-        rows: tokens of a chunk; None for so many that their logits are about as large as the hidden states.
-
-    Values and gradients are those of `objective` but for the order of sums. A loss has one backward.
-    """
-    try:
-        if not isinstance(objective, CausalLM):
-            raise NoHeadError(f"a {type(objective).__name__} is not known to be the cross entropy of a linear layer")
-        batch = _two_tokens(model) if example is None else example
-        head = find_head(model, lambda: logits_of(call(model, batch)))
-    except NoHeadError as reason:
-        warn_for_all(f"fused_loss: without effect, logits will be whole in memory: {reason}")
-        return objective
-    return _FusedCausalLM(objective, ref(head), rows)
-
-
-@dataclass(frozen=True)
-class _FusedCausalLM:
-    """`CausalLM` whose loss is computed where the model calls its head, which therefore is gathered as always."""
-
-    objective: CausalLM
-    head: ref[nn.Linear]
-    rows: int | None
-
-    def weight(self, batch: Any) -> int:
-        return self.objective.weight(batch)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        head, targets = self.head(), self.objective.targets(batch)
-        if head is None or all(each is not head for each in model.modules()):
-            raise UsageError("fused: this objective is for another model; call fused(objective, model) with this one")
-
-        def total(hidden: Tensor) -> Tensor:
-            check_fit(hidden, targets, model)
-            return linear_cross_entropy(
-                hidden,
-                head.weight,
-                head.bias,
-                targets.to(hidden.device),
-                ignore_index=self.objective.ignore_index,
-                rows=self.rows,
-            )
-
-        with in_place_of_head(head, total):
-            return logits_of(call(model, batch))
-
-
-def _two_tokens(model: nn.Module) -> Any:
-    device = next((parameter.device for parameter in model.parameters()), None)
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    return {"input_ids": tokens} if takes_input_ids(model) else tokens
 
 
 # --- models and batches -----------------------------------------------------------------------------------------------

@@ -1,1 +1,0 @@
-"""Objectives, and their computation in chunks, without all logits in memory."""
