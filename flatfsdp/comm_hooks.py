@@ -25,14 +25,9 @@ __all__ = ["DefaultState", "allreduce_hook", "bf16_compress_hook", "fp16_compres
 class State(Protocol):
     """What the hooks read: the ranks, and two factors whose product is their number."""
 
-    @property
-    def process_group(self) -> Any: ...
-
-    @property
-    def gradient_predivide_factor(self) -> float: ...
-
-    @property
-    def gradient_postdivide_factor(self) -> float: ...
+    process_group: Any
+    gradient_predivide_factor: float
+    gradient_postdivide_factor: float
 
 
 class DefaultState:

@@ -124,12 +124,12 @@ def fail(error: FlatFSDPError) -> NoReturn:
 
 def refuse_type(argument: str, value: object, accepted: str, *, hint: str = "") -> NoReturn:
     """Raise :class:`ConfigTypeError`: which argument, what was given, what is accepted, and perhaps what to do."""
-    raise ConfigTypeError(f"{argument}: got {shown(value)}. Accepted: {accepted}.{_appended(hint)}")
+    raise ConfigTypeError(f"{argument}: got {shown(value)}. Accepted: {accepted}.{hint and f' {hint}'}")
 
 
 def refuse_value(argument: str, value: object, accepted: str, *, hint: str = "") -> NoReturn:
     """Raise :class:`ConfigValueError`, of the same form as :func:`refuse_type`."""
-    raise ConfigValueError(f"{argument}: got {value!r}. Accepted: {accepted}.{_appended(hint)}")
+    raise ConfigValueError(f"{argument}: got {value!r}. Accepted: {accepted}.{hint and f' {hint}'}")
 
 
 def did_you_mean(name: str, accepted: Iterable[str]) -> str:
@@ -180,10 +180,6 @@ def shown(value: object) -> str:
 def few(names: Sequence[str]) -> str:
     """Three of ``names``, and how many there are besides."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _appended(sentence: str) -> str:
-    return f" {sentence}" if sentence else ""
 
 
 # Frames of these packages are never the line the user wrote.

@@ -13,8 +13,7 @@ from .api import JOIN_UNITS_BELOW, BackwardPrefetch, Config, CPUOffload, MixedPr
 from .engine.base import _torch
 from .engine.comm.process_groups import groups_in_words, is_first_of, resolve_groups
 from .engine.config.arguments import check_arguments
-from .engine.config.state_dict_configs import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
-from .engine.facade.fsdp1_compat import FSDP1Names, wrapped_inside
+from .engine.facade.fsdp1_compat import FSDP1Names
 from .engine.facade.schedule_api import ScheduleControls
 from .engine.features.clip import clip_grad_norm
 from .engine.features.forward_methods import through_wrapper
@@ -22,7 +21,7 @@ from .engine.runtime.model import model_of
 from .engine.runtime.module_tree import units_at, units_in, with_owning_units
 from .engine.state import full_params
 from .engine.state.model import loading, saving
-from .engine.state.model.types import set_type, settings_of, type_for_a_while
+from .engine.state.model.types import StateDictTypes
 from .engine.state.optim.api import OptimStates
 from .engine.wrapping import serialization as copying
 from .engine.wrapping.auto_wrap import auto_wrapped
@@ -39,7 +38,7 @@ from .engine.wrapping.wrapper_support import (
 from .errors import one_voice
 
 
-class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Module):
+class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, OptimStates, nn.Module):
     """Train `module` with its parameters, gradients and optimizer state split over ranks.
 
     The parameters of `module` that no nested wrapper owns become one *unit*: they lie in a flat parameter, of which
@@ -141,28 +140,9 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
         reshard_after_forward: bool | int | None = None,
         join_units_below: int = JOIN_UNITS_BELOW,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}
         with one_voice(speaks=is_first_of(process_group, device_mesh)):
-            config = check_arguments(
-                module,
-                process_group=process_group,
-                sharding_strategy=sharding_strategy,
-                cpu_offload=cpu_offload,
-                auto_wrap_policy=auto_wrap_policy,
-                backward_prefetch=backward_prefetch,
-                mixed_precision=mixed_precision,
-                ignored_modules=ignored_modules,
-                param_init_fn=param_init_fn,
-                device_id=device_id,
-                sync_module_states=sync_module_states,
-                forward_prefetch=forward_prefetch,
-                limit_all_gathers=limit_all_gathers,
-                use_orig_params=use_orig_params,
-                ignored_states=ignored_states,
-                device_mesh=device_mesh,
-                check_values=check_values,
-                reshard_after_forward=reshard_after_forward,
-                join_units_below=join_units_below,
-            )
+            config = check_arguments(module, **given)
             super().__init__()
             self._wrap(module, resolve_groups(config))
 
@@ -286,46 +266,6 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
     def _load_from_state_dict(self, *args: Any) -> None:
         loading.begin(self, *args)
 
-    @staticmethod
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType | str,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> AbstractContextManager[None]:
-        """A context in which state dicts of `module`, and of its optimizers, are of one type. No communication.
-
-        Args:
-            module: a wrapper, or any module with wrappers inside.
-            state_dict_type: a `StateDictType`, or the name of a member ("FULL", "SHARDED", "LOCAL" will do).
-            state_dict_config: the config for models that belongs to the type; None for its defaults.
-            optim_state_dict_config: the config for optimizers; None for its defaults.
-
-        Raises:
-            ConfigTypeError, ConfigValueError: no such type, or a config that belongs to another one.
-        """
-        return type_for_a_while(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType | str,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """As `state_dict_type`, with the same arguments (`module`, `state_dict_type`, `state_dict_config`,
-        `optim_state_dict_config`), but for good; returns the settings before. No communication."""
-        return set_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The settings of all wrappers in `module`.
-
-        Raises:
-            UsageError: they differ.
-        """
-        return settings_of(module)
-
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call `fn(module)` on every module inside, children first, with whole parameters; what it writes is kept.
 
@@ -334,16 +274,6 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, OptimStates, nn.Mod
         with self.summon_full_params(self, recurse=False):
             super().apply(fn)
         return self
-
-    def check_is_root(self) -> bool:
-        """Whether this is the outermost wrapper of its model. Collective if nothing collective came before."""
-        self._lazy_init()
-        return bool(self._is_root)
-
-    @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
-        """The wrappers in `module`, itself included, parents first; with `root_only` only outermost ones."""
-        return list(wrapped_inside(module, root_only=root_only))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backward sends nothing: whole gradients add up until the next backward outside of it.

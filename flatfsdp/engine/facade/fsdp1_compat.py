@@ -5,7 +5,6 @@ Read-only but for the three that programs set after construction: both kinds of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +188,17 @@ class FSDP1Names:
             return TrainingState.IDLE
         return TrainingState.SUMMON_FULL_PARAMS if phase is SUMMONED else TrainingState.FORWARD_BACKWARD
 
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost wrapper of its model. Collective if nothing collective came before."""
+        self._lazy_init()
+        return bool(self._is_root)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
+        """The wrappers in `module`, itself included, parents first; with `root_only` only outermost ones."""
+        found = [each for each in module.modules() if isinstance(each, FSDP1Names)]
+        return [each for each in found if not root_only or model_of(each._unit).outermost is each._unit]
+
 
 def _change_prefetch(unit: Unit, setting: str, backward: BackwardPrefetch | None, forward: bool) -> None:
     check_outside(unit, setting)
@@ -200,10 +210,3 @@ def _change_prefetch(unit: Unit, setting: str, backward: BackwardPrefetch | None
         except ConfigValueError:
             model_of(unit).setup.set_prefetch(unit, *before)
             raise
-
-
-def wrapped_inside(module: nn.Module, *, root_only: bool) -> Iterator[nn.Module]:
-    """Wrappers in `module`, itself included, in the order of `modules()`; with `root_only` outermost ones."""
-    for each in module.modules():
-        if isinstance(each, FSDP1Names) and (not root_only or model_of(each._unit).outermost is each._unit):
-            yield each

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...api import BackwardPrefetch
+from ...api import BackwardPrefetch, check_bool
 from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value
 from ..base import _torch
 from ..config.schedule_options import reshard_choice
 from ..config.unit_options import PrefetchTargets
 from ..device.streams import Device
-from ..features.persistent_params import can_stay, keep_frozen, persistent_params_of
+from ..features.persistent_params import budget, can_stay, keep_frozen, persistent_params_of
 from ..flat.sources import ParamPersistence
 from ..flat.states import SUMMONED
 from ..runtime.model import model_of
@@ -65,7 +65,7 @@ class ScheduleControls:
             UsageError: inside a backward, or inside `summon_full_params()`.
             AgreementError: ranks do different things.
         """
-        _check_bool("unshard", "async_op", async_op)
+        check_bool("unshard: async_op", async_op)
         unit = self._unit
         if unit.phase is SUMMONED or _torch.in_backward():
             where = "inside a backward" if _torch.in_backward() else "inside summon_full_params(), where it is whole"
@@ -298,17 +298,13 @@ class ScheduleControls:
             UsageError: inside a forward or a backward, or inside `inference()`.
         """
         method = "keep_frozen_unsharded"
-        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
-            refuse_type(f"{method}: max_bytes", max_bytes, "a number of bytes, or None")
-        if max_bytes is not None and max_bytes < 0:
-            refuse_value(f"{method}: max_bytes", max_bytes, "0 or more bytes, or None for all")
+        left = budget(method, max_bytes)
         places = [residence.value for residence in ParamPersistence]
         if on not in places:
             refuse_value(f"{method}: on", on, " or ".join(map(repr, places)))
         units = self._meant(method, True)
         if any(persistent_params_of(model_of(unit)).pinned is not None for unit in units):
             raise UsageError(f"{method} of unit {self._unit.label} was called inside inference(); call it outside")
-        left = math.inf if max_bytes is None else max_bytes
         for unit in units:
             size = sum(handle.unsharded_bytes for handle in unit.handles if can_stay(handle))
             fits = 0 < size <= left
@@ -333,7 +329,7 @@ class ScheduleControls:
             UsageError: inside a forward or a backward, or on a nested wrapper.
         """
         method, unit = "set_unshard_async_op", self._unit
-        _check_bool(method, "async_op", async_op)
+        check_bool(f"{method}: async_op", async_op)
         check_outside(unit, method)
         root = model_of(unit)
         if root.outermost is not unit:
@@ -364,7 +360,7 @@ class ScheduleControls:
             ConfigTypeError: no bool.
             UsageError: inside a forward or a backward.
         """
-        _check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
+        check_bool("set_is_last_backward: is_last_backward", is_last_backward)
         check_outside(self._unit, "set_is_last_backward")
         model_of(self._unit).backwards.is_last_backward = is_last_backward
 
@@ -377,17 +373,17 @@ class ScheduleControls:
         Raises:
             ConfigTypeError: no bool.
         """
-        _check_bool("set_force_sum_reduction_for_comms", "enable", enable)
+        check_bool("set_force_sum_reduction_for_comms: enable", enable)
 
     def _set(self, recurse: bool, name: str, value: object, *fields: str) -> None:
         method = f"set_{name}"
-        _check_bool(method, name, value)
+        check_bool(f"{method}: {name}", value)
         for unit in self._meant(method, recurse):
             model_of(unit).setup.set_schedule(unit, **dict.fromkeys(fields, value))
 
     def _meant(self, method: str, recurse: bool) -> list[Unit]:
         """The units that a setting is for; refuses it inside a forward or a backward."""
-        _check_bool(method, "recurse", recurse)
+        check_bool(f"{method}: recurse", recurse)
         check_outside(self._unit, method)
         return units_in(_module(self)) if recurse else [self._unit]
 
@@ -395,11 +391,6 @@ class ScheduleControls:
 def _module(wrapper: object) -> nn.Module:
     assert isinstance(wrapper, nn.Module)
     return wrapper
-
-
-def _check_bool(method: str, name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        refuse_type(f"{method}: {name}", value, "True or False")
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any, device: Device) -> Callable[[torch.Tensor], None]:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, refuse_type, warn
+from ...api import check_bool
+from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, warn
 from ..comm.transport import Transport
 from ..runtime import param_registry as registry
 from ..runtime.model import Model, model_of
@@ -82,10 +83,18 @@ class _Gradients(NamedTuple):
         return total if math.isinf(p) or p == 0 else total ** (1.0 / p)
 
 
-def _checked(root: Model, max_norm: object, norm_type: Any, error_if_nonfinite: object) -> float:
-    """The order of the norm."""
-    if not isinstance(error_if_nonfinite, bool):
-        refuse_type("error_if_nonfinite", error_if_nonfinite, "True or False")
+@torch.no_grad()
+def clip_grad_norm(
+    root: Model, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """Scale the gradients of `parameters`, as optimizers see them and the same on all ranks, so that their joint norm
+    is at most `max_norm`; returns the norm before.
+
+    A sharded gradient counts once over its shard group, one that every rank holds once. Collective over the shard
+    groups: one scalar each, present gradients or not. A norm that is not finite is that on all ranks, which with
+    `error_if_nonfinite` go on to tell each other which gradient it is.
+    """
+    check_bool("error_if_nonfinite", error_if_nonfinite)
     if stepping := optimizers_of(root).active:
         raise UsageError(
             f"clip_grad_norm_: {type(stepping[0]).__name__} steps in backwards, so that gradients are "
@@ -101,21 +110,6 @@ def _checked(root: Model, max_norm: object, norm_type: Any, error_if_nonfinite: 
         raise ConfigTypeError(f"norm_type: got {norm_type!r}. Accepted: a number, or 'inf'") from None
     if math.isnan(p) or p < 0:
         raise ConfigValueError(f"norm_type: got {norm_type!r}. Accepted: 0, a positive number, or inf")
-    return p
-
-
-@torch.no_grad()
-def clip_grad_norm(
-    root: Model, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
-) -> torch.Tensor:
-    """Scale the gradients of `parameters`, as optimizers see them and the same on all ranks, so that their joint norm
-    is at most `max_norm`; returns the norm before.
-
-    A sharded gradient counts once over its shard group, one that every rank holds once. Collective over the shard
-    groups: one scalar each, present gradients or not. A norm that is not finite is that on all ranks, which with
-    `error_if_nonfinite` go on to tell each other which gradient it is.
-    """
-    p = _checked(root, max_norm, norm_type, error_if_nonfinite)
     found = _Gradients.of(root, parameters)
     norm = found.norm(p, root.resources.device.device)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):

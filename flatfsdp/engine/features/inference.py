@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
-from ...errors import UsageError, refuse_type, refuse_value
+from ...errors import UsageError
 from ..base import _torch
 from ..flat.sources import DEVICE
 from ..flat.states import SUMMONED
@@ -17,7 +16,7 @@ from ..runtime.model import Model, model_of
 from ..runtime.module_tree import units_in
 from ..runtime.rest import collective_call, free_unsharded, models_of, quiesce
 from ..runtime.unit import Unit
-from .persistent_params import HandleRef, persistence_of, persistent_params_of
+from .persistent_params import HandleRef, budget, persistence_of, persistent_params_of
 
 
 @contextmanager
@@ -48,10 +47,7 @@ def inference(model: nn.Module, max_bytes: int | None = None) -> Iterator[None]:
         ...     model(torch.ones(3, 2)).shape
         torch.Size([3, 1])
     """
-    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
-        refuse_type("inference: max_bytes", max_bytes, "a number of bytes, or None")
-    if max_bytes is not None and max_bytes < 0:
-        refuse_value("inference: max_bytes", max_bytes, "0 or more bytes, or None for all")
+    budget("inference", max_bytes)
     units = units_in(model)
     if not units:
         raise UsageError(
@@ -112,7 +108,7 @@ def _end(root: Model) -> None:
 
 def _chosen(units: list[Unit], max_bytes: int | None) -> list[HandleRef]:
     """What is kept, within the budget."""
-    left = math.inf if max_bytes is None else max_bytes
+    left = budget("inference", max_bytes)
     chosen = []
     for unit in units:
         for kind, handle in enumerate(unit.handles):

@@ -26,7 +26,7 @@ import json
 import math
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -240,7 +240,8 @@ class LocalClipping(Observer):
             max(info.tiny for info in infos),
         )
         watch = current_watch()
-        watch.run(ScaleComparison(watch.store, root.agreement.peers.scope, self._group, finding))
+        steps = _comparison(watch.store, f"{root.agreement.peers.scope}/scaled", self._group, finding)
+        watch.run(lambda: next(steps, True) is not None)
 
 
 class SampleOnHost(NamedTuple):
@@ -275,52 +276,32 @@ class SampleOnHost(NamedTuple):
         return None if factor is None else Scaling(factor, norm, self.numbers)
 
 
-class ScaleComparison:
-    """What this rank found, and the rank before it: called by the watch until it returns True."""
-
-    def __init__(self, store: StoreClient, scope: str, group: Axis, finding: SampleOnHost) -> None:
-        self._store = store
-        self._key = f"{scope}/scaled"
-        self._rank = group.ranks[group.rank]
-        self._before = group.ranks[group.rank - 1] if group.rank else None
-        self._finding = finding
-        self._mine: Scaling | None = None
-        self._posted = False
-        self._deadline = time.monotonic() + PATIENCE
-
-    def __call__(self) -> bool:
-        """Go on with it; True when it is over."""
-        if not self._posted:
-            if not self._finding.is_there:
-                return False
-            self._mine = self._finding.scaling()
-            self._store.post(f"{self._key}/{self._rank}", _text_of(self._finding.step, self._mine))
-            self._posted = True
-        if self._mine is None or self._before is None or time.monotonic() > self._deadline:
-            return True
-        match parse(self._store.read(f"{self._key}/{self._before}")):
-            case [int(step), float(factor), float(norm), list(numbers)] if step == self._finding.step:
-                if SMALLEST < factor < 2:  # whatever else may stand there
-                    others = frozenset(number for number in numbers if isinstance(number, int))
-                    self._judge(Scaling(factor, norm, others))
-                return True
-            case [int(step), *_]:
-                return step >= self._finding.step
-        return False
-
-    def _judge(self, other: Scaling) -> None:
-        assert self._mine is not None
-        if not are_apart(self._mine, other, within=self._finding.within):
-            return
-        claim = f"{self._key}/{self._rank} in step {self._finding.step}"
-        if self._store.set_if_absent(TOLD, claim) == claim:
-            _found.append(
-                "ranks clip their gradients by norms of their own: between a backward and the optimizer's step rank "
-                f"{self._before} multiplied its gradients by {other.factor:.4g}, rank {self._rank} by "
-                f"{self._mine.factor:.4g}, so that the step goes in another direction. "
-                "torch.nn.utils.clip_grad_norm_() knows this rank's shards only: call model.clip_grad_norm_() of the "
-                "outermost FullyShardedDataParallel instead, on all ranks"
-            )
+def _comparison(store: StoreClient, key: str, group: Axis, sample: SampleOnHost) -> Iterator[None]:
+    """Compare what this rank found with what the rank before it did; yields where there is nothing to read yet."""
+    deadline = time.monotonic() + PATIENCE
+    while not sample.is_there:
+        yield
+    mine, rank, before = sample.scaling(), group.ranks[group.rank], group.ranks[group.rank - 1]
+    store.post(f"{key}/{rank}", _text_of(sample.step, mine))
+    while mine is not None and group.rank and time.monotonic() <= deadline:
+        match parse(store.read(f"{key}/{before}")):
+            case [int(step), float(factor), float(norm), list(numbers)] if step == sample.step:
+                other = Scaling(factor, norm, frozenset(number for number in numbers if isinstance(number, int)))
+                claim = f"{key}/{rank} in step {step}"
+                # Whatever else may stand there.
+                is_apart = SMALLEST < factor < 2 and are_apart(mine, other, within=sample.within)
+                if is_apart and store.set_if_absent(TOLD, claim) == claim:
+                    _found.append(
+                        "ranks clip their gradients by norms of their own: between a backward and the optimizer's step "
+                        f"rank {before} multiplied its gradients by {factor:.4g}, rank {rank} by {mine.factor:.4g}, so "
+                        "that the step goes in another direction. torch.nn.utils.clip_grad_norm_() knows this rank's "
+                        "shards only: call model.clip_grad_norm_() of the outermost FullyShardedDataParallel instead, "
+                        "on all ranks"
+                    )
+                return
+            case [int(step), *_] if step >= sample.step:
+                return
+        yield
 
 
 def _text_of(step: int, scaling: Scaling | None) -> str:

@@ -8,16 +8,15 @@ a forward is each rank's own affair; what it finds is told at the end of the bac
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ...errors import NonFiniteError, UsageError, fail, ranks_by_value, ranks_in_words, refuse_type
+from ...api import check_bool
+from ...errors import NonFiniteError, UsageError, fail, ranks_by_value, ranks_in_words
 from ..base import _torch
 from ..base.events import Observer
 from ..base.fqns import fqn
@@ -32,70 +31,51 @@ if TYPE_CHECKING:
     from ..runtime.unit import Unit
 
 
-class ValueKind(enum.IntEnum):
-    """What a value is, in the order of a step; with the words for a unit or a parameter, `{}`."""
-
-    PARAMETER = 0
-    INPUT = 1
-    OUTPUT = 2
-    GRADIENT = 3
-    REDUCED = 4
-
-    @property
-    def words(self) -> str:
-        """With a place for the name."""
-        return (
-            "parameter {} before the forward",
-            "an input of unit {}",
-            "an output of unit {}",
-            "the gradient of {} before its reduction",
-            "the reduced gradient of {}",
-        )[self]
+PARAMETER, INPUT, OUTPUT, GRADIENT, REDUCED = range(5)  # what a value is, in the order of a step
+_IN_WORDS = (  # with the name of a unit or a parameter
+    "parameter {} before the forward",
+    "an input of unit {}",
+    "an output of unit {}",
+    "the gradient of {} before its reduction",
+    "the reduced gradient of {}",
+)
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One value that is not finite, in numbers that mean the same on all ranks.
 
     Attributes:
         order: how many values the rank had looked at.
-        unit: its place among the root's; kind, index: of the handle and of the leaf, for a parameter's value.
+        unit: its place among the root's; kind, leaf: numbers of the handle and of the leaf, for a parameter's value.
         is_nan: else it is infinite.
     """
 
     order: int
-    stage: ValueKind
+    stage: int
     unit: int
     kind: int
-    index: int
+    leaf: int
     is_nan: bool
 
     @property
     def number(self) -> int:
         """All but `order`."""
-        return (((self.unit << 8 | self.kind) << 24 | self.index) << 3 | self.stage) << 1 | self.is_nan
+        return (((self.unit << 8 | self.kind) << 24 | self.leaf) << 3 | self.stage) << 1 | self.is_nan
 
     @classmethod
     def of(cls, order: int, number: int) -> Finding:
         """The finding of these numbers."""
-        position = number >> 4
-        return cls(
-            order,
-            ValueKind(number >> 1 & 7),
-            position >> 32,
-            position >> 24 & 0xFF,
-            position & 0xFFFFFF,
-            bool(number & 1),
-        )
+        position, stage, is_nan = number >> 4, number >> 1 & 7, bool(number & 1)
+        return cls(order, stage, position >> 32, position >> 24 & 0xFF, position & 0xFFFFFF, is_nan)
 
     def describe(self, units: Sequence[Unit]) -> str:
         """What and where, in words."""
         unit = units[self.unit]
         name = unit.label
-        if self.stage not in (ValueKind.INPUT, ValueKind.OUTPUT):
-            path = unit.handles[self.kind].layout.params[self.index].name
+        if self.stage not in (INPUT, OUTPUT):
+            path = unit.handles[self.kind].layout.params[self.leaf].name
             name = repr(fqn(unit.name, path))
-        return f"{'nan' if self.is_nan else 'inf'} in {self.stage.words.format(name)}"
+        return f"{'nan' if self.is_nan else 'inf'} in {_IN_WORDS[self.stage].format(name)}"
 
 
 class NonFiniteDetector(Observer):
@@ -117,13 +97,13 @@ class NonFiniteDetector(Observer):
             self._looked, self._found = 0, None
             self._look_at_parameters()
         for tensor in tensors_in(inputs):
-            self._look(ValueKind.INPUT, unit, tensor)
+            self._look(INPUT, unit, tensor)
 
     def _look_at_parameters(self) -> None:
         for each in self._units:
             for kind, handle in enumerate(each.handles):
                 for index, view in enumerate(handle.at_rest.views):
-                    self._look(ValueKind.PARAMETER, each, view, kind, index)
+                    self._look(PARAMETER, each, view, kind, index)
 
     def forward_ended(self, unit: Unit, output: Any, *, outermost: bool) -> None:
         """Where the outermost forward ends: collective over all axes, where forwards are at all.
@@ -132,7 +112,7 @@ class NonFiniteDetector(Observer):
             NonFiniteError: then, on every rank.
         """
         for tensor in tensors_in(output):
-            self._look(ValueKind.OUTPUT, unit, tensor)
+            self._look(OUTPUT, unit, tensor)
         if not outermost:
             return
         if self._agreement.compares_forwards and not self._agreement.forwards_are_silent:
@@ -142,14 +122,14 @@ class NonFiniteDetector(Observer):
 
     def gradient_came(self, unit: Unit, kind: int, index: int, grad: torch.Tensor) -> None:
         """The gradient as this rank computed it."""
-        self._look(ValueKind.GRADIENT, unit, grad, kind, index)
+        self._look(GRADIENT, unit, grad, kind, index)
 
     def reduced(self, unit: Unit) -> None:
         """What the reduction over ranks made of it."""
         for kind, (handle, grads) in enumerate(zip(unit.handles, unit.grads, strict=True)):
             for flat in grads.reduced:
                 for index, view in enumerate(handle.at_rest.views_of(flat)):
-                    self._look(ValueKind.REDUCED, unit, view, kind, index)
+                    self._look(REDUCED, unit, view, kind, index)
 
     def backward_ends(self) -> None:
         """Collective over all axes.
@@ -161,7 +141,7 @@ class NonFiniteDetector(Observer):
             self.reduced(unit)
         self._raise_together("a step")
 
-    def _look(self, stage: ValueKind, unit: Unit, tensor: torch.Tensor, kind: int = 0, index: int = 0) -> None:
+    def _look(self, stage: int, unit: Unit, tensor: torch.Tensor, kind: int = 0, index: int = 0) -> None:
         self._looked += 1
         if self._found is None and (is_nan := worst(tensor)) is not None and (is_nan or self._infinities):
             self._found = Finding(self._looked, stage, self._positions[id(unit)], kind, index, is_nan)
@@ -205,7 +185,7 @@ def first_gradient(units: Sequence[Unit]) -> Finding | None:
         for kind, handle in enumerate(unit.handles):
             for index, grad in enumerate(_gradients(handle)):
                 if grad is not None and (is_nan := worst(grad)) is not None:
-                    return Finding(0, ValueKind.REDUCED, position, kind, index, is_nan)
+                    return Finding(0, REDUCED, position, kind, index, is_nan)
     return None
 
 
@@ -247,8 +227,7 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
     """
     name = "detect_nonfinite"
     root = outermost_model(model, name)
-    if not isinstance(infinities, bool):
-        refuse_type(f"{name}: infinities", infinities, "True or False")
+    check_bool(f"{name}: infinities", infinities)
     check_outside(root.outermost, f"{name}()")
     if root.observers.find(NonFiniteDetector) is not None:
         raise UsageError(f"{name}() was entered inside itself; one context is enough")

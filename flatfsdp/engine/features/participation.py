@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ...api import check_bool
 from ...errors import ConfigValueError, refuse_type
 from ..config.unit_options import NO_TARGETS, PrefetchTargets
 from ..runtime.model import model_of
@@ -61,8 +62,7 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
     for name, value, optional in (("module", module, False), ("before", before, True)):
         if not (isinstance(value, nn.Module) or (optional and value is None)):
             refuse_type(f"{_FUNCTION}: {name}", value, "a module that is wrapped, or that has wrapped modules inside")
-    if not isinstance(any_order, bool):
-        refuse_type(f"{_FUNCTION}: any_order", any_order, "True or False")
+    check_bool(f"{_FUNCTION}: any_order", any_order)
     units = _wrapped_in(module, "module")
     check_outside(units[0], _FUNCTION)
     _check_whole(module, units)

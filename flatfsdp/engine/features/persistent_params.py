@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
-from ...errors import UsageError
+from ...errors import UsageError, refuse_type, refuse_value
 from ..base import _torch
 from ..base.events import Observer
 from ..flat.flat_param import FlatParamHandle
@@ -30,11 +31,6 @@ class HandleRef(NamedTuple):
     def handle(self) -> FlatParamHandle:
         """What is a resident, or not."""
         return self.unit.handles[self.kind]
-
-    @property
-    def stays(self) -> bool:
-        """Whether it is a resident."""
-        return self.handle.persistence is not None
 
     @property
     def is_fetched(self) -> bool:
@@ -141,7 +137,7 @@ class PersistentParams(Observer):
         """
         self.pinned = list(refs)
         root.observers.add(self._no_training)
-        if root.agreement.any_rank(any(not ref.is_fetched for ref in self.pinned if ref.stays)):
+        if root.agreement.any_rank(any(not ref.is_fetched for ref in self.pinned if ref.handle.persistence)):
             for ref in self.pinned:
                 evict(ref.unit, ref.kind)
         for ref in self.pinned:
@@ -175,6 +171,17 @@ def persistent_params_of(root: Model) -> PersistentParams:
     found = root.observers.find(PersistentParams)
     assert found is not None
     return found
+
+
+def budget(method: str, max_bytes: object) -> float:
+    """How many bytes may be kept, by what `method` was given; None for all."""
+    if max_bytes is None:
+        return math.inf
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
+        refuse_type(f"{method}: max_bytes", max_bytes, "a number of bytes, or None")
+    if max_bytes < 0:
+        refuse_value(f"{method}: max_bytes", max_bytes, "0 or more bytes, or None for all")
+    return max_bytes
 
 
 def can_stay(handle: FlatParamHandle) -> bool:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from ...api import check_bool
 from ...errors import AgreementError, ConfigValueError, UsageError, ranks_in_words, refuse_type
 from ..runtime.model import Model
 from ..runtime.module_tree import units_in
@@ -77,8 +78,7 @@ def join(
         ("enable", enable),
         ("throw_on_early_termination", throw_on_early_termination),
     ):
-        if not isinstance(value, bool):
-            refuse_type(f"join: {name}", value, "True or False")
+        check_bool(f"join: {name}", value)
     if not isinstance(model, nn.Module):
         refuse_type("join: model", model, "the outermost FullyShardedDataParallel module")
     units = units_in(model)

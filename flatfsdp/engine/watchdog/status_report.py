@@ -61,7 +61,9 @@ class RankStatus(NamedTuple):
     def of(cls, text: str | None) -> RankStatus | None:
         """The answer of that `text`, None if it is none."""
         match parse(text):
-            case [str(doing), int(seconds) | float(seconds), [*waits_for], [*stands]] if _are_ranks(waits_for):
+            case [str(doing), int(seconds) | float(seconds), [*waits_for], [*stands]] if all(
+                type(each) is int for each in waits_for
+            ):
                 return cls(doing, seconds, tuple(waits_for), tuple(each for each in stands if type(each) is float))
         return None
 
@@ -306,10 +308,6 @@ class ExitRecord(NamedTuple):
         count = min(notes.count("ended", 0), OBITUARIES)
         found = [each for number in range(1, count + 1) if (each := cls.read(notes, number)) is not None]
         return {each.rank: each for each in sorted(found, key=lambda each: each.rank)}
-
-
-def _are_ranks(values: Sequence[object]) -> bool:
-    return all(type(each) is int for each in values)
 
 
 def in_one_sentence(exit_records: Sequence[ExitRecord]) -> str:

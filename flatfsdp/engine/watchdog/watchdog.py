@@ -47,8 +47,7 @@ import torch.distributed as dist
 from ...errors import AgreementError, FlatFSDPError, LostRankError, WaitError
 from ..base import wait_limits as waits
 from ..base.foreign_text import parse
-from .clock import Timekeeper
-from .local_waits import BlockFailure, LocalWaits, SharedBlocks, Watched
+from .local_waits import BlockFailure, LocalWaits, SharedBlocks, Timekeeper, Watched
 from .process_exit import end_process_unless, in_words, print_immediately
 from .status_report import (
     ANSWER,

@@ -72,13 +72,8 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
                 }
                 for handle in unit.handles
             ],
-            "homes": [
-                (param_ref.module, param_ref.attribute, param_ref.path, param_ref.leaf) for param_ref in unit.param_refs
-            ],
-            "aliases": [
-                (param_ref.module, param_ref.attribute, param_ref.path, param_ref.leaf)
-                for param_ref in unit.shared_refs
-            ],
+            "homes": [(each.module, each.attribute, each.path, each.leaf) for each in unit.param_refs],
+            "aliases": [(each.module, each.attribute, each.path, each.leaf) for each in unit.shared_refs],
             "extended": [(e.leaf, e.state, e.extensions) for views in unit.views for e in views.extended],
             "left_alone": ignored_in(unit.module),
             "tied": [owning_unit.module for owning_unit in unit.owning_units],
@@ -112,21 +107,19 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     unit = Unit(
         wrapper._modules["_fsdp_wrapped_module"],  # type: ignore[arg-type]
         handles,
-        [ParamRef(module, attribute, path, leaf) for module, attribute, path, leaf in plan["homes"]],
+        [ParamRef(*each) for each in plan["homes"]],
         built=BuiltWith(
             **{name: plan[name] for name in _BUILT},
             counts_gradients=plan["backward_prefetch"] is BackwardPrefetch.BACKWARD_MID,
         ),
         groups=plan["groups"],
         options=UnitOptions(**{name: plan[name] for name in _OPTIONS}),
-        shared_refs=[ParamRef(module, attribute, path, leaf) for module, attribute, path, leaf in plan["aliases"]],
+        shared_refs=[ParamRef(*each) for each in plan["aliases"]],
     )
     install_extensions(
         unit,
         [
-            TransformedParam(
-                leaf, state, extensions, [param_ref for param_ref in unit.param_refs if param_ref.leaf is leaf]
-            )
+            TransformedParam(leaf, state, extensions, [each for each in unit.param_refs if each.leaf is leaf])
             for leaf, state, extensions in plan["extended"]
         ],
     )

@@ -136,7 +136,7 @@ def plans_in_backwards(rank: int, world: int) -> list[int]:
     found = []
     for number in range(4):
         loss_of(model, rank, number).backward()
-        found.append(steps._stepper.planned)
+        found.append(steps._planned)
     return found
 
 

@@ -80,7 +80,7 @@ class Twin:
     @property
     def planned(self) -> int:
         """How often runs were found."""
-        return self.steps._stepper.planned
+        return self.steps._planned
 
     def parameters(self) -> list[list[nn.Parameter]]:
         """Of both, those that have elements here."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from flatfsdp.engine.base.foreign_text import LONGEST, one_line, parse
 from flatfsdp.engine.watchdog import watchdog as watch
-from flatfsdp.engine.watchdog.clock import Timekeeper
+from flatfsdp.engine.watchdog.local_waits import Timekeeper
 from flatfsdp.engine.watchdog.status_report import ExitRecord, ProcessIdentity, RankStatus, StatusReport
 from flatfsdp.engine.watchdog.store import StoreClient
 from flatfsdp.engine.watchdog.watchdog import Watchdog

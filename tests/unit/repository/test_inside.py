@@ -28,7 +28,7 @@ OF_SINGLE_CLASSES = frozenset(
     single_process/device/test_downloads.py:_event
     single_process/device/test_downloads.py:_keep
     single_process/device/test_lanes.py:_stream
-    single_process/features/test_step_flat.py:_stepper
+    single_process/features/test_step_flat.py:_planned
     harness/fake_device.py:_kind
     distributed/agreement/test_calls.py:_lost
     distributed/checkpoint/test_weights.py:_LARGEST_FILE
@@ -37,7 +37,7 @@ OF_SINGLE_CLASSES = frozenset(
     distributed/runtime/test_parity.py:_scatter
     distributed/runtime/test_random_programs.py:_found
     distributed/flat/test_requires_grad.py:_reachable
-    distributed/features/test_step_flat.py:_stepper
+    distributed/features/test_step_flat.py:_planned
     distributed/trainer/test_checkpoints.py:_saving
     unit/agreement/test_agree.py:_letters
     unit/agreement/test_agree.py:_past

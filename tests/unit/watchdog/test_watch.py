@@ -16,7 +16,7 @@ import flatfsdp
 from flatfsdp.engine.base import wait_limits as waits
 from flatfsdp.engine.watchdog import store as board
 from flatfsdp.engine.watchdog import watchdog as watch
-from flatfsdp.engine.watchdog.clock import Timekeeper
+from flatfsdp.engine.watchdog.local_waits import Timekeeper
 from flatfsdp.engine.watchdog.status_report import ANSWER, ExitRecord, ProcessIdentity, RankStatus, lines_of, parted
 from flatfsdp.engine.watchdog.store import StoreGone
 from flatfsdp.engine.watchdog.watchdog import Watchdog

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 
+from ....api import check_bool
 from ....errors import UsageError, refuse_type
-from .stepper import FusedStepper
+from ...device.fake_tensors import is_memoryless
+from ...runtime import param_registry as registry
+from ...runtime.optimizer_hooks import is_at_work
+from .state import Pieces
+from .stepper import RunPlan
 
 ELEMENTWISE = frozenset(
     {
@@ -32,36 +38,89 @@ _stepping_flat: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 class FusedSteps:
     """The way to end flat steps: what `fuse_optimizer_steps` returns.
 
-    It is made there, for the `stepper` of one `optimizer`, which it does not keep alive.
+    It is made there, for one `optimizer`, which it does not keep alive. `across_padding`: zeros, with gradients of
+    zero, stay zeros when the optimizer steps on them.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, stepper: FusedStepper) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, across_padding: bool) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._stepper = stepper
+        self._across_padding = across_padding
+        # By id of the unit that steps in a backward; None: of all parameters.
+        self._plans: dict[int | None, RunPlan] = {}
+        self._pieces: Pieces = {}
+        self._stand_in: torch.optim.Optimizer | None = None
+        self._plan: RunPlan | None = None  # of the last step; None if that had none
+        self._planned = 0  # how often runs were found
         self._hooks = (
-            optimizer.register_step_pre_hook(stepper.before_step),
-            optimizer.register_step_post_hook(stepper.after_step),
-            optimizer.register_load_state_dict_post_hook(stepper.forget),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_post_hook(self._forget),
         )
 
     @property
     def runs(self) -> int:
         """How many tensors the last step took in place of parameters; 0 before the first."""
-        return len(self._stepper.plan.runs) if self._stepper.plan is not None else 0
+        return len(self._plan.runs) if self._plan is not None else 0
 
     @property
     def members(self) -> int:
         """How many parameters these were."""
-        return sum(len(run.members) for run in self._stepper.plan.runs) if self._stepper.plan is not None else 0
+        return sum(len(run.members) for run in self._plan.runs) if self._plan is not None else 0
 
     def remove(self) -> None:
         """From now on the optimizer steps on each parameter by itself."""
         for hook in self._hooks:
             hook.remove()
-        self._stepper.forget()
+        self._forget()
         optimizer = self._optimizer()
         if optimizer is not None:
             _stepping_flat.discard(optimizer)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """A pre-hook of `optimizer.step()`: what it is called with instead, if there are runs."""
+        if self._stand_in is not None:  # that step failed
+            self._forget()
+        self._plan = None
+        closure = len(args) > 1 or any(value is not None for value in kwargs.values())  # which makes the gradients
+        if closure or is_memoryless():
+            return None
+        with torch.no_grad():
+            plan = self._plan_of(optimizer)
+            if not plan.runs:
+                return None
+            self._plan = plan
+            self._stand_in = plan.begin(optimizer)
+        return (self._stand_in, *args[1:]), kwargs
+
+    def _plan_of(self, optimizer: torch.optim.Optimizer) -> RunPlan:
+        key = None
+        if is_at_work(optimizer):
+            key = id(registry.owner_of(optimizer.param_groups[0]["params"][0]))
+        self._plans = {each: plan for each, plan in self._plans.items() if (each is None) is (key is None)}
+        plan = self._plans.pop(key, None)
+        if plan is None or not plan.holds(optimizer, across_padding=self._across_padding):
+            plan = None  # what it holds goes before anything is copied
+            if key is None:
+                held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+                for gone in self._pieces.keys() - held:
+                    del self._pieces[gone]
+            plan = RunPlan(optimizer, across_padding=self._across_padding, pieces=self._pieces)
+            self._planned += 1
+        self._plans[key] = plan
+        return plan
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """A post-hook of `optimizer.step()`."""
+        stand_in, self._stand_in = self._stand_in, None
+        if stand_in is not None and self._plan is not None:
+            with torch.no_grad():
+                self._plan.end(stand_in, optimizer)
+
+    def _forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Hold nothing of what was published: a post-hook of `optimizer.load_state_dict()`, too."""
+        self._plans.clear()
+        self._pieces.clear()
+        self._stand_in = self._plan = None
 
 
 def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> FusedSteps:
@@ -113,8 +172,7 @@ def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool 
     name = "fuse_optimizer_steps"
     if not isinstance(optimizer, torch.optim.Optimizer):
         refuse_type(f"{name}: optimizer", optimizer, "an optimizer of torch.optim, or a class derived from it")
-    if not isinstance(elementwise, bool):
-        refuse_type(f"{name}: elementwise", elementwise, "True or False")
+    check_bool(f"{name}: elementwise", elementwise)
     kind = type(optimizer)
     if kind not in ELEMENTWISE and not elementwise:
         known = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
@@ -130,4 +188,4 @@ def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool 
     if optimizer in _stepping_flat:
         raise UsageError(f"{name}(): this {kind.__name__} already steps flat; call remove() of what that returned")
     _stepping_flat.add(optimizer)
-    return FusedSteps(optimizer, FusedStepper(across_padding=kind in ELEMENTWISE))
+    return FusedSteps(optimizer, across_padding=kind in ELEMENTWISE)

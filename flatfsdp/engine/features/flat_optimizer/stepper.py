@@ -26,12 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...device.fake_tensors import is_memoryless
 from ...flat.flat_param import FlatParamHandle
 from ...layout.contiguous_runs import ParamInShard, find_runs
 from ...layout.layout import Span
 from ...runtime import param_registry as registry
-from ...runtime.optimizer_hooks import is_at_work
 from ...state.optim.optimizer_clone import clone_over
 from .state import PLAIN, FusedRun, Pieces, State, States, StepCounts, is_number
 
@@ -187,75 +185,6 @@ class RunPlan:
             self._states = list(map(states.get, self._placement.members))
             self._values = _values(self._states)
             self._run_values = _values([run.state for run in self.runs])
-
-
-class FusedStepper:
-    """Lets one optimizer step on runs.
-
-    Attributes:
-        plan: of the last step; None if that had none.
-        planned: how often runs were found.
-    """
-
-    def __init__(self, *, across_padding: bool) -> None:
-        """`across_padding`: zeros, with gradients of zero, stay zeros when the optimizer steps on them."""
-        self._across_padding = across_padding
-        # By id of the unit that steps in a backward; None: of all parameters.
-        self._plans: dict[int | None, RunPlan] = {}
-        self._pieces: Pieces = {}
-        self._stand_in: torch.optim.Optimizer | None = None
-        self.plan: RunPlan | None = None
-        self.planned = 0
-
-    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """A pre-hook of `optimizer.step()`: what it is called with instead, if there are runs."""
-        if self._stand_in is not None:  # that step failed
-            self.forget()
-        self.plan = None
-        closure = len(args) > 1 or any(value is not None for value in kwargs.values())  # which makes the gradients
-        if closure or is_memoryless():
-            return None
-        with torch.no_grad():
-            plan = self._plan_of(optimizer)
-            if not plan.runs:
-                return None
-            self.plan = plan
-            self._stand_in = plan.begin(optimizer)
-        return (self._stand_in, *args[1:]), kwargs
-
-    def _plan_of(self, optimizer: torch.optim.Optimizer) -> RunPlan:
-        key = None
-        if is_at_work(optimizer):
-            key = id(registry.owner_of(optimizer.param_groups[0]["params"][0]))
-        self._plans = {each: plan for each, plan in self._plans.items() if (each is None) is (key is None)}
-        plan = self._plans.pop(key, None)
-        if plan is None or not plan.holds(optimizer, across_padding=self._across_padding):
-            plan = None  # what it holds goes before anything is copied
-            if key is None:
-                self._forget_others(optimizer)
-            plan = RunPlan(optimizer, across_padding=self._across_padding, pieces=self._pieces)
-            self.planned += 1
-        self._plans[key] = plan
-        return plan
-
-    def _forget_others(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hold nothing of parameters that the optimizer has no more."""
-        held = set(map(id, _listing(optimizer.param_groups)[1]))
-        for key in self._pieces.keys() - held:
-            del self._pieces[key]
-
-    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """A post-hook of `optimizer.step()`."""
-        stand_in, self._stand_in = self._stand_in, None
-        if stand_in is not None and self.plan is not None:
-            with torch.no_grad():
-                self.plan.end(stand_in, optimizer)
-
-    def forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Hold nothing of what was published: a post-hook of `optimizer.load_state_dict()`, too."""
-        self._plans.clear()
-        self._pieces.clear()
-        self._stand_in = self.plan = None
 
 
 # --- finding runs -----------------------------------------------------------------------------------------------------

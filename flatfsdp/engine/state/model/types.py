@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from ....errors import UsageError
-from ...config.state_dict_configs import StateDictSettings, settings
+from ...config.state_dict_configs import (
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    settings,
+)
 from ...runtime.module_tree import units_in
 from ...runtime.unit import Unit
 
@@ -35,24 +40,58 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     return found[-1] if found else StateDictSettings()
 
 
-def set_type(module: nn.Module, state_dict_type: Any, config: Any, optim_config: Any) -> StateDictSettings:
-    """Choose for all wrappers inside `module`; returns what was chosen before. No communication."""
-    before = settings_of(module)
-    _choose(units_in(module), settings(state_dict_type, config, optim_config))
-    return before
+class StateDictTypes:
+    """Methods of the wrapper that choose of which kind its state dicts are."""
 
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType | str,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """A context in which state dicts of `module`, and of its optimizers, are of one type. No communication.
 
-@contextmanager
-def type_for_a_while(module: nn.Module, state_dict_type: Any, config: Any, optim_config: Any) -> Iterator[None]:
-    """Choose inside the context; afterwards each wrapper has again what it had. No communication."""
-    units = units_in(module)
-    before = [unit.options.state_dict for unit in units]
-    _choose(units, settings(state_dict_type, config, optim_config))
-    try:
-        yield
-    finally:
-        for unit, earlier in zip(units, before, strict=True):
-            _choose([unit], earlier)
+        Args:
+            module: a wrapper, or any module with wrappers inside.
+            state_dict_type: a `StateDictType`, or the name of a member ("FULL", "SHARDED", "LOCAL" will do).
+            state_dict_config: the config for models that belongs to the type; None for its defaults.
+            optim_state_dict_config: the config for optimizers; None for its defaults.
+
+        Raises:
+            ConfigTypeError, ConfigValueError: no such type, or a config that belongs to another one.
+        """
+        units = units_in(module)
+        before = [unit.options.state_dict for unit in units]
+        _choose(units, settings(state_dict_type, state_dict_config, optim_state_dict_config))
+        try:
+            yield
+        finally:
+            for unit, earlier in zip(units, before, strict=True):
+                _choose([unit], earlier)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType | str,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """As `state_dict_type`, with the same arguments (`module`, `state_dict_type`, `state_dict_config`,
+        `optim_state_dict_config`), but for good; returns the settings before. No communication."""
+        before = settings_of(module)
+        _choose(units_in(module), settings(state_dict_type, state_dict_config, optim_state_dict_config))
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The settings of all wrappers in `module`.
+
+        Raises:
+            UsageError: they differ.
+        """
+        return settings_of(module)
 
 
 def _choose(units: list[Unit], chosen: StateDictSettings) -> None:
