@@ -13,20 +13,23 @@ from ..base.hashing import hash63
 from ..comm.comm_stats import CommStats
 from ..comm.transport import Transport
 from . import ops
-from .conditions import StepConditions, autocast_on
 from .divergence import ModelNames
 from .model_check import Checksums, Fact, InitialValues, exchange_facts, refuse_differences
 from .op_sequence import OpSequence
-from .ops import CAME, ENDED, EVALUATION, NONE_CAME, PLANS, TRAINING, BackwardPlan, Op
+from .ops import CAME, ENDED, EVALUATION, NONE_CAME, PLANS, TRAINING, BackwardPlan, Op, StepConditions, autocast_on
 from .rank_exchange import RankExchange
 
 
 class Agreement:
     """What the ranks of one model must have in common: what it is, what it begins with, and the order of what it does.
 
+    Where ranks differ its methods raise an AgreementError, on every rank, within seconds. Those that check or call are
+    collective in the first iteration; after it a rank waits for the others only where it does what was not expected.
+
     Attributes:
         peers: the other ranks; sequence: the order agreed with them; unused: which parameters no rank brings gradients
-            to; rest: called when this rank is back between iterations, where it waits for nobody.
+            to; rest: called when this rank is back between iterations, where it waits for nobody; explain: called
+            with an error, raises the `AgreementError` behind it if it is a failure of the communication.
         initial_values: whether ranks begin from the same ones.
         stepped, loaded: an optimizer stepped, or a state dict was loaded, since a step began with it; noted where it
             happens.
@@ -38,7 +41,7 @@ class Agreement:
         self.sequence = OpSequence(self.peers)
         self.unused = self.sequence.unused
         self._activity = self.sequence.activity
-        self.rest = self._activity.rest
+        self.rest, self.explain = self._activity.rest, self.sequence.explain
         self.initial_values = InitialValues(check_values)
         self.stepped = self.loaded = False
         self.forwards_are_silent = False
@@ -128,13 +131,10 @@ class Agreement:
             self._activity.start("the beginning of a forward")
 
     def check_order(self, unit: int, *, schedule: str) -> None:
-        """This unit is about to be gathered: is it the one that all ranks gather? Collective in the first iteration.
+        """This unit is about to be gathered: is it the one that all ranks gather?
 
         `schedule`: what users set, in words. Where no unit is sharded a forward communicates nothing, and ranks may
         differ in it.
-
-        Raises:
-            AgreementError: on every rank, within seconds.
         """
         if not self._sharded or self.forwards_are_silent:
             return
@@ -150,11 +150,7 @@ class Agreement:
             self.sequence.next(op, unit=op.code)
 
     def check_request(self, unit: int, method: str) -> None:
-        """A user asks for this unit to be gathered or freed by this `method`. Collective in the first iteration.
-
-        Raises:
-            AgreementError: on every rank, within seconds.
-        """
+        """A user asks for this unit to be gathered or freed by this `method`."""
         if not self._sharded or self.forwards_are_silent:
             return
         entry = self._names.units[unit]
@@ -176,13 +172,10 @@ class Agreement:
 
     def check_backward(self, plan: Hashable, describe: Callable[[], BackwardPlan], *, reduces: bool) -> None:
         """A backward begins: will all ranks issue the same collectives in it, and bring gradients to the same
-        parameters? Collective in the first iteration.
+        parameters?
 
         `plan`: equal where that is so on this rank; `describe` is called for one that is new. `reduces`: whether there
         is a unit that reduces gradients.
-
-        Raises:
-            AgreementError: on every rank, within seconds.
         """
         if not self.peers.axes:
             return
@@ -199,12 +192,7 @@ class Agreement:
             self.unused.begin(self.sequence.position, op.code)
 
     def check_issued(self, gathered: Sequence[int], reduced: Sequence[int]) -> None:
-        """A backward that reduces has issued its collectives, those of these units: are they the same on all ranks?
-        Collective in the first iteration.
-
-        Raises:
-            AgreementError: on every rank, within seconds.
-        """
+        """A backward that reduces has issued its collectives, those of these units: are they the same on all ranks?"""
         if not self.peers.axes:
             return
         issued = (*gathered, None, *reduced)
@@ -219,9 +207,6 @@ class Agreement:
         Where none comes a rank gathers and reduces no more (`torch.autograd.grad` brings none), so all must be alike.
         That none comes is the rare case and part of the sequence; that some come is only where the other was expected.
         No collective.
-
-        Raises:
-            AgreementError: on every rank, within seconds.
         """
         if self.peers.watch is None:
             return
@@ -234,9 +219,6 @@ class Agreement:
     def check_gathered(self, gathered: Sequence[int]) -> None:
         """A backward ended in which no gradient of a parameter came, and these units were gathered: the same on all
         ranks? No collective, as some may wait for a gather.
-
-        Raises:
-            AgreementError: on every rank, within seconds.
         """
         if self.peers.watch is None:
             return
@@ -253,9 +235,6 @@ class Agreement:
     def collective_call(self, call: str, units: Sequence[int] = (), *, always: bool = False) -> Iterator[None]:
         """A `call` of the user's, between iterations, which all ranks make for the same `units`: is it so? Inside, this
         rank may wait for them. Where no unit is sharded only an `always` call communicates.
-
-        Raises:
-            AgreementError: on every rank, within seconds where the others do something else.
         """
         if self._activity.doing is not None or not (self._sharded or (always and self.peers.axes)):
             yield
@@ -268,9 +247,6 @@ class Agreement:
     def ask(self, what: str, mine: int) -> dict[int, int]:
         """Every rank's number, as all ranks ask for `what` between iterations. Collective over all axes: 24 bytes of
         each rank.
-
-        Raises:
-            AgreementError: on every rank, within seconds where the others do something else.
         """
         if not self.peers.axes:
             return {self.peers.rank: mine}
@@ -296,7 +272,7 @@ class Agreement:
             if error is None:
                 self.sequence.meet_abandoned()
                 self.sequence.next(Op(hash63(f"left {loop}"), f"left {loop}"))
-            elif not self.sequence.is_abandoned:
+            elif self.sequence.abandoned is None:
                 self.publish_abandoned(error)
 
     @contextmanager
@@ -327,10 +303,6 @@ class Agreement:
         """An iteration ends here by an exception: let the others know, without waiting for them or raising."""
         self._opening = None
         self.sequence.publish_abandoned(error)
-
-    def explain(self, error: BaseException) -> None:
-        """Raise the `AgreementError` behind `error`, if it is a failure of the communication."""
-        self.sequence.explain(error)
 
     def _conditions(self) -> StepConditions:
         """Those with which a step begins, and the next one has its own."""

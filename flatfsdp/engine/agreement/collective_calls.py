@@ -11,7 +11,6 @@ It costs a rank six requests to the store and its looks for the others, ever mor
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -22,11 +21,11 @@ import torch.distributed as dist
 from ...errors import AgreementError, by_ranks
 from ..base.foreign_text import one_line
 from ..base.hashing import hash63
-from ..watchdog import store as board
 from ..watchdog.regions import current_watch
-from ..watchdog.watchdog import PATIENCE, Watchdog
+from ..watchdog.store import PERIOD, StoreClient
+from ..watchdog.watchdog import PATIENCE
 
-_SAME, _DIFFERENT = "same", "different"
+SAME, DIFFERENT = "same", "different"  # what a meeting of ranks ends with
 
 # How many calls were made by the same ranks. All of them count alike, also beyond the end of a process group.
 _made: Counter[str] = Counter()
@@ -51,10 +50,7 @@ def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
     scope = f"{hash63(str(tuple(ranks))):x}"
     _made[scope] += 1
     place = f"call/{scope}/{_made[scope]}"
-    if notes.set_if_absent(f"{place}/first", call) != call:
-        notes.post(f"{place}/verdict", _DIFFERENT)
-    elif notes.count(f"{place}/here") == len(ranks):
-        notes.post(f"{place}/verdict", _SAME)
+    come(notes, place, call, len(ranks))
     before = watch.failure
     verdict = notes.wait(lambda: watch.failure is not before or notes.read(f"{place}/verdict"), PATIENCE)
     if watch.failure is not None and watch.failure is not before:
@@ -63,31 +59,52 @@ def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
         if notes.count(f"{place}/here", -1) == 0:
             notes.erase(f"{place}/first", f"{place}/here")
         raise watch.failure
-    if verdict != _SAME:
-        raise _differ(watch, place, ranks, call)
+    if verdict != SAME:
+        notes.post(f"{place}/says/{dist.get_rank()}", call)
+        reported = by_ranks({rank: one_line(text) for rank, text in texts_at(notes, place, ranks).items()})
+        let_all_read(notes, place, len(ranks))
+        raise AgreementError(f"{reported}. These calls are collective: all ranks must make the same, in the same order")
     if dist.get_rank() == ranks[0]:  # all have come here, and so have left the call before
-        old = f"call/{scope}/{_made[scope] - 1}"
-        notes.erase(f"{old}/first", f"{old}/here", f"{old}/verdict")
+        erase(notes, f"call/{scope}/{_made[scope] - 1}")
 
 
-def _differ(watch: Watchdog, place: str, ranks: Sequence[int], call: str) -> AgreementError:
-    """What each rank called."""
-    notes = watch.store
-    notes.post(f"{place}/says/{dist.get_rank()}", call)
-    said: dict[int, str] = {}
+# -- a place in the store where ranks meet -----------------------------------------------------------------------------
+
+
+def come(notes: StoreClient, place: str, what: str, ranks: int) -> int:
+    """Come to `place` to do `what`, and write the verdict if that decides it. Returns how many of so many `ranks` have
+    come for the same; 0 where one has come for something else."""
+    if notes.set_if_absent(f"{place}/first", what) != what:
+        notes.post(f"{place}/verdict", DIFFERENT)
+        return 0
+    here = notes.count(f"{place}/here")
+    if here == ranks:
+        notes.post(f"{place}/verdict", SAME)
+    return here
+
+
+def texts_at(
+    notes: StoreClient, place: str, ranks: Sequence[int], absent: str = "has not come that far"
+) -> dict[int, str]:
+    """What `ranks` do at `place`, each as it has written itself; `absent` for one that does not write soon."""
+    found: dict[int, str] = {}
 
     def all_there() -> bool:
         for rank in ranks:
-            if rank not in said and (found := notes.read(f"{place}/says/{rank}")) is not None:
-                said[rank] = one_line(found)
-        return len(said) == len(ranks)
+            if rank not in found and (text := notes.read(f"{place}/says/{rank}")) is not None:
+                found[rank] = text
+        return len(found) == len(ranks)
 
-    notes.wait(all_there, 2.5 * board.PERIOD)
-    reported = by_ranks({rank: said.get(rank, "has not come that far") for rank in ranks})
+    notes.wait(all_there, 2.5 * PERIOD)
+    return {rank: found.get(rank, absent) for rank in ranks}
+
+
+def let_all_read(notes: StoreClient, place: str, readers: int) -> None:
+    """Give the others time to read, before an error ends this process and perhaps the store with it."""
     notes.count(f"{place}/read")
-    notes.wait(functools.partial(_all_have_read, notes, place, len(ranks)), 2.5 * board.PERIOD)
-    return AgreementError(f"{reported}. These calls are collective: all ranks must make the same, in the same order")
+    notes.wait(lambda: notes.count(f"{place}/read", 0) >= readers, 2.5 * PERIOD)
 
 
-def _all_have_read(notes: board.StoreClient, place: str, readers: int) -> bool:
-    return notes.count(f"{place}/read", 0) >= readers
+def erase(notes: StoreClient, place: str, ranks: Sequence[int] = ()) -> None:
+    """Nobody will read what stands at `place` any more, and what these `ranks` have written there."""
+    notes.erase(f"{place}/first", f"{place}/here", f"{place}/verdict", *(f"{place}/says/{rank}" for rank in ranks))

@@ -6,10 +6,10 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import few, ranks_in_words
-from .conditions import differences
-from .ops import IN_FORWARD, ISSUED, Op, UnitEntry
+from .ops import IN_FORWARD, ISSUED, Op, StepConditions, UnitEntry
 
 Ranks = tuple[int, ...]
 
@@ -34,7 +34,7 @@ def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
     alike = {op.words for op in ops.values()}
     if len(alike) == 1:
         reported = f"ranks part ways in step {max(1, step)}, in which all {alike.pop()}"
-        if unlike := differences({ranks: op.conditions for ranks, op in ops.items()}):
+        if unlike := _unlike_conditions({ranks: op.conditions for ranks, op in ops.items()}):
             return f"{reported}. {unlike}"
     else:
         did = "; ".join(f"{ranks_in_words(ranks)} {op.words}" for ranks, op in ops.items())
@@ -49,6 +49,33 @@ def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
         "an exception at the same point or not at all; what depends on a rank's own data must not decide"
         f"{remedy}"
     )
+
+
+def _unlike_conditions(found: Mapping[Ranks, StepConditions]) -> str:
+    """What the ranks do not have in common, and what to do about it; "" for nothing."""
+    out = []
+    if len(ranks := _by(found, "stepped")) > 1:
+        out.append(
+            f"{ranks[True]} took an optimizer step since the step before, {ranks[False]} took none. Step on all ranks "
+            "or on none; what decides it must be alike on all, as ShardedGradScaler's verdict is, and GradScaler's not"
+        )
+    if len(ranks := _by(found, "loaded")) > 1:
+        out.append(
+            f"{ranks[True]} loaded a state dict since the step before, {ranks[False]} loaded none. Load it on all "
+            "ranks; what one of them alone has read goes to the others by rank0_only=True or broadcast_from_rank0=True"
+        )
+    if len(ranks := _by(found, "autocast")) > 1:
+        ways = [f"{f'computes in {dtype}' if dtype else 'is off'} on {ranks[dtype]}" for dtype in sorted(ranks)]
+        out.append(f"autocast {', and '.join(ways)}. Enter the same one on all ranks")
+    return ". ".join(text[0].upper() + text[1:] for text in out)
+
+
+def _by(found: Mapping[Ranks, StepConditions], what: str) -> dict[Any, str]:
+    """The ranks for each value of one of the conditions, in words."""
+    by: dict[Any, list[int]] = {}
+    for ranks, each in found.items():
+        by.setdefault(getattr(each, what), []).extend(ranks)
+    return {value: ranks_in_words(sorted(ranks)) for value, ranks in by.items()}
 
 
 def _trained_differently(ops: Mapping[Ranks, Op], names: ModelNames) -> str:

@@ -10,14 +10,12 @@ import json
 from collections import deque
 
 from ...errors import AgreementError, LostRankError, ranks_by_value
-from ..watchdog import store as board
 from ..watchdog.status_report import ExitRecord, in_one_sentence
 from ..watchdog.watchdog import PATIENCE
+from .collective_calls import DIFFERENT, SAME, come, erase, let_all_read, texts_at
 from .divergence import ModelNames, divergence
 from .ops import Op
 from .rank_exchange import RankExchange
-
-SAME, DIFFERENT = "same", "different"  # what a meeting ends with
 
 
 class Meetings:
@@ -58,25 +56,20 @@ class Meetings:
     def leave_note(self, at: int, op: Op, *, alarm: str | None = None) -> None:
         """Write what this rank does at `at`, and the verdict if that decides it. `alarm`: for others if it is the
         first note."""
-        notes, position = self._peers.store, f"{self._peers.scope}/{at}"
-        notes.post(f"{position}/says/{self._peers.rank}", op.to_text(self.required))
-        if notes.set_if_absent(f"{position}/first", str(op.code)) != str(op.code):
-            notes.post(f"{position}/verdict", DIFFERENT)
-            return
-        count = notes.count(f"{position}/notes")
-        if count == len(self._peers.ranks):
-            notes.post(f"{position}/verdict", SAME)
-        elif count == 1 and alarm is not None:
+        notes, place = self._peers.store, self._place(at)
+        notes.post(f"{place}/says/{self._peers.rank}", op.to_text(self.required))
+        here = come(notes, place, str(op.code), len(self._peers.ranks))
+        if here == 1 and alarm is not None:
             notes.raise_alarm(alarm)
 
     def meet(self, at: int, step: int) -> None:
         """Wait for the notes of all ranks at `at`; an error unless all are the same."""
-        peers = self._peers
-        notes, position = peers.store, f"{peers.scope}/{at}"
+        peers, place = self._peers, self._place(at)
+        notes = peers.store
         self.waits_at = at
 
         def decided() -> object:
-            return peers.verdict or notes.read(f"{position}/verdict")
+            return peers.verdict or notes.read(f"{place}/verdict")
 
         assert peers.watch is not None
         what = f"{self._noted}, unexpectedly, and waits for word of the others, in step {max(1, step)}"
@@ -89,36 +82,26 @@ class Meetings:
         if peers.rank == peers.ranks[0]:
             # Whoever has a note here has left all earlier places: the notes there can go.
             if self._settled is not None:
-                old = f"{peers.scope}/{self._settled}"
-                notes.erase(f"{old}/first", f"{old}/notes", f"{old}/verdict")
-                notes.erase(*(f"{old}/says/{rank}" for rank in peers.ranks))
+                erase(notes, self._place(self._settled), peers.ranks)
             self._settled = at
 
     def judge(self, at: int, step: int) -> AgreementError:
         """What the ranks did at `at`, from everybody's note, or who of them has ended meanwhile."""
-        peers = self._peers
-        notes, position = peers.store, f"{peers.scope}/{at}"
-        found: dict[int, str] = {}
-
-        def all_there() -> bool:
-            for rank in peers.ranks:
-                if rank not in found and (text := notes.read(f"{position}/says/{rank}")) is not None:
-                    found[rank] = text
-            return len(found) == len(peers.ranks)
-
-        notes.wait(all_there, 2.5 * board.PERIOD)
-        exits = ExitRecord.read_all(notes).values()
+        peers, place = self._peers, self._place(at)
+        texts = ranks_by_value(texts_at(peers.store, place, peers.ranks, Op(-1, "has not come that far").to_text()))
+        exits = ExitRecord.read_all(peers.store).values()
         ended = [each for each in exits if each.rank in peers.ranks and each.cause is None]
-        absent = Op(-1, "has not come that far").to_text()
-        texts = ranks_by_value({rank: found.get(rank, absent) for rank in peers.ranks})
-        peers.let_all_read(position)
+        let_all_read(peers.store, place, len(peers.ranks))
         if ended:
             return LostRankError(in_one_sentence(ended))
         return AgreementError(self._words({tuple(ranks): text for text, ranks in texts.items()}, step))
 
     def is_different(self, at: int) -> bool:
         """Whether the notes at `at` are known to differ."""
-        return self._peers.store.read(f"{self._peers.scope}/{at}/verdict") == DIFFERENT
+        return self._peers.store.read(f"{self._place(at)}/verdict") == DIFFERENT
+
+    def _place(self, at: int) -> str:
+        return f"{self._peers.scope}/{at}"
 
     def _words(self, texts: dict[tuple[int, ...], str], step: int) -> str:
         return divergence({ranks: Op.of(text) for ranks, text in sorted(texts.items())}, step, self.names)

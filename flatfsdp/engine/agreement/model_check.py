@@ -56,7 +56,7 @@ def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, r
 
 def exchange_facts(
     peers: RankExchange, facts: Sequence[Fact], *, doing: str = "", extra: int = 0
-) -> dict[int, tuple[int, int]] | None:
+) -> dict[int, list[int]] | None:
     """Every rank's number for its `facts`, and an `extra` one; None where process groups move nothing. Collective over
     all axes."""
     members = sorted({rank for axis in peers.axes for rank in axis.group.ranks})
@@ -67,7 +67,7 @@ def exchange_facts(
         return peers.exchange(_fingerprint(facts), extra)
 
 
-def refuse_differences(peers: RankExchange, facts: Sequence[Fact], answers: Mapping[int, tuple[int, int]]) -> None:
+def refuse_differences(peers: RankExchange, facts: Sequence[Fact], answers: Mapping[int, list[int]]) -> None:
     """Raise an AgreementError with the first of the `facts` in which ranks differ, if some do by their `answers`."""
     codes = {rank: code for rank, (code, _) in answers.items()}
     if len(set(codes.values())) > 1:

@@ -38,6 +38,7 @@ class OpSequence:
         meetings: where ranks meet that did not expect each other's ops.
         unused: which parameters no rank brings gradients to.
         position: ops so far.
+        abandoned: how the last iteration was abandoned here, if the others have not been met since.
     """
 
     def __init__(self, peers: RankExchange) -> None:
@@ -49,7 +50,7 @@ class OpSequence:
         self._predictor = SequencePredictor()
         self._logged: deque[tuple[int, Op, int]] = deque(maxlen=REMEMBERED)  # made `LoggedOp` when somebody looks
         self._step = 0
-        self._abandoned: LoggedOp | None = None
+        self.abandoned: LoggedOp | None = None
 
     def connect(self) -> None:
         """All ranks have answered: let the watchdog answer for this one."""
@@ -85,7 +86,7 @@ class OpSequence:
         self._step += opens
         self.position += 1
 
-    def require_same(self, answers: Mapping[int, tuple[int, int]], op: Op) -> None:
+    def require_same(self, answers: Mapping[int, list[int]], op: Op) -> None:
         """All ranks have exchanged the codes of what they do, this one of `op`: fail unless they are equal."""
         self.meetings.require_same({rank: code for rank, (code, _) in answers.items()}, op, self._step)
 
@@ -116,18 +117,13 @@ class OpSequence:
 
     def meet_abandoned(self) -> None:
         """If the last iteration was abandoned here, wait until all ranks have abandoned it at the same place."""
-        if self._abandoned is not None:
-            at, op = self._abandoned.at, self._abandoned.op
+        if self.abandoned is not None:
+            at, op = self.abandoned.at, self.abandoned.op
             self.meetings.meet(at, self._step)
-            self._abandoned = None
+            self.abandoned = None
             self._predictor.forget_present()
             self.unused.forget()
             self._follow(op)
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether the last iteration was abandoned here, and the others have not been met since."""
-        return self._abandoned is not None
 
     def publish_abandoned(self, error: BaseException | None) -> None:
         """An iteration ends here by an exception: let the others know, without waiting for them or raising.
@@ -142,7 +138,7 @@ class OpSequence:
         issued = self.activity.issued
         because = f" after {type(error).__name__}: {error}" if error is not None else self.activity.refused
         op = ops.abandoned(issued, doing, because)
-        self._abandoned = LoggedOp(self.position, op, self._step)
+        self.abandoned = LoggedOp(self.position, op, self._step)
         try:
             self.meetings.announce(self.position, op, issued=issued)
         except RuntimeError as lost:  # the store is gone; the exception under way matters more
@@ -200,7 +196,7 @@ class OpSequence:
             return True
         passed = self.position > at  # read before the places: whoever meets adds its place first
         if at in meetings.places:
-            if self._abandoned is None or self._abandoned.at != at:
+            if self.abandoned is None or self.abandoned.at != at:
                 return True
         elif passed:
             quoted = self._logged_at(at)

@@ -2,6 +2,11 @@
 
 Its code is equal on all ranks that do the same. Units and parameters are numbers here: a unit's place among those of
 the model, and a parameter's bit in a number.
+
+[Note: conditions] What changes the numbers of a step may show in no message: an optimizer's step, a state dict that is
+loaded, autocast. Where one rank does it alone, all go on together, with pieces of different models or in different
+precision. So a forward begins with these conditions in the sequence ([Note: agreement]), at no cost while they are as
+expected; where nothing is sharded, and ranks may differ in their forwards, a backward does, with those of its forward.
 """
 
 from __future__ import annotations
@@ -12,12 +17,32 @@ import string
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from ..base.foreign_text import one_line, parse
 from ..base.hashing import hash63
-from .conditions import StepConditions
 
 TRAINING, EVALUATION = "a training", "an evaluation"  # kinds of forward, with and without gradients
 PLANS = 64  # of backwards, whose ops are known
+
+
+class StepConditions(NamedTuple):
+    """What a step begins with.
+
+    `stepped`, `loaded`: whether an optimizer stepped, or a state dict was loaded, since the last one began. `autocast`:
+    its dtype, "" where it is off.
+    """
+
+    stepped: bool = False
+    loaded: bool = False
+    autocast: str = ""
+
+
+def autocast_on(device_type: str) -> str:
+    """The dtype of autocast on devices of this type; "" where it is off."""
+    if not torch.is_autocast_enabled(device_type):
+        return ""
+    return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
 
 
 class UnitEntry(NamedTuple):

@@ -19,10 +19,10 @@ from ...errors import AgreementError, fail, ranks_by_value
 from ..base import _torch
 from ..base.hashing import hash63
 from ..comm.transport import Transport
-from ..watchdog import store as board
 from ..watchdog.regions import current_watch
-from ..watchdog.store import StoreClient
+from ..watchdog.store import PERIOD, StoreClient
 from ..watchdog.watchdog import Watchdog
+from .collective_calls import let_all_read
 
 NO_ANSWER = "does not answer"
 
@@ -83,28 +83,21 @@ class RankExchange:
 
     # -- exchanges ---------------------------------------------------------------------------------------------------
 
-    def exchange(self, code: int, extra: int = 0) -> dict[int, tuple[int, int]] | None:
-        """Every rank's two numbers, None where process groups move nothing. Collective, always of one size."""
+    def exchange(self, code: int, extra: int = 0, *more: int) -> dict[int, list[int]] | None:
+        """Every rank's numbers, as many on each, None where process groups move nothing. Collective over all axes; the
+        ops of a sequence are always of one size."""
         self._exchanges += 1
-        block = torch.tensor([self.rank, code, extra], device=self.axes[0].device.device)
+        block = torch.tensor([self.rank, code, extra, *more], device=self.axes[0].device.device)
         for axis in self.axes:
             block = axis.gather_now(block)
         if any(axis.group.backend == "fake" for axis in self.axes):
             return None
-        return {rank: (code, extra) for rank, code, extra in block.view(-1, 3).tolist()}
+        return {rank: numbers for rank, *numbers in block.view(-1, 3 + len(more)).tolist()}
 
-    def numbers_of_ranks(self, code: int, extra: int = 0) -> dict[int, tuple[int, int]]:
-        """Every rank's two numbers; this rank's own where there is no other. Collective over all axes."""
-        answers = self.exchange(code, extra) if self.axes else None
-        return {self.rank: (code, extra)} if answers is None else answers
-
-    def rows_of_ranks(self, row: Sequence[int]) -> dict[int, list[int]]:
-        """Every rank's row of numbers, as many on each; this rank's own where there is no other. Collective over all
-        axes."""
-        block = torch.tensor([self.rank, *row], device=self.axes[0].device.device if self.axes else None)
-        for axis in self.axes:
-            block = axis.gather_now(block)
-        return {rank: found for rank, *found in block.view(-1, len(row) + 1).tolist()}
+    def numbers_of_ranks(self, code: int, extra: int = 0, *more: int) -> dict[int, list[int]]:
+        """Every rank's numbers; this rank's own where there is no other. Collective over all axes."""
+        answers = self.exchange(code, extra, *more) if self.axes else None
+        return {self.rank: [code, extra, *more]} if answers is None else answers
 
     def publish(self, text: str, codes: dict[int, int]) -> dict[tuple[int, ...], str]:
         """The texts of ranks whose codes differ, by the ranks that share one. All ranks call it."""
@@ -113,16 +106,10 @@ class RankExchange:
         texts: dict[tuple[int, ...], str] = {}
         for ranks in ranks_by_value(dict(sorted(codes.items()))).values():
             key = f"{place}/{ranks[0]}"
-            found = notes.wait(functools.partial(notes.read, key), 10 * board.PERIOD)
+            found = notes.wait(functools.partial(notes.read, key), 10 * PERIOD)
             texts[tuple(ranks)] = found or NO_ANSWER
-        self.let_all_read(place)
+        let_all_read(notes, place, len(self.ranks))
         return texts
-
-    def let_all_read(self, place: str) -> None:
-        """Give the others time to read, before an error ends this process and perhaps the store with it."""
-        notes = self.store
-        notes.count(f"{place}/read")
-        notes.wait(lambda: notes.count(f"{place}/read", 0) >= len(self.ranks), 2.5 * board.PERIOD)
 
     # -- the verdict -------------------------------------------------------------------------------------------------
 

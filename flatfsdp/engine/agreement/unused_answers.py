@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import dataclass
 
 from ..watchdog.store import StoreClient
 
@@ -14,19 +15,13 @@ KEPT = 256  # backwards of which a rank can still say what it lacked
 _ENTRY = re.compile(r"(\d{1,18}):([0-9a-f]+):([01])")
 
 
+@dataclass
 class MissingGradients:
-    """What this rank lacked in one backward.
+    """What this rank lacked in one backward."""
 
-    Attributes:
-        kind: of the backward.
-        lacking: a bit for each parameter of the model.
-        is_published: whether that stands in the store.
-    """
-
-    def __init__(self, kind: int, lacking: int, is_published: bool) -> None:
-        self.kind = kind
-        self.lacking = lacking
-        self.is_published = is_published
+    kind: int  # of the backward
+    lacking: int  # a bit for each parameter of the model
+    is_published: bool  # in the store
 
 
 class UnusedAnswers:

@@ -96,10 +96,10 @@ def differences(peers: RankExchange, rows: Sequence[Replicated]) -> str:
     groups = ranks_by_value({rank: answers[rank][0] for rank in sorted(answers)})
     if all(len({answers[rank][1] for rank in ranks}) == 1 for ranks in groups.values()):
         return ""
-    found = peers.rows_of_ranks(sums)
+    found = peers.numbers_of_ranks(place, *sums)
     different: dict[str, list[list[int]]] = {}  # which ranks are alike
     for ranks in groups.values():
-        for (_, name, _), *totals in zip(rows, *(found[rank] for rank in ranks), strict=True):
+        for (_, name, _), *totals in zip(rows, *(found[rank][1:] for rank in ranks), strict=True):
             alike = ranks_by_value(dict(zip(ranks, totals, strict=True)))
             if len(alike) > 1:
                 different.setdefault(name, list(alike.values()))
