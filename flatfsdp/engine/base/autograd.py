@@ -118,10 +118,7 @@ def user_hooked(parameters: Iterable[torch.Tensor]) -> list[int]:
 def before_leaf(leaf: nn.Parameter, callback: Callable[[], None]) -> Any:
     """Call `callback` before a gradient is accumulated into `leaf`."""
 
-    def told(grad: torch.Tensor) -> None:
-        callback()
-
-    return leaf.register_hook(told)
+    return leaf.register_hook(lambda grad: callback())
 
 
 # Calls a callback with the gradient with respect to a tensor whenever that is about to flow on; what it returns has
@@ -140,9 +137,7 @@ def shape_awaited(leaf: torch.Tensor) -> torch.Size:
     return shape_admitted(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
-def shape_admitted(node: Any) -> torch.Size:
-    """The shape that gradients which come to `node`, a leaf's, must have."""
-    return _torch.shape_awaited(node)
+shape_admitted = _torch.shape_awaited
 
 
 class _Edges(torch.autograd.Function):
@@ -222,12 +217,12 @@ class MultiGradHook:
         self._callback = callback
         self._missing: dict[int, int] = {}  # by graph task
 
-    def arrive(self) -> None:
+    def arrive(self, grad: torch.Tensor) -> None:
         """One of the gradients is there."""
         task = _torch.graph_task()
         missing = self._missing.get(task)
         if missing is None:
-            missing = sum(map(_torch.will_compute, self._nodes))
+            missing = sum(node is None or _torch.will_compute(node) for node in self._nodes)
         self._missing[task] = missing - 1
         if missing == 1:
             del self._missing[task]
@@ -244,25 +239,16 @@ def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], No
     inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
     if len(inner) == 1:
         return [before_backward_of(inner[0], lambda grad: callback())], None
-    if inner:
-        arrivals = MultiGradHook(inner, callback)
-        this = weakref.ref(arrivals)
+    arrivals = MultiGradHook(inner or tensors, callback)
+    if not inner:  # leaves, which hold no graph
+        return [tensor.register_hook(arrivals.arrive) for tensor in tensors], None
+    this = weakref.ref(arrivals)
 
-        def one_arrived(grad: torch.Tensor) -> None:
-            if (found := this()) is not None:
-                found.arrive()
+    def one_arrived(grad: torch.Tensor) -> None:
+        if (found := this()) is not None:
+            found.arrive(grad)
 
-        return [tensor.register_hook(one_arrived) for tensor in inner], arrivals
-    arrived: dict[int, int] = {}
-
-    def told(grad: torch.Tensor) -> None:
-        task = _torch.graph_task()
-        arrived[task] = arrived.get(task, 0) + 1
-        if arrived[task] == len(tensors):
-            del arrived[task]
-            callback()
-
-    return [tensor.register_hook(told) for tensor in tensors], None
+    return [tensor.register_hook(one_arrived) for tensor in inner], arrivals
 
 
 class BackwardCompletion:

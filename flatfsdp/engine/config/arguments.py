@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -177,14 +177,14 @@ def _device_mesh(value: Any, strategy: ShardingStrategy) -> Any:
 def _cpu_offload(value: Any) -> CPUOffload:
     if value is None or isinstance(value, bool):
         return CPUOffload(offload_params=bool(value))
-    return _own(value, CPUOffload) or refuse_type("cpu_offload", value, "None, a bool, or a CPUOffload")
+    return own(value, CPUOffload) or refuse_type("cpu_offload", value, "None, a bool, or a CPUOffload")
 
 
 def _mixed_precision(value: Any) -> MixedPrecision:
     """A bare dtype is the param dtype alone: gradients are then reduced in it too, as for any MixedPrecision."""
     if value is None or isinstance(value, torch.dtype):
         value = MixedPrecision(param_dtype=value)
-    precision = _own(value, MixedPrecision) or refuse_type(
+    precision = own(value, MixedPrecision) or refuse_type(
         "mixed_precision", value, "None, a floating-point torch.dtype (the param_dtype), or a MixedPrecision"
     )
     casts = precision.param_dtype is not None or precision.buffer_dtype is not None
@@ -367,29 +367,34 @@ def _check_combination(config: Config) -> Config:
 # --- torch's look-alikes ----------------------------------------------------------------------------------------------
 
 _EnumT = TypeVar("_EnumT", bound=Enum)
-_ConfigT = TypeVar("_ConfigT", MixedPrecision, CPUOffload)
+_ConfigT = TypeVar("_ConfigT")
 
 
-def member(argument: str, value: Any, kind: type[_EnumT]) -> _EnumT | None:
-    """``value`` as a member of ``kind``: given as such, by name in any case, or as torch's member of the same name."""
-    if value is None or isinstance(value, kind):
+def member(
+    argument: str, value: Any, kind: type[_EnumT], *, suffix: str = "", is_optional: bool = True
+) -> _EnumT | None:
+    """``value`` as a member of ``kind``: given as such, by name in any case, or as torch's member of the same name.
+
+    ``suffix`` may be left out of names. ``is_optional``: None stands for itself."""
+    if isinstance(value, kind) or (value is None and is_optional):
         return value
     names = list(kind.__members__)
-    accepted = f"None, a {kind.__name__}, or its name ({', '.join(names)})"
+    accepted = f"{'None, ' if is_optional else ''}a {kind.__name__}, or its name ({', '.join(names)})"
     if isinstance(value, Enum) and type(value).__name__ == kind.__name__:
         value = value.name
     if not isinstance(value, str):
         refuse_type(argument, value, accepted)
     for name in names:
-        if value.upper().lstrip("_") == name.lstrip("_"):
+        if value.upper().lstrip("_") in (name.lstrip("_"), name.removesuffix(suffix)):
             return kind[name]
     refuse_value(argument, value, accepted, hint=did_you_mean(value.upper(), names))
 
 
-def _own(value: Any, kind: type[_ConfigT]) -> _ConfigT | None:
+def own(value: Any, kind: type[_ConfigT]) -> _ConfigT | None:
     """``value`` as one of our configs: given as such, or torch's of the same name, field by field; else None."""
     if isinstance(value, kind):
         return value
     if isinstance(value, type) or type(value).__name__ != kind.__name__:
         return None
-    return kind(**{field.name: getattr(value, field.name) for field in fields(kind) if hasattr(value, field.name)})
+    names = [each.name for each in fields(cast(Any, kind)) if hasattr(value, each.name)]
+    return kind(**{name: getattr(value, name) for name in names})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from ...api import check_bool
-from ...errors import did_you_mean, refuse_type, refuse_value
+from ...errors import refuse_type, refuse_value
 from . import fsdp1_mode
+from .arguments import member, own
 
 __all__ = [
     "FullOptimStateDictConfig",
@@ -45,12 +46,27 @@ class OptimStateKeyType(Enum):
     PARAM_ID = 2
 
 
+SHARDED_AS = ("interval", "sharded_tensor", "dtensor", "fsdp1")
+
+
+def default_carrier() -> str:
+    """What carries sharded values where a config does not say."""
+    return "fsdp1" if fsdp1_mode.active else "interval"
+
+
 @dataclass
 class _Checked:
+    _carriers: ClassVar[tuple[str, ...]] = SHARDED_AS  # of those that have a `sharded_as`
+
     def __post_init__(self) -> None:
+        kind = type(self).__name__
         for each in fields(self):
             if isinstance(each.default, bool):
-                check_bool(f"{type(self).__name__}.{each.name}", getattr(self, each.name))
+                check_bool(f"{kind}.{each.name}", getattr(self, each.name))
+        if getattr(self, "_use_dtensor", False):
+            self.sharded_as = "dtensor"
+        if hasattr(self, "sharded_as") and self.sharded_as not in self._carriers:
+            refuse_value(f"{kind}.sharded_as", self.sharded_as, " or ".join(map(repr, self._carriers)))
 
 
 @dataclass
@@ -67,14 +83,6 @@ class FullStateDictConfig(StateDictConfig):
     rank0_only: bool = False
 
 
-SHARDED_AS = ("interval", "sharded_tensor", "dtensor", "fsdp1")
-
-
-def default_carrier() -> str:
-    """What carries sharded values where a config does not say."""
-    return "fsdp1" if fsdp1_mode.active else "interval"
-
-
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
     """``sharded_as`` (not in torch's FSDP): "interval", an `OwnedInterval`, or "sharded_tensor", which torch's FSDP1
@@ -86,13 +94,8 @@ class LocalStateDictConfig(StateDictConfig):
         ConfigValueError: another ``sharded_as``.
     """
 
+    _carriers = tuple(each for each in SHARDED_AS if each != "dtensor")
     sharded_as: str = field(default_factory=default_carrier)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        accepted = [each for each in SHARDED_AS if each != "dtensor"]
-        if self.sharded_as not in accepted:
-            refuse_value("LocalStateDictConfig.sharded_as", self.sharded_as, " or ".join(map(repr, accepted)))
 
 
 @dataclass
@@ -110,10 +113,6 @@ class ShardedStateDictConfig(StateDictConfig):
 
     _use_dtensor: bool = False
     sharded_as: str = field(default_factory=default_carrier)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sharded_as(self)
 
 
 @dataclass
@@ -144,18 +143,6 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     _use_dtensor: bool = False
     sharded_as: str = field(default_factory=default_carrier)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sharded_as(self)
-
-
-def check_sharded_as(config: ShardedStateDictConfig | ShardedOptimStateDictConfig) -> None:
-    """Refuse a carrier that nobody knows; `_use_dtensor` chooses one."""
-    if config._use_dtensor:
-        config.sharded_as = "dtensor"
-    if config.sharded_as not in SHARDED_AS:
-        refuse_value(f"{type(config).__name__}.sharded_as", config.sharded_as, " or ".join(map(repr, SHARDED_AS)))
-
 
 @dataclass
 class StateDictSettings:
@@ -179,7 +166,8 @@ def settings(state_dict_type: Any, config: Any = None, optim_config: Any = None)
     Raises:
         ConfigTypeError, ConfigValueError: no such type, or a config that belongs to another one.
     """
-    chosen = _member(state_dict_type)
+    chosen = member("state_dict_type", state_dict_type, StateDictType, suffix="_STATE_DICT", is_optional=False)
+    assert chosen is not None
     kinds = _CONFIGS[chosen]
     return StateDictSettings(
         chosen,
@@ -188,26 +176,6 @@ def settings(state_dict_type: Any, config: Any = None, optim_config: Any = None)
     )
 
 
-def _member(value: Any) -> StateDictType:
-    if isinstance(value, StateDictType):
-        return value
-    if isinstance(value, Enum) and type(value).__name__ == "StateDictType":
-        value = value.name
-    names = list(StateDictType.__members__)
-    accepted = f"a StateDictType, or its name ({', '.join(names)})"
-    if not isinstance(value, str):
-        refuse_type("state_dict_type", value, accepted)
-    found = next((name for name in names if value.upper() in (name, name.removesuffix("_STATE_DICT"))), None)
-    if found is None:
-        refuse_value("state_dict_type", value, accepted, hint=did_you_mean(value.upper(), names))
-    return StateDictType[found]
-
-
 def _config(argument: str, value: Any, kind: type[Any]) -> Any:
-    if value is None:
-        return kind()
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, type) or type(value).__name__ != kind.__name__:
-        refuse_type(argument, value, f"None, or a {kind.__name__}, which belongs to that state_dict_type")
-    return kind(**{each.name: getattr(value, each.name) for each in fields(kind) if hasattr(value, each.name)})
+    accepted = f"None, or a {kind.__name__}, which belongs to that state_dict_type"
+    return kind() if value is None else own(value, kind) or refuse_type(argument, value, accepted)

@@ -1,29 +1,20 @@
-"""Flat buffers that are allocated and freed by resizing one storage, their version counters, and the ledger of live
-bytes.
+"""Flat buffers that are allocated and freed by resizing one storage, and the count of live bytes.
 
 [Note: one storage] Autograd keeps views of an unsharded weight (`weight.t()`), so forward and backward of a unit must
 find it in the *same* storage object. A `FlatBuffer` therefore never changes its tensor; it gives the memory back by
 resizing the storage to zero and takes it again by resizing it up.
-
-[Note: versions] A freed storage must not be read through a saved view: on CPU that crashes the process, after a refill
-with other weights it yields a wrong gradient. So freeing bumps the version counters of the parameters that live there,
-and autograd refuses such a view in words. Filling the buffer with *unchanged* weights sets the counters back (else
-`retain_graph` and every backward would be refused); a changed weight keeps the bump, so a graph older than the
-optimizer's step is refused as in an unsharded model.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 
 from ...errors import InternalError
-from ..base import _torch
 
 
 class MemoryTracker:
@@ -169,56 +160,3 @@ class FlatBuffer:
         self.allocated = False
         self._tracker.remove(self._kind, self._bytes)
         return given
-
-
-VERSION = attrgetter("_version")
-_NEXT = (1).__add__
-
-
-def versions_of(leaves: Iterable[torch.Tensor]) -> list[int]:
-    """The version counters of `leaves`."""
-    return list(map(VERSION, leaves))
-
-
-class Versions:
-    """The version counters of the parameters that live in one buffer. [Note: versions]
-
-    Attributes:
-        known: what they are while the buffer is filled and nobody else writes; empty before it is.
-    """
-
-    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
-        self._leaves = leaves
-        self._saved: list[int] = []  # those that saved tensors of this content carry
-        self.known: list[int] = []
-
-    def ask(self) -> None:
-        """The leaves show memory that stays: take their versions as they are."""
-        self._saved = self.known = versions_of(self._leaves)
-
-    def on_overwrite(self, indices: Collection[int]) -> None:
-        """The places of these parameters will hold something else: saved views of them must be refused."""
-        self.known = list(self.known)
-        for i in indices:
-            self.known[i] += 1
-        torch.autograd.graph.increment_version([self._leaves[i] for i in indices])
-
-    def on_free(self) -> None:
-        """The buffer is about to be unreadable: saved views of it must be refused."""
-        torch.autograd.graph.increment_version(self._leaves)
-
-    def on_fill(self, *, changed: bool) -> None:
-        """The buffer holds weights again; `changed` says that the shard was written to by other means than a leaf.
-
-        A leaf that somebody else wrote to since the last fill keeps its version, too.
-        """
-        found = list(map(VERSION, self._leaves))
-        if changed or not self.known:
-            self._saved = self.known = found
-            return
-        at_rest = list(map(_NEXT, self.known))
-        if found != at_rest:
-            rows = zip(found, self._saved, at_rest, strict=True)
-            self._saved = [saved if version == rest else version for version, saved, rest in rows]
-        self.known = self._saved
-        _torch.set_versions(tuple(self._leaves), tuple(self.known))

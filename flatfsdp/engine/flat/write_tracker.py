@@ -1,15 +1,23 @@
-"""Who wrote to a flat parameter, by version counters: through its shard, the flat parameter, or a leaf."""
+"""Who wrote to a flat parameter, by version counters: through its shard, the flat parameter, or a leaf.
+
+[Note: versions] A freed storage must not be read through a saved view: on CPU that crashes the process, after a refill
+with other weights it yields a wrong gradient. So freeing bumps the version counters of the parameters that live there,
+and autograd refuses such a view in words. Filling the buffer with *unchanged* weights sets the counters back (else
+`retain_graph` and every backward would be refused); a changed weight keeps the bump, so a graph older than the
+optimizer's step is refused as in an unsharded model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import UsageError
-from ..device.memory import VERSION, Versions, versions_of
+from ..base import _torch
 
 
 class TracksWrites:
@@ -51,18 +59,25 @@ class FlatParameter(TracksWrites, nn.Parameter):
     _unpadded_unsharded_size = property(lambda self: torch.Size((self._handle.layout.numel,)))
 
 
-class WriteTracker(Versions):
+VERSION = attrgetter("_version")
+_NEXT = (1).__add__
+
+
+class WriteTracker:
     """The version counters of one shard and of the leaves, since the shard is where it is. [Note: versions]
 
     Attributes:
+        known: the leaves' versions while the buffer is filled and nobody else writes; empty before it is.
         gathered: how often the shard had been written to when the last gather of it was issued.
         in_buffer: how often when that was issued which filled the unsharded buffer.
     """
 
     def __init__(self, shard: torch.Tensor, flat_param: nn.Parameter, leaves: Sequence[nn.Parameter]) -> None:
-        super().__init__(leaves)
         self._shard = shard
         self._flat_param = flat_param
+        self._leaves = leaves
+        self._saved: list[int] = []  # those that saved tensors of the buffer's content carry
+        self.known: list[int] = []
         self.in_buffer = self.gathered = self.of_shard
 
     @property
@@ -74,16 +89,43 @@ class WriteTracker(Versions):
     @property
     def all(self) -> tuple[int, ...]:
         """Changes with every write to the shard, through whatever shows it."""
-        return self.of_shard, *versions_of(self._leaves)
+        return self.of_shard, *map(VERSION, self._leaves)
 
     def show_shard(self) -> None:
-        """The leaves show the shard itself as the whole, from now on."""
+        """The leaves show the shard itself, which is the whole parameter, from now on."""
         writes = self.of_shard
         if writes != self.in_buffer:
-            # The leaves see the write, made through the flat parameter, without having been told.
+            # The leaves see the write, made through the flat parameter, without any change of their versions.
             torch.autograd.graph.increment_version(self._leaves)
             self.in_buffer = writes
-        self.ask()
+        self._saved = self.known = list(map(VERSION, self._leaves))
+
+    def on_overwrite(self, indices: Collection[int]) -> None:
+        """The places of these parameters will hold something else: saved views of them must be refused."""
+        self.known = list(self.known)
+        for i in indices:
+            self.known[i] += 1
+        torch.autograd.graph.increment_version([self._leaves[i] for i in indices])
+
+    def on_free(self) -> None:
+        """The buffer is about to be unreadable: saved views of it must be refused."""
+        torch.autograd.graph.increment_version(self._leaves)
+
+    def on_fill(self, *, changed: bool) -> None:
+        """The buffer holds weights again; `changed` says that the shard was written to by other means than a leaf.
+
+        A leaf that somebody else wrote to since the last fill keeps its version, too.
+        """
+        found = list(map(VERSION, self._leaves))
+        if changed or not self.known:
+            self._saved = self.known = found
+            return
+        at_rest = list(map(_NEXT, self.known))
+        if found != at_rest:
+            rows = zip(found, self._saved, at_rest, strict=True)
+            self._saved = [saved if version == rest else version for version, saved, rest in rows]
+        self.known = self._saved
+        _torch.set_versions(tuple(self._leaves), tuple(self.known))
 
     @property
     def is_stale(self) -> bool:
@@ -104,4 +146,4 @@ class WriteTracker(Versions):
     @property
     def edited(self) -> list[int]:
         """Which of the leaves were."""
-        return [i for i, found in enumerate(versions_of(self._leaves)) if found != self.known[i]]
+        return [i for i, found in enumerate(map(VERSION, self._leaves)) if found != self.known[i]]
