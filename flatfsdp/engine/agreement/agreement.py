@@ -5,6 +5,7 @@ Units are numbers here, in the order of the model, and what the model does is ha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -50,7 +51,7 @@ class Agreement:
         self._entered: list[Op] = []  # by unit
         self._forwards: list[str] = []  # what runs then, in words
         self._backwards: dict[Hashable, Op] = {}  # by plan
-        self._issues: dict[Hashable, Op] = {}  # what they issued, by units
+        self._issued: Callable[..., Op] = ops.issued  # the op of what a backward issued, by units
         self._kind = ""  # of the running forward
         self._opening: str | None = None  # the kind of forward that the next unit begins
         self._autocast = ""  # of the last forward; where nothing is sharded, of the last training forward
@@ -73,6 +74,7 @@ class Agreement:
         self._sharded = sharded
         self._names = self.sequence.meetings.names = names
         self._activity.follow(comm_stats, events)
+        self._issued = functools.lru_cache(PLANS)(functools.partial(ops.issued, names.units))
         self._entered = [ops.entered(index, unit) for index, unit in enumerate(names.units)]
         self._forwards = [f"the forward of unit {unit.label}" for unit in names.units]
 
@@ -182,8 +184,9 @@ class Agreement:
         begun_with = None if self._sharded else (self._conditions(), self._flags)
         op = self._backwards.get((plan, begun_with))
         if op is None:
-            op = ops.backward(describe(), self._names.units, begun_with)
-            _remember(self._backwards, (plan, begun_with), op)
+            if len(self._backwards) == PLANS:  # of a model whose order is another at every step
+                self._backwards.clear()
+            op = self._backwards[plan, begun_with] = ops.backward(describe(), self._names.units, begun_with)
         self._activity.busy = True
         self.sequence.meet_abandoned()
         self._activity.start("a backward")
@@ -193,13 +196,8 @@ class Agreement:
 
     def check_issued(self, gathered: Sequence[int], reduced: Sequence[int]) -> None:
         """A backward that reduces has issued its collectives, those of these units: are they the same on all ranks?"""
-        if not self.peers.axes:
-            return
-        issued = (*gathered, None, *reduced)
-        op = self._issues.get(issued)
-        if op is None:
-            op = _remember(self._issues, issued, ops.issued(gathered, reduced, self._names.units))
-        self.sequence.next(op, completes=True)
+        if self.peers.axes:
+            self.sequence.next(self._issued(tuple(gathered), tuple(reduced)), completes=True)
 
     def check_gradients(self, *, came: bool) -> None:
         """The first gradient of a parameter came in a backward that communicates, or it ended and none `came`.
@@ -223,11 +221,7 @@ class Agreement:
         if self.peers.watch is None:
             return
         self.peers.raise_verdict()
-        issued = (*gathered, None, None)
-        op = self._issues.get(issued)
-        if op is None:
-            op = _remember(self._issues, issued, ops.only_gathered(gathered, self._names.units))
-        self.sequence.show(op, issued=self._activity.issued)
+        self.sequence.show(self._issued(tuple(gathered), None), issued=self._activity.issued)
 
     # -- between iterations ------------------------------------------------------------------------------------------
 
@@ -309,10 +303,3 @@ class Agreement:
         found = StepConditions(self.stepped, self.loaded, self._autocast)
         self.stepped = self.loaded = False
         return found
-
-
-def _remember(known: dict[Hashable, Op], of: Hashable, op: Op) -> Op:
-    if len(known) == PLANS:  # of a model whose order is another at every step
-        known.clear()
-    known[of] = op
-    return op

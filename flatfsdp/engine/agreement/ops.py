@@ -184,17 +184,13 @@ def backward(
     return Op(hash63(f"{compared} {trained:x} {conditions}"), words, ran, f"{trained:x}", conditions, unreached)
 
 
-def issued(gathered: Sequence[int], reduced: Sequence[int], units: Sequence[UnitEntry]) -> Op:
-    """A backward has issued the collectives of these units."""
-    reported = [", ".join(units[index].label for index in indices) or "none" for indices in (gathered, reduced)]
+def issued(units: Sequence[UnitEntry], gathered: Sequence[int], reduced: Sequence[int] | None) -> Op:
+    """A backward has issued the collectives of these units; `reduced` is None where no gradient came in it."""
+    labels = [", ".join(units[index].label for index in indices) for indices in (gathered, reduced or ())]
+    if reduced is None:
+        return Op(hash63(f"gathered {[*gathered]}"), f"{NONE_CAME.words}, and gathered {labels[0] or 'no unit'}")
     code = hash63(f"issued {[*gathered, None, *reduced]}")
-    return Op(code, f"{ISSUED} {reported[0]}, and reduced {reported[1]}")
-
-
-def only_gathered(gathered: Sequence[int], units: Sequence[UnitEntry]) -> Op:
-    """A backward in which no gradient came has gathered these units."""
-    reported = ", ".join(units[index].label for index in gathered) or "no unit"
-    return Op(hash63(f"gathered {[*gathered]}"), f"{NONE_CAME.words}, and gathered {reported}")
+    return Op(code, f"{ISSUED} {labels[0] or 'none'}, and reduced {labels[1] or 'none'}")
 
 
 def abandoned(issued: int, doing: str, because: str) -> Op:

@@ -141,20 +141,14 @@ class FlatCollectives:
         return _reduce_scatter_grouped()(self._group, outputs, fulls, self._options[1])
 
 
-def _newest(*names: str) -> Any:
+def _grouped(newer: str, older: str) -> Any:
     """The method of a process group under the first of these names that this torch has."""
-    found = next((method for name in names if (method := getattr(torch.distributed.ProcessGroup, name, None))), None)
-    if found is None:
-        raise AttributeError(names[0])
-    return found
+    kind: Any = torch.distributed.ProcessGroup
+    return getattr(kind, newer, None) or getattr(kind, older)
 
 
-def _gather_grouped() -> Any:
-    return _newest("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-
-
-def _reduce_scatter_grouped() -> Any:
-    return _newest("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+_gather_grouped = partial(_grouped, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+_reduce_scatter_grouped = partial(_grouped, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
 
 def _lacking(name: str) -> Any:

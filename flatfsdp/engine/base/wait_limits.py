@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 from ...errors import ConfigValueError, refuse_type, refuse_value
 
-__all__ = ["set_collective_timeout"]
-
 
 @dataclass(frozen=True)
 class WaitLimits:

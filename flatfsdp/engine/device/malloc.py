@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import platform
 
-__all__ = ["retain_host_memory"]
-
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's numbers, from malloc.h
 _BLOCK = 1 << 30
 _FREE = 2**31 - 1

@@ -21,25 +21,18 @@ from .write_tracker import FlatParameter, TracksWrites
 _GRAD: Any = torch.Tensor.grad
 
 
+def _once_there(access: Callable[..., Any]) -> Callable[..., Any]:
+    def waited(parameter: Any, *value: Any) -> Any:
+        wait_for_grad(parameter)
+        return access(parameter, *value)
+
+    return waited
+
+
 class _DeferredGrad:
     """What a parameter does differently while its gradient is awaited."""
 
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The gradient, once it is there. Waits for it."""
-        wait_for_grad(self)
-        found: torch.Tensor | None = _GRAD.__get__(self)
-        return found
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        wait_for_grad(self)
-        _GRAD.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        wait_for_grad(self)
-        _GRAD.__delete__(self)
+    grad = property(_once_there(_GRAD.__get__), _once_there(_GRAD.__set__), _once_there(_GRAD.__delete__))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         wait_for_grad(self)

@@ -138,6 +138,3 @@ def transform(param_refs: Iterable[ParamRef]) -> tuple[list[ParamRef], list[Tran
     for param_ref in out:
         param_ref.register()
     return out, [each for each in made.values() if each is not None]
-
-
-__all__ = ["FlatParamExtensions", "set_extensions"]

@@ -14,8 +14,6 @@ from math import prod
 
 from .layout import ParamSpec, Span
 
-__all__ = ["Box", "boxes_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

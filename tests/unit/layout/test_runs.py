@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from flatfsdp.engine.layout.contiguous_runs import ParamInShard, find_runs
-from flatfsdp.engine.layout.layout import Span
+from flatfsdp.engine.layout.layout import ParamInShard, Span, find_runs
 
 
 def test_a_run_ends_where_the_kind_changes_and_where_more_than_padding_lies_between() -> None:
