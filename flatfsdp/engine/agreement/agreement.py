@@ -29,8 +29,7 @@ class Agreement:
 
     Attributes:
         peers: the other ranks; sequence: the order agreed with them; unused: which parameters no rank brings gradients
-            to; rest: called when this rank is back between iterations, where it waits for nobody; explain: called
-            with an error, raises the `AgreementError` behind it if it is a failure of the communication.
+            to; rest, refuse, explain: those of the sequence.
         initial_values: whether ranks begin from the same ones.
         stepped, loaded: an optimizer stepped, or a state dict was loaded, since a step began with it; noted where it
             happens.
@@ -41,8 +40,7 @@ class Agreement:
         self.peers = RankExchange()
         self.sequence = OpSequence(self.peers)
         self.unused = self.sequence.unused
-        self._activity = self.sequence.activity
-        self.rest, self.explain = self._activity.rest, self.sequence.explain
+        self.rest, self.refuse, self.explain = self.sequence.rest, self.sequence.refuse, self.sequence.explain
         self.initial_values = InitialValues(check_values)
         self.stepped = self.loaded = False
         self.forwards_are_silent = False
@@ -73,7 +71,7 @@ class Agreement:
         self.peers.spread_over(axes)
         self._sharded = sharded
         self._names = self.sequence.meetings.names = names
-        self._activity.follow(comm_stats, events)
+        self.sequence.follow(comm_stats, events)
         self._issued = functools.lru_cache(PLANS)(functools.partial(ops.issued, names.units))
         self._entered = [ops.entered(index, unit) for index, unit in enumerate(names.units)]
         self._forwards = [f"the forward of unit {unit.label}" for unit in names.units]
@@ -123,14 +121,14 @@ class Agreement:
         """
         if not self.peers.axes or self.forwards_are_silent:
             return
-        self._activity.busy = True
+        self.sequence.busy = True
         self._kind = self._opening = TRAINING if training else EVALUATION
         if training or self._sharded:
             self._autocast = autocast_on(device_type)
             self._flags = self.sequence.meetings.required = trained() if training else ()
         self.sequence.meet_abandoned()
         if self._sharded:
-            self._activity.start("the beginning of a forward")
+            self.sequence.start("the beginning of a forward")
 
     def check_order(self, unit: int, *, schedule: str) -> None:
         """This unit is about to be gathered: is it the one that all ranks gather?
@@ -145,10 +143,10 @@ class Agreement:
             label = self._names.units[unit].label
             opening = ops.opening(self._opening, op.code, label, schedule, self._conditions(), self._flags)
             self._opening = None
-            self._activity.start(self._forwards[unit])
+            self.sequence.start(self._forwards[unit])
             self.sequence.next(opening, unit=op.code, opens=True)
         else:
-            self._activity.doing = self._forwards[unit]
+            self.sequence.part = self._forwards[unit]
             self.sequence.next(op, unit=op.code)
 
     def check_request(self, unit: int, method: str) -> None:
@@ -157,7 +155,7 @@ class Agreement:
             return
         entry = self._names.units[unit]
         op = ops.requested(unit, entry, method)
-        if self._activity.doing is not None:
+        if self.sequence.part is not None:
             self.sequence.next(op, unit=op.code)
         else:
             with self.waiting(f"{method}() of unit {entry.label}"):
@@ -166,7 +164,7 @@ class Agreement:
 
     def end_forward(self) -> None:
         """The outermost forward has ended."""
-        if self._activity.doing is not None:
+        if self.sequence.part is not None:
             self.sequence.next(ENDED[self._kind], completes=self._kind != TRAINING)
         self.rest()
 
@@ -187,9 +185,9 @@ class Agreement:
             if len(self._backwards) == PLANS:  # of a model whose order is another at every step
                 self._backwards.clear()
             op = self._backwards[plan, begun_with] = ops.backward(describe(), self._names.units, begun_with)
-        self._activity.busy = True
+        self.sequence.busy = True
         self.sequence.meet_abandoned()
-        self._activity.start("a backward")
+        self.sequence.start("a backward")
         self.sequence.next(op, opens=not self._sharded, completes=not reduces)
         if reduces:
             self.unused.begin(self.sequence.position, op.code)
@@ -210,7 +208,7 @@ class Agreement:
             return
         self.peers.raise_verdict()
         if not came:
-            self.sequence.show(NONE_CAME, issued=self._activity.issued)
+            self.sequence.show(NONE_CAME, issued=self.sequence.issued)
         elif self.sequence.expects(CAME, NONE_CAME):
             self.sequence.show(CAME)
 
@@ -221,7 +219,7 @@ class Agreement:
         if self.peers.watch is None:
             return
         self.peers.raise_verdict()
-        self.sequence.show(self._issued(tuple(gathered), None), issued=self._activity.issued)
+        self.sequence.show(self._issued(tuple(gathered), None), issued=self.sequence.issued)
 
     # -- between iterations ------------------------------------------------------------------------------------------
 
@@ -230,7 +228,7 @@ class Agreement:
         """A `call` of the user's, between iterations, which all ranks make for the same `units`: is it so? Inside, this
         rank may wait for them. Where no unit is sharded only an `always` call communicates.
         """
-        if self._activity.doing is not None or not (self._sharded or (always and self.peers.axes)):
+        if self.sequence.part is not None or not (self._sharded or (always and self.peers.axes)):
             yield
             return
         with self.waiting(call):
@@ -272,11 +270,11 @@ class Agreement:
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
         """Inside, this rank may wait for others, in an iteration or between them."""
-        if self._activity.doing is not None or not self.peers.axes:
+        if self.sequence.part is not None or not self.peers.axes:
             yield
             return
-        self._activity.busy = True
-        self._activity.start(doing)
+        self.sequence.busy = True
+        self.sequence.start(doing)
         try:
             yield
         except RuntimeError as error:

@@ -12,15 +12,19 @@ if all are the same it is a new order, else an error. Ranks that did as expected
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
 from ...errors import AgreementError, FlatFSDPError, logger
+from ..base.events import EventLog
 from ..base.foreign_text import parse
+from ..base.wait_limits import blocked_since
+from ..comm.comm_stats import CommStats
 from ..watchdog.process_exit import end_process_unless, print_immediately
 from ..watchdog.watchdog import is_lost_connection
 from . import ops
-from .activity import Activity
 from .meetings import Meetings
 from .ops import LoggedOp, Op
 from .rank_exchange import RankExchange
@@ -34,7 +38,8 @@ class OpSequence:
     """One rank's side of the sequence of one model. [Note: agreement]
 
     Attributes:
-        activity: which part of an iteration runs.
+        busy: whether this rank is inside an iteration, where it may wait for others.
+        part: the part of it that runs, in words; None between iterations.
         meetings: where ranks meet that did not expect each other's ops.
         unused: which parameters no rank brings gradients to.
         position: ops so far.
@@ -42,7 +47,14 @@ class OpSequence:
     """
 
     def __init__(self, peers: RankExchange) -> None:
-        self.activity = Activity()
+        self.busy = False
+        self.part: str | None = None
+        self._refused = ""  # why a part that autograd runs cannot go on, as this rank has reported it
+        self._last = ""  # the part that ran last
+        self._since = time.monotonic()  # when this rank began what it does, or came back from it
+        self._issued_before = 0
+        self._comm_stats = CommStats()
+        self._events = EventLog()
         self.meetings = Meetings(peers)
         self.unused = UnusedParams(peers)
         self.position = 0
@@ -52,12 +64,39 @@ class OpSequence:
         self._step = 0
         self.abandoned: LoggedOp | None = None
 
+    def follow(self, comm_stats: CommStats, events: EventLog) -> None:
+        """The model counts its collectives and records its events here."""
+        self._comm_stats, self._events = comm_stats, events
+
     def connect(self) -> None:
         """All ranks have answered: let the watchdog answer for this one."""
         peers = self._peers
         assert peers.watch is not None
         self.unused.answers.connect(peers.rank, peers.scope, peers.store)
         peers.watch.add(self, self.unused.answers.publish_last_words)
+
+    # -- the parts of an iteration -----------------------------------------------------------------------------------
+
+    def start(self, part: str) -> None:
+        """This part begins."""
+        self.part, self._since, self._refused = part, time.monotonic(), ""
+        self._issued_before = self._comm_stats.issued
+
+    def refuse(self, error: BaseException) -> None:
+        """`error` was raised inside a backward, from which autograd brings none: if it is ours others shall read it."""
+        if isinstance(error, FlatFSDPError):
+            self._refused = f" after {type(error).__name__}: {error}"
+
+    def rest(self) -> None:
+        """Back to between iterations, where this rank waits for nobody."""
+        self._last, self._since = self.part or self._last, time.monotonic()
+        self.part = None
+        self.busy = False
+
+    @property
+    def issued(self) -> int:
+        """How many collectives were issued in this part."""
+        return self._comm_stats.issued - self._issued_before
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
@@ -130,14 +169,14 @@ class OpSequence:
 
         Whether all ranks abandoned it at the same place shows when the next forward begins.
         """
-        doing, peers = self.activity.doing, self._peers
-        if doing is None or peers.watch is None or peers.verdict is not None:
+        part, peers = self.part, self._peers
+        if part is None or peers.watch is None or peers.verdict is not None:
             return
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
-        issued = self.activity.issued
-        because = f" after {type(error).__name__}: {error}" if error is not None else self.activity.refused
-        op = ops.abandoned(issued, doing, because)
+        issued = self.issued
+        because = f" after {type(error).__name__}: {error}" if error is not None else self._refused
+        op = ops.abandoned(issued, part, because)
         self.abandoned = LoggedOp(self.position, op, self._step)
         try:
             self.meetings.announce(self.position, op, issued=issued)
@@ -155,12 +194,7 @@ class OpSequence:
             peers.verdict = peers.verdict or found
         peers.raise_verdict(error)
 
-    # -- for the watchdog --------------------------------------------------------------------------------------------
-
-    @property
-    def busy(self) -> bool:
-        """Whether this rank is inside an iteration, where it may wait for others."""
-        return self.activity.busy
+    # -- for the watchdog, from its thread ---------------------------------------------------------------------------
 
     @property
     def time_limit(self) -> float:
@@ -170,12 +204,20 @@ class OpSequence:
     @property
     def doing(self) -> tuple[str, float]:
         """What this rank does, to follow "rank 0: ", and since when by `time.monotonic()`."""
-        return self.activity.describe(self._step)
+        part, since, when = self.part, self._since, f"in step {max(1, self._step)}"
+        if part is None:
+            left = f"since {self._last} {when}" if self._last else "before the model's first step"
+            return f"in the program's own code {left}", since
+        if math.isinf(blocked_since()):
+            return f"computing in {part}, {when}", since
+        last = "; ".join(map(str, self._events.tail(2)))
+        return f"waiting in {part}, {when}{f' (last: {last})' if last else ''}", since
 
     @property
     def last_step(self) -> str:
         """What this rank did last, to follow a sentence; "" where it did nothing."""
-        return self.activity.describe_last(self._step)
+        last = self.part or self._last
+        return f", after {last} in step {max(1, self._step)}" if last else ""
 
     def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
         """Go on with nothing that needs one of `ranks` (None: any other), because of `error`; whether that is so."""
@@ -201,8 +243,8 @@ class OpSequence:
         elif passed:
             quoted = self._logged_at(at)
             meetings.leave_note(at, quoted.op if quoted is not None else Op(-1, "went on long ago"))
-        elif issued is not None and self.position == at and self.activity.issued > issued:
-            meetings.leave_note(at, Op(-1, f"went on in {self.activity.doing}"))
+        elif issued is not None and self.position == at and self.issued > issued:
+            meetings.leave_note(at, Op(-1, f"went on in {self.part}"))
         if not meetings.is_different(at):
             return False
         quoted = self._logged_at(at)
@@ -210,5 +252,5 @@ class OpSequence:
         if peers.verdict is None:
             print_immediately(f"[flatfsdp, rank {peers.rank}] {type(error).__name__}: {error}")
             peers.verdict = error
-            end_process_unless(lambda: peers.was_raised or not self.activity.busy)
+            end_process_unless(lambda: peers.was_raised or not self.busy)
         return True

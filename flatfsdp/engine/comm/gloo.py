@@ -40,7 +40,7 @@ import itertools
 import platform
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ import torch.distributed as dist
 from ..base.per_group import for_group
 from ..base.wait_limits import blocked
 from ..device.fake_tensors import is_memoryless
-from ..device.memory import Allocation, MemoryTracker
+from ..device.memory import MemoryTracker
 from ..device.streams import PendingWork, Work
 from .comm_stats import CommStats
 from .ordered_sum import OrderedSum, SumWorker
@@ -157,13 +157,13 @@ class PairwiseExchange:
         # Both now: where ranks wait is not what the order of tags may depend on.
         first, second = self._connection.tag(), self._connection.tag()
         total = torch.empty_like(pieces[self._rank])
-        held = self._tracker.allocate("exchange", total.nbytes)
+        free = self._tracker.allocate("exchange", total.nbytes)
         scattered = self._scatter(first, total, pieces)
 
         def share() -> None:
             self._comm_stats.issued += 1
             self._gather(second, pieces, total).wait()
-            held.close()
+            free()
 
         return PendingWork(work=scattered, finish=share)
 
@@ -178,11 +178,11 @@ class PairwiseExchange:
         """The first peer's piece arrives in `output`, others in scratch, in turns where it has no room for all."""
         rank, own, others = self._rank, pieces[self._rank], self._world - 2
         scratch = output.new_empty((min(others, MOST_ROOM), own.numel())).unbind()
-        held = self._tracker.allocate("exchange", len(scratch) * own.numel() * own.element_size())
+        free = self._tracker.allocate("exchange", len(scratch) * own.numel() * own.element_size())
         arriving = [output, *scratch]
         if others > MOST_ROOM:
             work = self._add_in_order(tag, pieces, arriving)
-            return PendingWork(work=work, keep=(*pieces, *arriving), finish=held.close)
+            return PendingWork(work=work, keep=(*pieces, *arriving), finish=free)
         in_order = [*arriving[:rank], own, *arriving[rank:]]
         work = self._exchange(tag, pieces, in_order)
 
@@ -190,7 +190,7 @@ class PairwiseExchange:
             torch.add(in_order[0], in_order[1], out=output)  # `output` is one of them
             for piece in in_order[2:]:
                 output.add_(piece)
-            held.close()
+            free()
 
         return PendingWork(work=work, keep=(*pieces, *in_order), finish=add_up)
 
@@ -312,15 +312,15 @@ class SimulatedExchange(AllToAll):
 
         def share() -> None:
             self._comm_stats.issued += 1
-            self._hold(tensor, numel - mine + mine * (world - 1)).close()
+            self._hold(tensor, numel - mine + mine * (world - 1))()
 
         return PendingWork(work=self._hold_scatter(mine, tensor), finish=share)
 
     def _hold_scatter(self, mine: int, full: torch.Tensor) -> PendingWork:
         copied = full.numel() - mine if 0 < self._rank < self._world - 1 else 0
-        return PendingWork(finish=self._hold(full, mine * (self._world - 1) + copied).close)
+        return PendingWork(finish=self._hold(full, mine * (self._world - 1) + copied))
 
-    def _hold(self, like: torch.Tensor, numel: int) -> Allocation:
+    def _hold(self, like: torch.Tensor, numel: int) -> Callable[[], None]:
         return self._tracker.allocate("exchange", numel * like.element_size())
 
 

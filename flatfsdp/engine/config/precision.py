@@ -25,11 +25,6 @@ class Precision:
     # The dtype in which the optimizer sees gradients: the master dtype unless low precision is kept on request.
     grad: torch.dtype
 
-    @property
-    def casts(self) -> bool:
-        """Whether unsharding changes the dtype."""
-        return self.compute != self.master
-
 
 def resolve(mixed: MixedPrecision, master: torch.dtype) -> Precision:
     """The dtypes for parameters stored as `master`.

@@ -7,10 +7,10 @@ resizing the storage to zero and takes it again by resizing it up.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -55,10 +55,10 @@ class MemoryTracker:
         if live > self._peaks[other]:
             self._peaks[other] = live
 
-    def allocate(self, kind: str, count: int) -> Allocation:
-        """`count` bytes of `kind` came to life; what is returned says when they are freed."""
+    def allocate(self, kind: str, count: int) -> Callable[[], None]:
+        """`count` bytes of `kind` came to life; what is returned is called when they are freed."""
         self.add(kind, count)
-        return Allocation(self, kind, count)
+        return functools.partial(self.remove, kind, count)
 
     def peak(self, kind: str) -> int:
         """The most bytes of `kind` alive at once since the last `reset_peaks`."""
@@ -69,19 +69,6 @@ class MemoryTracker:
         self._peaks = defaultdict(int, self.live)
         self.peak_total = self.total
         self.at_peak = dict(self.live)
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """Bytes in a ledger that one owner frees."""
-
-    tracker: MemoryTracker
-    kind: str
-    count: int
-
-    def close(self) -> None:
-        """They were freed."""
-        self.tracker.remove(self.kind, self.count)
 
 
 _poisoned = False

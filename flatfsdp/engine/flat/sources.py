@@ -155,7 +155,7 @@ class HostCache(KeptSource):
         """`unsharded`: 1-D and padded; the host waits until it is copied."""
         self._tensor = pinned_like(unsharded.detach())
         self._tensor.copy_(unsharded.detach())
-        self._allocation = tracker.allocate("host copy", unsharded.numel() * unsharded.element_size())
+        self._free = tracker.allocate("host copy", unsharded.nbytes)
         self.dtype = unsharded.dtype  # of computation when it was made
         self.versions = ()
 
@@ -166,4 +166,4 @@ class HostCache(KeptSource):
         return stream.upload(flat, self._tensor)
 
     def free(self) -> None:
-        self._allocation.close()
+        self._free()

@@ -280,7 +280,7 @@ def _kind(handle: FlatParamHandle) -> str:
     """E.g. "float32 frozen as bfloat16": dtype at rest, trainability, dtype in computation."""
     precision = handle.precision
     frozen = "" if handle.options.trainable else " frozen"
-    cast = f" as {_dtype(precision.compute)}" if precision.casts else ""
+    cast = f" as {_dtype(precision.compute)}" if precision.compute != precision.master else ""
     return f"{_dtype(precision.master)}{frozen}{cast}"
 
 

@@ -158,7 +158,7 @@ class ForwardDriver:
         except BaseException as error:
             unit.phase = phase
             if recomputing:
-                self.agreement.sequence.activity.refuse(error)
+                self.agreement.refuse(error)
             self._leave(failed=True)
             raise
         if recomputing:

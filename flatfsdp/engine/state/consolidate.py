@@ -43,12 +43,12 @@ def consolidated(unit: Unit, kind: int, shard: torch.Tensor | None = None) -> It
     with torch.no_grad():
         own = handle.shard.detach() if shard is None else shard
         flat = gather_shard(handle, own, unit.transports.gather, unit.resources.streams.unshard)
-    claim = handle.tracker.allocate("consolidated", flat.numel() * flat.element_size())
+    free = handle.tracker.allocate("consolidated", flat.nbytes)
     unit.record_event("consolidate")
     try:
         yield full_views(flat, handle.layout)
     finally:
-        claim.close()
+        free()
 
 
 def is_first(unit: Unit) -> bool:
