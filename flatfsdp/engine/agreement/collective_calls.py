@@ -1,9 +1,9 @@
 """Calls outside of a model's iterations, in which all ranks meet before they send each other anything.
 
-[Note: calls] A communicator tells operations apart by their order alone. A rank that is alone in a constructor, or in a
-checkpoint's listing, would exchange what it has to say for the others' parameters or gradients: gloo ends the process
+[Note: calls] A communicator matches operations by their order alone. A rank that is alone in a constructor, or in a
+checkpoint's listing, would exchange its values for the others' parameters or gradients: gloo ends the process
 where sizes differ, and nobody would learn why. So whoever comes to such a call meets the others in the store first, and
-the backend is used when all have come to the same one. Ranks that make different calls are told at once; for ranks that
+the backend is used when all have come to the same one. Ranks that make different calls fail at once; for ranks that
 train instead, or do nothing, this one waits as anywhere else ([Note: watch], [Note: deadlock]).
 
 It costs a rank six requests to the store and its looks for the others, ever more rarely; calls are made between steps.

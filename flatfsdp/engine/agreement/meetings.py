@@ -72,7 +72,7 @@ class Meetings:
             return peers.verdict or notes.read(f"{place}/verdict")
 
         assert peers.watch is not None
-        what = f"{self._noted}, unexpectedly, and waits for word of the others, in step {max(1, step)}"
+        what = f"{self._noted}, unexpectedly, and waits for the notes of the others, in step {max(1, step)}"
         with peers.watch.waiting(peers.ranks, what, settled_by_notes=True):
             verdict = notes.wait(decided, PATIENCE)
         peers.raise_verdict()

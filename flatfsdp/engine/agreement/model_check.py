@@ -37,7 +37,7 @@ Checksums = list[tuple[str, int | None]]
 def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, reason: str | None = None) -> None:
     """Compare `facts`, in a fixed order, inside constructors. Collective over all axes.
 
-    `doing` completes "rank 0 ..." while this rank waits for the others. `reason` is told with the first fact where
+    `doing` completes "rank 0 ..." while this rank waits for the others. `reason` is reported with the first fact where
     ranks differ, and is not compared.
 
     Raises:

@@ -77,7 +77,7 @@ def all_or_none(axes: Sequence[Transport], work: Callable[[], T], *, doing: str,
 
 
 def description_of(error: Exception) -> str:
-    """What failed, in words. A message of ours has them; of others' errors the class says most."""
+    """What failed, in words. A message of ours is enough; of other errors the class is needed."""
     return str(error) if isinstance(error, FlatFSDPError) else f"{type(error).__name__}: {error}"
 
 

@@ -1,9 +1,9 @@
 """Warnings that a job gives once, and not once on each of its ranks.
 
-[Note: one warning] What ranks find together, in an exchange, the first of them tells (`errors.one_voice`). What each
-finds by itself may be there on one rank alone: whoever has it first leaves a note in the store and tells it, and the
+[Note: one warning] What ranks find together, in an exchange, the first of them reports (`errors.one_voice`). What each
+finds by itself may be there on one rank alone: whoever has it first leaves a note in the store and reports it, and the
 others, whose words are the same, have it in their log. Nobody waits for anybody, and nothing is asked of the store
-unless there is something to tell.
+unless there is something to report.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...errors import one_voice, warn
 from ..base.hashing import hash63
 from ..watchdog.regions import current_watch
 
-# How often this rank has had which message: each time is one to tell.
+# How often this rank has had which message: each time is one to report.
 _had: Counter[str] = Counter()
 
 

@@ -26,7 +26,7 @@ from .collective_calls import let_all_read
 
 NO_ANSWER = "does not answer"
 
-# Models over the same ranks are told apart by the order in which they first run, which all their ranks share.
+# Models over the same ranks are distinguished by the order in which they first run, which all their ranks share.
 _models: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 

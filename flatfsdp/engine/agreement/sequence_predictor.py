@@ -1,8 +1,8 @@
 """What usually comes next, learned from a stream of symbols; pure.
 
 [Note: habit] All ranks feed the same agreed stream to their own `SequencePredictor`, so all hold the same expectations
-without a word. Where two ranks part ways, at least one of them does what its habit did not expect, and notices at no
-cost. Nothing else is needed of the predictor; a better one only makes surprises rarer.
+without an exchange. Where two ranks part ways, at least one of them does what its habit did not expect, and notices at
+no cost. Nothing else is needed of the predictor; a better one only makes surprises rarer.
 
 Inside a forward what follows is expected from the unit that runs and how often it has run in this forward. Between
 forwards and backwards it is what followed the longest run of them that came before and ended like the present one: a
@@ -76,7 +76,7 @@ class SequencePredictor:
             self._look_back()
 
     def forget_present(self) -> None:
-        """The stream was cut off: nothing that came before says what comes next."""
+        """The stream was cut off: nothing that came before predicts what comes next."""
         self._visits.clear()
         self._now = None
         self._begun = len(self._past)

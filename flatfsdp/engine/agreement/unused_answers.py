@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..watchdog.store import StoreClient
 
-KEPT = 256  # backwards of which a rank can still say what it lacked
+KEPT = 256  # backwards of which a rank can still answer for
 _ENTRY = re.compile(r"(\d{1,18}):([0-9a-f]+):([01])")
 
 
@@ -75,7 +75,7 @@ class UnusedAnswers:
     # -- for the watchdog --------------------------------------------------------------------------------------------
 
     def consider(self, scope: str, at: int, calls: bool) -> None:
-        """A rank asks what this one lacks in the backward at this place, or `calls` it to say so."""
+        """A rank asks what this one lacks in the backward at this place, or `calls` it to answer."""
         if scope != self._scope or self._store is None:
             return
         key = f"{scope}/unused/{at}"

@@ -7,15 +7,15 @@ another rank brought them, on the host: what was reduced is 0 in either case. It
 In a *round* each rank that takes part adds what it lacks to one text in the store, and reads there what the others
 lack. All take part where that was agreed before: in a model's first backward of a kind, with branches or stand-ins
 ([Note: branches], [Note: uneven inputs]), and where a round is expected. Elsewhere those that lack something do; for
-the others, which do not wait, their watch answers as soon as it hears of it, also after they went on; and at the next
-backward of that kind all take part.
+the others, which do not wait, their watchdog answers as soon as it reads of it, also after they went on; and at the
+next backward of that kind all take part.
 
 What all ranks took part in all of them know, so they expect the same of the next backward ([Note: habit]). Where the
-host waits for each reduction they rely on it: who lacks what was foreseen says nothing, and all go on. Who does not
+host waits for each reduction they rely on it: who lacks what was foreseen posts nothing, and all go on. Who does not
 *calls* the others before it takes part in the reduction of the unit in question, without which no other rank comes to
-the end of its backward, and waits until all have heard; the round is held when that end has come. After such a surprise
-rounds are held without a call for a while, twice as long after each. On accelerators the host does not wait, so that
-silence proves nothing: there a round is held wherever one is expected.
+the end of its backward, and waits until all have read it; the round is held when that end has come. After such a
+surprise rounds are held without a call for a while, twice as long after each. On accelerators the host does not wait,
+so that silence proves nothing: there a round is held wherever one is expected.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class UnusedParams:
         self._all_take_part = True
 
     def rely(self) -> None:
-        """All ranks wait for each reduction, so a rank that lacks what is expected need not say so."""
+        """All ranks wait for each reduction, so a rank that lacks what is expected need not post it."""
         assert self._expected is not None
         self.foreseen = self._expected[self._peers.rank]
         self._all_take_part = False
@@ -175,11 +175,11 @@ class UnusedParams:
         return {rank: lacks for rank, (lacks, _) in found.items()}, all_took_part
 
     def _call(self) -> None:
-        """Let all ranks hear that this one does not lack what was foreseen, and wait until they have."""
+        """Let all ranks read that this one does not lack what was foreseen, and wait until they have."""
         self._called = True
         self.answers.has_heard(self._at)
         entry = entry_of(self._peers.rank, 0, takes_part=True)
-        what = "the others to hear of gradients that are not there, or were not expected"
+        what = "the others to read of gradients that are not there, or were not expected"
         self._publish(f"{self._key()}/heard", entry, what, ask_after=SOON, calls=True)
 
     def _publish(
@@ -216,7 +216,7 @@ class UnusedParams:
                 there = True
         if not there:
             missing = [rank for rank in peers.ranks if rank not in found]
-            raise AgreementError(f"waited {PATIENCE:.0f} s for {what}: no word of ranks {missing}")
+            raise AgreementError(f"waited {PATIENCE:.0f} s for {what}: no answer of ranks {missing}")
         return {rank: found.get(rank, (0, False)) for rank in peers.ranks}
 
     def _key(self) -> str:

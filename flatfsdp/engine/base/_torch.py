@@ -28,16 +28,16 @@ _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 REASONS = {
     "torch._C._autograd._unsafe_set_version_counter": "a unit gathered again with unchanged weights must look "
     "unchanged to saved tensors (retain_graph), and only this sets a version back",
-    "torch._C._current_graph_task_id": "a forward inside a backward is a recomputation; nothing public tells",
+    "torch._C._current_graph_task_id": "a forward inside a backward is a recomputation; nothing public shows it",
     "torch.autograd.graph.Node._input_metadata": "autograd's refusal of a gradient that has another shape "
-    "than its leaf had when it was first read names no parameter, and only this says which",
+    "than its leaf had when it was first read names no parameter, and only this shows which",
     "torch._C._autograd._top_saved_tensors_default_hooks": "which units a checkpoint without reentrance will recompute "
     "together; ranks whose backwards do not reach all of them must know",
     "torch._C._autograd._pop_saved_tensors_default_hooks": "only the innermost of nested checkpoints is shown, and "
     "those around it recompute more",
     "torch._C._autograd._push_saved_tensors_default_hooks": "what was popped to see those around it goes back",
     "torch._C._current_autograd_node": "units that run in one reentrant checkpoint's backward are recomputed together",
-    "torch._C._will_engine_execute_node": "which of several gradients a backward will bring; nothing public tells",
+    "torch._C._will_engine_execute_node": "which of several gradients a backward will bring; nothing public shows it",
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
     "torch.Tensor._use_count": "whether anybody may hold a leaf's node of autograd; to ask for the node makes one",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's post-accumulate hook must run on the sharded "
@@ -47,12 +47,12 @@ REASONS = {
     "torch.distributed.distributed_c10d._process_group_name": "a group made by its members alone is named after the "
     "number of groups that the process is in; ranks in different numbers of them would wait for each other for ever",
     "torch.distributed.ProcessGroup._get_backend": "its options hold the time limit of a group's operations, which "
-    "nothing public tells",
+    "nothing public shows",
     "torch.distributed.distributed_c10d._world.pg_map": "what torch lets go of when a process group is destroyed; it "
-    "tells nobody, and threads that serve the group would outlive it",
+    "notifies nobody, and threads that serve the group would outlive it",
     "torch._C.DisableTorchFunctionSubclass": "a hidden parameter's gradient is asked for on the way of every backward",
     "torch.autograd.profiler._is_profiler_enabled": "ranges in a profiler's trace are worth their cost only while one "
-    "runs, in whatever thread; nothing public tells",
+    "runs, in whatever thread; nothing public shows it",
     "torch.distributed.ProcessGroup._allgather_base": "torch.distributed's own functions check what is known here, at "
     "every call, for longer than a small collective takes; likewise _reduce_scatter_base",
     "torch.distributed.ProcessGroup.*_coalesced": "NCCL makes one operation of several small ones without a copy; the "
@@ -294,7 +294,7 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def in_functional_call() -> bool:
-    """Whether the caller runs inside `torch.func.functional_call`, which tells nobody: by the names of its callers."""
+    """Whether the caller runs inside `torch.func.functional_call`, which sets no flag: by the names of its callers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
@@ -316,7 +316,7 @@ def name_of_group(name: str) -> Iterator[None]:
 
 
 def time_limit(process_group: Any) -> float:
-    """Seconds after which an operation of `process_group` fails; infinity where its backend tells none."""
+    """Seconds after which an operation of `process_group` fails; infinity where its backend has none."""
     backends = map(process_group._get_backend, process_group._device_types)
     options: list[Any] = [getattr(each, "options", None) for each in backends]
     limits = [each._timeout.total_seconds() for each in options if hasattr(each, "_timeout")]
@@ -430,7 +430,7 @@ def fake_world(ranks: int, *, rank: int) -> Iterator[None]:
 
 def stay_out_of_graphs() -> None:
     """Let torch.compile run flatfsdp's own functions as they are, and compile the modules that they call."""
-    # What is public says so of one function; the engine is hundreds. Imported here, since it takes seconds and is
+    # What is public does so for one function; the engine is hundreds. Imported here, since it takes seconds and is
     # there wherever somebody compiles.
     from torch._dynamo import trace_rules
 

@@ -205,7 +205,7 @@ def _nothing(*args: Any) -> None:
 
 
 class MultiGradHook:
-    """Told once per backward when the gradients of all its tensors that this backward computes are there.
+    """Called once per backward when the gradients of all its tensors that this backward computes are there.
 
     [Note: arrivals] torch's own `register_multi_grad_hook` lets each tensor's hook hold the nodes of all: a cycle
     through the graph that only the garbage collector breaks, and all activations in it. Here the hooks hold this object
@@ -234,7 +234,7 @@ def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], No
 
     Returns what removes the hooks, and what must be kept alive, downstream of `tensors`, for as long as they shall
     work. Leaves among other tensors are not waited for, and leaves alone only if all of their gradients are computed:
-    nothing tells whether an `autograd.grad` will reach a leaf.
+    nothing shows whether an `autograd.grad` will reach a leaf.
     """
     inner = [tensor for tensor in tensors if tensor.grad_fn is not None]
     if len(inner) == 1:
@@ -252,7 +252,7 @@ def after_backward_to(tensors: Sequence[torch.Tensor], callback: Callable[[], No
 
 
 class BackwardCompletion:
-    """Told once how the running graph task ended.
+    """Called once, by how the running graph task ended.
 
     [Note: failure] Autograd runs no callback after an exception, but it lets its callbacks go: an object that is
     destroyed without having been called is the sign of a failed backward, and it comes before the exception reaches the

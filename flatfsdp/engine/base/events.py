@@ -58,17 +58,17 @@ class EventLog:
         """Collect (and hand to `listener`) the events that happen inside the context."""
         seen: list[Event] = []
 
-        def hear(event: Event) -> None:
+        def record(event: Event) -> None:
             seen.append(event)
             if listener is not None:
                 listener(event)
 
-        self._listeners.append(hear)
+        self._listeners.append(record)
         self.append = self._notify
         try:
             yield seen
         finally:
-            self._listeners.remove(hear)
+            self._listeners.remove(record)
             if not self._listeners:
                 self.append = self._events.append
 
@@ -101,7 +101,7 @@ class Observer:
         return ""
 
     def first_gather_agreed(self) -> None:
-        """All ranks go on with that: does it. Collective as those words tell."""
+        """All ranks go on with that: does it. Collective as those words state."""
 
     def forward_begins(self, unit: Any, inputs: Any, *, outermost: bool) -> None:
         """The forward of `unit` is given `inputs`; not where it runs again for a backward."""
@@ -117,7 +117,7 @@ class Observer:
         units that reduce."""
 
     def gradient_came(self, unit: Any, kind: int, index: int, grad: Any) -> None:
-        """This rank's gradient of a whole parameter has come: that of the leaf `index` of a handle of `unit`."""
+        """This rank's gradient of an unsharded parameter has come: that of the leaf `index` of a handle of `unit`."""
 
     def reduced(self, unit: Any) -> None:
         """Gradients of `unit`, which an optimizer steps on while the backward goes on, were reduced."""

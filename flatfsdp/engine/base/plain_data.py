@@ -4,7 +4,7 @@
 sends ([Note: trust]). So values travel as JSON, tensors and bytes as they are behind it. What can be sent: None,
 numbers, text, bytes, lists, tuples, sets, dicts, paths, dtypes, devices, dense tensors (they arrive on the CPU), and
 dataclasses and named tuples of flatfsdp's own, which arrive by their fields. Objects of users' classes have no other
-form than a pickle: they travel only where both sides of a call say that there may be `objects`.
+form than a pickle: they travel only where both sides of a call allow `objects`.
 
 The bytes are the length of the JSON, as 8 bytes, the JSON, and what lies behind it, each part at a multiple of 16.
 """

@@ -2,8 +2,8 @@
 
 [Note: waits] Whatever blocks the host until other ranks have done their part is entered here for as long as it lasts:
 `blocked()` around an operation of the backend, or an entry in `blocking` by hand where units pass many times a step.
-The watch ([Note: watch]) reads it from its thread, and tells a rank that waits from one that computes, or whose program
-is somewhere else.
+The watch ([Note: watch]) reads it from its thread, and distinguishes a rank that waits from one that computes, or whose
+program is somewhere else.
 
 On an accelerator the host does not wait for operations: it is held up by the limiter some units later, which counts, or
 by the program's own reading of a value, which does not.

@@ -1,8 +1,8 @@
 """Users' communication hooks in the place of reductions.
 
 [Note: communication hooks] A hook does the reduction over the ranks of its unit's process group, its scaling included.
-Where they hold pieces it stands in the place of the reduce-scatter: `hook(state, grad, shard)`; where each holds the
-whole, in that of the all-reduce: `hook(state, grad)`. Of hybrids, the mean over replicas of what it leaves is the
+Where they hold pieces it stands in the place of the reduce-scatter: `hook(state, grad, shard)`; where each holds
+all of it, in that of the all-reduce: `hook(state, grad)`. Of hybrids, the mean over replicas of what it leaves is the
 engine's again.
 
 What a hook is handed it may keep, or give other `.data`, of any dtype (torch's compress hooks do; what is left there is
@@ -42,7 +42,7 @@ class HookReducer:
         return self._run(stream, full, output)
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
-        """Let the hook change `tensor`, the whole. Collective over what the hook uses."""
+        """Let the hook change all of `tensor`. Collective over what the hook uses."""
         return self._run(stream, tensor)
 
     def _run(self, stream: Stream, *tensors: torch.Tensor) -> PendingWork:
@@ -75,7 +75,7 @@ class HookReducer:
             if work is not None and stream.is_callers:
                 return PendingWork(work=work, keep=(*tensors, *handed), finish=take_over)
             if work is not None:
-                work.wait()  # orders the lane
+                work.wait()  # orders the stream
             take_over()
             return PendingWork(device=self._device, event=stream.mark(), keep=(*tensors, *handed))
 

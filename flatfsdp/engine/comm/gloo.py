@@ -59,7 +59,7 @@ FIRST_TAG, TAGS = 2**30, 2**20  # more than can be in flight
 PARCEL_TAG = FIRST_TAG + TAGS  # of messages that are waited for at once, and so need no other
 MOST_RANKS = 8  # as far as was measured; at some point W-1 messages each way cost more than a ring
 MOST_ROOM = 2  # pieces that a sum holds beside its output; more cost time, too, from 16 MiB on (measured with 8 ranks)
-SMALLEST = 2 * 1024 * 1024  # bytes of the whole; measured on two busy cores (on idle ones messages always cost less)
+SMALLEST = 2 * 1024 * 1024  # unsharded bytes; measured on two busy cores (on idle ones messages always cost less)
 WORKER = "pt_gloo_runloop"  # what torch names its threads for gloo, as Linux cuts names
 SECONDS = 2.0  # that the interpreter's end waits at most; a worker in an operation that never ends sleeps
 

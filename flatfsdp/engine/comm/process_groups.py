@@ -1,7 +1,7 @@
 """Process groups and the axes that they span: those a user gave, those of a node's ranks, those that a pickle names.
 
 [Note: groups] The groups that are made here are made once and kept for as long as the group that they were made for.
-Making one is collective over its members, and says who is missing.
+Making one is collective over its members, and names those that are missing.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class ProcessGroupTransport:
     ) -> PendingWork:
         """`reduce_scatter_base` of several tensors (of one dtype) as one operation. Collective over the group.
 
-        `output` has room for the results, one behind the other. The lane has followed what produced `fulls`.
+        `output` has room for the results, one behind the other. The stream has followed what produced `fulls`.
         [Note: staging]
         """
         with stream.running():
@@ -151,7 +151,7 @@ class ProcessGroupTransport:
         return PendingWork(work=arriving, keep=(output,), finish=staging.memory.free)
 
     def _stage(self, tensors: Sequence[torch.Tensor]) -> StagingBuffer:
-        """A staging buffer for whole `tensors`, which has its memory until that is freed."""
+        """A staging buffer for unsharded `tensors`, which has its memory until that is freed."""
         staging = self._stagings.get(id(tensors[0]))
         if staging is None or staging.memory.allocated or not staging.serves(tensors):
             staging = self._stagings[id(tensors[0])] = StagingBuffer(tensors, self.group, self.tracker)
@@ -212,7 +212,7 @@ class ProcessGroupTransport:
         if stream.is_callers:
             return PendingWork(work=start(self._beside), keep=keep)
         with stream.running():
-            # Runs on the lane's own stream: the event behind it is the end of the work.
+            # Runs on that stream itself: the event behind it is the end of the work.
             _wait_for(start(self._in_order))
             return PendingWork(device=self.device, event=stream.mark(), keep=keep)
 
@@ -258,7 +258,7 @@ class DeterministicGloo(ProcessGroupTransport):
 
 
 class CoalescingNccl(ProcessGroupTransport):
-    """NCCL, which makes one operation of several by itself: nothing is staged. (Dry runs do not issue it: torch knows
+    """NCCL, which makes one operation of several on its own: nothing is staged. (Dry runs do not issue it: torch knows
     no such operation on tensors without memory.)"""
 
     def all_gather_coalesced(

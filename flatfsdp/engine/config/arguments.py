@@ -333,7 +333,7 @@ def _join_units_below(value: Any) -> int:
 
 
 def _check_combination(config: Config) -> Config:
-    """`config`, unless its arguments cannot work together; warns of those that quietly do less than they say."""
+    """`config`, unless its arguments cannot work together; warns of those that do less than they promise."""
     strategy, precision = config.sharding_strategy, config.mixed_precision
     if config.process_group is not None and config.device_mesh is not None:
         raise ConfigValueError("process_group, device_mesh: got both. Accepted: one of them.")

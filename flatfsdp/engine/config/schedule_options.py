@@ -1,4 +1,4 @@
-"""What users say about the schedule of one unit beyond its strategy, as data.
+"""What users set of the schedule of one unit beyond its strategy, as data.
 
 [Note: schedule] The settings of a unit may change between iterations, and between a forward and its backward. They
 decide which collectives a unit issues, so they are part of what ranks compare when a forward or a backward begins.
@@ -24,8 +24,8 @@ class Schedule:
         reduce: whether its backward reduces gradients, or adds them up unsharded.
         all_reduce: whether what is reduced over the shard axis is reduced over the replicate axis as well, or adds up.
         unshard_in_backward: whether its backward reads the parameters.
-        unshard_async_op: whether gathers are issued on the caller's stream, and ahead only where a user says so. The
-            same for all units of a model.
+        unshard_async_op: whether gathers are issued on the caller's stream, and ahead only where a user asks for it.
+            The same for all units of a model.
         divide_by: what the sum of gradients over ranks is divided by; None for the number of ranks.
         keep_frozen: where frozen parameters stay unsharded, "device" or "host"; None: nowhere. [Note: persistent
             parameters]
@@ -58,7 +58,7 @@ class Schedule:
 
     @property
     def keeps_by_choice(self) -> bool:
-        """Whether parameters may stay unsharded between iterations because a user said so."""
+        """Whether parameters may stay unsharded between iterations because a user chose it."""
         return self.reshard_after_forward is False or self.reshard_after_backward is False
 
 

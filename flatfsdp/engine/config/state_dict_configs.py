@@ -50,7 +50,7 @@ SHARDED_AS = ("interval", "sharded_tensor", "dtensor", "fsdp1")
 
 
 def default_carrier() -> str:
-    """What carries sharded values where a config does not say."""
+    """What carries sharded values where a config names nothing."""
     return "fsdp1" if fsdp1_mode.active else "interval"
 
 

@@ -21,7 +21,7 @@ def retain_host_memory() -> bool:
     For training on a CPU with units of more than 32 MiB. Call it once, first thing in each process; everything that the
     process allocates is affected, and what it once held at its peak it keeps. Blocks of more than 1 GiB still come from
     the operating system. It does what ``GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824`` (and
-    ``trim_threshold``) would do from outside; `mallopt(3)` tells more.
+    ``trim_threshold``) would do from outside; see `mallopt(3)`.
 
     Returns:
         Whether the C library took the settings: False where it is not glibc.

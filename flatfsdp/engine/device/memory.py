@@ -20,9 +20,9 @@ from ...errors import InternalError
 class MemoryTracker:
     """Exact live bytes by kind, and their peaks.
 
-    Kinds: `shard`, `unsharded`, `portion` (of unsharded parameters, between forward and backward), `slots` (unsharded
-    gradients), `exchange` (scratch of a reduction), `staging` (of several small units), `reduced` (gradient shards
-    before they become `.grad`), `partial` (sums that await an all-reduce), `summoned`, `host copy` (of residents).
+    Kinds: `shard`, `unsharded`, `portion` (post-forward shards), `slots` (unsharded gradients), `exchange` (scratch of
+    a reduction), `staging` (of several small units), `reduced` (gradient shards before they become `.grad`), `partial`
+    (sums that await an all-reduce), `summoned`, `host copy` (of persistent parameters).
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class MemoryTracker:
     def remove(self, kind: str, count: int) -> None:
         """`count` bytes of `kind` were freed."""
         if count > self.live[kind]:
-            raise InternalError(f"ledger: {count} bytes of {kind!r} freed, only {self.live[kind]} are live")
+            raise InternalError(f"memory tracker: {count} bytes of {kind!r} freed, only {self.live[kind]} are live")
         self.live[kind] -= count
         self.total -= count
 
@@ -141,7 +141,7 @@ class FlatBuffer:
         return self._storage.data_ptr()
 
     def disown(self) -> torch.Tensor:
-        """Hand the memory to the caller for good; the next `allocate` takes new memory in a new tensor."""
+        """Hand the memory to the caller; the next `allocate` takes new memory in a new tensor."""
         given, self.tensor = self.tensor, torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
         self._storage, self._shaped = self.tensor.untyped_storage(), False
         self.allocated = False

@@ -1,9 +1,9 @@
 """When resharded memory goes back: not before the device is past its last use, and not later than a bound allows.
 
-[Note: limiter] The host knows at once on CPU that nothing uses a buffer any more, and so does the lane where it is the
-caller's. Elsewhere it is held until more is needed. With the limit the unshard lane then waits: at most two units hold
-memory besides those whose forward runs around them, the one in use and the one ahead or the one before it, so that a
-gather need not wait for the computation that it could run beside. Without the limit the lane runs on, and memory is
+[Note: limiter] The host knows at once on CPU that nothing uses a buffer any more, and so does the stream where it is
+the caller's. Elsewhere it is held until more is needed. With the limit the unshard stream then waits: at most two units
+hold memory besides those whose forward runs around them, the one in use and the one ahead or the one before it, so that
+a gather need not wait for the computation that it could run beside. Without the limit the stream runs on, and memory is
 given back where the device is found to be past.
 """
 
@@ -25,10 +25,10 @@ class DeferredFree:
 
 
 class Limiter:
-    """The memory that gathers on one lane take and that is given back to it.
+    """The memory that gathers on one stream take and that is given back to it.
 
     Attributes:
-        limit: whether the lane waits for memory.
+        limit: whether the stream waits for memory.
         held: what was resharded and has its memory still, oldest first.
     """
 
@@ -40,14 +40,14 @@ class Limiter:
         self._uploaded: object = None  # an event behind the last upload of an offloaded shard
 
     def free_later(self, unit: str, buffer: FlatBuffer) -> None:
-        """Free `buffer`, memory of the lane, once the caller's stream is done with it."""
+        """Free `buffer`, memory of the stream, once the caller's stream is done with it."""
         if self._stream.is_callers:
             buffer.free()
         else:
             self.held.append(DeferredFree(unit, self._device.mark(), buffer))
 
     def make_room(self, needed: FlatBuffer | None, *, ahead: bool) -> None:
-        """Memory is about to be taken on the lane, for `needed` if that exists; `ahead` of its use."""
+        """Memory is about to be taken on the stream, for `needed` if that exists; `ahead` of its use."""
         for held in self.held:
             if held.buffer is needed:
                 self._stream.await_mark(held.mark)
@@ -61,7 +61,7 @@ class Limiter:
         self._free(due)
 
     def record_upload(self) -> None:
-        """The lane was given a copy from an offloaded shard."""
+        """The stream was given a copy from an offloaded shard."""
         self._uploaded = self._stream.mark()
 
     def free_all(self) -> None:

@@ -1,14 +1,14 @@
-"""The one device seam: lanes of execution, and in-flight work as a value.
+"""The one device seam: streams, and in-flight work as a value.
 
-[Note: lanes] A *lane* is an order of execution beside compute. On an accelerator it is a stream; on CPU there is none
+[Note: streams] A `Stream` is an order of execution beside compute. On an accelerator it is one; on CPU there is none
 and the host itself is the order, while collectives run in the backend's threads. Both share one order of *issue*. What
 differs is when memory may be reused: a CPU wait blocks the host, an accelerator's wait only orders streams. Hence two
 rules that hold for both: whoever starts work keeps its tensors alive until it was waited for (`PendingWork`), and a
-    buffer
-is freed on the lane that allocated it, after an event of the lane that used it last. `record_stream` is never called.
+buffer is freed on the stream that allocated it, after an event of the stream that used it last. `record_stream` is
+never called.
 
-A lane may be the caller's own order on an accelerator, too: its collectives still run beside compute, on streams of the
-backend's, but memory is taken and given back in order with compute, and needs no events.
+A `Stream` may be the caller's own order on an accelerator, too: its collectives still run beside compute, on streams of
+the backend's, but memory is taken and given back in order with compute, and needs no events.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class Device:
         return self._module is not None
 
     def new_stream(self, name: str, *, high_priority: bool = False) -> Stream:
-        """A new lane beside compute."""
+        """A new stream beside compute."""
         if self._module is None:
             return Stream(name, self, None)
         return Stream(name, self, self._module.Stream(self.device, priority=-1 if high_priority else 0))
 
     def callers_stream(self, name: str) -> Stream:
-        """The caller's own order as a lane."""
+        """The caller's own order as a `Stream`."""
         return Stream(name, self, None)
 
     def current_stream(self) -> Any:
@@ -129,27 +129,27 @@ class Stream:
         self._downloaded: Any = None  # an event behind the last download that the host has not waited for
 
     def running(self) -> AbstractContextManager[None]:
-        """Issue the enclosed work on this lane."""
+        """Issue the enclosed work on this stream."""
         return _HERE if self._stream is None else self._device.running_on(self._stream)
 
     def follow_compute(self) -> None:
-        """Order what this lane runs next after everything that the caller's stream was given so far."""
+        """Order what this stream runs next after everything that the caller's stream was given so far."""
         if self._stream is not None:
             self._stream.wait_stream(self._device.current_stream())
 
     def mark(self) -> Any:
-        """An event at the current end of this lane (None on CPU)."""
+        """An event at the current end of this stream (None on CPU)."""
         return self._stream.record_event() if self._stream is not None else self._device.mark()
 
     def await_mark(self, event: Any) -> None:
-        """Order what this lane runs next after `event`."""
+        """Order what this stream runs next after `event`."""
         if self._stream is None:
             self._device.await_mark(event)
         elif event is not None:
             self._stream.wait_event(event)
 
     def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, PendingWork]:
-        """Start to copy `tensor` into page-locked host memory on this lane, a stream.
+        """Start to copy `tensor` into page-locked host memory on this stream, on an accelerator.
 
         Returns the copy, which the host may read after `await_downloads`, and what keeps `tensor` until then.
         """
@@ -160,7 +160,7 @@ class Stream:
         return copy, PendingWork(device=self._device, event=self._downloaded, keep=(tensor, copy))
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> PendingWork:
-        """Start to fill `target` with `source`, host memory, on this lane."""
+        """Start to fill `target` with `source`, host memory, on this stream."""
         with self.running():
             target.copy_(source, non_blocking=True)
         return PendingWork(device=self._device, event=self.mark(), keep=(target, source))

@@ -109,7 +109,7 @@ class Accumulation:
                 "under no_sync(). Until gradients are synchronised it shows only a piece of what has accumulated; edit "
                 "it after a backward outside of no_sync(), or drop it with zero_grad()"
             )
-        # An empty piece looks zero whatever was done to it; its neighbours tell.
+        # An empty piece looks zero whatever was done to it; its neighbours show it.
         zeroed = [mark for mark in changed if not mark.grad.any() and (mark.grad.numel() or not edited)]
         dropped = [mark for mark in marks if mark in zeroed or not mark.is_there]
         for mark in marks:

@@ -2,8 +2,8 @@
 other times.
 
 FSDP1 casts buffers once and for all, and what precision they had is gone. Here a forward sees copies; the elements that
-it changes are carried over to the original afterwards. Values tell, not version counters: batch norm writes its running
-statistics without bumping any.
+it changes are carried over to the original afterwards. Values are compared, not version counters: batch norm writes its
+running statistics without bumping any.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _cast(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
             if now is not copy:  # the forward registered another tensor in its place
                 module._buffers[name] = now.to(original.dtype)
                 continue
-            # Written elements are carried over, the others keep their precision. No version tells: batch norm writes
+            # Written elements are carried over, the others keep their precision. No version shows it: batch norm writes
             # its statistics without raising it.
             with torch.no_grad():
                 original.copy_(torch.where(copy == original.to(copy.dtype), original, copy.to(original.dtype)))

@@ -102,7 +102,7 @@ def is_deferred(parameter: nn.Parameter) -> bool:
 
 
 def show_deferred(parameters: Iterable[nn.Parameter]) -> None:
-    """Let those of `parameters` whose gradients are awaited wait for them again, after they were hidden, say."""
+    """Let those of `parameters` whose gradients are awaited wait for them again, as after they were hidden."""
     for parameter in parameters:
         if is_deferred(parameter):
             parameter.__class__ = _WHILE_AWAITED.get(type(parameter), type(parameter))

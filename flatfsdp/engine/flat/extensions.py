@@ -27,7 +27,7 @@ class FlatParamExtensions(Protocol):
         ...
 
     def post_unflatten_transform(self, tensor: torch.Tensor, state: Any) -> torch.Tensor:
-        """What modules compute with, differentiably from the whole stored `tensor`."""
+        """What modules compute with, differentiably from the unsharded stored `tensor`."""
         ...
 
 
@@ -87,14 +87,14 @@ class TransformedParam:
         return self.extensions.post_unflatten_transform(self.leaf, self.state)
 
     def install(self) -> None:
-        """Let the modules hold what they compute with. Precondition: the leaf shows the whole."""
+        """Let the modules hold what they compute with. Precondition: the leaf is unsharded."""
         with torch.enable_grad():  # also where a backward gathers for a recomputation
             value = self._value()
         for param_ref in self.param_refs:
             param_ref.assign(value)
 
     def dissolve(self) -> None:
-        """Let the modules hold a parameter like the one they had before. Precondition: the leaf shows the whole."""
+        """Let the modules hold a parameter like the one they had before. Precondition: the leaf is unsharded."""
         restored = nn.Parameter(self._value().detach().clone(), requires_grad=self.leaf.requires_grad)
         for param_ref in self.param_refs:
             replace(param_ref, leaf=restored).register()

@@ -37,11 +37,11 @@ from .write_tracker import FlatParameter, WriteTracker
 
 @dataclass(eq=False)
 class UnshardedParam:
-    """The whole flat parameter in one dtype.
+    """The unsharded flat parameter in one dtype.
 
     Attributes:
         flat: 1-D and padded.
-        buffer: its memory; None where the shard itself is the whole.
+        buffer: its memory; None where it is the shard itself.
         views: the parameters as N-D views of it, once it was filled; shown: each leaf with its view.
         source: the shard as what fills it; filled_from: what did last.
     """
@@ -127,8 +127,8 @@ class FlatParamHandle:
         options: FlatParamOptions,
         tracker: MemoryTracker,
     ) -> None:
-        """Take `shard` as this rank's piece of `leaves` laid out by `layout`; use `flatten` to make one from whole
-        parameters."""
+        """Take `shard` as this rank's piece of `leaves` laid out by `layout`; use `flatten` to make one from
+        unsharded parameters."""
         self.name = ""
         self.leaves = list(leaves)
         self.layout = layout
@@ -163,7 +163,7 @@ class FlatParamHandle:
         options: FlatParamOptions,
         tracker: MemoryTracker,
     ) -> FlatParamHandle:
-        """Lay whole `leaves` (one dtype) out and copy this rank's shard from them. No communication.
+        """Lay unsharded `leaves` (one dtype) out and copy this rank's shard from them. No communication.
 
         The shard lives on `device`, or on the CPU with `offload`. The leaves still show their own memory.
         """
@@ -190,7 +190,7 @@ class FlatParamHandle:
 
     @cached_property
     def is_unsharded_at_rest(self) -> bool:
-        """Whether the shard is the whole (an axis of one rank)."""
+        """Whether the shard holds all of every parameter (an axis of one rank)."""
         return self.layout.world == 1
 
     # -- the shard ---------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class FlatParamHandle:
     # -- unshard and reshard -----------------------------------------------------------------------------------------
 
     def _target(self, dtype: torch.dtype) -> UnshardedParam:
-        """The whole in `dtype`, its memory allocated or not."""
+        """The unsharded parameter in `dtype`, its memory allocated or not."""
         made = self._unsharded.get(dtype)
         if made is None:
             if self.is_shard_in(dtype):
@@ -343,7 +343,7 @@ class FlatParamHandle:
             writes.in_buffer = writes.gathered
 
     def reshard(self) -> FlatBuffer | None:
-        """Give up the unsharded buffer and return it for the caller to free (None where the shard is the whole).
+        """Give up the unsharded buffer and return it for the caller to free (None where that is the shard).
 
         Precondition: unsharded. Postcondition: sharded; the caller lets the leaves show something else at once.
         """
@@ -359,7 +359,7 @@ class FlatParamHandle:
     def can_hold(self, dtype: torch.dtype) -> bool:
         """Whether the unsharded buffer is there, and could hold gradients of `dtype` in the parameters' places.
 
-        Where the shard is the whole, the memory of the reduced gradient is that of the slots, and lasts.
+        On an axis of one rank the memory of the reduced gradient is that of the slots, and lasts.
         """
         if self.state is not UNSHARDED or self.is_unsharded_at_rest:
             return False
@@ -373,7 +373,7 @@ class FlatParamHandle:
         the parameters stay unsharded. On a CPU it is a copy in memory of its own.
 
         Raises:
-            UsageError: the parameters are sharded, or their shard is the whole.
+            UsageError: the parameters are sharded, or the unsharded ones are the shard itself.
         """
         buffer = self.unsharded.buffer
         if self.state is not UNSHARDED or buffer is None:
@@ -401,7 +401,7 @@ class FlatParamHandle:
                 leaf.data = view
 
     def buffer(self, dtype: torch.dtype) -> FlatBuffer | None:
-        """The buffer for `dtype`, allocated or not (None where the shard is the whole, or before the first use)."""
+        """The buffer for `dtype`, allocated or not (None where it is the shard, or before the first use)."""
         known = self._unsharded.get(dtype)
         return known.buffer if known is not None else None
 

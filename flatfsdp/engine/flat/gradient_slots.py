@@ -11,7 +11,7 @@ can be its slot: the unit's memory is not needed twice. That takes equal dtypes,
 differentiated, and a unit of which an earlier backward has shown that each gradient comes once and in the backward's
 own graph task; elsewhere (recomputation in tasks of their own) a parameter may be read after its gradient has come.
 What is overwritten cannot be read unnoticed: saved views of it are refused by their version, the leaf itself is hidden
-([Note: hidden]). A unit whose forward runs again before its reduction is refused, once: to gather anew would be a
+([Note: hidden]). A unit whose forward runs again before its reduction is refused, once: to gather again would be a
 collective that only those ranks issue which share.
 """
 
@@ -145,9 +145,9 @@ class GradientSlots:
 
     def _open(self) -> FlatBuffer:
         if self.shares:
-            whole = self._memory.handle.unsharded
-            assert whole.buffer is not None
-            self.buffer, self._slots = whole.buffer, whole.views
+            unsharded = self._memory.handle.unsharded
+            assert unsharded.buffer is not None
+            self.buffer, self._slots = unsharded.buffer, unsharded.views
         else:
             self.buffer, self._slots = self._memory.allocate(self.dtype)
         return self.buffer

@@ -35,7 +35,7 @@ class Gradients:
         arrived: those that came.
         missing: those that are awaited still.
         collects_in: autograd's graph task in which gradients that come for the first time are only collected, if any.
-        reducing: what this backward has handed over to reductions; one list for good.
+        reducing: what this backward has handed over to reductions; always the same list.
         slots: where gradients go that come now.
         accumulation: what lasts from backward to backward.
         contributed: leaves of which a gradient came to what is being reduced, or was reduced earlier, on this rank.
@@ -78,9 +78,9 @@ class Gradients:
             self._end_retention()
 
     def retain_for_double_backward(self) -> None:
-        """The parameters stay whole until another backward, and what was taken cannot be shown meanwhile.
+        """The parameters stay unsharded until another backward, and what was taken cannot be shown meanwhile.
 
-        A stand-in of the whole shape is shown instead: whoever drops it, by `zero_grad` say, drops what was taken.
+        A stand-in of the unsharded shape is shown instead: whoever drops it, as `zero_grad` does, drops what was taken.
         """
         for i in self._stashed or {}:
             leaf = self.handle.leaves[i]

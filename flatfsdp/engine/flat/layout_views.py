@@ -1,4 +1,4 @@
-"""Flat tensors seen through their layout: whole parameters as N-D views, those of a shard as pieces."""
+"""Flat tensors seen through their layout: unsharded parameters as N-D views, those of a shard as pieces."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ShardViews:
     """What leaves show of one shard, and how tensors that are laid out like it are divided.
 
     Attributes:
-        views: for each leaf what it shows of the shard: 1-D pieces, maybe empty (N-D where the shard is the whole).
+        views: for each leaf what it shows of the shard: 1-D pieces, maybe empty (N-D on an axis of one rank).
         shown: each leaf with its view.
         empty: what leaves show where they show nothing: no elements, in the compute dtype, where the unit computes.
         stands_in: whether leaves may show the shard where they are to show nothing: autograd sees no difference.
@@ -96,7 +96,7 @@ class ShardViews:
         return [i for i, facts in enumerate(zip(*found, strict=True)) if facts != tuple(f[i] for f in self._expected)]
 
     def _facts(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Any], list[torch.dtype]]:
-        # What tells that a tensor's memory was replaced; lists, because whole lists are compared at every forward.
+        # What shows that a tensor's memory was replaced; lists, because whole lists are compared at every forward.
         extent = _SHAPE if self._is_whole else torch.Tensor.numel  # pieces of a shard are 1-D
         return list(map(torch.Tensor.data_ptr, tensors)), list(map(extent, tensors)), list(map(_DTYPE, tensors))
 

@@ -1,6 +1,6 @@
 """Classes that parameters are of for a time: the same objects, whose use is refused or noticed meanwhile.
 
-A subclass of `nn.Parameter` that a user made gets a class of its own, of which `isinstance` says what it said.
+A subclass of `nn.Parameter` that a user made gets a class of its own, which `isinstance` takes for the same.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class CopiedAsOriginal:
 
 
 class WriteTrackedParameter(CopiedAsOriginal, TracksWrites, nn.Parameter):
-    """What `nn.Parameter` objects are while they show a whole that is about to be freed, to who asked for it or holds
-    it in the place of a flat parameter; never constructed."""
+    """What `nn.Parameter` objects are while they show an unsharded form that is about to be freed, to who asked for it
+    or holds it in the place of a flat parameter; never constructed."""
 
 
 NOTICED = ClassVariants(WriteTrackedParameter)

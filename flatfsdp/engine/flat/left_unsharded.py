@@ -1,8 +1,9 @@
-"""Parameters that stay whole between a forward and its backward.
+"""Parameters that stay unsharded between a forward and its backward.
 
-[Note: left whole] What is only asked of such a parameter (shape, dtype, device) is answered for this rank's shard, as
-before the forward and after the backward: who counts elements finds as many at any time. Who computes with it gets the
-whole, which has its place in the graph; and where the shard is the whole, but of another dtype or elsewhere, the shard.
+[Note: left unsharded] What is only asked of such a parameter (shape, dtype, device) is answered for this rank's shard,
+as before the forward and after the backward: who counts elements finds as many at any time. Who computes with it gets
+the unsharded parameter, which has its place in the graph; on an axis of one rank, where the unsharded parameter is a
+copy of the shard in another dtype or elsewhere, the shard.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class _LeftUnsharded(DescribedAsShard):
 
 
 class UnshardedParameter(CopiedAsOriginal, TracksWrites, _LeftUnsharded):
-    """What `nn.Parameter` objects are while they show the whole that a forward has left; never constructed."""
+    """What `nn.Parameter` objects are while they show the unsharded form that a forward left; never constructed."""
 
 
 class CastParameter(_LeftUnsharded):
-    """What `nn.Parameter` objects are while they show a copy of the shard, which is the whole; never constructed."""
+    """What `nn.Parameter` objects are while they show a copy of the shard of an axis of one rank; never constructed."""
 
     @classmethod
     def _answer(cls, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
-"""A parameter that does not show its value, and says so where it is used.
+"""A parameter that does not show its value, and refuses to be used.
 
 [Note: hidden] Between a forward that resharded and the backward a leaf has no elements; in a forward, and until its
 backward, the leaf of a unit that has not run shows this rank's shard. A term over `model.parameters()` would then be
-zero, or another one on each rank, without a word, and its gradient of a shape that autograd refuses in words of its
+zero, or another one on each rank, unnoticed, and its gradient of a shape that autograd refuses in words of its
 own. So for that time the leaf is of a class whose operations refuse. It stays the same object, a `Parameter`, and what
 only asks about it (`.grad`, `requires_grad`, hooks) is answered; its shape, strides, dtype and device are those of this
 rank's shard, which it shows before and after, so that who counts elements finds as many at any time.
@@ -120,8 +120,8 @@ def leads_to_accumulator(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 
 
 def _expanded(leaf: nn.Parameter) -> torch.Tensor:
-    """`leaf.expand_as(leaf)`, for those who look for its accumulator, which admits whole gradients. [Note:
-    accumulators]"""
+    """`leaf.expand_as(leaf)`, for those who look for its accumulator, which admits unsharded gradients.
+    [Note: accumulators]"""
     handle, index = handle_and_index_of(leaf)
     handle.accumulator_was_requested = True
     with torch.no_grad(), _torch.as_plain_tensors():
@@ -258,7 +258,7 @@ def call_with_shards(
 
 
 def _check_alike(func: Callable[..., Any], used: Sequence[Any], given: Sequence[Any]) -> None:
-    """Refuse what would broadcast: a shard of one element, say."""
+    """Refuse what would broadcast, as a shard of one element does."""
     lists = [value for value in given if isinstance(value, list)]
     rows = list(zip(*lists, strict=False)) if lists else [given]
     for row in rows:

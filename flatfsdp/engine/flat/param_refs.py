@@ -6,7 +6,7 @@ registration (the flat parameter has it) and hold the leaf as a plain attribute.
 
 [Note: packed bytes] Quantised weights are bytes, which bitsandbytes stores as a floating-point dtype of the user's
 choice (`quant_storage`), so that FSDP1 flattens them together with others. A cast of them would give other weights
-without a word. They are known by the `quant_state` that undoes their quantisation, which the parameter has, or, after a
+unnoticed. They are known by the `quant_state` that undoes their quantisation, which the parameter has, or, after a
 stay on the meta device, only the module.
 """
 
@@ -75,9 +75,10 @@ class ParamRef:
 def check_param_refs(
     changed: Iterable[ParamRef], shared_refs: Iterable[ParamRef], names: Mapping[int, str], label: str
 ) -> None:
-    """Refuse what cannot be written back of the `changed` homes of a unit: anything but new values for a parameter.
+    """Refuse what cannot be written back of the `changed` references of a unit: anything but new values for a
+    parameter.
 
-    `shared_refs`: homes of parameters that other units own; `names`: of all parameters of the model, by id.
+    `shared_refs`: references to parameters that other units own; `names`: of all parameters of the model, by id.
     """
     shared_refs = list(shared_refs)
     for param_ref in changed:
@@ -105,7 +106,7 @@ def check_param_refs(
 
 
 def refuse_functional_call(changed: Iterable[ParamRef], label: str) -> NoReturn:
-    """Refuse to compute with what functional_call put in the place of the `changed` homes."""
+    """Refuse to compute with what functional_call put in the place of the `changed` references."""
     names = ", ".join(repr(param_ref.path) for param_ref in itertools.islice(changed, 3))
     raise UsageError(
         f"torch.func.functional_call gave unit {label} other tensors for {names}: a wrapped model computes with what "

@@ -2,9 +2,10 @@
 
 [Note: placeholders] Modules make and load their state dicts themselves: they may have hooks that rename, and methods of
 their own. So that they can, without a unit being gathered, they hold *placeholders* meanwhile: parameters with the
-shape, dtype and device of the whole ones, and without memory. In a state dict that a module has made a placeholder says
-which parameter belongs there. Where a state dict is loaded, `copy_` into one is kept, to be carried out on the shard.
-A module that does anything else reads values, which a placeholder does not have: `PlaceholderReadError` is then raised.
+shape, dtype and device of the unsharded ones, and without memory. In a state dict that a module has made a placeholder
+marks which parameter belongs there. Where a state dict is loaded, `copy_` into one is kept, to be carried out on the
+shard. A module that does anything else reads values, which a placeholder does not have: `PlaceholderReadError` is then
+raised.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Placeholder(nn.Parameter):
     def of(
         leaf: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, receives: bool
     ) -> Placeholder:
-        """A placeholder for `leaf`, whose whole has this shape; `receives`: whether `copy_` into it is kept."""
+        """A placeholder for `leaf`, which is unsharded of this shape; `receives`: whether `copy_` into it is kept."""
         nothing = torch.empty((), dtype=dtype, device=device).expand(tuple(shape))  # all its elements are one
         made = Placeholder(nothing, requires_grad=leaf.requires_grad)
         made.leaf = leaf
@@ -82,7 +83,7 @@ class Placeholder(nn.Parameter):
         if name == "detach":
             return target
         if name == "copy_" and isinstance(target, Placeholder) and target._receives:
-            if type(args[1]) is not Placeholder:  # which says that its value comes from elsewhere
+            if type(args[1]) is not Placeholder:  # whose value comes from elsewhere
                 target.received = args[1]
             return target
         raise PlaceholderReadError(

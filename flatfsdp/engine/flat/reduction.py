@@ -1,7 +1,7 @@
 """Gradients in flight: reduce-scatter along the shard axis, then all-reduce along the replicate axis.
 
 [Note: reduction stages] The second stage is launched when the first has been waited for, which every rank does at the
-same point of the order. Where the shard is the whole, the all-reduce is the first and only one. What a reduction reads
+same point of the order. On an axis of one rank, the all-reduce is the first and only one. What a reduction reads
 is held until its first stage is over, what it brings until somebody asks for it.
 
 [Note: downloads] What an offloaded handle's gradients bring goes on to page-locked host memory on the same stream,

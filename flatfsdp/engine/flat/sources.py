@@ -11,7 +11,7 @@ the shards hold.
 *persistent* one was gathered once, and stays unsharded on the device, or as a copy in host memory from which the device
 is filled again: memory, or the way from the host, in place of a collective. Whether a handle is persistent, and whether
 it has to be gathered, is settled where a forward begins, and is part of what ranks compare there: no rank leaves a
-gather out alone. A persistent parameter that was written to is gathered anew.
+gather out alone. A persistent parameter that was written to is gathered again.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class CoalescedSource(UnshardSource):
     """The shards of several handles, gathered by one collective over the shard axis.
 
     Attributes:
-        flats: the buffers that the caller has filled by it, and says so to the handles, in order.
+        flats: the buffers that the caller fills, and for which it sets the pending work of the handles, in order.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -1,11 +1,11 @@
 """What the user's parameters show. The only file that assigns a parameter's `.data`.
 
-[Note: exposure] A handle's leaves show one of these things, together: their place in the *shard* (at rest), the *whole*
-(N-D views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded and the backward,
-where a shard of one element would broadcast unnoticed; [Note: hidden]). Where a backward is through with them they show
-the shard already, *guarded*, unless it is of another dtype or elsewhere: what is to be shown next need not be shown
-then. In a backward that does not read them they show their *shape*: NaN without memory, since autograd lays a gradient
-out like the leaf that it comes to.
+[Note: exposure] A handle's leaves show one of these things, together: their place in the *shard* (at rest), the
+*unsharded* parameters (N-D views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded
+and the backward, where a shard of one element would broadcast unnoticed; [Note: hidden]). Where a backward is through
+with them they show the shard already, *guarded*, unless it is of another dtype or elsewhere: what is to be shown next
+need not be shown then. In a backward that does not read them they show their *shape*: NaN without memory, since
+autograd lays a gradient out like the leaf that it comes to.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class ParamViews:
         extended: those of the leaves that modules see transformed.
         some_hidden: some leaves refuse to be used. [Note: hidden]
         tracks_writes: what is written to the `.data` of leaves in place is noticed.
-        is_left_unsharded: a forward has left the leaves whole, in the shard itself, and no backward has come to them.
+        is_left_unsharded: a forward has left the leaves unsharded, in the shard itself, and no backward has come to
+            them.
         mode: [Note: exposure].
     """
 
@@ -108,17 +109,17 @@ class ParamViews:
         self.some_hidden = True
 
     def guard(self) -> None:
-        """Let the leaves refuse to be used for as long as they show a shard that is not the whole."""
+        """Let the leaves refuse to be used for as long as they show a shard that lacks elements."""
         if self.mode is SHOWS_SHARD and not self.handle.is_unsharded_at_rest:
             refuse_use(self.handle.leaves)
             self.some_hidden = True
 
     def track_writes(self, *, described_as_unsharded: bool = False) -> None:
-        """A forward is over and has left the leaves whole: what is written to them until they are freed would be lost,
-        also where it is written to `.data` in place, which tells nobody.
+        """A forward is over and has left the leaves unsharded: what is written to them until they are freed would be
+        lost, also where it is written to `.data` in place, which raises no version.
 
-        Leaves that `parameters()` lists are described as their shards are, unless a user has asked for whole ones.
-        [Note: left whole]
+        Leaves that `parameters()` lists are described as their shards are, unless a user has asked for unsharded ones.
+        [Note: left unsharded]
         """
         handle = self.handle
         if self.mode is not SHOWS_UNSHARDED:
@@ -145,7 +146,7 @@ class ParamViews:
 
     @property
     def was_replaced(self) -> bool:
-        """Whether leaves that should show the whole do not: the user replaced their `.data`. Only while unsharded."""
+        """Whether leaves do not show the unsharded form: the user replaced their `.data`. Only while unsharded."""
         if self.mode is not SHOWS_UNSHARDED or self.some_hidden:
             return False
         shown = map(torch.Tensor.data_ptr, self.handle.leaves)
@@ -153,13 +154,13 @@ class ParamViews:
 
     @property
     def replaced(self) -> list[str]:
-        """The names of the leaves that do not."""
+        """The names of those leaves."""
         rows = zip(self.handle.layout.params, self.handle.unsharded.shown, strict=True)
         return [spec.name for spec, (leaf, view) in rows if leaf.data_ptr() != view.data_ptr()]
 
     def used_at_rest(self) -> list[str]:
-        """The names of parameters that a graph read while they showed the shard: autograd refuses gradients of the
-        whole.
+        """The names of parameters that a graph read while they showed the shard: autograd refuses gradients of
+        their unsharded shape.
 
         Postcondition: the leaves show their shape.
         """
@@ -168,7 +169,7 @@ class ParamViews:
         return [spec.name for spec, leaf in leaves if leaf.requires_grad and hooks.shape_awaited(leaf) != leaf.shape]
 
     def renew_accumulator(self, leaf: nn.Parameter) -> None:
-        """Let autograd make the node to which gradients of `leaf` come anew, as it does where a leaf's dtype changes.
+        """Let autograd make the node to which gradients of `leaf` come again, as it does where a leaf's dtype changes.
 
         Precondition: `leaf` is not hidden. [Note: accumulators]
         """
@@ -177,9 +178,9 @@ class ParamViews:
         leaf.data = shown
 
     def install_extended(self) -> None:
-        """Let modules see what extensions make of the leaves, anew: each pass has a graph of its own.
+        """Let modules see what extensions make of the leaves now: each pass has a graph of its own.
 
-        Precondition: the leaves show the whole. [Note: extensions]
+        Precondition: the leaves are unsharded. [Note: extensions]
         """
         for each in self.extended:
             each.install()
@@ -202,7 +203,7 @@ class ParamViews:
         self.show(SHOWS_SHARD)
 
     def show_again(self) -> None:
-        """Point the leaves at the shard anew (it moved)."""
+        """Point the leaves at the shard again (it moved)."""
         self.mode = SHOWS_UNSHARDED
         self.show(SHOWS_SHARD)
 
@@ -225,8 +226,9 @@ class ParamViews:
     def write_back(self, changed: Iterable[ParamRef]) -> bool:
         """Copy into the shard what the user put in a leaf's place at rest; True if there was anything.
 
-        Noticed are a replaced `.data`, a parameter in one of the `changed` homes, and a flat parameter whose `.data`
-        was replaced. Raises UsageError where shape or dtype does not fit. Precondition: the leaves show the shard.
+        Noticed are a replaced `.data`, a parameter in one of the `changed` references, and a flat parameter whose
+        `.data` was replaced. Raises UsageError where shape or dtype does not fit. Precondition: the leaves show the
+        shard.
         """
         handle = self.handle
         if found := not handle.flat_shows_shard:
@@ -315,10 +317,10 @@ def check_unwritten(views: ParamViews, name: str) -> None:
 
 
 def keep_packed(handle: FlatParamHandle, param_refs: Iterable[ParamRef], name: str) -> None:
-    """After a forward: what modules did to quantised weights, which show the whole, stays right. [Note: packed bytes]
+    """After a forward: what modules did to quantised weights, which are unsharded, stays right. [Note: packed bytes]
 
-    One that was made anew around the same bytes, to carry the state that undoes their quantisation, is our leaf with
-    that state. Bytes in another order are refused: the next gather brings them as they were, the state says otherwise.
+    A new parameter around the same bytes, to carry the state that undoes their quantisation, is our leaf with that
+    state. Bytes in another order are refused: the next gather brings them as they were, which does not fit that state.
     """
     for spec, (leaf, view) in zip(handle.layout.params, handle.unsharded.shown, strict=True):
         if leaf.shape != view.shape or leaf.dtype != view.dtype:
@@ -356,9 +358,9 @@ def check_left(views: ParamViews, name: str) -> None:
 
 
 def check_requested(views: ParamViews, name: str) -> None:
-    """Refuse a change of parameters that a user had unsharded, or whole gradients: they would be lost with that memory.
+    """Refuse a change of parameters that a user had unsharded, or their gradients: they would be lost with that memory.
 
-    Precondition: the leaves show the whole.
+    Precondition: the leaves are unsharded.
     """
     handle = views.handle
     if handle.unsharded.buffer is not None and handle.writes.was_edited:
@@ -377,7 +379,7 @@ def check_requested(views: ParamViews, name: str) -> None:
 
 
 def check_gradients(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor]) -> None:
-    """Refuse gradients, by index of their leaf, that are not those of whole parameters, or no dense tensors."""
+    """Refuse gradients, by index of their leaf, that have not the shape of their parameter, or are not dense."""
     for index, grad in grads.items():
         spec = handle.layout.params[index]
         if grad.layout is not torch.strided:
@@ -410,7 +412,7 @@ def _refuse_writes(views: ParamViews, name: str, when: str) -> NoReturn:
 
 
 def _unlike_shard(handle: FlatParamHandle) -> list[str]:
-    """The names of leaves that show other values than their shards, which are the whole. Waits for the device."""
+    """The names of leaves that show other values than their shards, of an axis of one rank. Waits for the device."""
     if not (handle.is_unsharded_at_rest and handle.use_orig_params):
         return []
     rows = zip(handle.layout.params, handle.at_rest.views, handle.unsharded.views, strict=True)

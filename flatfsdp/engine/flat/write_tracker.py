@@ -112,7 +112,7 @@ class WriteTracker:
         torch.autograd.graph.increment_version(self._leaves)
 
     def on_fill(self, *, changed: bool) -> None:
-        """The buffer holds weights again; `changed` says that the shard was written to by other means than a leaf.
+        """The buffer holds weights again; `changed`: the shard was written to by other means than a leaf.
 
         A leaf that somebody else wrote to since the last fill keeps its version, too.
         """

@@ -262,7 +262,7 @@ class FlatLayout:
         return cached
 
     def digest(self) -> str:
-        """SHA-256 in hex over everything the layout says: equal on two ranks exactly when their layouts are equal."""
+        """SHA-256 in hex over everything in the layout: equal on two ranks exactly when their layouts are equal."""
         return hashlib.sha256("\n".join(self._facts()).encode()).hexdigest()
 
     def _facts(self) -> Iterator[str]:
