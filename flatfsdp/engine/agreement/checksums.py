@@ -28,7 +28,7 @@ class InitialChecksums:
     """
 
     def __init__(self, leaves: Iterable[tuple[torch.Tensor, str]]) -> None:
-        """Sum up whole parameters (with their paths), before they are sharded."""
+        """Sum up unsharded parameters (with their paths), before they are sharded."""
         self._whole = {path: checksum(leaf) for leaf, path in leaves}
         self._pieces: dict[str, int] = {}
 

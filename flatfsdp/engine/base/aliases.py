@@ -28,7 +28,7 @@ _MOVED = {
         policy.schedule=schedule_options choices=unit_options
     """,
     "watchdog": "board=store watch=watchdog roll_call=status_report farewell=process_exit",
-    "device": "device=streams storage=memory limiter=rate_limiter memoryless=fake_tensors host_memory=malloc",
+    "device": "device=streams storage=memory limiter=memory memoryless=fake_tensors host_memory=malloc",
     "comm": """
         comm=transport gloo in_turns=ordered_sum at_exit=gloo groups=process_groups hooked=comm_hook
     """,

@@ -18,9 +18,8 @@ import torch
 from ..base import _torch
 from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
-from .accumulation import Accumulation
 from .flat_param import FlatParamHandle
-from .gradient_slots import GradientSlots, SlotMemory
+from .gradient_slots import Accumulation, GradientSlots, SlotMemory
 from .reduction import ReductionInput, release_inputs
 from .views import ParamViews, assign_grad
 

@@ -16,8 +16,10 @@ from torch import nn
 
 from ..base import _torch
 from .deferred_grad import DeferredGradParameter
-from .leaf_classes import ORIGINAL, ClassVariants, CopiedAsOriginal
 from .param_guard import (
+    ORIGINAL,
+    ClassVariants,
+    CopiedAsOriginal,
     DescribedAsShard,
     call_with_shards,
     data_of_shard,

@@ -2,19 +2,24 @@
 
 [Note: hidden] Between a forward that resharded and the backward a leaf has no elements; in a forward, and until its
 backward, the leaf of a unit that has not run shows this rank's shard. A term over `model.parameters()` would then be
-zero, or another one on each rank, unnoticed, and its gradient of a shape that autograd refuses in words of its
-own. So for that time the leaf is of a class whose operations refuse. It stays the same object, a `Parameter`, and what
-only asks about it (`.grad`, `requires_grad`, hooks) is answered; its shape, strides, dtype and device are those of this
+zero, or another one on each rank, unnoticed, and its gradient of a shape that autograd refuses in words of its own. So
+for that time the leaf is of a class whose operations refuse. It stays the same object, a `Parameter`, and what only
+asks about it (`.grad`, `requires_grad`, hooks) is answered; its shape, strides, dtype and device are those of this
 rank's shard, which it shows before and after, so that who counts elements finds as many at any time.
 
 [Note: shards by hand] Momentum encoders update their weights inside a forward, element by element and without a graph:
 `k.mul_(m).add_(q, alpha=1 - m)`, or the same with `.data` or `detach()`. On every rank that is right for its shards,
 whatever the leaves show; so there, and nowhere else, such operations are carried out on them. A unit that was gathered
 before one of its shards was written to is gathered again.
+
+For other reasons, too, parameters are of another class for a time: the same objects, whose use is refused or noticed
+meanwhile. A subclass of `nn.Parameter` that a user made gets a class of its own, which `isinstance` takes for the same.
 """
 
 from __future__ import annotations
 
+import copy
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -26,8 +31,59 @@ from ...errors import UsageError
 from ..base import _torch
 from .deferred_grad import DeferredGradParameter, wait_for_grad
 from .flat_param import FlatParamHandle
-from .leaf_classes import ORIGINAL, ClassVariants
 from .placeholder import asks, name_of, property_of
+from .write_tracker import TracksWrites
+
+ORIGINAL: dict[type, type] = {}  # by class for a time, that of before
+
+
+class ClassVariants(dict[type, type]):
+    """By class of a parameter, the class that it is of for a time."""
+
+    def __init__(self, variant: type[nn.Parameter]) -> None:
+        """`variant` is that of `nn.Parameter`."""
+        super().__init__({nn.Parameter: variant, variant: variant})
+        self._variant = variant
+        ORIGINAL[variant] = nn.Parameter
+
+    def __missing__(self, kind: type) -> type:
+        original = ORIGINAL.get(kind, kind)
+        self[kind] = self._derived(original) if original is kind else self[original]
+        return self[kind]
+
+    def _derived(self, kind: type) -> type:
+        """The variant of a class of the user's; the class itself where its objects can be of no other."""
+        if nn.Parameter not in kind.__mro__:
+            return kind
+        try:
+            made = types.new_class(f"{self._variant.__name__}Of{kind.__name__}", (self._variant, kind))
+            nn.Parameter.__new__(kind, torch.empty(0)).__class__ = made  # type: ignore[assignment]
+        except (TypeError, RuntimeError):
+            return kind
+        ORIGINAL[made] = kind
+        self[made] = made
+        return made
+
+
+class CopiedAsOriginal:
+    """Whose copies are of the class that the parameter was of before."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        kind = type(self)
+        self.__class__ = ORIGINAL[kind]
+        try:
+            return copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = kind
+
+
+class WriteTrackedParameter(CopiedAsOriginal, TracksWrites, nn.Parameter):
+    """What `nn.Parameter` objects are while they show an unsharded form that is about to be freed, to who asked for it
+    or holds it in the place of a flat parameter; never constructed."""
+
+
+NOTICED = ClassVariants(WriteTrackedParameter)
+NOTICED[DeferredGradParameter] = DeferredGradParameter  # which notices writes
 
 # By their names without what marks variants: in place, reflected, of lists of tensors.
 _ELEMENTWISE = frozenset(

@@ -24,9 +24,8 @@ from .deferred_grad import ARRIVALS, show_deferred
 from .extensions import TransformedParam
 from .flat_param import FlatParamHandle
 from .layout_views import dense
-from .leaf_classes import NOTICED, ORIGINAL
 from .left_unsharded import LEFT_CAST, LEFT_WHOLE
-from .param_guard import hide, may_hide, refuse_use
+from .param_guard import NOTICED, ORIGINAL, hide, may_hide, refuse_use
 from .param_refs import ParamRef
 from .states import UNSHARDED
 

@@ -10,8 +10,7 @@ from ..base.events import EventLog
 from ..comm.axes import Axis
 from ..comm.comm_stats import CommStats
 from ..comm.transport import Transport, transport
-from ..device.memory import MemoryTracker
-from ..device.rate_limiter import Limiter
+from ..device.memory import Limiter, MemoryTracker
 from ..device.streams import Device, Stream
 from ..flat.flat_param import FlatParamHandle
 
