@@ -20,7 +20,7 @@ from torch import nn
 
 import flatfsdp
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer.objectives import logits_of
+from flatfsdp.trainer.objectives import evaluating, logits_of
 from flatfsdp.trainer.run import MemoryFootprint, Progress, Run, StepReport, TrainingResult
 from flatfsdp.trainer.state.checkpoints import ASIDE
 from flatfsdp.trainer.terminal import columns, print_line, shown, sizes_in_words
@@ -366,7 +366,7 @@ def generate(
     """`tokens`, and `length` ones that `model` continues them with.
 
     Collective: parameters are gathered once, at the beginning (`flatfsdp.inference`). All ranks draw from equally
-    seeded generators and get the same tokens. The model is left in the mode, training or not, that it was in.
+    seeded generators and get the same tokens. Its modules are left in the modes, training or not, that they were in.
 
     Args:
         model: a wrapper; takes tokens, int64 (1, time), and gives logits (1, time, vocabulary), plainly or as an output
@@ -378,9 +378,7 @@ def generate(
     """
     generator = torch.Generator().manual_seed(seed)
     made = list(tokens)
-    training = model.training
-    model.eval()
-    with flatfsdp.inference(model):
+    with evaluating(model), flatfsdp.inference(model):
         for _ in range(length):
             window = torch.tensor([made[-context:] if context else made], device=device)
             last = logits_of(model(window))[0, -1].float().cpu()
@@ -390,7 +388,6 @@ def generate(
             else:
                 odds = torch.softmax(last / divisor, dim=-1)
                 made.append(int(torch.multinomial(odds, 1, generator=generator)))
-    model.train(training)
     return made
 
 

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from flatfsdp.errors import FlatFSDPError, UsageError
 from flatfsdp.trainer.model.hugging_face import takes_input_ids
 from flatfsdp.trainer.model.sharding import is_recomputed
-from flatfsdp.trainer.objectives import CausalLM, Objective, call, check_fit, logits_of
+from flatfsdp.trainer.objectives import CausalLM, Objective, call, check_fit, evaluating, logits_of
 from flatfsdp.trainer.process_group import warn_for_all
 
 LEAST_ROWS = 256  # of a chunk: fewer would keep an accelerator waiting
@@ -111,7 +111,7 @@ def find_head(model: nn.Module, logits: Callable[[], Tensor]) -> nn.Linear:
         NoHeadError: there is none, or something comes after it.
     """
     names = {module: name for name, module in model.named_modules()}
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         calls: list[tuple[nn.Linear, torch.Size]] = []
         hooks = [
             module.register_forward_hook(lambda module, _, output: calls.append((module, output.shape)))
@@ -163,18 +163,6 @@ def _tried(logits: Callable[[], Tensor]) -> Tensor:
         raise NoHeadError(
             f"a forward to try failed (another example= may help): {type(error).__name__}: {error}"
         ) from error
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In eval mode, which draws no random numbers and follows no statistics; each module is as it was afterwards."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was in training.items():
-            module.training = was
 
 
 def linear_cross_entropy(

@@ -18,7 +18,7 @@ from torch import Tensor
 from flatfsdp import FullyShardedDataParallel, collective_region
 from flatfsdp.trainer.data_loading import Microbatch, Step
 from flatfsdp.trainer.launch import RankContext
-from flatfsdp.trainer.objectives import Objective
+from flatfsdp.trainer.objectives import Objective, evaluating
 from flatfsdp.trainer.preemption import StopRequest
 
 
@@ -85,25 +85,20 @@ def evaluate(
 ) -> tuple[dict[str, float], int]:
     """Mean loss over the tokens of all ranks' `batches`, equally many on each, and the number of these tokens.
 
-    Collective; the same on all ranks. The model is left in the mode, training or not, that it was in.
+    Collective; the same on all ranks. Its modules are left in the modes, training or not, that they were in.
 
     Returns:
         The two, and 0; or nothing, and who asked some rank to stop meanwhile ([Note: stopping]).
     """
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-    was_training = model.training
-    model.eval()
     asked: Callable[[], int] | None = None
-    try:
-        with torch.no_grad():
-            for microbatch in batches:
-                if asked is not None and (stopped_by := asked()):
-                    return {}, stopped_by
-                asked = _asked_by_anyone(stop, world)
-                sums[0] += loss_of(microbatch, objective, model, world)
-                sums[1] += weight_of(microbatch, objective)
-    finally:
-        model.train(was_training)
+    with evaluating(model), torch.no_grad():
+        for microbatch in batches:
+            if asked is not None and (stopped_by := asked()):
+                return {}, stopped_by
+            asked = _asked_by_anyone(stop, world)
+            sums[0] += loss_of(microbatch, objective, model, world)
+            sums[1] += weight_of(microbatch, objective)
     with collective_region():
         dist.all_reduce(sums)
     loss, weight = sums.tolist()

@@ -8,7 +8,8 @@ A batch is a mapping (handed to the model by keywords, but for "labels"), a pair
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -189,6 +190,18 @@ def logits_of(output: Any) -> Tensor:
             'of a tuple, or as .logits or ["logits"]'
         )
     return logits
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In eval mode, which draws no random numbers and follows no statistics; each module is as it was afterwards."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was in training.items():
+            module.training = was
 
 
 def _found(output: Any, name: str) -> Tensor | None:
