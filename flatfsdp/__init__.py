@@ -11,10 +11,10 @@ from .engine.device.malloc import retain_host_memory
 from .engine.features.check_replicas import check_replicas
 from .engine.features.flat_optimizer.api import FusedSteps, fuse_optimizer_steps
 from .engine.features.forward_methods import register_fsdp_forward_method
-from .engine.features.inference import inference
 from .engine.features.nonfinite import detect_nonfinite
 from .engine.features.optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
 from .engine.features.participation import ensure_unit_participation
+from .engine.features.persistent_params import inference
 from .engine.features.uneven_inputs import join
 from .engine.flat.flat_param import FlatParameter
 from .engine.inspection.dry_run import dry_run

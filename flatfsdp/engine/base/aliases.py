@@ -56,8 +56,8 @@ _MOVED = {
         optim_state.loading=loading optim_state.plan=load_plan optim_state.saving=saving optim_state.trial=initial_state
     """,
     "features": """
-        nonfinite clip check_replicas inference participation uneven=uneven_inputs forward_methods optimizer_in_backward
-        labels=profiler_ranges stepping=optimizer_in_backward residents=persistent_params
+        nonfinite clip check_replicas participation uneven=uneven_inputs forward_methods optimizer_in_backward
+        inference=persistent_params labels=profiler_ranges stepping=optimizer_in_backward residents=persistent_params
         flat_state=flat_optimizer.state flat_stepping=flat_optimizer.stepper step_flat=flat_optimizer.api
     """,
     "wrapping": """
