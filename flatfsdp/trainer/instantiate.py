@@ -20,8 +20,18 @@ _MADE = ("model", "train_data", "eval_data", "objective", "tokenizer")
 
 
 def make(task: Task, name: str) -> Any:
-    """The object that the field `name` of `task` is, names or makes, with `task.options`; as `made` does it."""
-    return made(getattr(task, name), task.options, argument=name)
+    """The object that the field `name` of `task` is, names or makes.
+
+    Text is resolved. A function (a method, a `functools.partial`, a class) is then called with those of `task.options`
+    that it takes by name; anything else is the object itself, also if it can be called, as modules can.
+
+    Raises:
+        ConfigValueError: as `resolve`. What the function raises comes as it is.
+    """
+    found = resolve(getattr(task, name), argument=name)
+    if not _is_function(found):
+        return found
+    return found(**{name: value for name, value in task.options.items() if takes(found, name)})
 
 
 def check_options(task: Task) -> None:
@@ -33,21 +43,6 @@ def check_options(task: Task) -> None:
     found = {name: resolve(getattr(task, name), argument=name) for name in _MADE}
     functions = {name: each for name, each in found.items() if _is_function(each)}
     check_all_taken(task.options, functions, argument="options")
-
-
-def made(reference: Any, options: Mapping[str, Any], *, argument: str) -> Any:
-    """The object that a setting is, names or makes.
-
-    Text is resolved. A function (a method, a `functools.partial`, a class) is then called with those of `options` that
-    it takes by name; anything else is the object itself, also if it can be called, as modules can.
-
-    Raises:
-        ConfigValueError: as `resolve`. What the function raises comes as it is.
-    """
-    found = resolve(reference, argument=argument)
-    if not _is_function(found):
-        return found
-    return found(**{name: value for name, value in options.items() if takes(found, name)})
 
 
 def resolve(reference: Any, *, argument: str) -> Any:

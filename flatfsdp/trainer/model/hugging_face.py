@@ -48,7 +48,7 @@ def build_pretrained(pretrained: str | os.PathLike[str] | Any, *, device: str = 
         # Before, initialisation left buffers to the constructor.
         refuse_value("build_pretrained: device", device, f"'cpu', with transformers {transformers.__version__}")
     folder = Path(pretrained) if isinstance(pretrained, (str, os.PathLike)) else None
-    if folder is not None and not is_pretrained_folder(folder):
+    if folder is not None and not (folder / CONFIG).is_file():
         refuse_value(
             "build_pretrained: pretrained", str(folder), f"a folder with {CONFIG}, or a config of transformers"
         )
@@ -60,11 +60,6 @@ def build_pretrained(pretrained: str | os.PathLike[str] | Any, *, device: str = 
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     trained: nn.Module = model.train()
     return trained
-
-
-def is_pretrained_folder(path: Path) -> bool:
-    """Whether `path` is a folder with the configuration of a model of transformers."""
-    return (path / CONFIG).is_file()
 
 
 def files_of(model: nn.Module, tokenizer: Any = None) -> Callable[[Path], None] | None:

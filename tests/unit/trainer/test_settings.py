@@ -18,7 +18,7 @@ import torch
 from flatfsdp import ShardingStrategy
 from flatfsdp.errors import FlatFSDPError
 from flatfsdp.trainer.arguments import DTYPES, FSDPArguments, Task, TrainingArguments, check_run
-from flatfsdp.trainer.instantiate import check_all_taken, made, resolve
+from flatfsdp.trainer.instantiate import check_all_taken, make, resolve
 from flatfsdp.trainer.settings import (
     Count,
     FilePath,
@@ -436,13 +436,18 @@ def test_a_reference_to_nothing_is_told_with_what_is_there(here: Path, reference
     assert complaint in sentence(lambda: resolve(reference, argument="model"))
 
 
+def made(thing: Any, options: dict[str, Any], name: str) -> Any:
+    task = {"model": torch.nn.Identity(), "train_data": [1]} | {name: thing}
+    return make(Task(**task, options=options), name)
+
+
 def test_what_a_setting_makes_is_called_and_what_it_is_stays() -> None:
     options = {"in_features": 2, "out_features": 3, "unknown": 4}
-    layer = made("torch.nn:Linear", options, argument="model")
+    layer = made("torch.nn:Linear", options, "model")
     assert layer.weight.shape == (3, 2)
-    assert made(layer, options, argument="model") is layer
-    assert made(functools.partial(torch.nn.Linear, 5), {"out_features": 1}, argument="model").weight.shape == (1, 5)
-    assert made([1, 2], options, argument="train_data") == [1, 2]
+    assert made(layer, options, "model") is layer
+    assert made(functools.partial(torch.nn.Linear, 5), {"out_features": 1}, "model").weight.shape == (1, 5)
+    assert made([1, 2], options, "train_data") == [1, 2]
 
 
 def test_functions_get_the_options_that_they_take_and_no_option_is_lost() -> None:
@@ -453,8 +458,8 @@ def test_functions_get_the_options_that_they_take_and_no_option_is_lost() -> Non
         return anything
 
     options = {"layers": 2, "context": 3}
-    assert made(functools.partial(model, 8), options, argument="model") == (8, 2)
-    assert made(data, options, argument="train_data") == options
+    assert made(functools.partial(model, 8), options, "model") == (8, 2)
+    assert made(data, options, "train_data") == options
     check_all_taken(options, {"model": model, "train_data": data}, argument="task.options")
     assert sentence(lambda: check_all_taken({"layer": 1}, {"model": model}, argument="task.options")) == (
         "task.options: model takes no 'layer'. Did you mean 'layers'?"
