@@ -10,9 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from ..engine.base.overrides import Override
 
 
 class File:
@@ -170,20 +170,10 @@ def _require_regular(path: Path, found: os.stat_result) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-_current = Disk()
+_current = Override(Disk())
+through = _current.being  # inside, this process's checkpoints go through another disk
 
 
 def disk() -> Disk:
     """The disk in use."""
-    return _current
-
-
-@contextmanager
-def through(other: Disk) -> Iterator[None]:
-    """Inside, this process's checkpoints go through `other`."""
-    global _current
-    before, _current = _current, other
-    try:
-        yield
-    finally:
-        _current = before
+    return _current.value

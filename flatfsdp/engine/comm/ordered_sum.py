@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 
@@ -41,8 +42,7 @@ class OrderedSum:
         self._receive = receive
         self._expected = deque(peer for peer in range(world) if peer != rank)
         self._arriving: deque[tuple[torch.Tensor, Work]] = deque()
-        self._over = threading.Event()
-        self._error: BaseException | None = None
+        self._over: Future[None] = Future()
         for tensor in room:
             self._receive_into(tensor)
 
@@ -50,9 +50,9 @@ class OrderedSum:
         """Add up everything as it arrives. Blocks until all ranks have sent; `wait` raises what this meets."""
         try:
             self._add_up()
+            self._over.set_result(None)
         except BaseException as error:
-            self._error = error
-        self._over.set()
+            self._over.set_exception(error)
 
     def wait(self) -> None:
         """Block until `run`, in another thread, is over.
@@ -60,9 +60,7 @@ class OrderedSum:
         Raises:
             RuntimeError: a connection broke.
         """
-        self._over.wait()
-        if self._error is not None:
-            raise self._error
+        self._over.result()
 
     def _add_up(self) -> None:
         total = self._own if self._rank == 0 else self._arrived()

@@ -18,8 +18,7 @@ several operations (`CoalescingNccl`) needs none.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 from ...errors import InternalError
 from ..base import _torch
+from ..base.overrides import Override
 from ..base.wait_limits import blocked
 from ..device.fake_tensors import is_memoryless
 from ..device.memory import FlatBuffer, MemoryTracker
@@ -332,18 +332,8 @@ _BY_BACKEND: dict[str, type[ProcessGroupTransport]] = {"gloo": DeterministicGloo
 
 Transport = ProcessGroupTransport
 
-_served_as: str | None = None
-
-
-@contextmanager
-def served_as(backend: str) -> Iterator[None]:
-    """Inside, groups are served as those of `backend` are, whatever theirs is: for dry runs."""
-    global _served_as
-    before, _served_as = _served_as, backend
-    try:
-        yield
-    finally:
-        _served_as = before
+_backend: Override[str | None] = Override(None)
+served_as = _backend.being  # inside, groups are served as those of a backend are, whatever theirs is: for dry runs
 
 
 class Reducer(Protocol):
@@ -354,18 +344,8 @@ class Reducer(Protocol):
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork: ...
 
 
-_double: Callable[[Transport], Transport] | None = None
-
-
-@contextmanager
-def doubled(double: Callable[[Transport], Transport]) -> Iterator[None]:
-    """Put `double` in front of every transport made inside the context (late, failing or counting ones, for tests)."""
-    global _double
-    before, _double = _double, double
-    try:
-        yield
-    finally:
-        _double = before
+_double: Override[Callable[[Transport], Transport] | None] = Override(None)
+doubled = _double.being  # inside, a double is put in front of every transport that is made (a late one, for tests)
 
 
 def transport(group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> Transport:
@@ -373,12 +353,12 @@ def transport(group: Axis, device: Device, *, comm_stats: CommStats, tracker: Me
     kind = (
         SingleRank
         if group.process_group is None
-        else _BY_BACKEND.get(_served_as or group.backend, ProcessGroupTransport)
+        else _BY_BACKEND.get(_backend.value or group.backend, ProcessGroupTransport)
     )
     if kind is DeterministicGloo:
         gloo.wait_at_exit()
     made = kind(group, device, comm_stats=comm_stats, tracker=tracker)
-    return _double(made) if _double is not None else made
+    return _double.value(made) if _double.value is not None else made
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..base import _torch
+from ..base.overrides import Override
 
 # They write values into their first argument, and there are none.
 _WRITING = frozenset(
@@ -22,32 +23,27 @@ _WRITING = frozenset(
     for name in "copy _foreach_copy _foreach_add zero fill add sub mul div lerp addcmul addcdiv sqrt sign".split()
 )
 
-_mode: Any = None
+_mode: Override[Any] = Override(None)
 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Inside, tensors that are made have neither memory nor values, whatever is in them of those made before."""
-    global _mode
-    before, _mode = _mode, _kind_of_mode()()
-    try:
-        with warnings.catch_warnings(), _mode:
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-            yield
-    finally:
-        _mode = before
+    with _mode.being(_kind_of_mode()()), warnings.catch_warnings(), _mode.value:
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield
 
 
 def is_memoryless() -> bool:
     """Whether the caller is inside `without_memory()`."""
-    return _mode is not None
+    return _mode.value is not None
 
 
 def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """What stands for `tensor` on `device` inside `without_memory()`: the same at every call, so that ties survive."""
     if isinstance(tensor, _torch.fake_tensors().FakeTensor) and tensor.device == device:
         return tensor
-    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = _mode.stand_ins
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = _mode.value.stand_ins
     if id(tensor) not in known:
         # Neither empty_like nor its shape and dtype at once: what is to have no memory could get some.
         memory = torch.empty(_extent(tensor), dtype=torch.float32, device=device)

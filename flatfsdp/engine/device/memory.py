@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ...errors import InternalError
+from ..base.overrides import Override
 from .streams import Device, Stream
 
 
@@ -79,18 +79,9 @@ class MemoryTracker:
         self.at_peak = dict(self.live)
 
 
-_poisoned = False
-
-
-@contextmanager
-def poison() -> Iterator[None]:
-    """Fill floating-point buffers with NaN when they are allocated and before they are freed: a double for tests."""
-    global _poisoned
-    before, _poisoned = _poisoned, True
-    try:
-        yield
-    finally:
-        _poisoned = before
+_poisoned = Override(False)
+# Inside, floating-point buffers are NaN when they are allocated and before they are freed: a double for tests.
+poison = functools.partial(_poisoned.being, True)
 
 
 class FlatBuffer:
@@ -129,14 +120,14 @@ class FlatBuffer:
             self._shaped = True
         self.allocated = True
         self._tracker.add(self._kind, self._bytes)
-        if _poisoned and self.tensor.is_floating_point():
+        if _poisoned.value and self.tensor.is_floating_point():
             self.tensor.fill_(float("nan"))
 
     def free(self) -> None:
         """Give the memory back; nothing happens if it is gone. The caller sees to it that nobody reads it any more."""
         if not self.allocated:
             return
-        if _poisoned and self.tensor.is_floating_point():
+        if _poisoned.value and self.tensor.is_floating_point():
             self.tensor.fill_(float("nan"))
         self._storage.resize_(0)
         self.allocated = False

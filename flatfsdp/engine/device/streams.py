@@ -14,13 +14,14 @@ the backend's, but memory is taken and given back in order with compute, and nee
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 
+from ..base.overrides import Override
 from ..base.wait_limits import blocking
 from .fake_tensors import is_memoryless
 
@@ -31,26 +32,17 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-_stand_in: Any = None
-
-
-@contextmanager
-def standing_in(module: Any) -> Iterator[None]:
-    """Let `module` (with the streams and events of `torch.cuda`) order the work of CPU tensors in models that are
-    wrapped inside the context: a double for tests."""
-    global _stand_in
-    before, _stand_in = _stand_in, module
-    try:
-        yield
-    finally:
-        _stand_in = before
+_stand_in: Override[Any] = Override(None)
+# Inside, a module (with the streams and events of `torch.cuda`) orders the work of CPU tensors in models that are
+# wrapped there: a double for tests.
+standing_in = _stand_in.being
 
 
 class Device:
     """One compute device and the operations on its streams."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module: ModuleType | Any | None = _stand_in
+        self._module: ModuleType | Any | None = _stand_in.value
         if device.type not in ("cpu", "meta"):
             self._module = torch.get_device_module(device)
             if device.index is None:
@@ -67,10 +59,6 @@ class Device:
         if self._module is None:
             return Stream(name, self, None)
         return Stream(name, self, self._module.Stream(self.device, priority=-1 if high_priority else 0))
-
-    def callers_stream(self, name: str) -> Stream:
-        """The caller's own order as a `Stream`."""
-        return Stream(name, self, None)
 
     def current_stream(self) -> Any:
         """The stream on which the caller computes (None on CPU)."""
@@ -117,7 +105,7 @@ class Stream:
 
     Attributes:
         is_stream: whether it is an order of its own, beside the host.
-        is_callers: whether what is issued here is in order with what the caller computes.
+        is_callers: whether it is the caller's own order: what is issued here is in order with what the caller computes.
     """
 
     def __init__(self, name: str, device: Device, stream: Any) -> None:

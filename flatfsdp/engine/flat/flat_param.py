@@ -351,19 +351,10 @@ class FlatParamHandle:
             refuse_step(self.state, SHARDED, SHARD_STEPS, self.name, None)
         self.state = SHARDED
         buffer = self.unsharded.buffer
-        if buffer is not None:
-            self.writes.on_free()
+        if buffer is not None:  # which will be unreadable: saved views of it must be refused
+            torch.autograd.graph.increment_version(self.leaves)
         self.unsharded = self._not_unsharded
         return buffer
-
-    def can_hold(self, dtype: torch.dtype) -> bool:
-        """Whether the unsharded buffer is there, and could hold gradients of `dtype` in the parameters' places.
-
-        On an axis of one rank the memory of the reduced gradient is that of the slots, and lasts.
-        """
-        if self.state is not UNSHARDED or self.is_unsharded_at_rest:
-            return False
-        return self.unsharded.flat.dtype == dtype
 
     @contextmanager
     def to_cpu(self) -> Iterator[torch.Tensor]:

@@ -137,7 +137,7 @@ class GradientSlots:
         if list(map(torch.Tensor.numel, grads.values())) != [numels[i] for i in grads]:
             check_gradients(handle, grads)
         if self.buffer is None:
-            self._open()
+            self.open()
         again = self.filled & grads.keys() if self.filled else ()
         fresh = [i for i in grads if i not in again] if again else list(grads)
         if self.shares and not freeing:
@@ -156,7 +156,8 @@ class GradientSlots:
             raise
         self.filled.update(grads)
 
-    def _open(self) -> FlatBuffer:
+    def open(self) -> FlatBuffer:
+        """The buffer in which the slots lie, from now on."""
         if self.shares:
             unsharded = self._memory.handle.unsharded
             assert unsharded.buffer is not None
@@ -165,29 +166,20 @@ class GradientSlots:
             self.buffer, self._slots = self._memory.allocate(self.dtype)
         return self.buffer
 
-    def take_over(self, return_buffer: Callable[[FlatBuffer], None]) -> None:
-        """The parameters' places, which the handle gives up, are slots until `return_buffer` gives their memory back.
-
-        Precondition: gradients came, and share.
-        """
-        self.move_collected(freeing=True)
-        (self.buffer or self._open()).now_holds("slots")
-        self.return_buffer = return_buffer
-
     def close(self, reduce: torch.dtype) -> FlatBuffer:
         """What came in `reduce`, zeros for what did not, for a reduction. Precondition: what shares was taken over."""
         if self.collected:
             self.move_collected()
         if self.return_buffer is None:
             self.shares = False  # nothing came: the places stay the parameters', whose memory may go at any time
-        buffer = self.buffer or self._open()
+        buffer = self.buffer or self.open()
         if len(self.filled) < len(self._slots):
             for i, slot in enumerate(self._slots):
                 if i not in self.filled:
                     slot.zero_()
         if buffer.tensor.dtype != reduce:
             wide, self.dtype = buffer, reduce
-            buffer = self._open()
+            buffer = self.open()
             buffer.tensor.copy_(wide.tensor)
             wide.free()
         return buffer

@@ -21,6 +21,7 @@ from ..device.memory import FlatBuffer
 from .flat_param import FlatParamHandle
 from .gradient_slots import Accumulation, GradientSlots, SlotMemory
 from .reduction import ReductionInput, release_inputs
+from .states import UNSHARDED
 from .views import ParamViews, assign_grad
 
 _GRAD = attrgetter("grad")
@@ -128,7 +129,14 @@ class Gradients:
         slots = self.slots
         slots.factor = factor * weight
         slots.dtype = precision.reduce if sync else precision.accumulate
-        slots.shares = share and slots.buffer is None and self.handle.can_hold(precision.reduce)
+        handle = self.handle
+        slots.shares = (
+            share
+            and slots.buffer is None
+            and handle.state is UNSHARDED
+            and not handle.is_unsharded_at_rest  # there the slots' memory becomes the reduced gradient's
+            and handle.unsharded.flat.dtype == precision.reduce
+        )
 
     # -- gradients arrive --------------------------------------------------------------------------------------------
 
@@ -174,7 +182,9 @@ class Gradients:
         if slots.return_buffer is not None or not self.arrived:
             slots.shares = False
             return False
-        slots.take_over(return_buffer)
+        slots.move_collected(freeing=True)
+        (slots.buffer or slots.open()).now_holds("slots")
+        slots.return_buffer = return_buffer
         return True
 
     def return_inputs(self) -> None:

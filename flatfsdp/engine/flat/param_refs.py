@@ -55,7 +55,7 @@ class ParamRef:
             leaf, attribute, values = param_ref.leaf, param_ref.attribute, param_ref.module.__dict__
             if values["_parameters"].get(attribute) is not leaf and values.get(attribute) is not leaf:
                 suspects.append(param_ref)
-        return [param_ref for param_ref in suspects if param_ref.current is not param_ref.leaf]
+        return suspects and [param_ref for param_ref in suspects if param_ref.current is not param_ref.leaf]
 
     def register(self) -> None:
         """Let the module list the leaf among its parameters."""

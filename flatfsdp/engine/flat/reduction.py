@@ -97,8 +97,10 @@ class ReductionInput:
     def wait(self) -> torch.Tensor:
         """The summed and scaled gradient of the shard. Collective over the replicate axis."""
         assert self.reduction is not None
-        self.reduction.finish()
-        self._downloading.wait()
+        if self.reduction.parts:
+            self.reduction.finish()
+        if not self._downloading.done:
+            self._downloading.wait()
         if self.buffer is not None:  # whose memory is the result
             self.buffer.disown()
             self.buffer = None
@@ -147,16 +149,18 @@ class Reduction:
         self._first = self._second = DONE
         self.input_is_released = False
         first = parts[0]
-        inputs = [part.buffer.tensor for part in parts if part.buffer is not None]
+        assert first.buffer is not None
+        full = first.buffer.tensor
         if coalesced:
+            inputs = [part.buffer.tensor for part in parts if part.buffer is not None]
             sizes = [part.handle.layout.shard_numel for part in parts]
-            self._result = inputs[0].new_empty(sum(sizes))
+            self._result = full.new_empty(sum(sizes))
             for part, piece in zip(parts, self._result.split(sizes), strict=True):
                 part.result = piece.data  # a version counter of its own: writing to one gradient is not writing to all
         else:
             first.in_place = first.handle.is_unsharded_at_rest
             numel = first.handle.layout.shard_numel
-            first.result = self._result = inputs[0] if first.in_place else inputs[0].new_empty(numel)
+            first.result = self._result = full if first.in_place else full.new_empty(numel)
         for part in parts:  # before anything may fail: what was made is found and discarded by its parts
             part.reduction = self
             part.bytes = 0 if part.in_place else part.result.nbytes
@@ -171,7 +175,7 @@ class Reduction:
         elif first.in_place:
             self._first = self._all_reduce()
         else:
-            self._first = scatter.reduce_scatter_base(self._result, inputs[0], stream)
+            self._first = scatter.reduce_scatter_base(self._result, full, stream)
 
     @property
     def input_bytes(self) -> int:
@@ -215,7 +219,8 @@ class Reduction:
         if not self.input_is_released:
             self.release_input()
         second, self._second = self._second, DONE
-        second.wait()
+        if not second.done:
+            second.wait()
         if len(self.parts) > 1 and not any(part.downloads for part in self.parts):
             scales = {part.scale for part in self.parts}
             if len(scales) == 1:
@@ -223,7 +228,8 @@ class Reduction:
                 for part in self.parts:
                     part.scale = 1.0
         for part in self.parts:
-            part.finish(self._stream)
+            if part.hook is not None or part.downloads:
+                part.finish(self._stream)
         self.parts = ()  # which know their reduction: in a circle, gradients would live until the collector comes
 
 

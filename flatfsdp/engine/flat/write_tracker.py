@@ -107,10 +107,6 @@ class WriteTracker:
             self.known[i] += 1
         torch.autograd.graph.increment_version([self._leaves[i] for i in indices])
 
-    def on_free(self) -> None:
-        """The buffer is about to be unreadable: saved views of it must be refused."""
-        torch.autograd.graph.increment_version(self._leaves)
-
     def on_fill(self, *, changed: bool) -> None:
         """The buffer holds weights again; `changed`: the shard was written to by other means than a leaf.
 

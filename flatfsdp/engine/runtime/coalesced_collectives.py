@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 
+from ..base.overrides import Override
 from ..flat.flat_param import FlatParamHandle
 from ..flat.reduction import Reduction, ReductionInput
 from ..flat.sources import CoalescedSource, UnshardSource
@@ -16,19 +17,9 @@ from .unit import Unit
 
 REMEMBERED = 64  # sequences of units whose groups are known
 
-_apart = False
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Let units of models that are wrapped inside the context share nothing: for tests of each unit's own
-    collectives."""
-    global _apart
-    before, _apart = _apart, True
-    try:
-        yield
-    finally:
-        _apart = before
+_apart = Override(False)
+# Inside, units of models that are wrapped share nothing: for tests of each unit's own collectives.
+apart = functools.partial(_apart.being, True)
 
 
 class Coalescer:
@@ -36,7 +27,7 @@ class Coalescer:
 
     def __init__(self, *, most: int) -> None:
         """`most`: bytes of unsharded parameters that a group of units has; 0 to join none."""
-        self._most = 0 if _apart else most
+        self._most = 0 if _apart.value else most
         self._bytes: dict[Unit, int] = {}  # of the small units
         self._groups: dict[tuple[str, tuple[Unit, ...]], tuple[tuple[Unit, ...], ...]] = {}  # that were found before
 

@@ -16,6 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...errors import UsageError
+from ..base.overrides import Override
 from ..flat.flat_param import FlatParameter
 from . import param_registry as registry
 from .model import Model
@@ -31,7 +32,8 @@ class _CheckedOptimizer(NamedTuple):
     models: tuple[weakref.ref[Model], ...]
 
 
-_at_work: torch.optim.Optimizer | None = None
+_at_work: Override[torch.optim.Optimizer | None] = Override(None)
+engine_steps = _at_work.being  # inside, the engine steps an optimizer, in a backward
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _CheckedOptimizer] = weakref.WeakKeyDictionary()
 _installed = False
 
@@ -47,18 +49,7 @@ def guard_optimizers() -> None:
 
 def is_at_work(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is the engine that steps `optimizer`, in a backward."""
-    return optimizer is _at_work
-
-
-@contextmanager
-def engine_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, the engine steps `optimizer`, in a backward."""
-    global _at_work
-    _at_work = optimizer
-    try:
-        yield
-    finally:
-        _at_work = None
+    return optimizer is _at_work.value
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -81,4 +81,4 @@ class Resources:
 
 
 def _unshard_stream(device: Device, *, on_callers: bool) -> Stream:
-    return device.callers_stream("unshard") if on_callers else device.new_stream("unshard", high_priority=True)
+    return Stream("unshard", device, None) if on_callers else device.new_stream("unshard", high_priority=True)

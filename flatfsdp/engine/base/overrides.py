@@ -1,0 +1,25 @@
+"""Values of the process that are others inside a context: for dry runs, and for doubles in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Override(Generic[T]):
+    """A value, which `being(other)` replaces inside a context."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    @contextmanager
+    def being(self, value: T) -> Iterator[None]:
+        """Inside, it is this `value`."""
+        before, self.value = self.value, value
+        try:
+            yield
+        finally:
+            self.value = before
