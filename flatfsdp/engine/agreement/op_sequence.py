@@ -286,16 +286,14 @@ class OpSequence:
             peers.verdict = peers.verdict or found
         peers.raise_verdict(error)
 
-    # -- for the watchdog, from its thread ---------------------------------------------------------------------------
+    # -- for the watchdog, from its thread: what `Watched` describes -------------------------------------------------
 
     @property
     def time_limit(self) -> float:
-        """Seconds that the process groups give an operation."""
         return self._peers.time_limit
 
     @property
     def doing(self) -> tuple[str, float]:
-        """What this rank does, to follow "rank 0: ", and since when by `time.monotonic()`."""
         part, since, when = self.part, self._since, f"in step {max(1, self._step)}"
         if part is None:
             left = f"since {self._last} {when}" if self._last else "before the model's first step"
@@ -307,12 +305,10 @@ class OpSequence:
 
     @property
     def last_step(self) -> str:
-        """What this rank did last, to follow a sentence; "" where it did nothing."""
         last = self.part or self._last
         return f", after {last} in step {max(1, self._step)}" if last else ""
 
     def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
-        """Go on with nothing that needs one of `ranks` (None: any other), because of `error`; whether that is so."""
         return self._peers.give_up(error, ranks)
 
     def consider(self, alarm: str) -> bool:

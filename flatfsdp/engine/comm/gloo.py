@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import hashlib
 import itertools
 import platform
 import time
@@ -47,6 +46,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.hashing import hash63
 from ..base.per_group import for_group
 from ..base.wait_limits import blocked
 from ..device.fake_tensors import is_memoryless
@@ -128,7 +128,7 @@ def is_near(process_group: Any) -> bool:
 def _on_one_host(process_group: Any) -> bool:
     if is_memoryless():  # a dry run, which has no other rank to ask
         return True
-    host = int.from_bytes(hashlib.blake2b(platform.node().encode(), digest_size=7).digest(), "big")
+    host = hash63(platform.node())
     extremes = torch.tensor([host, -host])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=process_group)
     return bool(extremes.sum() == 0)
