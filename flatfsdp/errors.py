@@ -68,7 +68,7 @@ class CheckpointError(FlatFSDPError, RuntimeError):
 
 
 class NonFiniteError(FlatFSDPError, RuntimeError):
-    """A value is infinite or not a number, where the program asked to be told; raised on all ranks."""
+    """A value is infinite or not a number, in a `detect_nonfinite()`; raised on all ranks."""
 
 
 class InternalError(FlatFSDPError, AssertionError):

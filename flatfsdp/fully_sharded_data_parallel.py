@@ -331,8 +331,8 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         """A context in which parameters are whole, in their own shapes and the dtype that optimizers see. Collective.
 
         With `use_orig_params=False` it also lists them, instead of flat parameters, in `module.named_parameters()`.
-        Forwards may run inside, without gradients: of what is whole there without communication, of wrappers inside
-        that are not as ever.
+        Forwards may run inside, without gradients: of what is whole there without communication, of other wrappers
+        inside with the usual gathers.
 
         Args:
             module: a wrapper, or any module with wrappers inside.

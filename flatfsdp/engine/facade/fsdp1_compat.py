@@ -6,7 +6,7 @@ Read-only but for the three that programs set after construction: both kinds of 
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,11 +19,9 @@ from ..flat.states import IDLE, SUMMONED
 from ..runtime.model import model_of
 from ..runtime.module_tree import ignored_in
 from ..runtime.rest import check_outside, initialize
+from ..runtime.unit import Unit
 from ..state.dcp_state_dict import teach
 from .schedule_api import check_prefetches_on_request
-
-if TYPE_CHECKING:
-    from ..runtime.unit import Unit
 
 
 class FSDP1Names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +21,7 @@ from ..flat.states import SUMMONED
 from ..runtime.model import model_of
 from ..runtime.module_tree import units_at, units_in
 from ..runtime.rest import check_outside
-
-if TYPE_CHECKING:
-    from ..runtime.unit import Unit
+from ..runtime.unit import Unit
 
 
 class UnshardHandle:

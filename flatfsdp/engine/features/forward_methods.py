@@ -18,20 +18,20 @@ from ..runtime.forward_driver import ForwardDriver
 from ..runtime.model import model_of
 from ..runtime.module_tree import units_in
 from ..runtime.unit import Unit
-from ..watchdog import process_exit as farewell
+from ..watchdog import process_exit
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _REGISTERED = "_forward_methods"  # of a wrapper: the names, as plain data that copies and pickles hold
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let `module.method_name(...)` gather parameters around it, as calling `module` does; for good.
+    """Let `module.method_name(...)` gather parameters around it, as calling `module` does, from now on.
 
     Called through the wrapper the method then has the wrapper's own parameters whole while it runs; wrappers inside
     gather theirs as they are called, and a backward may follow. Where what it returns shows no tensor that requires a
     gradient it counts as run without gradients. Such calls are collective; a loop inside whose length differs between
-    ranks, of generation say, wants `inference()` around it. A module that is not wrapped is left as it is, so that a
-    program may run without FSDP. As FSDP2's function of that name.
+    ranks, for example of generation, wants `inference()` around it. A module that is not wrapped is left as it is, so
+    that a program may run without FSDP. As FSDP2's function of that name.
 
     Args:
         module: a wrapper; the attribute is looked up in the module inside.
@@ -179,4 +179,4 @@ def _explain_at_end(error: BaseException) -> str:
     return f"[flatfsdp, rank {current_rank()}] {words}" if words else ""
 
 
-farewell.explainers.append(_explain_at_end)
+process_exit.explainers.append(_explain_at_end)

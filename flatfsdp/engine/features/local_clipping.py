@@ -1,7 +1,7 @@
 """`torch.nn.utils.clip_grad_norm_` on shards, which clips each rank by a norm of its own: noticed, said once per job.
 
-Nothing is told of the call, so its effect is looked for ([Note: local norms]): some elements of gradients are kept when
-a backward has ended, and compared with what they are when an optimizer that holds them steps.
+The call itself cannot be observed, so its effect is looked for ([Note: local norms]): some elements of gradients are
+kept when a backward has ended, and compared with what they are when an optimizer that holds them steps.
 
 [Note: local norms] `torch.nn.utils.clip_grad_norm_` takes the norm of what one process holds. Of shards that is another
 norm on each rank, and each multiplies its gradients by another factor. What it leaves behind: on every rank elements of
@@ -27,7 +27,7 @@ import math
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -35,17 +35,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...errors import warn
 from ..base.events import Observer
 from ..base.foreign_text import parse
+from ..comm.axes import Axis
+from ..device.streams import Device
+from ..flat.flat_param import FlatParamHandle
+from ..runtime.backward import Backward
+from ..runtime.model import Model
 from ..watchdog.process_exit import at_end
 from ..watchdog.regions import current_watch
+from ..watchdog.store import StoreClient
 from .optimizer_in_backward import optimizers_of
-
-if TYPE_CHECKING:
-    from ..comm.axes import Axis
-    from ..device.streams import Device
-    from ..flat.flat_param import FlatParamHandle
-    from ..runtime.backward import Backward
-    from ..runtime.model import Model
-    from ..watchdog.store import StoreClient
 
 FIRST, RHYTHM = 4, 64
 MOST = 16  # flat parameters that are looked at, at three parameters each

@@ -2,34 +2,30 @@
 
 [Note: findings] While somebody looks, each rank looks at values in the order in which a step makes them, and notes the
 first one that is not finite. At the end of a forward, and of a backward, all ranks exchange what they found, two
-numbers each: so all of them are told, at the same point, and none waits for one that stopped. Where nothing is sharded
-a forward is each rank's own affair; what it finds is told at the end of the backward.
+numbers each: so all of them raise, at the same point, and none waits for one that stopped. Where nothing is sharded
+a forward is each rank's own affair; what it finds is reported at the end of the backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ...api import check_bool
 from ...errors import NonFiniteError, UsageError, fail, ranks_by_value, ranks_in_words
+from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..base.events import Observer
 from ..base.fqns import fqn
 from ..base.nested_tensors import tensors_in
 from ..flat.flat_param import FlatParamHandle
-from ..runtime.model import outermost_model
+from ..runtime.model import Model, outermost_model
 from ..runtime.rest import check_outside
-
-if TYPE_CHECKING:
-    from ..agreement.agreement import Agreement
-    from ..runtime.model import Model
-    from ..runtime.unit import Unit
-
+from ..runtime.unit import Unit
 
 PARAMETER, INPUT, OUTPUT, GRADIENT, REDUCED = range(5)  # what a value is, in the order of a step
 _IN_WORDS = (  # with the name of a unit or a parameter

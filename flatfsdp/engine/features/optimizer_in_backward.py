@@ -168,7 +168,7 @@ class StepInBackward(Finisher):
                 optimizer._step_on(parameters)
             for handle in handles:
                 if handle.is_unsharded_at_rest and not handle.use_orig_params:
-                    # The leaves see the write, made through the flat parameter, without having been told.
+                    # The leaves see the write, made through the flat parameter, of which nothing notifies them.
                     torch.autograd.graph.increment_version(handle.leaves)
         for views, mode in zip(unit.views, modes, strict=True):
             views.show(mode)
@@ -208,7 +208,7 @@ class OptimizerInBackward:
         """A context whose backwards leave reduced gradients in `.grad`, where they add up.
 
         The next backward outside of it steps on the sum, of what it brings gradients to; so does `optimizer.step()`, of
-        everything, inside or after it. Inside, `clip_grad_norm_` and a gradient scaler work as ever. Every rank enters
+        everything, inside or after it. Inside, `clip_grad_norm_` and a gradient scaler work as without it. Every rank enters
         it.
 
         Raises:

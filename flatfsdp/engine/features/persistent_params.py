@@ -34,7 +34,7 @@ class HandleRef(NamedTuple):
 
     @property
     def handle(self) -> FlatParamHandle:
-        """What is a resident, or not."""
+        """What stays unsharded, or not."""
         return self.unit.handles[self.kind]
 
     @property
@@ -64,7 +64,7 @@ class NoTraining(Observer):
 
 
 class PersistentParams(Observer):
-    """The residents of one model.
+    """The persistent parameters of one model.
 
     Attributes:
         pinned: those for the time of an `inference()`, None outside of one.
@@ -72,7 +72,7 @@ class PersistentParams(Observer):
 
     def __init__(self, model: Model) -> None:
         self._model = weakref.ref(model)
-        self._wanted: list[HandleRef] | None = None  # of units that keep what is frozen; None to be found anew
+        self._wanted: list[HandleRef] | None = None  # of units that keep what is frozen; None to be found again
         self._due: list[HandleRef] = []
         self._maybe_stale: list[HandleRef] = []
         self.pinned: list[HandleRef] | None = None
@@ -83,7 +83,7 @@ class PersistentParams(Observer):
         self._wanted = None
 
     def before_first_gather(self) -> str:
-        """Who is a resident, and what of them has to be gathered, in words; "" where all is as it is meant to be.
+        """Which parameters stay, and what of them has to be gathered, in words; "" where all is as it is meant to be.
 
         Raises:
             UsageError: inside `inference()`, where nothing is gathered again.
@@ -136,7 +136,7 @@ class PersistentParams(Observer):
             fetch(ref.unit, ref.kind)
 
     def pin(self, root: Model, refs: Iterable[HandleRef]) -> None:
-        """Let `refs` be residents of the device, for a while. Collective over the shard axes.
+        """Let `refs` stay unsharded on the device until `unpin`. Collective over the shard axes.
 
         Precondition: at rest.
         """
@@ -167,12 +167,12 @@ class PersistentParams(Observer):
                 raise UsageError(
                     f"inside inference() parameters of unit {ref.unit.label} were written to, or its module went "
                     "from train() to eval() or back, which has them computed with in another dtype. What is kept is "
-                    "not gathered again there: leave the context first, and enter it anew"
+                    "not gathered again there: leave the context first, and enter it again"
                 )
 
 
 def persistent_params_of(root: Model) -> PersistentParams:
-    """The residents of `root`."""
+    """The persistent parameters of `root`."""
     found = root.observers.find(PersistentParams)
     assert found is not None
     return found

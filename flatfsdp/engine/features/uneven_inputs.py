@@ -41,7 +41,7 @@ def join(
     A rank whose batches are used up is given its last one again, as a stand-in. It runs the whole body of the loop with
     it, forward, backward, clipping and optimizer, and adds nothing to the gradients, whatever it computes (NaN
     included). They are those of one process on the batches that exist; also under `no_sync()`, with hybrid sharding,
-    with a communication hook. What a forward writes itself, the statistics of batch norm say, is written with a
+    with a communication hook. What a forward writes itself, for example the statistics of batch norm, is written with a
     stand-in, too. Losses and metrics of the user's want to leave it out: `joined.has_data` says so.
 
     Every step begins with one exchange of 24 bytes per rank, for which the host waits. A rank that leaves the loop

@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import few, one_voice, warn_once
 from ..base.events import Observer
-
-if TYPE_CHECKING:
-    from ..flat.flat_param import FlatParamHandle
-    from ..runtime.backward import Backward
-    from ..runtime.model import Model
+from ..flat.flat_param import FlatParamHandle
+from ..runtime.backward import Backward
+from ..runtime.model import Model
 
 SAMPLED = 64  # elements of a shard that show a write which leaves no trace in versions
 

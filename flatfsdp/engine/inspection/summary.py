@@ -146,7 +146,7 @@ def unsharded_shapes(model: nn.Module) -> dict[str, torch.Size]:
     """The shape that each parameter of `model` has as a whole, by its name in `model.named_parameters()`.
 
     Between steps those of a wrapped model show this rank's part, without its shape: what an optimizer treats by its
-    number of dimensions is told apart by this. A flat parameter, which is there with `use_orig_params=False`, and a
+    number of dimensions is distinguished by this. A flat parameter, which is there with `use_orig_params=False`, and a
     parameter that no unit owns have the shape that they show.
 
     Raises:

@@ -2,7 +2,7 @@
 
 [Note: issued alike] Collectives of two ranks meet by their order alone: where ranks issue those of different units that
 are of one size, nobody notices. So the order is part of what ranks compare, when it is over: the rank whose backward is
-new to it hears before anything has become `.grad`, one that did as ever by its next call.
+new to it gets an error before anything has become `.grad`, one that did the same as before at its next call.
 
 [Note: running backward] It is disposable: begun at the first gradient that reaches a unit, dropped when its graph
 task ends or dies. What it issues, and in which order, its schedule decides ([Note: one clock]); autograd says when.
@@ -272,7 +272,7 @@ class Backward:
     # -- what the schedule asks, and its actions ---------------------------------------------------------------------
 
     def in_inner_task(self) -> bool:
-        """Whether a graph task inside this one's runs (a recomputation's, say)."""
+        """Whether a graph task inside this one's runs, for example a recomputation's."""
         return _torch.graph_task() != self.task
 
     def running_node(self) -> int:
@@ -379,7 +379,7 @@ class Backward:
 
     def _finish_early(self, flight: InFlightReductions) -> None:
         through = [unit for unit in flight.units if self.is_over_with_gradients(unit)]
-        # This rank brought gradients of all leaves of these, so it need not be told of other ranks' ones.
+        # This rank brought gradients of all leaves of these, so it needs no report of other ranks' ones.
         self.finisher.reduced([u for u in through if all(g.expected <= g.contributed for g in u.grads)])
 
     # -- the end -----------------------------------------------------------------------------------------------------

@@ -410,7 +410,7 @@ class CountingHooks(UnitHooks):
 def refuse_without_model(unit: Unit) -> NoReturn:
     """Refuse to use `unit`, whose model is gone."""
     raise UsageError(
-        f"unit {unit.label}: the model that it was part of has been deleted, and with it what its parts share: "
-        "communicators, and the order of their collectives. Hold on to the outermost wrapper for as long as a "
-        "part of it is used; what is to be used otherwise is built anew and loads the model's state dict"
+        f"unit {unit.label}: the outermost wrapper of its model has been deleted, and with it the communicators that "
+        "its units share. Keep a reference to the outermost wrapper while any part of it is in use; or wrap the part "
+        "again, and load the model's state dict into it"
     )

@@ -109,7 +109,7 @@ class ForwardGathers:
                 self._launch(each, following, ahead=True)
 
     def _follow_other_ranks(self) -> None:
-        """Gather anew what users keep unsharded, if any rank has written to its shards. Collective if they do.
+        """Gather again what users keep unsharded, if any rank has written to its shards. Collective if they do.
 
         An optimizer writes on some ranks only where others have no element of a unit.
         """

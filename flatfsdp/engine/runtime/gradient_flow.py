@@ -20,7 +20,7 @@ from .unit_state import ForwardCall
 
 
 class OutputHook:
-    """What is told when a gradient reaches one tensor.
+    """What is notified when a gradient reaches one tensor.
 
     Attributes:
         readers: units that were given it, and their calls, whose backward is over then.
@@ -80,7 +80,7 @@ class GradientFlow:
         self._leaf_hooks += registered
 
     def output_hook(self, output: torch.Tensor) -> OutputHook:
-        """What is told when a gradient reaches this output of a unit; one for all units that return it."""
+        """What is notified when a gradient reaches this output of a unit; one for all units that return it."""
         known = self._output_hooks.get(id(output))
         if known is None or known[0]() is not output:
             known = self._output_hooks[id(output)] = weakref.ref(output), OutputHook()

@@ -75,7 +75,7 @@ class Outcome(enum.Enum):
 
 class Iteration:
     """One forward, or several, and the backward over them. A model has one object for all of its iterations, whose
-    record and stage begin anew with each.
+    record and stage are new with each.
 
     Attributes:
         stage: where it is.
@@ -253,8 +253,8 @@ class Iteration:
                 warn_once_per_job(
                     f"a backward failed that brings gradients to {', '.join(map(repr, used))} of unit {unit.label}: "
                     "before the forward, where parameters show this rank's shard, something was computed with them "
-                    "that autograd has recorded and that is still there. Compute terms over parameters (an L2 penalty, "
-                    "say) inside the forward of the module that holds them, or under torch.no_grad()",
+                    "that autograd has recorded and that is still there. Compute terms over parameters (for example an "
+                    "L2 penalty) inside the forward of the module that holds them, or under torch.no_grad()",
                     names_rank=True,
                 )
 
@@ -267,7 +267,7 @@ class Iteration:
             warn_once_per_job(
                 f"a backward failed in unit {sharing[0].label}, while gradients took the places of its parameters. If "
                 "autograd complained of a variable that was modified by an inplace operation, a parameter is read "
-                "after its gradient has come (a detached use, say): run the step again; in units of this class "
+                "after its gradient has come (for example a detached use): run the step again; in units of this class "
                 "gradients have memory of their own from now on",
                 names_rank=True,
             )

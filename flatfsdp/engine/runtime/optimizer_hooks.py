@@ -1,4 +1,4 @@
-"""Around an optimizer's step: before it its models come to rest, and one that holds what it cannot step is told so;
+"""Around an optimizer's step: before it its models come to rest, and one that holds what it cannot step is refused;
 after it what was written is known to have been.
 
 One global hook of torch.optim on either side serves all optimizers; after an optimizer's first step they cost a look at

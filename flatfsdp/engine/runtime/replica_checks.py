@@ -2,7 +2,7 @@
 
 [Note: replicas] Ranks along the replicate axis hold the same pieces, at the beginning and, since their gradients are
 the same, after every step: to the bit. What differs by then (a checkpoint that one rank did not load, a write on one
-rank) stays different for good, and nothing else would show it. Checksums of each rank's pieces are exchanged as one
+rank) stays different, and nothing else would show it. Checksums of each rank's pieces are exchanged as one
 number, and one by one only where those differ; before anything is trained, and once in `EVERY` backwards that reduce.
 """
 

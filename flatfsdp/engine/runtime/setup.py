@@ -38,7 +38,7 @@ class Setup:
         ready: whether units are named and connected, and ranks have compared them.
         placed: whether everything was found where it computes since it last moved.
         version: of what users chose; who keeps what follows from choices compares it.
-        words_of_choices: what was set, as in `description`; None when it has to be put together anew.
+        words_of_choices: what was set, as in `description`; None when it has to be put together again.
         initial_checksums: of parameters, until they have been compared with the other ranks'.
     """
 

@@ -92,7 +92,7 @@ def begin_request(unit: Unit) -> None:
 
 def retire_request(unit: Unit, *, written: bool) -> None:
     """Check what a user had unsharded between iterations, and free it if the shard was `written` to since, or is about
-    to be: it will be gathered anew.
+    to be: it will be gathered again.
 
     Raises:
         UsageError: for what a user put in its place.

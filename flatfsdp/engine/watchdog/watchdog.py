@@ -1,6 +1,6 @@
 """Words between ranks outside of collectives: the thread that turns a wait, or the end of a rank, into a sentence.
 
-[Note: watch] A rank that waits in a collective for peers that went elsewhere cannot be told so by a collective. What is
+[Note: watch] A rank that waits in a collective for peers that went elsewhere cannot learn that by a collective. What is
 left is the store of the default process group. A rank that does something unexpected leaves a note there and sounds an
 *alarm*. On every rank one daemon thread reads the number of alarms once per period (`PERIOD`, more where ranks are so
 many that the store would have more than `READS` such reads per second); nothing else is read or written as long as all
@@ -140,13 +140,13 @@ class Watchdog:
     def fail_together(self, what: str) -> Iterator[Callable[[BaseException], None]]:
         """The enclosed block is run by all ranks: where one fails in it, those that wait for it there fail, too."""
         block = self._blocks.name(what)
-        told = False
+        reported = False
 
         def tell(error: BaseException) -> None:
-            nonlocal told
-            if told or isinstance(error, AgreementError):  # which all ranks learn by other channels
+            nonlocal reported
+            if reported or isinstance(error, AgreementError):  # which all ranks learn by other channels
                 return
-            told = True
+            reported = True
             with contextlib.suppress(RuntimeError):  # the store is gone; what is under way matters more
                 words = f"failed in {what} with {in_words(error)}"
                 self.store.raise_alarm(json.dumps(["failed", block, self._rank, words]))
@@ -215,7 +215,7 @@ class Watchdog:
 
     @property
     def _is_alive(self) -> bool:
-        """Whether the thread can still be told anything."""
+        """Whether the thread still takes notes."""
         return self._thread is not None and not self._store_is_gone
 
     # -- the thread --------------------------------------------------------------------------------------------------

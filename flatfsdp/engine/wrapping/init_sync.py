@@ -34,7 +34,7 @@ def meeting_axes(groups: ProcessGroups, device: Device) -> list[Transport]:
 
 @contextmanager
 def failing_together(axes: list[Transport]) -> Iterator[None]:
-    """Where the enclosed code fails on this rank, ranks that come to `synchronize` are told, and fail as well.
+    """Where the enclosed code fails on this rank, ranks that come to `synchronize` fail as well.
 
     Collective over `axes` where it fails.
     """

@@ -2,14 +2,14 @@
 
 [Note: materialise] A parameter on the meta device gets its memory in place: it stays the same object, so that ties
 inside a unit and across units, and optimizers that hold it, survive. A module whose initialisation raises is put back
-on the meta device, so that wrapping it can be tried again. `param_init_fn` is told that it is on the meta device still.
+on the meta device, so that wrapping it can be tried again. `param_init_fn` sees it on the meta device still.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import UsageError
 from ..device.fake_tensors import is_memoryless, stand_in
-
-if TYPE_CHECKING:
-    from ..runtime.unit import Unit
+from ..runtime.unit import Unit
 
 _META = torch.device("meta")
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -138,7 +136,7 @@ def _substitute_stand_in(
 def _initialize_by(initialize: Callable[[nn.Module], Any], module: nn.Module, path: str, names: list[str]) -> None:
     """Call `initialize` as if the tensors of these names were still on the meta device.
 
-    A function that looks at their devices, to create others there, must see the true ones. So it is told otherwise only
+    A function that looks at their devices, to create others there, must see the true ones. So it sees others only
     when it has done nothing.
     """
     tensors = [getattr(module, name) for name in names]

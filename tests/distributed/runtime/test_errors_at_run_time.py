@@ -687,8 +687,8 @@ def test_a_parameter_used_before_the_forward(world: None, orig: bool) -> None:
         """\
 rank 0: a backward failed that brings gradients to 'weight' of unit '0': before the forward, where
 parameters show this rank's shard, something was computed with them that autograd has recorded and
-that is still there. Compute terms over parameters (an L2 penalty, say) inside the forward of the
-module that holds them, or under torch.no_grad()""",
+that is still there. Compute terms over parameters (for example an L2 penalty) inside the forward of
+the module that holds them, or under torch.no_grad()""",
     )
 
 
@@ -701,7 +701,7 @@ def test_a_gradient_of_a_shard(world: None) -> None:
         """\
 parameter '1.weight' of unit '<root>' received a gradient of shape (0,); expected (4, 4). It was
 used outside the forward of its unit, where it shows this rank's shard: compute terms over
-parameters (an L2 penalty, say) inside the forward of the module that holds them, or under
+parameters (for example an L2 penalty) inside the forward of the module that holds them, or under
 torch.no_grad()""",
     )
 
@@ -734,15 +734,15 @@ flatfsdp.extensions.set_extensions()""",
 
 
 def test_a_part_of_a_model_that_is_gone(world: None) -> None:
-    """Also where the part is wrapped anew, as a library does that wraps a module for each of its runs."""
+    """Also where the part is wrapped again, as a library does that wraps a module for each of its runs."""
     module = nn.Sequential(FullyShardedDataParallel(linear()))
     model = FullyShardedDataParallel(module)
     model(torch.ones(1, 4)).sum().backward()
     del model
     expected = """\
-unit '0': the model that it was part of has been deleted, and with it what its parts share:
-communicators, and the order of their collectives. Hold on to the outermost wrapper for as long as a
-part of it is used; what is to be used otherwise is built anew and loads the model's state dict"""
+unit '0': the outermost wrapper of its model has been deleted, and with it the communicators that
+its units share. Keep a reference to the outermost wrapper while any part of it is in use; or wrap
+the part again, and load the model's state dict into it"""
     assert said(lambda: module(torch.ones(1, 4))) == said(lambda: FullyShardedDataParallel(module)) == expected
 
 

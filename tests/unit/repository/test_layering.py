@@ -1,8 +1,8 @@
 """The architecture as a table, and the package's import lines against it.
 
 `ROWS` has the public files, the folders and the packages of the engine. A file imports from earlier rows and from its
-own package, in no circle of files, at module level and in functions, without exception. Imports for annotations only
-(under ``TYPE_CHECKING``) that do otherwise are listed as a debt, which only shrinks.
+own package, in no circle of files, at module level, in functions and for annotations (under ``TYPE_CHECKING``),
+without exception.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Import:
     name: str
     line: int
     alias: str
-    typing_only: bool
 
 
 @dataclass(frozen=True)
@@ -102,25 +101,17 @@ class Source:
 
     def imports(self) -> Iterator[Import]:
         """Every import, with relative modules spelt out."""
-        typing_only = {
-            id(inner)
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-            for statement in node.body
-            for inner in ast.walk(statement)
-        }
         package = ["flatfsdp", *self.path.relative_to(PACKAGE).parts[:-1]]
         for node in ast.walk(self.tree):
-            free = id(node) in typing_only
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     bound = alias.asname or alias.name.partition(".")[0]
-                    yield Import(alias.name, "", node.lineno, bound, free)
+                    yield Import(alias.name, "", node.lineno, bound)
             elif isinstance(node, ast.ImportFrom):
                 base = package[: len(package) - node.level + 1] if node.level else []
                 module = ".".join([*base, *([node.module] if node.module else [])])
                 for alias in node.names:
-                    yield Import(module, alias.name, node.lineno, alias.asname or alias.name, free)
+                    yield Import(module, alias.name, node.lineno, alias.asname or alias.name)
 
     def mentions(self) -> Iterator[tuple[str, int]]:
         """Every name of torch's that the file imports or reaches from an import, spelt from torch on, with its line."""
@@ -187,24 +178,17 @@ def points_down(one: str, other: str) -> bool:
 
 def test_imports_run_downwards() -> None:
     upwards = [
-        f"flatfsdp/{one}.py imports {other}"
-        for one, other, typing_only in edges()
-        if not typing_only and not points_down(unit_of(one), unit_of(other))
+        f"flatfsdp/{one}.py imports {other}" for one, other in edges() if not points_down(unit_of(one), unit_of(other))
     ]
     assert not upwards, "\n".join(upwards)
 
 
 def test_imports_run_in_no_circle() -> None:
     graph: dict[str, set[str]] = {}
-    for one, other, typing_only in edges():
-        if not typing_only:
-            graph.setdefault(one, set()).add(other)
+    for one, other in edges():
+        graph.setdefault(one, set()).add(other)
     found = closing(graph)
     assert not found, f"these close a circle: {sorted(found)}"
-
-
-# Imports for annotations that point up, or close a circle of files: importer, then what it imports. It may only shrink.
-TYPING_DEBT = ""
 
 
 def file_of(module: str) -> str | None:
@@ -215,8 +199,8 @@ def file_of(module: str) -> str | None:
     return (path / "__init__").relative_to(PACKAGE).as_posix() if (path / "__init__.py").exists() else None
 
 
-def edges() -> Iterator[tuple[str, str, bool]]:
-    """Which file imports which, and whether for annotations only."""
+def edges() -> Iterator[tuple[str, str]]:
+    """Which file imports which, for annotations too."""
     for source in sources():
         for each in source.imports():
             if each.module.partition(".")[0] != "flatfsdp":
@@ -225,7 +209,7 @@ def edges() -> Iterator[tuple[str, str, bool]]:
             other = found if found is not None else file_of(each.module)
             assert other is not None, f"{source.at(each.line)} imports {each.module}, which is not there"
             if other != source.file:
-                yield source.file, other, each.typing_only
+                yield source.file, other
 
 
 def closing(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
@@ -239,25 +223,6 @@ def closing(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
             left += new
         reached[start] = seen
     return {(one, other) for one, others in graph.items() for other in others if one in reached.get(other, ())}
-
-
-def test_imports_for_annotations_point_up_no_more_often_than_today() -> None:
-    graph: dict[str, set[str]] = {}
-    typing_only: dict[tuple[str, str], bool] = {}
-    for one, other, free in edges():
-        graph.setdefault(one, set()).add(other)
-        typing_only[one, other] = free and typing_only.get((one, other), True)
-    upwards = {edge for edge in typing_only if not points_down(*map(unit_of, edge))}
-    found = {edge for edge in upwards | closing(graph) if typing_only[edge]}
-    listed = {
-        (one, other)
-        for one, _, others in (line.partition(": ") for line in TYPING_DEBT.split("\n"))
-        for other in others.split()
-    }
-    print(f"{len(found)} imports for annotations point up or close a circle:")
-    print("\n".join(f"  {one} -> {other}" for one, other in sorted(found)))
-    assert not found - listed, f"these point up or close a circle of files: {sorted(found - listed)}"
-    assert not listed - found, f"these are paid, take them out of TYPING_DEBT: {sorted(listed - found)}"
 
 
 def test_circles_are_found() -> None:
@@ -398,7 +363,7 @@ def test_the_parts_of_the_trainer_import_downwards() -> None:
         for each in source.imports():
             inside = each.module.split(".")[2:3] if each.module.startswith("flatfsdp.trainer") else []
             other = inside[0] if inside else each.name if each.module == "flatfsdp.trainer" else part
-            if not each.typing_only and TRAINER_ROW_OF.get(other, -1) > TRAINER_ROW_OF.get(part, -1):
+            if TRAINER_ROW_OF.get(other, -1) > TRAINER_ROW_OF.get(part, -1):
                 upwards.append(f"{source.at(each.line)} ({part}) imports {other}")
     assert not upwards, "\n".join(upwards)
 

@@ -133,7 +133,7 @@ def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool 
 
     Nothing else changes. `optimizer` is the same object; its param groups list the same parameters, its state has an
     entry for each of them, of the same shapes, in the same memory: state dicts, checkpoints, schedulers, gradient
-    scalers, clipping and hooks work as ever. It may be called before the first step or later, before or after a
+    scalers, clipping and hooks work as before. It may be called before the first step or later, before or after a
     checkpoint is loaded. Where something was changed (groups, gradients that are None, states that were loaded or
     replaced), the next step finds it. A step with a closure goes parameter by parameter. With `optimizer_in_backward`
     the parameters of each unit are taken together.

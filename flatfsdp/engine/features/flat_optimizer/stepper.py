@@ -7,9 +7,9 @@ same numbers then, in a call where it had one for each parameter.
 
 What programs see is per parameter at all times: the optimizer itself is never changed, its param groups list the
 original parameters, and its state of each holds views of the flat state, with every 0-dim tensor (a step count) an
-element of its own. So it can be read, saved, loaded and replaced as ever, and `step()` may go parameter by parameter at
-any time. Before each step what was published is compared with what is there, by identity; where anything differs, runs
-are found anew.
+element of its own. So it can be read, saved, loaded and replaced as before, and `step()` may go parameter by parameter
+at any time. Before each step what was published is compared with what is there, by identity; where anything differs, runs
+are found again.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class RunPlan:
         self._remember(states, publish=changed)
 
     def _remember(self, states: States, *, publish: bool) -> None:
-        """Note what is published now; `publish`: 0-dim states anew, for others are there."""
+        """Note what is published now; `publish`: also 0-dim states; others are there."""
         if publish:
             named: dict[Any, list[FusedRun]] = {}
             for run in self.runs:
