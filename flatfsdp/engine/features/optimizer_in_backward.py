@@ -208,8 +208,8 @@ class OptimizerInBackward:
         """A context whose backwards leave reduced gradients in `.grad`, where they add up.
 
         The next backward outside of it steps on the sum, of what it brings gradients to; so does `optimizer.step()`, of
-        everything, inside or after it. Inside, `clip_grad_norm_` and a gradient scaler work as without it. Every rank enters
-        it.
+        everything, inside or after it. Inside, `clip_grad_norm_` and a gradient scaler work as without it. Every rank
+        enters it.
 
         Raises:
             UsageError: inside a forward or a backward.

@@ -350,8 +350,8 @@ def _refusal(operation: str, arguments: Iterable[Any]) -> str:
         f"{operation} reads parameter {_names(_hidden_in(arguments)) or '(unnamed)'} outside the forward of its unit, "
         "in a forward of the model or between it and its backward, where it is sharded. Use it in the forward of the "
         "module that holds it (also a term over parameters, for example an L2 penalty), call unshard() of that unit's "
-        "wrapper before, or let the unit be the module that uses it; to look at values, use summon_full_params() between "
-        "steps"
+        "wrapper before, or let the unit be the module that uses it; to look at values, use summon_full_params() "
+        "between steps"
     )
 
 

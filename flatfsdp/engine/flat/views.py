@@ -390,8 +390,8 @@ def check_gradients(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor]) 
         elif grad.shape != spec.shape:
             problem = (
                 f"shape {tuple(grad.shape)}; expected {spec.shape}. It was used outside the forward of its unit, where "
-                "it shows this rank's shard: compute terms over parameters (for example an L2 penalty) inside the forward of "
-                "the module that holds them, or under torch.no_grad()"
+                "it shows this rank's shard: compute terms over parameters (for example an L2 penalty) inside the "
+                "forward of the module that holds them, or under torch.no_grad()"
             )
         else:
             continue

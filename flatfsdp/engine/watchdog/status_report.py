@@ -8,8 +8,8 @@ Of W ranks each posts one answer and counts it, and looks for the result twice p
 `ANSWER` periods; who collects reads 2 W notes and removes those of the roll call before the last. All that the others
 read is one text in which ranks that do the same share a line.
 
-[Note: deadlock] Whether ranks wait for each other for ever can be decided where all of them answer, none runs anything but
-a wait, and they are not all in the same place, which they would leave together. One such roll call may have met them on
+[Note: deadlock] Whether ranks wait for each other for ever can be decided where all of them answer, none runs anything
+but a wait, and they are not all in the same place, which they would leave together. One such poll may have met them on
 their way. A second one, a report's time later, that finds every rank in the very same operation as the first is taken
 as proof. A rank that computes, compiles, reads data, or does not answer forbids it.
 """

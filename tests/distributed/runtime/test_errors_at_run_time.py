@@ -589,9 +589,9 @@ def test_a_parameter_used_between_forward_and_backward(world: None) -> None:
     expected = """\
 pow() reads parameter 'weight' of unit '0' outside the forward of its unit, in a forward of the
 model or between it and its backward, where it is sharded. Use it in the forward of the module that
-holds it (a term over parameters, an L2 penalty say, too), call unshard() of that unit's wrapper
-before, or let the unit be the module that uses it; to look at values, use summon_full_params()
-between steps"""
+holds it (also a term over parameters, for example an L2 penalty), call unshard() of that unit's
+wrapper before, or let the unit be the module that uses it; to look at values, use
+summon_full_params() between steps"""
     assert_expected_inline(said(lambda: weight.pow(2)), expected)
     for use in (lambda: 2 * weight, lambda: torch.stack([weight]), lambda: torch._foreach_norm([weight])):
         assert "reads parameter 'weight' of unit '0'" in said(use)

@@ -8,8 +8,8 @@ same numbers then, in a call where it had one for each parameter.
 What programs see is per parameter at all times: the optimizer itself is never changed, its param groups list the
 original parameters, and its state of each holds views of the flat state, with every 0-dim tensor (a step count) an
 element of its own. So it can be read, saved, loaded and replaced as before, and `step()` may go parameter by parameter
-at any time. Before each step what was published is compared with what is there, by identity; where anything differs, runs
-are found again.
+at any time. Before each step what was published is compared with what is there, by identity; where anything differs,
+runs are found again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which kind of state dict a model gives: a choice for all wrappers in a module, for the time of a context or from now on; and whether
-its values share memory with the model."""
+"""Which kind of state dict a model gives: a choice for all wrappers in a module, for the time of a context or from now
+on; and whether its values share memory with the model."""
 
 from __future__ import annotations
 
