@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,16 +125,12 @@ def _taking(
         ranks.exchange(doing, partial(part.take, in_use=True))
 
     def take() -> Contents:
-        contents = [_contents_of(part) for part in parts] + [Contents.of({} if extra is None else {"extra": extra})]
-        whole = reduce(or_, contents)
-        return whole.staged() if copied else whole
+        state = {part.name: part.state for part in parts} | ({} if extra is None else {"extra": extra})
+        ties = {f"{part.name}.{name}": f"{part.name}.{first}" for part in parts for name, first in part.ties.items()}
+        contents = Contents.of(state, ties, frozenset(f"{part.name}.{name}" for part in parts for name in part.buffers))
+        return contents.staged() if copied else contents
 
     return take
-
-
-def _contents_of(part: Section) -> Contents:
-    ties = {f"{part.name}.{name}": f"{part.name}.{first}" for name, first in part.ties.items()}
-    return Contents.of({part.name: part.state}, ties, frozenset(f"{part.name}.{name}" for name in part.buffers))
 
 
 def load(

@@ -157,10 +157,6 @@ class CheckpointFolder:
         disk().rename(self.new, self.path)
         disk().sync_folder(self.path.parent)
 
-    def drop_old(self) -> None:
-        """Remove what was replaced."""
-        self.discard(self.old)
-
     def discard(self, folder: Path) -> None:
         """Remove a folder of these three.
 

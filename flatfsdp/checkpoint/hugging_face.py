@@ -166,16 +166,15 @@ def load_safetensors(
     """
     ranks = CheckpointRanks(process_group, "load_safetensors()")
     doing = f"loading {os.fspath(source)}"
-    there: dict[str, Entry] = {}
-    params: list[NamedParam] = []
 
-    def look() -> None:
-        there.update(_entries_at(Path(source)))
-        params.extend(_params_at_rest(model, "load_safetensors()"))
+    def look() -> tuple[dict[str, Entry], list[NamedParam]]:
+        there = _entries_at(Path(source))
+        params = _params_at_rest(model, "load_safetensors()")
         wanted = {_name_in(each, there): each.in_place() for each in params}
         known = {name for each in params for name in each.names}
         shapes = {name: entry.shape for name, entry in there.items() if name in wanted or name not in known}
         compare(shapes, wanted, None, strict=strict)
+        return there, params
 
     def read() -> None:
         with torch.no_grad(), Files() as files:
@@ -186,7 +185,7 @@ def load_safetensors(
         torch.autograd.graph.increment_version([handle.shard for unit in units_in(model) for handle in unit.handles])
 
     with ranks.calling(model):
-        ranks.exchange(doing, look)
+        there, params = ranks.together(doing, look)
         if verify:
             ranks.exchange(doing, lambda: verify_checksums(files_of(there.values()), ranks.rank, ranks.world))
         ranks.exchange(doing, read)
@@ -204,8 +203,8 @@ def _params_at_rest(model: nn.Module, what: str) -> list[NamedParam]:
     return [*named_state(model), *named_buffers(model)]
 
 
-def _name_in(params: NamedParam, there: Mapping[str, Entry]) -> str:
-    return next((name for name in params.names if name in there), params.names[0])
+def _name_in(param: NamedParam, there: Mapping[str, Entry]) -> str:
+    return next((name for name in param.names if name in there), param.names[0])
 
 
 def bytes_in(size: int | str) -> int:

@@ -99,7 +99,7 @@ def _remove(path: Path, id: str) -> bool:
         if not free or id_in(path) != id or os.path.lexists(place.old):
             return False
         disk().rename(path, place.old)  # at once: half a checkpoint never has a checkpoint's name
-        place.drop_old()
+        place.discard(place.old)
         return True
 
 
@@ -168,4 +168,4 @@ def _finish_removal(place: CheckpointFolder) -> None:
         if free and is_own(place.old) and not place.path.exists() and not place.is_complete(place.new):
             with suppress(CheckpointError):
                 refuse_newer(place)
-                place.drop_old()
+                place.discard(place.old)

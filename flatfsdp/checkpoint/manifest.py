@@ -261,21 +261,20 @@ def place_of(name: str, sequence: int, saved: float) -> tuple[int, int, float]:
 
 def sequence_in(folder: FilePath) -> int:
     """The sequence that the manifest in `folder` gives, of which only the beginning is read; 0 where there is none."""
-    found = _SEQUENCE.search(_beginning(folder))
-    return int(found[1]) if found else 0
+    return int(_in_beginning(folder, _SEQUENCE) or 0)
 
 
 def id_in(folder: FilePath) -> str:
     """The id that the manifest in `folder` gives, of which only the beginning is read; empty where there is none."""
-    found = _ID.search(_beginning(folder))
-    return found[1].decode() if found else ""
+    return _in_beginning(folder, _ID)
 
 
-def _beginning(folder: FilePath) -> bytes:
+def _in_beginning(folder: FilePath, pattern: re.Pattern[bytes]) -> str:
     try:
-        return disk().read_file(folder / NAME, _PREFIX)
+        found = pattern.search(disk().read_file(folder / NAME, _PREFIX))
     except OSError:
-        return b""
+        return ""
+    return found[1].decode() if found else ""
 
 
 def _path(read: Any) -> Path:

@@ -74,7 +74,7 @@ class Replacement:
                         self.place.discard(self.place.new)
                 raise
             self.lead(self._swap)
-            self.lead(self.place.drop_old)
+            self.lead(lambda: self.place.discard(self.place.old))  # what was replaced
             return filled
         finally:
             self.lock.release()

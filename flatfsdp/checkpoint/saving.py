@@ -79,15 +79,6 @@ class Contents:
         copies = {id(tensor): _copied(tensor) for tensor in self.tensors.values()}  # one of each that has ties
         return replace(self, tensors={key: copies[id(tensor)] for key, tensor in self.tensors.items()})
 
-    def __or__(self, other: Contents) -> Contents:
-        return Contents(
-            {**self.tensors, **other.tensors},
-            {**self.values, **other.values},
-            {**self.paths, **other.paths},
-            {**self.ties, **other.ties},
-            self.buffers | other.buffers,
-        )
-
     def without_ties(self) -> Contents:
         """The same with each tensor under its first name only."""
         return replace(self, tensors={key: each for key, each in self.tensors.items() if key not in self.ties})

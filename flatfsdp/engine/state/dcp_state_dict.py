@@ -56,16 +56,11 @@ def replacements(ours: type) -> dict[str, Callable[[Any], Any]]:
     """What else to replace there: by name, what makes of torch's own what knows wrappers of the class `ours`, too."""
     return {
         "HYBRID_SHARDING_STRATEGIES": lambda torchs_own: [*HYBRIDS, *torchs_own],
-        "_get_module_fsdp_state_if_fully_sharded_module": lambda torchs_own: _state_of_wrapper(torchs_own, ours),
+        "_get_module_fsdp_state_if_fully_sharded_module": lambda torchs_own: (
+            lambda module: module if isinstance(module, ours) else torchs_own(module)
+        ),
         "_get_fqns": lambda torchs_own: _names_of(torchs_own, ours),
     }
-
-
-def _state_of_wrapper(torchs_own: Callable[[Any], Any], ours: type) -> Callable[[Any], Any]:
-    def state_of(module: Any) -> Any:
-        return module if isinstance(module, ours) else torchs_own(module)
-
-    return state_of
 
 
 def _names_of(torchs_own: Callable[..., set[str]], ours: type) -> Callable[..., set[str]]:

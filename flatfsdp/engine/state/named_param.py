@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..base.fqns import TRANSPARENT, clean, fqn
+from ..base.fqns import clean, fqn
 from ..flat.flat_param import FlatParamHandle
 from ..layout.layout import ParamSpec, Span
 from ..runtime.module_tree import units_in
@@ -123,14 +123,15 @@ def named_state(module: nn.Module) -> list[NamedParam]:
     flat = {id(handle.flat_param) for unit in units for handle in unit.handles}
     names: dict[int, list[str]] = {}
     leaves: dict[int, nn.Parameter] = {}
-    for path, inside in _modules(module, ""):
+    for path, inside in module.named_modules(remove_duplicate=False):  # several times where held several times
+        prefix = f"{clean(path)}." if clean(path) else ""
         own = dict(referred.get(id(inside), ()))
         for attribute, parameter in inside._parameters.items():
             if parameter is not None and id(parameter) not in flat:
                 own.setdefault(attribute, parameter)
         for attribute, leaf in own.items():
             leaves[id(leaf)] = leaf
-            names.setdefault(id(leaf), []).append(f"{path}{attribute}")
+            names.setdefault(id(leaf), []).append(f"{prefix}{attribute}")
     outside = {key: NamedParam("", (), leaf) for key, leaf in leaves.items() if key not in owned}
     known = owned | outside
     return [replace(known[key], name=found[0], names=tuple(found)) for key, found in names.items()]
@@ -146,12 +147,3 @@ def named_buffers(module: nn.Module) -> list[NamedParam]:
                 buffers[id(buffer)] = buffer
                 names.setdefault(id(buffer), {})[clean(fqn(path, name))] = None
     return [NamedParam(next(iter(found)), tuple(found), buffers[key]) for key, found in names.items()]
-
-
-def _modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """(clean path with a dot at its end, module) of all modules, several times where several modules hold it, as state
-    dicts walk."""
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _modules(child, prefix if name in TRANSPARENT else f"{prefix}{name}.")

@@ -13,7 +13,7 @@ import torch
 from flatfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor
 from flatfsdp.checkpoint.nested import decode, encode, flatten, unflatten
 from flatfsdp.checkpoint.plan import PlannedInterval, assign
-from flatfsdp.checkpoint.raw import bytes_of, cut
+from flatfsdp.checkpoint.raw import bytes_of, cut, filling
 from flatfsdp.checkpoint.writing import archive
 from flatfsdp.engine.layout.layout import ParamSpec, Span
 from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError
@@ -118,6 +118,22 @@ def test_elements_lie_in_an_archive_where_it_says(dtype: torch.dtype, shape: tup
     data, inside = archive(tensor)
     raw = data[inside : inside + tensor.numel() * tensor.element_size()]
     assert raw == bytes(bytes_of(tensor))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(torch.zeros(2, 3), id="row-major"),
+        pytest.param(torch.zeros(3, 2).t(), id="transposed"),
+        pytest.param(torch.zeros(2, 3, dtype=torch.complex64).conj(), id="conjugated"),
+        pytest.param(torch.zeros(2, 6)[:, ::2], id="strided"),
+    ],
+)
+def test_a_whole_tensor_is_filled_whatever_its_memory(target: torch.Tensor) -> None:
+    written = torch.arange(6).to(target.dtype) + (1j if target.is_complex() else 0)
+    with filling("w", target) as interval:
+        bytes_of(interval.local)[:] = bytes_of(written)
+    assert torch.equal(target.resolve_conj(), written.view(2, 3))
 
 
 def test_a_manifest_finds_its_own_damage() -> None:

@@ -23,8 +23,8 @@ from ....errors import UsageError
 from ...agreement.object_collectives import all_or_none
 from ...agreement.once_per_job import warn_once_per_job
 from ...base import _torch
-from ...base.fqns import WRAPPED, clean, clean_text, fqn
-from ...config.state_dict_configs import FullStateDictConfig, StateDictType
+from ...base.fqns import WRAPPED, clean, clean_text
+from ...config.state_dict_configs import StateDictType
 from ...flat.flat_param import FlatParamHandle
 from ...flat.placeholder import PlaceholderReadError
 from ...flat.states import SUMMONED
@@ -39,8 +39,9 @@ from ..full_params import summon
 from ..named_param import NamedParam, by_handle, params_of
 from ..owned_interval import OwnedInterval
 from .distributed_values import DistributedValue, defer_distributed, whole_if_distributed
-from .placeholders import Placeholders, stand_in
+from .placeholders import Placeholders, placeholder_for
 from .saving import FLAT, has_own_classes
+from .types import only_rank0
 
 UNDER_WAY = "_load_under_way"
 # How torch reports a state dict of another model: with every key, on every rank.
@@ -164,8 +165,7 @@ def load_state_dict(wrapper: nn.Module, state_dict: Mapping[str, Any], load: Any
     unit: Unit = wrapper.__dict__["_unit"]
     if isinstance(state_dict, Mapping) and unit.phase is not SUMMONED:
         state_dict = _with_metadata(wrapper, state_dict)
-    config = unit.options.state_dict.state_dict_config
-    sends = isinstance(config, FullStateDictConfig) and config.rank0_only and unit.phase is not SUMMONED
+    sends = only_rank0(unit.options.state_dict) and unit.phase is not SUMMONED
     while True:
         token = _in_wrapper.set(True)
         try:
@@ -238,8 +238,7 @@ def begin(
         _rename(state_dict, prefix, wrapper)
         return
     begin_unit(unit, state_dict)
-    config = unit.options.state_dict.state_dict_config
-    if isinstance(config, FullStateDictConfig) and config.rank0_only:
+    if only_rank0(unit.options.state_dict):
         initialize(model_of(unit))
         spread(unit, state_dict, prefix)
     _unpack_flat(unit, state_dict, prefix)
@@ -273,17 +272,9 @@ def _with_metadata(wrapper: nn.Module, state_dict: Mapping[str, Any]) -> Mapping
         return state_dict
     out: Any = OrderedDict(state_dict)
     out._metadata = OrderedDict(metadata)
-    for path in _paths(wrapper, ""):
+    for path, _ in wrapper.named_modules(remove_duplicate=False):
         if clean(path) in metadata:
             out._metadata.setdefault(path, metadata[clean(path)])
-    return out
-
-
-def _paths(module: nn.Module, path: str) -> list[str]:
-    out = [path]
-    for name, child in module._modules.items():
-        if child is not None:
-            out += _paths(child, fqn(path, name))
     return out
 
 
@@ -333,7 +324,7 @@ def _unpack_flat(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
                 state_dict[f"{prefix}{param_ref.path}"] = interval  # FSDP1 may have put its 1-D shard there
     if unit.options.state_dict.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         for param_ref in unit.shared_refs:  # their values come with the flat shards of other units
-            state_dict.setdefault(f"{prefix}{param_ref.path}", stand_in(param_ref.leaf, unit.owning_units))
+            state_dict.setdefault(f"{prefix}{param_ref.path}", placeholder_for(param_ref.leaf, unit.owning_units))
 
 
 def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:

@@ -62,7 +62,7 @@ class Placeholders:
         return received
 
 
-def stand_in(leaf: nn.Parameter, owning_units: Iterable[Unit]) -> Placeholder:
+def placeholder_for(leaf: nn.Parameter, owning_units: Iterable[Unit]) -> Placeholder:
     """A placeholder for `leaf`, which one of `owning_units` owns; it receives nothing."""
     owned = next(each for each in params_of(owning_units) if each.leaf is leaf)
     return _made(leaf, owned, receives=False)

@@ -21,7 +21,6 @@ from torch import nn
 from ....errors import UsageError
 from ...base.fqns import clean
 from ...config.state_dict_configs import (
-    FullStateDictConfig,
     LocalStateDictConfig,
     ShardedStateDictConfig,
     StateDictSettings,
@@ -41,8 +40,8 @@ from ..full_params import summon
 from ..named_param import NamedParam, by_handle, interval_of, params_of
 from ..owned_interval import OwnedInterval
 from .distributed_values import carrier_of, flat_of, rows_of
-from .placeholders import Placeholders, stand_in
-from .types import settings_of, shares_memory
+from .placeholders import Placeholders, placeholder_for
+from .types import only_rank0, settings_of, shares_memory
 
 FLAT = "_flat_param"
 
@@ -70,8 +69,7 @@ class StateDictCall:
     @property
     def rank0_only(self) -> bool:
         """Whether only the first rank gets values."""
-        config = self.settings.state_dict_config
-        return isinstance(config, FullStateDictConfig) and config.rank0_only
+        return only_rank0(self.settings)
 
     @property
     def is_without_communication(self) -> bool:
@@ -150,7 +148,7 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
     try:
         by_values = has_own_classes(unit)
         if not by_values:
-            stand_ins = Placeholders(unit, receives=False)
+            placeholders = Placeholders(unit, receives=False)
             try:
                 unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
             except PlaceholderReadError:
@@ -158,7 +156,7 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
                 for key in list(islice(destination, start, None)):
                     del destination[key]
             finally:
-                stand_ins.remove()
+                placeholders.remove()
         if by_values:
             _add_values(job, unit, destination, prefix, start)
     finally:
@@ -187,7 +185,7 @@ def _add_values(job: StateDictCall, unit: Unit, destination: Any, prefix: str, s
         memory = {_storage(leaf) for leaf in leaves.values()} - {None}
         for key, value in list(islice(destination.items(), start, None)):
             if id(value) in leaves:
-                destination[key] = stand_in(value, [unit])
+                destination[key] = placeholder_for(value, [unit])
             elif id(value) not in job.made and _storage(value) in memory:  # made of a parameter, or a part of one
                 _put(job, destination, key, job.copy(value))
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ....errors import UsageError
 from ...base import _torch
-from ...config.state_dict_configs import FullStateDictConfig, StateDictType
+from ...config.state_dict_configs import StateDictType
 from ...flat.param_refs import ParamRef
 from ...flat.placeholder import Placeholder
 from ...flat.states import SUMMONED
@@ -25,6 +25,7 @@ from ..from_rank0 import take_buffers
 from .loading import UnitLoad, begin_unit
 from .placeholders import Placeholders
 from .saving import StateDictCall, begin, fill
+from .types import only_rank0
 
 _UNDER_WAY = "_part_under_way"
 
@@ -49,19 +50,19 @@ def _unit_called(module: nn.Module) -> Unit | None:
     return None if unit is None or on_behalf or unit.phase is SUMMONED else unit
 
 
-class _Saving:
+class _Saving(Placeholders):
+    """Placeholders in a module, and what they are replaced for."""
+
     def __init__(self, unit: Unit, module: nn.Module) -> None:
         chosen = unit.options.state_dict
         if chosen.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             _refuse(unit, module, "has no flat parameter of its own (LOCAL_STATE_DICT)")
         if not _torch.saves_as_usual(module):
             _refuse(unit, module, "has a _save_to_state_dict of its own, which may read values")
-        self.unit = unit
         self.job: StateDictCall = begin(unit, [unit, *unit.owning_units], chosen)
-        self.stand_ins = Placeholders(unit, receives=False, within=module)
+        super().__init__(unit, receives=False, within=module)
 
-    def abandon(self) -> None:
-        self.stand_ins.remove()
+    abandon = Placeholders.remove
 
 
 def _refuse(unit: Unit, module: nn.Module, why: str) -> None:
@@ -83,7 +84,7 @@ def after_saving(module: nn.Module, destination: Any, prefix: str, metadata: Any
     under_way = module.__dict__.pop(_UNDER_WAY, None)
     if not isinstance(under_way, _Saving):
         return
-    under_way.stand_ins.remove()
+    under_way.remove()
     keys = [key for key, value in destination.items() if key.startswith(prefix) and type(value) is Placeholder]
     job, unit = under_way.job, under_way.unit
     with collective_call([unit], "state_dict()", when=not job.is_without_communication):
@@ -109,8 +110,7 @@ def before_loading(
     unit = _unit_called(module)
     if unit is None:
         return
-    config = unit.options.state_dict.state_dict_config
-    if isinstance(config, FullStateDictConfig) and config.rank0_only:
+    if only_rank0(unit.options.state_dict):
         _refuse(unit, module, "is loaded from rank 0 (rank0_only=True), which only its wrapper can do")
     begin_unit(unit, state_dict)
     module.__dict__[_UNDER_WAY] = UnitLoad(unit, state_dict, prefix, errors, within=module)

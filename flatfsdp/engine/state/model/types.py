@@ -40,6 +40,11 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     return found[-1] if found else StateDictSettings()
 
 
+def only_rank0(chosen: StateDictSettings) -> bool:
+    """Whether only the first rank gets, or has, the values of a model's state dict."""
+    return getattr(chosen.state_dict_config, "rank0_only", False)
+
+
 class StateDictTypes:
     """Methods of the wrapper that choose of which kind its state dicts are."""
 
