@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from ..engine.agreement.object_collectives import on_all_ranks
+from ..engine.agreement.object_collectives import on_all_ranks, ranks_over
 from ..engine.comm.process_groups import new_group
 from ..engine.runtime.model import model_of
+from ..engine.runtime.model_facts import axes_of
 from ..engine.runtime.module_tree import units_in
 from ..engine.runtime.rest import collective_call
 from ..errors import AgreementError, CheckpointError, ConfigValueError, by_ranks
@@ -67,17 +68,15 @@ class CheckpointRanks:
     def calling(self, model: object) -> AbstractContextManager[None]:
         """All ranks make this call over `model`: none may wait in it for others that train.
 
-        A model that has not run yet, or is spread over other ranks than these, is not asked.
+        A model that has not run yet, or is spread over other ranks than these, does not take part.
 
         Raises:
             AgreementError: on every rank: some do something else with the model.
         """
         units = [unit for unit in units_in(model) if model_of(unit).setup.ready] if isinstance(model, nn.Module) else []
-        axes = [
-            axis for unit in units for axis in (unit.transports.gather, unit.transports.replicate) if axis is not None
-        ]
+        axes = axes_of(units)
         members = set(dist.get_process_group_ranks(self.group)) if axes else set()
-        covered = all(members.issuperset(axis.group.ranks) for axis in axes)
+        covered = members.issuperset(ranks_over(axes))
         return collective_call(units if covered else [], self.call, always=True)
 
     def agree(self, doing: str, call: str) -> None:
