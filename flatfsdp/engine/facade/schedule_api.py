@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -383,12 +383,7 @@ class ScheduleControls:
         """The units that a setting is for; refuses it inside a forward or a backward."""
         check_bool(f"{method}: recurse", recurse)
         check_outside(self._unit, method)
-        return units_in(_module(self)) if recurse else [self._unit]
-
-
-def _module(wrapper: object) -> nn.Module:
-    assert isinstance(wrapper, nn.Module)
-    return wrapper
+        return units_in(cast(nn.Module, self)) if recurse else [self._unit]
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any, device: Device) -> Callable[[torch.Tensor], None]:

@@ -280,7 +280,9 @@ def _comparison(store: StoreClient, key: str, group: Axis, sample: SampleOnHost)
     while not sample.is_there:
         yield
     mine, rank, before = sample.scaling(), group.ranks[group.rank], group.ranks[group.rank - 1]
-    store.post(f"{key}/{rank}", _text_of(sample.step, mine))
+    has_norm = mine is not None and math.isfinite(mine.norm)
+    found = [mine.factor, mine.norm, sorted(mine.numbers)] if mine is not None and has_norm else []
+    store.post(f"{key}/{rank}", json.dumps([sample.step, *found]))
     while mine is not None and group.rank and time.monotonic() <= deadline:
         match parse(store.read(f"{key}/{before}")):
             case [int(step), float(factor), float(norm), list(numbers)] if step == sample.step:
@@ -300,12 +302,6 @@ def _comparison(store: StoreClient, key: str, group: Axis, sample: SampleOnHost)
             case [int(step), *_] if step >= sample.step:
                 return
         yield
-
-
-def _text_of(step: int, scaling: Scaling | None) -> str:
-    if scaling is None or not math.isfinite(scaling.norm):
-        return json.dumps([step])
-    return json.dumps([step, scaling.factor, scaling.norm, sorted(scaling.numbers)])
 
 
 def _pieces_of(root: Model) -> tuple[Axis | None, list[GradientPiece]]:

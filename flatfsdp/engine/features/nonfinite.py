@@ -91,15 +91,12 @@ class NonFiniteDetector(Observer):
         """Looks at all parameters where the outermost forward begins, and at the inputs of each."""
         if outermost:
             self._looked, self._found = 0, None
-            self._look_at_parameters()
+            for each in self._units:
+                for kind, handle in enumerate(each.handles):
+                    for index, view in enumerate(handle.at_rest.views):
+                        self._look(PARAMETER, each, view, kind, index)
         for tensor in tensors_in(inputs):
             self._look(INPUT, unit, tensor)
-
-    def _look_at_parameters(self) -> None:
-        for each in self._units:
-            for kind, handle in enumerate(each.handles):
-                for index, view in enumerate(handle.at_rest.views):
-                    self._look(PARAMETER, each, view, kind, index)
 
     def forward_ended(self, unit: Unit, output: Any, *, outermost: bool) -> None:
         """Where the outermost forward ends: collective over all axes, where forwards are at all.

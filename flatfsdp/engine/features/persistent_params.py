@@ -98,8 +98,13 @@ class PersistentParams(Observer):
                 for kind in range(len(unit.handles))
             ]
         self._due, self._maybe_stale = [], []
-        if self.pinned is not None:
-            self._check_pinned(self.pinned)
+        for ref in self.pinned or ():
+            if not ref.is_fetched:
+                raise UsageError(
+                    f"inside inference() parameters of unit {ref.unit.label} were written to, or its module went "
+                    "from train() to eval() or back, which has them computed with in another dtype. What is kept is "
+                    "not gathered again there: leave the context first, and enter it again"
+                )
         reported: dict[str, list[str]] = {}
         for ref in self._wanted:
             unit, handle = ref.unit, ref.handle
@@ -160,15 +165,6 @@ class PersistentParams(Observer):
             handle.persistence = persistence_of(ref.unit, handle)
             if handle.persistence is not DEVICE and handle.state is UNSHARDED:
                 root.resources.free(handle)
-
-    def _check_pinned(self, pinned: Iterable[HandleRef]) -> None:
-        for ref in pinned:
-            if not ref.is_fetched:
-                raise UsageError(
-                    f"inside inference() parameters of unit {ref.unit.label} were written to, or its module went "
-                    "from train() to eval() or back, which has them computed with in another dtype. What is kept is "
-                    "not gathered again there: leave the context first, and enter it again"
-                )
 
 
 def persistent_params_of(root: Model) -> PersistentParams:

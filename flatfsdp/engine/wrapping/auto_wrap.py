@@ -158,7 +158,7 @@ def plan_wrapping(
         asked = _PolicyAnswers(root, policy, closed, uncounted, separate)
         asked.params_in_units(root, ask=True)
         chosen = {module: dict(kwargs) for module in asked.chosen}
-    if not wrapped and all(module is not root and _has_no_parameters(module) for module in chosen):
+    if not wrapped and all(module is not root and next(module.parameters(), None) is None for module in chosen):
         _warn_nothing_chosen(root, policy, chosen)
 
     overridden = {module for module in root.modules() if module not in closed and isinstance(module, separate)}
@@ -312,10 +312,6 @@ def _pass_over(
                 f"({inside}), or the one that calls them."
             )
     check_called(root, [path for path, param in root.named_parameters() if param not in gathered])
-
-
-def _has_no_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is None
 
 
 def _warn_nothing_chosen(root: nn.Module, policy: Any, chosen: Collection[nn.Module]) -> None:

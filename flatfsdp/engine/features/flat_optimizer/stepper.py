@@ -99,7 +99,10 @@ class RunPlan:
         candidates, self._absent, self.alone = _sorted_out(optimizer)
         self._beside = [key for key in states if not isinstance(key, torch.Tensor)]
         self._pieces = pieces
-        _forget_replaced(pieces, self._listed, states)
+        for each in self._listed:
+            if known := pieces.get(id(each)):  # what is not in its state any more was replaced
+                state = states.get(each, {})
+                pieces[id(each)] = {name: piece for name, piece in known.items() if state.get(name) is piece.view}
         self.runs: list[FusedRun] = []
         single: list[nn.Parameter] = []  # of our models, in no run
         for found in _runs_of(candidates, across_padding=self._across):
@@ -209,14 +212,6 @@ def _same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 
 def _values(states: Iterable[State | None]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, filter(None, states))))
-
-
-def _forget_replaced(pieces: Pieces, parameters: Iterable[nn.Parameter], states: States) -> None:
-    """Drop from `pieces` what is not in the `states` of `parameters` any more."""
-    for each in parameters:
-        if known := pieces.get(id(each)):
-            state = states.get(each, {})
-            pieces[id(each)] = {name: piece for name, piece in known.items() if state.get(name) is piece.view}
 
 
 _known_spans: weakref.WeakKeyDictionary[FlatParamHandle, list[Span]] = weakref.WeakKeyDictionary()
