@@ -26,7 +26,8 @@ from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
 
-COUNT = 300
+OLDEST = 300  # programs of which no forward has a backward inside
+COUNT = 320
 WIDTH, ROWS = 4, 2
 T = TypeVar("T")
 
@@ -87,6 +88,22 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x + self.before(x)) * self.scale
+
+
+class Within(nn.Module):
+    """Goes backward through the unit inside while its own forward runs."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.before, self.inner = nn.Linear(WIDTH, WIDTH), Part(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        if torch.is_grad_enabled() and isinstance(self.inner, FullyShardedDataParallel):
+            loss = _loss(self.inner(x.detach()))
+            if loss.requires_grad:
+                loss.backward()
+        return self.inner(x)
 
 
 class Adapter(nn.Module):
@@ -152,6 +169,7 @@ class Mixture(nn.Module):
 
 
 KINDS: tuple[type[nn.Module], ...] = (Part, Part, Part, Around, Around, Adapter, Motley, Fork)
+MORE_KINDS: tuple[type[nn.Module], ...] = (Within, Within, Within, Part, Around, Fork)
 
 
 class Net(nn.Module):
@@ -163,9 +181,9 @@ class Net(nn.Module):
             loss sees; those that it does not are computed all the same.
     """
 
-    def __init__(self, drawn: Drawn) -> None:
+    def __init__(self, drawn: Drawn, kinds_of_parts: Sequence[type[nn.Module]] = KINDS) -> None:
         super().__init__()
-        kinds = [drawn.one(KINDS) for _ in range(2 + drawn.below(3))]
+        kinds = [drawn.one(kinds_of_parts) for _ in range(2 + drawn.below(3))]
         if drawn.chance(0.15):
             kinds.append(Mixture)
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -179,6 +197,8 @@ class Net(nn.Module):
         if Mixture in kinds:  # with such parts reentrant checkpoints are refused in accumulation
             self.recompute = [None if each else each for each in self.recompute[:-1]] + [None]
             self.pair = None if self.pair else self.pair
+        if Within in kinds:  # recomputed, they would go backward once more
+            self.recompute, self.pair = [None for _ in self.recompute], None
         if drawn.chance(0.2):
             self.parts[drawn.below(2)].requires_grad_(False)
         if drawn.chance(0.15):
@@ -277,7 +297,7 @@ class Settings:
         options = dict(self.options)
         if "HYBRID" in self.strategy:
             options["device_mesh"] = dist.init_device_mesh("cpu", (2, self.world // 2))
-        nested: set[type[nn.Module]] = {Adapter, Motley, Fork, Mixture, Expert}
+        nested: set[type[nn.Module]] = {Adapter, Motley, Fork, Mixture, Expert, Within}
         policy = None if self.nested is None else nested | self.nested
         return FullyShardedDataParallel(net, auto_wrap_policy=policy, **options)
 
@@ -298,7 +318,7 @@ class Player:
         self.begin: Callable[[str], None] = lambda words: None
         self.beside: Callable[[], AbstractContextManager[Any]] = nullcontext
         torch.manual_seed(number)
-        self.net = Net(drawn)
+        self.net = Net(drawn, KINDS if number < OLDEST else MORE_KINDS)
         self.model: Any = settings.wrap(self.net)
         flatfsdp.register_fsdp_forward_method(self.model, "encode")
         mixtures = [module for module in self.net.modules() if isinstance(module, Mixture)]

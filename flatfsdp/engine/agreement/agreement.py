@@ -168,6 +168,13 @@ class Agreement:
             self.sequence.next(ENDED[self._kind], completes=self._kind != TRAINING)
         self.rest()
 
+    def resume_forward(self) -> None:
+        """A backward inside of a forward has ended, which goes on."""
+        self.rest()
+        if self.peers.axes and self._sharded and not self.forwards_are_silent:
+            self.sequence.busy = True
+            self.sequence.start("a forward, after a backward inside of it")
+
     # -- backwards ---------------------------------------------------------------------------------------------------
 
     def check_backward(self, plan: Hashable, describe: Callable[[], BackwardPlan], *, reduces: bool) -> None:

@@ -18,7 +18,7 @@ from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
-from ..flat.states import POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED
+from ..flat.states import FORWARD, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED
 from ..flat.views import SHOWS_GUARDED, check_exposed
 from ..schedule.backward_driver import UnitRules
 from .backward import Backward, rules_of
@@ -123,7 +123,7 @@ class BackwardHooks:
         expect = backward.schedule.expect
         for unit in units:
             for grads in unit.grads:
-                if grads.accumulation.pending:
+                if grads.accumulation.pending and unit.phase is not FORWARD:  # with this backward inside
                     expect(unit, reached=False)
         for unit in [unit for unit, each in flags.items() if any(map(any, each))]:
             expect(unit)
@@ -178,6 +178,8 @@ class BackwardHooks:
                 f"unit {unit.label}: backward inside summon_full_params() would reduce gradients of parameters that "
                 "are written back later; leave the context first"
             )
+        if unit.phase is FORWARD:
+            _refuse_inside_forward(unit)
         backward, own = self.begin(), unit.backward
         if own.completed and (own.finished or _is_done_reading(unit, backward)):
             return
@@ -214,6 +216,9 @@ class BackwardHooks:
         """Autograd accumulated the gradient of a leaf of `unit`, and it was not collected."""
         backward, grads = self.iteration.backward, unit.grads[kind]
         if backward is None or not (unit.phase is PRE_BACKWARD or unit.backward.completed):
+            if unit.phase is FORWARD:
+                unit.handles[kind].leaves[index].grad = None  # of the whole
+                _refuse_inside_forward(unit)
             backward = self.begin()
             backward.take_part(unit)
             unit.enter_phase(PRE_BACKWARD)
@@ -303,6 +308,14 @@ class BackwardHooks:
         for owning_unit in unit.owning_units:
             if owning_unit.expects_gradients:
                 self.advance(owning_unit, backward)
+
+
+def _refuse_inside_forward(unit: Unit) -> NoReturn:
+    raise UsageError(
+        f"unit {unit.label}: a backward inside its own forward reaches its parameters, which are in use until the "
+        "forward ends. Such a backward may go through units whose forward is over: wrap the modules that it goes "
+        "through as units of their own, or call backward() after the forward"
+    )
 
 
 def _count_late_gradients(unit: Unit) -> int:

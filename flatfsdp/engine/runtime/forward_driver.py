@@ -118,7 +118,7 @@ class ForwardDriver:
             return
         self.agreement.end_forward()
         self.gathers.order.end()
-        empty = iteration.record.empty
+        empty = iteration.record.empty or iteration.record.consumed
         iteration.end_forward(empty=empty)
         if not torch.is_grad_enabled() or empty:
             iteration.is_at_rest = True

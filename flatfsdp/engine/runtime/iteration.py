@@ -22,6 +22,7 @@ from ..base import _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
 from ..flat.deferred_grad import PendingGradients
+from ..flat.states import FORWARD as UNIT_FORWARD
 from ..flat.states import GATHERING, SUMMONED
 from ..flat.states import IDLE as UNIT_IDLE
 from ..flat.views import SHOWS_SHARD, check_left
@@ -154,7 +155,7 @@ class Iteration:
         """The outermost forward has ended; `empty`: no backward can follow. What a backward inside of it has left is
         still to be finished."""
         if self.stage is FORWARD:
-            self.stage = IDLE if empty or self.record.consumed else AWAITING_BACKWARD
+            self.stage = IDLE if empty else AWAITING_BACKWARD
         for each in self.ahead:
             _reshard_unused(each)
         self.ahead.clear()
@@ -280,11 +281,17 @@ class Iteration:
 
     def close(self, outcome: Outcome, backward: Backward | None = None) -> None:
         """The `backward` has come to its end, or what a former one left is brought to rest. Waits for what it issued;
-        no collective."""
+        no collective. Units whose forward runs, with the backward inside, go on with it."""
+        units = [unit for unit in self._units if unit.phase is not UNIT_FORWARD] if self.depth else self._units
+        for unit in self._units if self.depth else ():
+            if unit not in units:
+                _rollback(unit)  # its `.grad` is there again
+                unit.wait_unshard()
+        rest = self._agreement.resume_forward if self.depth else self._agreement.rest
         if outcome is Outcome.RETAINED:
-            for unit in self._units:
+            for unit in units:
                 _retain(unit)
-            self._agreement.rest()
+            rest()
             self.enter(RETAINED)
             return
         kept = backward.stays_unsharded if backward is not None else frozenset()
@@ -296,16 +303,16 @@ class Iteration:
             self._resources.limiter.free_all()
             self._return()
             return
-        self.is_at_rest = True
-        for unit in self._units:
+        self.is_at_rest = not self.depth
+        for unit in units:
             unit.reset_to_idle(keep_unsharded=unit in kept)
         self._resources.streams.await_downloads()
         finisher = backward.finisher if backward is not None else Finisher()
-        finished = finisher.backward_ended(self._units, backward.deferred if backward is not None else ())
+        finished = finisher.backward_ended(units, backward.deferred if backward is not None else ())
         self.pending = finisher.pending
         self._resources.limiter.free_all()
         self.stage = FORWARD if self.depth else IDLE
-        self._agreement.rest()
+        rest()
         self._resources.events.record("end", "", UNIT_IDLE.value)
         for unit, complete in finished:
             run_user_hooks(unit, complete)

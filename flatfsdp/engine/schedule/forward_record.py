@@ -86,13 +86,14 @@ class ForwardRecord(Generic[U]):
         begun_again: units that began more than once, at least the last time without a graph, and those that were lent
             without one.
         entered_at: when a unit was entered last.
-        consumed: a backward has begun: the next forward opens a new record.
+        consumed: a backward has begun, and no unit has finished since: the next forward opens a new record.
     """
 
     def __init__(self) -> None:
         self._entered: dict[U, None] = {}  # in the order of first entry
         self._begun: dict[U, int] = {}  # when, with those that began without a graph among them
         self._anchored: dict[U, None] = {}  # in the order of last anchoring
+        self._running: set[U] = set()  # of these, whose forward runs again: no backward inside of it reaches them
         self.begun_again: set[U] = set()
         # What is recomputed with those that had no graph, and the innermost segment in which they run so again.
         self._left: dict[U, list[tuple[CheckpointRegion, CheckpointRegion | None]]] = {}
@@ -110,6 +111,7 @@ class ForwardRecord(Generic[U]):
     def begin(self) -> None:
         """A pass begins."""
         self.running = ForwardPass()
+        self._running.clear()
         self._now = self._passes[self.running] = PassLog()
 
     def end(self) -> None:
@@ -125,6 +127,8 @@ class ForwardRecord(Generic[U]):
         innermost first, maybe without the first, which is none then."""
         now = self.entered_at = self._clock = self._clock + 1
         inside = self._enter_segment(unit, segment, segments) if segment is not None or self._inside else None
+        if unit in self._anchored:
+            self._running.add(unit)
         self._begun.setdefault(unit, now)
         self._entered.setdefault(unit)
         self._now.runs.append((unit, now, "graph", inside))
@@ -198,6 +202,8 @@ class ForwardRecord(Generic[U]):
         """`unit` finished its forward and its output can bring it a gradient."""
         self._anchored.pop(unit, None)
         self._anchored[unit] = None
+        self._running.discard(unit)
+        self.consumed = False  # if a backward inside of this forward has begun, another one is to come
         self._clock += 1
         self._now.ended[unit] = self._clock
         if self._inside:
@@ -206,6 +212,7 @@ class ForwardRecord(Generic[U]):
     def leave_without_graph(self, unit: U) -> None:
         """`unit` finished its forward, and no gradient can come to it unless it is recomputed."""
         self._clock += 1
+        self._running.discard(unit)
         together = self._without_graph.pop(unit, None) or CheckpointRegion(self._clock)
         together.ended = self._clock
         self._leave_segments(unit)
@@ -261,8 +268,10 @@ class ForwardRecord(Generic[U]):
 
     @property
     def anchored(self) -> tuple[U, ...]:
-        """Units that await a gradient, in the order in which they (last) finished."""
-        return tuple(self._anchored)
+        """Units that await a gradient, in the order in which they (last) finished, and do not run."""
+        return (
+            tuple(unit for unit in self._anchored if unit not in self._running) if self._running else (*self._anchored,)
+        )
 
     @property
     def empty(self) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, comm_hooks
 from flatfsdp.engine.runtime.coalesced_collectives import apart
+from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.gradients import averaged_over_ranks, copied, unlike
 
@@ -44,7 +45,7 @@ def _data(rank: int) -> Tensor:
 
 
 def _wrap(net: nn.Module, **kwargs: Any) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=True, **kwargs)
+    return FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, **{"use_orig_params": True, **kwargs})
 
 
 def _gradients(model: nn.Module) -> list[Tensor | None]:
@@ -595,3 +596,81 @@ def slopes(rank: int, world: int) -> tuple[int, bool]:
 
 def test_gradients_of_inputs_alone_reduce_nothing(pool2: Run) -> None:
     assert pool2(slopes) == [(0, False)] * 2
+
+
+class GoesBackward(nn.Module):
+    """A backward, or a gradient of an input, inside of the forward, through units inside."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        if self.kind == "a unit that runs again":
+            self.first(x.detach()).square().sum().backward()
+            x = self.first(x)
+        elif self.kind == "behind a unit that goes on":
+            x = self.first(x.detach())
+            self.second(x).square().sum().backward(retain_graph=True)
+        elif self.kind == "a unit alone":
+            self.second(self.first(x).detach()).square().sum().backward()
+            x = self.first(x)
+        elif self.kind in ("a gradient", "a differentiable gradient"):
+            of = x.detach().requires_grad_()
+            twice = self.kind != "a gradient"
+            (found,) = torch.autograd.grad(self.second(of).square().sum(), of, create_graph=twice)
+            x = self.first(x) + found
+        else:
+            (self.first(x) * self.scale).sum().backward()
+        result: Tensor = self.last(x) * self.scale
+        return result
+
+
+GOES_ON = ("a unit that runs again", "behind a unit that goes on", "a unit alone", "a gradient")
+
+
+def inside_a_forward(rank: int, world: int, options: dict[str, Any]) -> list[str]:
+    def build(kind: str) -> GoesBackward:
+        torch.manual_seed(0)
+        return GoesBackward(kind)
+
+    found = []
+    for kind in (*GOES_ON, "a differentiable gradient"):
+        model = _wrap(build(kind), **options)
+        nets: list[nn.Module] = [build(kind) for _ in range(world)]
+        for _ in range(2):
+            model(_data(rank)).square().sum().backward()
+            for each, net in enumerate(nets):
+                net(_data(each)).square().sum().backward()
+        if not _same(_gradients(model), _expected(nets), rtol=1e-5, atol=1e-5):
+            found.append(kind)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_orig_params": False},
+        {"backward_prefetch": "BACKWARD_MID", "sharding_strategy": "SHARD_GRAD_OP"},
+    ],
+)
+def test_a_backward_inside_a_forward(pool2: Run, options: dict[str, Any]) -> None:
+    assert pool2(inside_a_forward, options, timeout=40) == [[], []]
+
+
+def through_what_runs(rank: int, world: int) -> str:
+    model = _wrap(GoesBackward("its own parameter"))
+    with pytest.raises(UsageError) as caught:
+        model(_data(rank))
+    model.module.kind = "none"
+    model.module.forward = lambda x: model.module.last(x)
+    model(_data(rank)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_backward_through_a_unit_whose_forward_runs_is_refused(pool2: Run) -> None:
+    for message in pool2(through_what_runs, timeout=20):
+        assert message.startswith("unit <root>: a backward inside its own forward reaches its parameters")

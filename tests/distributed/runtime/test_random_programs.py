@@ -104,6 +104,7 @@ class Net(nn.Module):
             drawn.choice(self.parts).requires_grad_(False)
         if drawn.random() < 0.3:
             self.last.weight = self.first.weight
+        self.inside: tuple[int, float] | None = None  # a part through which a forward goes backward, and a weight
 
     def blocks(self) -> list[Block]:
         return [module for module in self.modules() if isinstance(module, Block)]
@@ -114,6 +115,11 @@ class Net(nn.Module):
     def forward(self, x: Tensor, most: int = 99) -> Tensor:
         """`most`: of its parts, run as many."""
         x = self.first(x)
+        if self.inside is not None and torch.is_grad_enabled():
+            index, weight = self.inside
+            loss = self.parts[index](x.detach()).sin().mean() * weight
+            if loss.requires_grad:
+                loss.backward()
         for index in self.order[:most]:
             part, recompute = self.parts[index], self.recompute[index]
             x = part(x) if recompute is None else checkpoint(part, x, use_reentrant=recompute)
@@ -159,6 +165,7 @@ class Player:
         if self.flat_steps:
             fuse_optimizer_steps(self.optimizer)
         self.number = self.turn = 0
+        self.inside = random.Random(f"inside {seed}")
         self.reduced = True  # no gradient is this rank's own
         self.before: list[Tensor | None] = []  # where some are: those of `alone` without them
         self.exposed = False  # parameters may be whole
@@ -223,6 +230,9 @@ class Player:
         if how is with_an_interlude:
             interludes = (look, save, show_whole, peek, count, move, hold_nodes)
             how = partial(with_an_interlude, self.drawn.choice(interludes), self)
+        wrapped = [at for at, part in enumerate(self.model.module.parts) if type(part) is FullyShardedDataParallel]
+        if how in WITH_MORE_INSIDE and wrapped and self.inside.random() < 0.3:
+            how = partial(with_a_backward_inside, self.inside.choice(wrapped), how)
         manual = self.drawn.random() < 0.5
         context: AbstractContextManager[Any] = nullcontext()
         if not sync and manual:
@@ -330,6 +340,18 @@ def some_of_a_unit(net: nn.Module, x: Tensor, weight: float) -> Tensor:
     return y.detach()
 
 
+def with_a_backward_inside(
+    index: int, how: Callable[[nn.Module, Tensor, float], Tensor], net: nn.Module, x: Tensor, weight: float
+) -> Tensor:
+    """Each forward goes backward through a unit inside, which then runs again."""
+    inner: Any = net.module if isinstance(net, FullyShardedDataParallel) else net
+    inner.inside = index, weight
+    try:
+        return how(net, x, weight)
+    finally:
+        inner.inside = None
+
+
 def written_to_midway(player: Player, net: nn.Module, x: Tensor, weight: float) -> Tensor:
     """The backward computes with what was written; each rank's forward with what was there before."""
     parameters = [*net.parameters()] if net is player.alone else _leaves(net)
@@ -428,6 +450,8 @@ BACKWARDS = (
     with_the_inputs_gradient,
     beside_an_evaluation,
 )
+# Where a backward inside of the forward goes beside.
+WITH_MORE_INSIDE = (once, twice_through_one_graph, two_losses, two_forwards, two_forwards_backwards_apart)
 
 
 def hold_nodes(player: Player) -> None:

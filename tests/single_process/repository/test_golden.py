@@ -1,4 +1,4 @@
-"""What the engine does in 300 random programs, event by event and byte by byte, is what is written down.
+"""What the engine does in 320 random programs, event by event and byte by byte, is what is written down.
 
 A change that is meant is written down by `python -m tests.golden.traces --changed`, which names the programs; say in
 the commit which they are, and why.
@@ -17,7 +17,9 @@ from tests.harness.thorough import is_thorough
 FEW = 150  # in every run; all with --thorough
 
 
-@pytest.mark.parametrize("number", range(programs.COUNT if is_thorough() else FEW))
+@pytest.mark.parametrize(
+    "number", [*range(programs.OLDEST if is_thorough() else FEW), *range(programs.OLDEST, programs.COUNT)]
+)
 def test_a_program_does_what_is_written_down(number: int) -> None:
     expected, found = golden()[number], trace_of(number)
     assert found == expected, (
