@@ -41,7 +41,7 @@ _MOVED = {
         exchange=object_collectives policy.habit=sequence_predictor
     """,
     "runtime": """
-        unit unit_data=unit root=model backward links=gradient_flow joining=coalesced_collectives
+        unit unit_data=unit root=resources backward links=gradient_flow joining=coalesced_collectives
         branches=conditional_units placement=device_checks replicas=replica_checks
         traversal=module_tree registry=param_registry optimizers=optimizer_hooks midway=backward_hooks
     """,

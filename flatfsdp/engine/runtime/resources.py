@@ -25,6 +25,9 @@ class ModelSettings:
     join_units_below: int
 
 
+RootSettings = ModelSettings  # in pickles [Note: old names]
+
+
 @dataclass
 class Streams:
     """The orders of execution beside compute."""
