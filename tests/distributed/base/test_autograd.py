@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from flatfsdp import ShardedGradScaler
 from tests.conftest import Run
 from tests.harness.corners import (
-    HALVES,
+    ALL,
     HYBRID,
     Net,
     Program,
@@ -31,6 +31,7 @@ from tests.harness.corners import (
     seeded,
 )
 from tests.harness.models import WIDTH, Feedforward
+from tests.harness.thorough import is_thorough
 
 again = partial(checkpoint, use_reentrant=False)
 nested = partial(checkpoint, use_reentrant=True)
@@ -731,10 +732,14 @@ def _without(block: nn.Module, x: Tensor) -> Tensor:
         return block(x)
 
 
-# Programs whose names are neighbours, which differ in one thing, are tried under different halves.
-@pytest.mark.parametrize(("name", "half"), list(zip(sorted(CORNERS), cycle(range(2)))))
-def test_like_one_process(name: str, half: int, pool2: Run) -> None:
-    assert not joined(pool2(job, name, HALVES[half], timeout=40))
+# Programs whose names are neighbours, which differ in one thing, are tried under different settings: each under
+# FULL_SHARD and another strategy, one of them with original parameters.
+SOME = (ALL[0], ALL[3]), (ALL[1], ALL[2]), (ALL[0], ALL[5]), (ALL[1], ALL[4])
+
+
+@pytest.mark.parametrize(("name", "some"), list(zip(sorted(CORNERS), cycle(range(4)))))
+def test_like_one_process(name: str, some: int, pool2: Run) -> None:
+    assert not joined(pool2(job, name, ALL if is_thorough() else SOME[some], timeout=60))
 
 
 @pytest.mark.parametrize(
