@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.harness.fake import fake_world
 from tests.harness.matrix import hostile_world
 from tests.harness.models import Case
 from tests.harness.reference import Recipe
+from tests.harness.thorough import spread
 
 WIDTH, HIDDEN, WORDS, LENGTH, GROUP = 24, 36, 17, 5, 12
 Base = Callable[[int, int], nn.Module]
@@ -139,9 +141,9 @@ class Tuning(Recipe):
         return MODELS[self.case]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("on", [None, "device", "host"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("world", "name", "on"), [(w, *each) for w, each in spread([2, 3], product(MODELS, [None, "device", "host"]))]
+)
 def test_ten_steps_under_a_bf16_policy(name: str, on: str | None, world: int) -> None:
     recipe = Tuning(name, steps=10, optimizer="adamw", compute=torch.bfloat16, reduce=torch.float32)
     engine = parity.FSDP() if on is None else Keeping(on=on)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import commands
+from tests.harness.thorough import is_thorough
 from tests.process.programs.resumable import EPOCHS, GLOBAL_BATCH, SAMPLES, SAVE_EVERY
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,7 +83,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int
     return kept([seen(output)]), losses(output)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"] if is_thorough() else ["SIGTERM"])
 def test_a_signal_in_any_step_changes_nothing_on_as_many_ranks(
     undisturbed: tuple[list[list[int]], dict[int, float]], tmp_path: Path, name: str
 ) -> None:
