@@ -89,6 +89,8 @@ class BackwardHooks:
         units = self.setup.units
         if not _torch.in_backward():
             raise InternalError(f"unit {self.setup.outermost.label}: a gradient arrived outside of a backward")
+        if iteration.depth:
+            self.conditional_units.check_backward_inside()
         self.observers.begin_step(None)
         if iteration.stage is FAILED:  # the same graph again, after a backward that failed
             iteration.finish_interrupted()

@@ -197,6 +197,21 @@ class ConditionalUnits:
                 "torch.utils.checkpoint"
             )
 
+    def check_backward_inside(self) -> None:
+        """A backward begins inside of the forward.
+
+        Raises:
+            UsageError: units of a branch in any order are gathered for all of it, and the backward would free them.
+        """
+        for cursor in self.cursors:
+            if cursor.open is not None:
+                raise UsageError(
+                    f"a backward begins inside the forward of {cursor.unit.label}, while unit "
+                    f"{cursor.open.units[0].label} and the others of its part, which was given to "
+                    "ensure_unit_participation(any_order=True), are gathered together. Call it before that part of the "
+                    "forward begins, or after the next unit outside of it has run"
+                )
+
     def refuse_window(self, unit: Unit) -> None:
         """`unit`, which had no graph, runs again inside a backward that does not reduce.
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, ensure_unit_participation
+from flatfsdp.errors import UsageError
 from tests.harness.fake import fake_world
 from tests.harness.inspect import memory
 
@@ -57,3 +58,34 @@ def test_what_a_failed_backward_inside_a_forward_has_left_is_brought_to_rest(the
             model.state_dict()
         assert memory(model).held == rest
         model(torch.ones(2, 4)).sum().backward()
+
+
+class InsideAPart(nn.Module):
+    """Runs a backward while units that run in any order are gathered together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.part = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.early = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.early:
+            self.first(x.detach()).sum().backward()
+        x = self.part[1](x)
+        if not self.early:
+            self.first(x.detach()).sum().backward()
+        y: Tensor = self.last(x)
+        return y
+
+
+def test_a_backward_inside_of_a_part_in_any_order_is_refused() -> None:
+    with fake_world(2):
+        model = FullyShardedDataParallel(InsideAPart(), auto_wrap_policy={nn.Linear})
+        ensure_unit_participation(model.module.part, any_order=True)
+        with pytest.raises(UsageError, match=r"a backward begins inside the forward of <root>, while unit 'part\.0'"):
+            model(torch.ones(2, 4))
+        model.module.early = True
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
