@@ -34,11 +34,11 @@ FUNCTIONS = {}
 # forwards and backwards that declare what they take as values, in files of their own, since units know no model. Then
 # backwards inside of forwards.
 LINES = {
-    "engine": (23_715, 4_250, 220, 180, 475, 75, 175, 80, 340, 120, -443, 285, -373, 19),
-    "core": (11_350, 1_250, 100, 200, 240, 90, 130, -351, 305, -184, 27),
+    "engine": (23_715, 4_250, 220, 180, 475, 75, 175, 80, 340, 120, -443, 285, -373, 19, 17),
+    "core": (11_350, 1_250, 100, 200, 240, 90, 130, -351, 305, -184, 27, 17),
     "checkpoint": (4_103, 1_250, -353),
     "trainer": (6_806,),
-    "all": (36_122, 6_000, 220, 250, 360, 75, 120, -1_197, -444, 22),
+    "all": (36_122, 6_000, 220, 250, 360, 75, 120, -1_197, -444, 22, 17),
 }
 SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
