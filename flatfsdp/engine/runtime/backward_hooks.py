@@ -89,8 +89,6 @@ class BackwardHooks:
         units = self.setup.units
         if not _torch.in_backward():
             raise InternalError(f"unit {self.setup.outermost.label}: a gradient arrived outside of a backward")
-        if iteration.depth:
-            self.conditional_units.check_backward_inside()
         self.observers.begin_step(None)
         if iteration.stage is FAILED:  # the same graph again, after a backward that failed
             iteration.finish_interrupted()
@@ -141,6 +139,8 @@ class BackwardHooks:
 
     def _compare(self, flags: dict[Unit, Flags], *, reduces: bool) -> None:
         """Ranks compare the backward that begins. `flags`: which parameters require a gradient, by unit."""
+        if self.iteration.depth:
+            self.conditional_units.check_backward_inside()
         setup, sync, record = self.setup, self.sync, self.iteration.record
         post_forward = tuple(
             unit.place.index
