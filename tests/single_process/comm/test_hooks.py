@@ -99,7 +99,7 @@ def test_what_a_hook_keeps_stays(strategy: str) -> None:
 
 
 def asynchronous(state: Any, *tensors: Tensor) -> Any:
-    return seam._stand_in._pending(dist.all_reduce(tensors[0], group=state.process_group, async_op=True))
+    return seam._stand_in.value._pending(dist.all_reduce(tensors[0], group=state.process_group, async_op=True))
 
 
 def replacing(state: Any, *tensors: Tensor) -> None:
