@@ -186,7 +186,7 @@ def logits_of(output: Any) -> Tensor:
     logits = _found(output, "logits")
     if logits is None:
         raise UsageError(
-            f"expected logits and found {type(output).__name__}: the model is to return them as a tensor, as the first "
+            f"expected logits and found {type(output).__name__}: the model must return them as a tensor, as the first "
             'of a tuple, or as .logits or ["logits"]'
         )
     return logits

@@ -206,10 +206,10 @@ class Trainer(Run):
             return
         there = self.manager.find("latest")
         if there is not None:
-            begin = "start anew" if asked is None else f"begin with {asked}"
+            begin = "start over" if asked is None else f"begin with {asked}"
             raise ConfigValueError(
-                f"output: {self.output} has checkpoints of a run, {there.name} the last of them, and this one is to "
-                f"{begin}. To go on: resume='latest'. Otherwise choose another folder, or remove them"
+                f"output: {self.output} has checkpoints of a run, {there.name} the last of them, and this one would "
+                f"{begin}. To resume: resume='latest'. Otherwise choose another folder, or remove them"
             )
 
     def _check_schedule(self) -> None:

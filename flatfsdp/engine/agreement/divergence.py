@@ -15,9 +15,9 @@ Ranks = tuple[int, ...]
 
 _REMEDY = ", except in what is given to ensure_unit_participation()"
 _MIXED = (
-    "Values of different units were exchanged for each other, so what this backward brought is wrong: go on from the "
-    "checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units by "
-    "itself, not of several together or one inside another; otherwise please report this"
+    "Values of different units were exchanged for each other, so what this backward brought is wrong: resume from the "
+    "checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units "
+    "separately, not of several together or one inside another; otherwise please report this"
 )
 
 

@@ -346,7 +346,8 @@ def _check_combination(config: Config) -> Config:
     if strategy not in HYBRIDS and config.device_mesh is not None and config.device_mesh.ndim == 2:
         warn(
             f"device_mesh: {strategy.name} uses only axis 0 of a 2-D mesh; ranks along axis 1 exchange nothing here. "
-            "If that is meant (tensor parallelism), pass the 1-D mesh of that axis; to replicate, use HYBRID_SHARD."
+            "If this is intentional (tensor parallelism), pass the 1-D mesh of that axis; to replicate, use "
+            "HYBRID_SHARD."
         )
     if strategy is ShardingStrategy.NO_SHARD and config.forward_prefetch:
         warn("forward_prefetch: True has no effect with NO_SHARD, which never gathers parameters.")

@@ -344,7 +344,7 @@ def _check_divisible(optimizer: torch.optim.Optimizer) -> None:
         step_alone(trial)
     except Exception as error:
         raise UsageError(
-            f"optimizer_in_backward(): a copy of this {kind} does not step on some parameters by itself "
+            f"optimizer_in_backward(): a copy of this {kind} cannot step on a part of its parameters "
             f"({type(error).__name__}: {error}). Call its step() after the backward"
         ) from error
     after = _counts(trial)

@@ -78,8 +78,8 @@ def _wrapped_in(module: nn.Module, argument: str) -> list[Unit]:
     if not units:
         raise ConfigValueError(
             f"{_FUNCTION}: {argument}: got a {type(module).__name__} without any FullyShardedDataParallel inside. It "
-            "is a part of the unit around it, whose parameters are there whenever that runs: wrap what shall be "
-            "gathered apart, or declare nothing"
+            "is a part of the unit around it, whose parameters are there whenever that runs: wrap what is "
+            "gathered separately, or do not declare it"
         )
     return units
 

@@ -67,8 +67,8 @@ def check_registered(module: nn.Module, units: Sequence[Unit]) -> None:
     if found:
         raise UsageError(
             f"these parameters were registered after wrapping: {', '.join(found)}. No unit holds them, so they are not "
-            "sharded and their gradients are not averaged over ranks. Register them before wrapping; what is to stay "
-            "outside goes into a module that ignored_modules= names"
+            "sharded and their gradients are not averaged over ranks. Register them before wrapping, or keep them "
+            "outside, in a module that ignored_modules= lists"
         )
 
 
@@ -104,8 +104,8 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
     if on_meta:
         raise UsageError(
             f"these parameters or buffers are on the meta device, which has no values: {', '.join(on_meta)}. Modules "
-            "that are wrapped are given memory by the constructor; what is ignored, or moved to the meta device after "
-            "wrapping, is yours to initialise before the first forward"
+            "that are wrapped are given memory by the constructor; initialise ignored modules, and what is moved to "
+            "the meta device after wrapping, before the first forward"
         )
     if elsewhere:
         raise UsageError(

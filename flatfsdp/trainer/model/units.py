@@ -252,7 +252,7 @@ def _complain(
         return
     whole = size_in_words(_bytes([model], param_dtype))
     blocks = {} if AUTO in missing else repeated_blocks(model)
-    instead = "Name them by a path or a class, or pass units='none' if that is meant"
+    instead = "Name them by a path or a class, or pass units='none' if this is intentional"
     if blocks:
         largest = max(_bytes([block], param_dtype) for block in blocks.values())
         rest = _bytes([model], param_dtype) - _bytes(blocks.values(), param_dtype)

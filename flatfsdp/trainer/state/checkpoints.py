@@ -350,7 +350,7 @@ class CheckpointManager:
             _load_whole(model, path, self._ranks)
         else:
             checkpoint.load_safetensors(model, path, process_group=self._ranks.group)
-        note = f"{path} holds weights only: optimizer, schedule, data and random numbers begin anew"
+        note = f"{path} holds weights only: optimizer, schedule, data and random numbers start over"
         return self._loaded(path, None, None, [note])
 
     def _loaded(self, path: Path, step: int | None, world: int | None, notes: list[str]) -> LoadResult:

@@ -118,7 +118,7 @@ def rng_component(seed: int, *, name: str = "rng", rank: int | None = None) -> C
 
     def restart(step: int) -> str:
         seed_all(seed_of(seed, step, rank))
-        return f"random numbers: seeded anew from (seed {seed}, step {step}, rank {rank})"
+        return f"random numbers: reseeded from (seed {seed}, step {step}, rank {rank})"
 
     return Component(name, sharing=Sharing.PER_RANK, save=_rng_state, load=_load_rng, required=False, restart=restart)
 

@@ -324,9 +324,9 @@ def test_a_backward_that_mixed_units_brings_no_gradients(pool2: Run, after: int)
         f"ranks part ways in step {after + 1}: "
         f"rank 0 gathered in its backward the units 'blocks.2', 'blocks.1', 'blocks.0', {reduced}; "
         f"rank 1 gathered in its backward the units 'blocks.2', 'blocks.0', 'blocks.1', {reduced}. Values of "
-        "different units were exchanged for each other, so what this backward brought is wrong: go on from the "
+        "different units were exchanged for each other, so what this backward brought is wrong: resume from the "
         "checkpoint before. Where ranks use different parts of a model, checkpoint activations of each of their units "
-        "by itself, not of several together or one inside another; otherwise please report this"
+        "separately, not of several together or one inside another; otherwise please report this"
     )
     assert kept == (after == 0, True)
 

@@ -566,7 +566,7 @@ def test_what_cannot_be_is_refused_in_words(pool2: Run) -> None:
         "model": "optimizer_in_backward: model: got Linear(in_features=1, out_features=1, bias=True) (Linear).",
         "optimizer": "optimizer_in_backward: optimizer: got 'SGD' (str). Accepted: an optimizer of torch.optim",
         "nested": "optimizer_in_backward() was called on a nested unit (Feedforward); call it on the outermost",
-        "closure": "a copy of this LBFGS does not step on some parameters by itself (TypeError:",
+        "closure": "a copy of this LBFGS cannot step on a part of its parameters (TypeError:",
         "counting": "a step of this Counting changes what it keeps for all parameters together (k of param group 0)",
         "twice": "a SGD that steps in backwards of this model already holds parameters of this Adam",
         "clip": "clip_grad_norm_: SGD steps in backwards, so that gradients are gone before their norm is known",

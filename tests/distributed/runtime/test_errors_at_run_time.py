@@ -556,7 +556,7 @@ def test_parameters_registered_after_wrapping(world: None, orig: bool) -> None:
         """\
 these parameters were registered after wrapping: 0.bias, 1.shift, 1.1.weight, 1.1.bias. No unit
 holds them, so they are not sharded and their gradients are not averaged over ranks. Register them
-before wrapping; what is to stay outside goes into a module that ignored_modules= names""",
+before wrapping, or keep them outside, in a module that ignored_modules= lists""",
     )
 
 

@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_two_three_and_one_ranks(run: Any, tmp_path: Path, se
     again = run(3, load, path, 2)
     assert len({tuple(numbers) for numbers, _ in again}) == 3 and run(3, load, path, 2) == again
     for rank, (_, notes) in enumerate(again):
-        assert notes == [f"random numbers: seeded anew from (seed 7, step 3, rank {rank})"]
+        assert notes == [f"random numbers: reseeded from (seed 7, step 3, rank {rank})"]
     run(1, load, path, 2)
     if not settings:
         run(3, save, path, settings)
@@ -373,7 +373,7 @@ def test_a_folder_of_weights_gives_the_weights_only(pool2: Any, tmp_path: Path, 
     for file in (tmp_path / "step-00000003").glob("model.safetensors" if format == "safetensors" else "*.bin"):
         file.rename(plain / file.name)
     for notes in pool2(weights_only, str(plain)):
-        assert notes == [f"{plain} holds weights only: optimizer, schedule, data and random numbers begin anew"]
+        assert notes == [f"{plain} holds weights only: optimizer, schedule, data and random numbers start over"]
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------

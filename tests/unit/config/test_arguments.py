@@ -382,8 +382,8 @@ def test_has_forward():
         ),
         (
             {"device_mesh": MESH_2D},
-            "device_mesh: FULL_SHARD uses only axis 0 of a 2-D mesh; ranks along axis 1 exchange nothing here. If that "
-            "is meant (tensor parallelism), pass the 1-D mesh of that axis; to replicate, use HYBRID_SHARD.",
+            "device_mesh: FULL_SHARD uses only axis 0 of a 2-D mesh; ranks along axis 1 exchange nothing here. If this "
+            "is intentional (tensor parallelism), pass the 1-D mesh of that axis; to replicate, use HYBRID_SHARD.",
         ),
         (
             {"sharding_strategy": "NO_SHARD", "forward_prefetch": True},

@@ -177,9 +177,9 @@ def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool 
     if kind not in ELEMENTWISE and not elementwise:
         known = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
         raise UsageError(
-            f"{name}(): {kind.__module__}.{kind.__qualname__} is not known to treat every element by itself, as "
-            f"torch's {known} do; one that looks at norms, rows or matrices of parameters would compute something "
-            "else. If it does, say so: fuse_optimizer_steps(optimizer, elementwise=True)"
+            f"{name}(): {kind.__module__}.{kind.__qualname__} is not known to be element-wise, as torch's "
+            f"{known} are; one that looks at norms, rows or matrices of parameters would compute something else. If it "
+            "is, pass fuse_optimizer_steps(optimizer, elementwise=True)"
         )
     if not {"state", "param_groups"} <= vars(optimizer).keys():
         raise UsageError(f"{name}(): this {kind.__name__} has no state of its own; call it with the optimizer in it")

@@ -76,7 +76,7 @@ def check_dict(state_dict: Any) -> dict[str, Any]:
     if "state" not in state_dict:
         raise ConfigValueError(
             f'optim_state_dict: expected the keys "state" and "param_groups", found {list(map(str, state_dict))}. '
-            "Where only rank 0 has the dict, say so by FullOptimStateDictConfig(rank0_only=True), or call "
+            "Where only rank 0 has the dict, pass FullOptimStateDictConfig(rank0_only=True), or call "
             "scatter_full_optim_state_dict()"
         )
     if not isinstance(state_dict["state"], dict):
