@@ -33,12 +33,12 @@ def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
     """What ranks did in this step, and what to do about it."""
     alike = {op.words for op in ops.values()}
     if len(alike) == 1:
-        reported = f"ranks part ways in step {max(1, step)}, in which all {alike.pop()}"
+        reported = f"ranks diverged at step {max(1, step)}, in which all {alike.pop()}"
         if unlike := _unlike_conditions({ranks: op.conditions for ranks, op in ops.items()}):
             return f"{reported}. {unlike}"
     else:
         did = "; ".join(f"{ranks_in_words(ranks)} {op.words}" for ranks, op in ops.items())
-        reported = f"ranks part ways in step {max(1, step)}: {did}"
+        reported = f"ranks diverged at step {max(1, step)}: {did}"
     if all(op.words.startswith(ISSUED) for op in ops.values()):
         return f"{reported}. {_MIXED}"
     if differently := _trained_differently(ops, names):

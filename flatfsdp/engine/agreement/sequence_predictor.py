@@ -1,7 +1,7 @@
 """What usually comes next, learned from a stream of symbols; pure.
 
 [Note: habit] All ranks feed the same agreed stream to their own `SequencePredictor`, so all hold the same expectations
-without an exchange. Where two ranks part ways, at least one of them does what its habit did not expect, and notices at
+without an exchange. Where two ranks diverge, at least one of them does what its habit did not expect, and notices at
 no cost. Nothing else is needed of the predictor; a better one only makes surprises rarer.
 
 Inside a forward what follows is expected from the unit that runs and how often it has run in this forward. Between

@@ -235,7 +235,7 @@ REMEDY = ", except in what is given to ensure_unit_participation()"
 )
 def test_ranks_part_in_their_first_iteration(pool2: Run, case: str, told: str) -> None:
     remedy = REMEDY if case in ("skips a unit", "ends early", "another order") else ""
-    assert same(pool2(part, case)) == f"ranks part ways in step 1: {told}{PARTING}{remedy}"
+    assert same(pool2(part, case)) == f"ranks diverged at step 1: {told}{PARTING}{remedy}"
 
 
 def deviate(rank: int, world: int) -> tuple[str, list[str]]:
@@ -252,7 +252,7 @@ def test_no_unit_is_gathered_out_of_order_before_the_others_agree(pool2: Run) ->
     """Units of equal size would be gathered into each other."""
     messages, gathered = zip(*pool2(deviate), strict=True)
     told = "rank 0 entered unit 'blocks.1'; rank 1 entered unit 'blocks.2'"
-    assert same(messages) == f"ranks part ways in step 3: {told}{PARTING}{REMEDY}"
+    assert same(messages) == f"ranks diverged at step 3: {told}{PARTING}{REMEDY}"
     assert gathered == ([], [])
 
 
@@ -289,7 +289,7 @@ def call(rank: int, world: int, what: str, before: int) -> str:
 )
 def test_ranks_call_different_things_between_iterations(pool2: Run, what: str, told: str, before: int) -> None:
     """Whose collectives would be taken for each other: of other sizes, for which gloo ends the process, or not."""
-    assert same(pool2(call, what, before)) == f"ranks part ways in step {max(1, before)}: {told}{PARTING}"
+    assert same(pool2(call, what, before)) == f"ranks diverged at step {max(1, before)}: {told}{PARTING}"
 
 
 def mix(rank: int, world: int, after: int) -> tuple[str, bool]:
@@ -321,7 +321,7 @@ def test_a_backward_that_mixed_units_brings_no_gradients(pool2: Run, after: int)
     messages, kept = zip(*pool2(mix, after), strict=True)
     reduced = "and reduced 'blocks.2', 'blocks.1', 'blocks.0'"
     assert same(messages) == (
-        f"ranks part ways in step {after + 1}: "
+        f"ranks diverged at step {after + 1}: "
         f"rank 0 gathered in its backward the units 'blocks.2', 'blocks.1', 'blocks.0', {reduced}; "
         f"rank 1 gathered in its backward the units 'blocks.2', 'blocks.0', 'blocks.1', {reduced}. Values of "
         "different units were exchanged for each other, so what this backward brought is wrong: resume from the "

@@ -599,7 +599,7 @@ PLACE = "is of a part that was given to ensure_unit_participation(), and its tur
     [
         ("order", f"unit 'block.experts.0' {PLACE} forward of 'block' its units run once"),
         ("again", f"unit 'block.experts.1' {PLACE} forward of 'block' its units run once"),
-        ("later", "ranks part ways in step 1: rank 0 entered unit 'text.0'; rank 1 entered unit 'images'"),
+        ("later", "ranks diverged at step 1: rank 0 entered unit 'text.0'; rank 1 entered unit 'images'"),
         ("recomputed", f"{AGAIN} all of the part is needed now. Declare it with any_order=True"),
         ("reentrant", f"{AGAIN} its gradients come only now. Pass use_reentrant=False to torch.utils.checkpoint"),
         (

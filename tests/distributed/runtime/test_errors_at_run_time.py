@@ -284,8 +284,8 @@ def test_left_on_the_meta_device(world: None, orig: bool) -> None:
         """\
 these parameters or buffers are on the meta device, which has no values: 1.weight, 1.bias, 2.weight,
 2.bias, 2.running_mean, 2.running_var, 2.num_batches_tracked. Modules that are wrapped are given
-memory by the constructor; what is ignored, or moved to the meta device after wrapping, is yours to
-initialise before the first forward""",
+memory by the constructor; initialise ignored modules, and what is moved to the meta device after
+wrapping, before the first forward""",
     )
 
 

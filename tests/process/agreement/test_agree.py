@@ -141,7 +141,7 @@ def told_to_all(outcomes: list[fresh.Outcome]) -> str:
 def test_ranks_part(outcomes: list[fresh.Outcome], case: str, told: str) -> None:
     begun = 2 if case == "a value's shape" or "rank 0" in case else 3  # there the third iteration has not begun
     remedy = REMEDY if case == "another order" else ""
-    expected = f"ranks part ways in step {begun}: {told}{PARTING}{remedy}"
+    expected = f"ranks diverged at step {begun}: {told}{PARTING}{remedy}"
     assert told_to_all(outcomes) == expected
 
 
@@ -198,32 +198,32 @@ def reach(rank: int, world: int, usual: str, accumulates: bool, net: type[Net] =
     ],
 )
 def test_one_backward_reaches_no_parameter(outcomes: list[fresh.Outcome], usual: str, told: str) -> None:
-    assert told_to_all(outcomes).startswith(f"ranks part ways in step 4: {told}.")
+    assert told_to_all(outcomes).startswith(f"ranks diverged at step 4: {told}.")
 
 
 @pytest.mark.ranks(2, reach, "parameters", accumulates=False, net=Behind, join_units_below=0, timeout=LIMIT)
 def test_so_it_is_where_that_backward_waits_for_a_frozen_unit(outcomes: list[fresh.Outcome]) -> None:
     """Which the others gather when they have reduced, with that rank, what it does not reach."""
     told = "rank 0 went on in a backward; rank 1 ended a backward that computed no gradient of a parameter"
-    assert told_to_all(outcomes).startswith(f"ranks part ways in step 4: {told}.")
+    assert told_to_all(outcomes).startswith(f"ranks diverged at step 4: {told}.")
 
 
 @pytest.mark.ranks(2, reach, "parameters", accumulates=True, timeout=LIMIT)
 def test_so_it_is_where_that_backward_accumulates(outcomes: list[fresh.Outcome]) -> None:
     told = "rank 0 began a training forward at unit <root>; rank 1 ended a backward that computed no gradient of a "
-    assert told_to_all(outcomes).startswith(f"ranks part ways in step 4: {told}parameter.")
+    assert told_to_all(outcomes).startswith(f"ranks diverged at step 4: {told}parameter.")
 
 
 @pytest.mark.ranks(2, reach, "parameters", accumulates=False, net=Frozen, join_units_below=0, timeout=LIMIT)
 def test_so_it_is_where_nothing_is_trained_and_that_backward_gathers_less(outcomes: list[fresh.Outcome]) -> None:
     told = "rank 1 ended a backward that computed no gradient of a parameter, and gathered 'blocks.2'"
-    assert told_to_all(outcomes) == f"ranks part ways in step 4: rank 0 went on in a backward; {told}{PARTING}"
+    assert told_to_all(outcomes) == f"ranks diverged at step 4: rank 0 went on in a backward; {told}{PARTING}"
 
 
 @pytest.mark.ranks(3, part, "skips a unit", timeout=LIMIT)
 def test_one_of_three_parts(outcomes: list[fresh.Outcome]) -> None:
     told = "ranks 0, 1 entered unit 'blocks.1'; rank 2 entered unit 'blocks.2'"
-    assert told_to_all(outcomes) == f"ranks part ways in step 3: {told}{PARTING}{REMEDY}"
+    assert told_to_all(outcomes) == f"ranks diverged at step 3: {told}{PARTING}{REMEDY}"
     for outcome in outcomes[:2]:  # their wait ended with the error, not by force
         assert "AgreementError" in (outcome.error or ""), outcome
 
@@ -244,7 +244,7 @@ def stay(rank: int, world: int) -> None:
 def test_a_wait_that_nothing_ends_is_ended_by_force(outcomes: list[fresh.Outcome]) -> None:
     outcome = outcomes[0]
     assert outcome.exit_code == 1
-    assert "AgreementError: ranks part ways in step 3" in outcome.output
+    assert "AgreementError: ranks diverged at step 3" in outcome.output
     assert outcome.error is None, "it was not the exception that ended it"
 
 

@@ -46,4 +46,4 @@ def leave(rank: int, world: int, raising: bool) -> None:
 )
 def test_one_rank_leaves(outcomes: list[fresh.Outcome], raising: bool, told: str) -> None:
     step = 3 if raising else 4
-    assert told_to_all(outcomes) == f"ranks part ways in step {step}: {told}{PARTING}"
+    assert told_to_all(outcomes) == f"ranks diverged at step {step}: {told}{PARTING}"

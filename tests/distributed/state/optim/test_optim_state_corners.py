@@ -315,7 +315,7 @@ def on_one_rank(rank: int, world: int, what: str) -> str:
         call = lambda: FSDP.scatter_full_optim_state_dict(given, model, optim=optim)  # noqa: E731
     said = raised_by(call)
     if what == "another call":
-        return said  # nothing goes on where ranks part ways
+        return said  # nothing goes on where ranks diverge
     assert dist.get_world_size() == int(torch.ones(1).mul_(world))
     other = adam(model.parameters())
     assert not list(different(stepped(model, other, rank)["state"], stepped(model, other, rank, 0)["state"]))
