@@ -41,6 +41,7 @@ from tests.harness.corners import (
 )
 from tests.harness.fake import fake_world
 from tests.harness.models import WIDTH, Feedforward, Low, Motley
+from tests.harness.thorough import is_thorough
 
 ORIG = tuple(setting for setting in ALL if setting.orig)
 
@@ -226,7 +227,7 @@ def small(rank: int, world: int) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, 4] if is_thorough() else [2, 4])
 def test_8_shards_of_one_and_no_element(world: int, run: Run) -> None:
     assert not joined(run(world, small, timeout=40))
 
@@ -287,7 +288,7 @@ def late(rank: int, world: int) -> list[str]:
     return differences(rank, world, Net, dawdle, steps=world)
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, 4] if is_thorough() else [3])
 def test_11_sums_in_rank_order(world: int, run: Run) -> None:
     assert not joined(run(world, late, timeout=40))
 

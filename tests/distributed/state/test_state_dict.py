@@ -108,12 +108,13 @@ def pieces(rank: int, world: int, name: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(("world", "name"), spread([1, 3, 2, 4], sorted(CASES)))
+# Worlds in an order that has no model on one rank in both tests.
+@pytest.mark.parametrize(("world", "name"), spread([3, 2, 4, 1], sorted(CASES)))
 def test_whole_state_dicts_are_those_of_the_plain_model(run: Run, world: int, name: str) -> None:
     assert not joined(run(world, whole, name))
 
 
-@pytest.mark.parametrize(("world", "name"), spread([4, 1, 3], sorted(CASES)))
+@pytest.mark.parametrize(("world", "name"), spread([4, 3, 1], sorted(CASES)))
 def test_a_rank_saves_and_loads_what_it_owns(run: Run, world: int, name: str) -> None:
     assert not joined(run(world, pieces, name))
 
