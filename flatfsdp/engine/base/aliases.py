@@ -42,7 +42,7 @@ _MOVED = {
     """,
     "runtime": """
         unit unit_data=unit root=resources backward links=gradient_flow joining=coalesced_collectives
-        branches=conditional_units placement=device_checks replicas=replica_checks
+        placement=device_checks replicas=replica_checks
         traversal=module_tree registry=param_registry optimizers=optimizer_hooks midway=backward_hooks
     """,
     "state": "owned=owned_interval consolidate full_params state_dicts.from_first=from_rank0",

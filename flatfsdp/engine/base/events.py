@@ -7,7 +7,8 @@ optimizer in backward steps), `end` (of a backward, unit "").
 
 [Note: observers] An *observer* is attached from outside and sees values at a few points of a step; the model knows none
 by its type. At each point are called the methods of those observers that have one there, so what nobody looks at costs
-no call. At one point they may hand down what acts in their place: the finisher of a backward ([Note: finishers]).
+no call. At two points they may hand down what acts in their place: the turns of a forward
+([Note: turns]), the finisher of a backward ([Note: finishers]).
 """
 
 from __future__ import annotations
@@ -112,6 +113,10 @@ class Observer:
     def backward_reaches(self) -> None:
         """A backward has come to a unit; may refuse it."""
 
+    def forward_order(self, units: Any) -> Any:
+        """What users chose for a unit was changed since the last forward: the turns of the model of these `units`, None
+        if they are no concern of this one."""
+
     def finisher(self, *, sync: bool) -> Any:
         """What finishes the backward that begins, None if that is no concern of this one. `sync`: whether there are
         units that reduce."""
@@ -145,6 +150,7 @@ class Observers:
     forward_begins: tuple[Callable[..., None], ...]
     forward_ended: tuple[Callable[..., None], ...]
     backward_reaches: tuple[Callable[[], None], ...]
+    forward_order: tuple[Callable[[Any], Any], ...]
     finisher: tuple[Callable[..., Any], ...]
     gradient_came: tuple[Callable[..., None], ...]
     reduced: tuple[Callable[..., None], ...]

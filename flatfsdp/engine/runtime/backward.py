@@ -31,10 +31,10 @@ from ..schedule.backward_driver import UnitFacts, UnitRules
 from ..schedule.backward_schedule import BackwardSchedule
 from ..schedule.forward_record import ForwardRecord
 from .coalesced_collectives import Coalescer
-from .conditional_units import ConditionalUnits
 from .finish import Finisher
 from .model_facts import lacking_in, leave_out, parameters_of, steppable_of
 from .module_tree import units_in
+from .turns import Turns
 from .unit import Unit
 from .user_hooks import defer_user_hooks
 
@@ -162,20 +162,20 @@ class Backward:
         agreement: Agreement,
         coalescer: Coalescer,
         finisher: Finisher,
-        branches: ConditionalUnits,
+        turns: Turns,
     ) -> None:
         """Plan it. `record`: the forwards that it covers; `stays_unsharded`: units that stay so after it."""
         self.sync = sync
         self.weight = weight
         self.agreement = agreement
-        self._conditional_units = branches
+        self._turns = turns
         schedule = self.schedule = BackwardSchedule(
             record,
             rules,
             FACTS,
             weakref.proxy(self),  # no circle, which only the collector would see: it holds units
             coalesce=coalescer.gathers,
-            together=branches.coalesced(record.anchored),
+            together=turns.coalesced(record.anchored),
         )
         self._reductions = schedule.reductions
         self._reduced_last: Sequence[Unit] = ()  # that may linger
@@ -225,7 +225,7 @@ class Backward:
     def recomputed(self, unit: Unit) -> None:
         """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
         if not self.reduces(unit) and unit not in self.schedule.clock.planned:
-            self._conditional_units.refuse_window(unit)
+            self._turns.check_recomputed_in_window(unit)
         self.schedule.recomputed(unit, with_graph=torch.is_grad_enabled())
 
     def gradient_elements_arrived(self, unit: Unit, elements: int) -> None:
@@ -248,9 +248,7 @@ class Backward:
     def join_reductions(self) -> None:
         """All units that take part are known, as far as they are the same on all ranks: let small ones go together."""
         unused = self.agreement.unused
-        if self._conditional_units.exist and any(
-            unit.options.schedule.branch for unit in self._reductions.outstanding()
-        ):
+        if not self._turns.plain and any(unit.options.schedule.branch for unit in self._reductions.outstanding()):
             unused.branch()
         self._reductions.coalesce(self._coalescer.reductions)
         if not self.finisher.ends_with_all:
@@ -288,7 +286,7 @@ class Backward:
     def may_reach(self, unit: Unit) -> bool:
         """Whether the running graph task may come to `unit`, as far as its parameters tell."""
         leaves = unit.trainable_leaves()
-        return any(map(hooks.will_accumulate, leaves)) if leaves else self._conditional_units.may_reach(unit)
+        return any(map(hooks.will_accumulate, leaves)) if leaves else self._turns.may_reach(unit)
 
     def gather(self, units: Sequence[Unit], *, ahead: bool) -> None:
         """Issue the gather of whatever is sharded of a group, maybe `ahead` of its use."""

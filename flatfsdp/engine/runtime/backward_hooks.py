@@ -23,7 +23,6 @@ from ..flat.views import SHOWS_GUARDED, check_exposed
 from ..schedule.backward_driver import UnitRules
 from .backward import Backward, rules_of
 from .coalesced_collectives import Coalescer
-from .conditional_units import ConditionalUnits
 from .finish import DeferLast, Finisher
 from .grad_accumulators import GradAccumulators
 from .iteration import FAILED, Iteration
@@ -54,7 +53,6 @@ class BackwardHooks:
     accumulators: GradAccumulators
     observers: Observers
     coalescer: Coalescer
-    conditional_units: ConditionalUnits
     replica_checks: ReplicaChecks
     sync: bool = True
     is_last_backward: bool = True
@@ -112,7 +110,7 @@ class BackwardHooks:
             agreement=self.agreement,
             coalescer=self.coalescer,
             finisher=self._finisher(sync=sync),
-            branches=self.conditional_units,
+            turns=iteration.turns,
         )
         iteration.begin_backward(backward)
         self.accumulators.look_before_backward(units)
@@ -140,7 +138,7 @@ class BackwardHooks:
     def _compare(self, flags: dict[Unit, Flags], *, reduces: bool) -> None:
         """Ranks compare the backward that begins. `flags`: which parameters require a gradient, by unit."""
         if self.iteration.depth:
-            self.conditional_units.check_backward_inside()
+            self.iteration.turns.check_backward_inside()
         setup, sync, record = self.setup, self.sync, self.iteration.record
         post_forward = tuple(
             unit.place.index

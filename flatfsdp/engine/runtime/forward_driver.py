@@ -22,7 +22,6 @@ from ..flat.states import FORWARD, IDLE, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_UNSHARDED, check_unwritten, keep_packed
 from ..schedule.forward_record import ForwardPass, ForwardRecord
 from .backward_hooks import BackwardHooks, UnitHooks
-from .conditional_units import ConditionalUnits
 from .forward_gathers import ForwardGathers, follow_requires_grad
 from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
@@ -30,6 +29,7 @@ from .iteration import LEFT_BEHIND, Iteration
 from .model_facts import trained_parameters
 from .resources import Resources
 from .setup import Setup
+from .turns import PLAIN
 from .unit import Unit
 from .unit_state import ForwardCall
 
@@ -44,10 +44,10 @@ class ForwardDriver:
     agreement: Agreement
     accumulators: GradAccumulators
     observers: Observers
-    conditional_units: ConditionalUnits
     gathers: ForwardGathers
     backwards: BackwardHooks
     gradient_flow: GradientFlow = field(default_factory=GradientFlow)
+    _turns_version: int = -1  # of the choices that the turns follow from
 
     # -- a forward of the model --------------------------------------------------------------------------------------
 
@@ -95,12 +95,18 @@ class ForwardDriver:
         for each in setup.units:
             for views in each.views:
                 views.guard()
-        if training and iteration.record.consumed:
+        new_record = training and iteration.record.consumed
+        if new_record:
             iteration.record = ForwardRecord()
-            self.conditional_units.begin_record()
             self.gradient_flow.unhook()
         self.gathers.order.begin()
-        self.conditional_units.begin(setup.units, version=setup.version, training=training)
+        iteration.training = training
+        if self._turns_version != setup.version:
+            self._turns_version = setup.version
+            handed = [turns for make in self.observers.forward_order if (turns := make(setup.units)) is not None]
+            iteration.turns = handed[0] if handed else PLAIN
+        if not iteration.turns.plain:
+            iteration.turns.begin(training=training, new_record=new_record)
         self.gradient_flow.begin_forward()
         iteration.begin_forward()
 
@@ -108,8 +114,8 @@ class ForwardDriver:
         """A forward of a unit has ended."""
         iteration = self.iteration
         iteration.depth -= 1
-        if self.conditional_units.cursors:
-            self.conditional_units.leave(iteration.depth)
+        if not iteration.turns.plain:
+            iteration.turns.leave(iteration.depth)
         if iteration.depth or _torch.in_backward():
             return
         iteration.record.end()
@@ -146,8 +152,8 @@ class ForwardDriver:
             with cast_buffers(unit.built.modules, dtype):
                 called = unit.module if method is None else getattr(unit.module, method)
                 output = called(*args, **kwargs)
-            if self.conditional_units.cursors and not recomputing:
-                self.conditional_units.finish(unit, self.gathers)
+            if not (recomputing or self.iteration.turns.plain):
+                self.iteration.turns.module_ran(unit, self.gathers)
             output = _own_output(unit, output)
             if outer_dtype is not None:
                 output = cast_floating(output, outer_dtype)
@@ -260,7 +266,7 @@ class ForwardDriver:
 
     def _after(self, unit: Unit, recomputing: bool, call: ForwardCall | None, output: Any, *, stays: bool) -> None:
         """`stays`: whether the unit stays unsharded where it is trained and no output shows it."""
-        training, conditional = torch.is_grad_enabled(), self.conditional_units
+        training, turns = torch.is_grad_enabled(), self.iteration.turns
         if not training:
             self._forget_autocast()
         reached = keep = False
@@ -279,12 +285,11 @@ class ForwardDriver:
                 for owner in (unit, *unit.owning_units):
                     self.iteration.backward.schedule.has_graph(owner)
             return
-        if unit.options.schedule.branch is not None:
-            if conditional.training:
-                conditional.ran(unit, with_graph=reached)
-            reached = conditional.training
-            if conditional.holds(unit):
+        if not turns.plain:
+            by_any = turns.ran(unit, reached=reached)
+            if by_any is None:
                 return
+            reached = by_any
         self.gathers.finish(unit, reached=reached, keep=keep)
 
     def _hook_output(self, unit: Unit, output: torch.Tensor, call: ForwardCall | None) -> None:

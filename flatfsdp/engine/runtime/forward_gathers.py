@@ -12,11 +12,10 @@ from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..base.events import Observers
 from ..flat.sources import PostForwardShard
-from ..flat.states import FORWARD, IDLE, SUMMONED, UNSHARDED
+from ..flat.states import FORWARD, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from ..schedule.forward_record import ForwardOrder
 from .coalesced_collectives import Coalescer
-from .conditional_units import ConditionalUnits
 from .iteration import Iteration
 from .replica_checks import ReplicaChecks
 from .setup import Setup
@@ -33,20 +32,20 @@ class ForwardGathers:
     agreement: Agreement
     observers: Observers
     coalescer: Coalescer
-    conditional_units: ConditionalUnits
     replica_checks: ReplicaChecks
     order: ForwardOrder[Unit] = field(default_factory=ForwardOrder)
 
     def gather(self, unit: Unit) -> None:
         """Unshard `unit` (and the owners of its tied parameters), and start on the next. Collective."""
-        conditional = self.conditional_units
+        turns = self.iteration.turns
         if _torch.in_backward():
-            conditional.check_recomputed(unit)
+            if not turns.plain:
+                turns.check_recomputed(unit)
             if self.iteration.backward is not None:
                 self.iteration.backward.recomputed(unit)
             else:
                 self._gather(unit)
-        elif not (conditional.exist and conditional.enter(unit, self)):
+        elif turns.plain or not turns.enter(unit, self):
             self.gather_in_turn(unit)
         for each in (*unit.owning_units, unit):
             each.wait_unshard()
@@ -69,11 +68,11 @@ class ForwardGathers:
             for act in self.observers.first_gather_agreed:
                 act()
         record = self.iteration.record
-        if torch.is_grad_enabled() or (self.conditional_units.training and unit.options.schedule.branch is not None):
+        if torch.is_grad_enabled() or (self.iteration.training and unit.options.schedule.branch is not None):
             record.enter(unit, segment=_torch.saving(), segments=_torch.segments)
             for owning_unit in unit.owning_units:
                 record.enter_sharing(owning_unit)
-        elif self.conditional_units.training:
+        elif self.iteration.training:
             record.enter_without_graph(
                 unit, checkpoint=_torch.custom_forward(), segment=_torch.saving(), segments=_torch.segments
             )
@@ -136,7 +135,7 @@ class ForwardGathers:
             record.leave(unit)
             for owning_unit in unit.owning_units:
                 record.leave(owning_unit)
-        elif self.conditional_units.training:
+        elif self.iteration.training:
             record.leave_without_graph(unit)
         if keep or (unit.sharing_units and _is_used_by_sharing_unit(unit)) or not unit.reshards_after_forward:
             for views in unit.views:
@@ -168,24 +167,6 @@ class ForwardGathers:
                     handle.keep(shard)
             unit.record_event("portion")
         unit.reshard(SHOWS_NOTHING, unreached=self.iteration.backward is not None)
-
-    def participate(self, unit: Unit) -> None:
-        """Do what the forward of `unit` does together with other ranks, and nothing else. Collective over the shard
-        axis. [Note: branches]"""
-        conditional, phase = self.conditional_units, unit.phase
-        depth = conditional.depth
-        unit.enter_phase(FORWARD)
-        try:
-            follow_requires_grad(unit)
-            self.gather(unit)
-            conditional.finish(unit, self)
-        except BaseException:
-            unit.phase = phase
-            raise
-        finally:
-            conditional.leave(depth)
-        unit.enter_phase(IDLE)
-        self.finish(unit, reached=conditional.training)
 
 
 def _is_used_by_sharing_unit(unit: Unit) -> bool:

@@ -31,6 +31,7 @@ from .backward import Backward
 from .finish import Finisher
 from .grad_accumulators import GradAccumulators
 from .resources import Resources
+from .turns import PLAIN
 from .unit import Unit
 from .unit_state import UnitBackward
 from .user_hooks import run_user_hooks
@@ -86,6 +87,8 @@ class Iteration:
         ahead: units gathered in this forward before their use, or because a user asked for them.
         requested: units that users unsharded, who may compute with parameters outside of a forward.
         is_at_rest: shards may be written to, so the next gathers come after what was.
+        training: whether the running forward has a backward; inside a reentrant checkpoint, too.
+        turns: when it is a unit's turn in it. [Note: turns]
         pending: gradients of the last backward that are reduced still. [Note: awaited]
     """
 
@@ -105,6 +108,8 @@ class Iteration:
         self.ahead: dict[Unit, None] = {}
         self.requested: dict[Unit, None] = {}
         self.is_at_rest = True
+        self.training = False
+        self.turns = PLAIN
         self.pending: PendingGradients | None = None
         self._units = units
         self._resources = resources

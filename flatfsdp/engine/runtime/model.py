@@ -21,7 +21,6 @@ from ..flat.states import IDLE
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from .backward_hooks import BackwardHooks, refuse_without_model
 from .coalesced_collectives import Coalescer
-from .conditional_units import ConditionalUnits
 from .forward_driver import ForwardDriver, unshard_at_first_gradient
 from .forward_gathers import ForwardGathers
 from .grad_accumulators import GradAccumulators
@@ -65,7 +64,6 @@ class Model:
             "iteration": iteration,
             "agreement": agreement,
             "observers": observers,
-            "conditional_units": ConditionalUnits(),
         }
         checks = ReplicaChecks(agreement)
         self.backwards = BackwardHooks(**shared, accumulators=accumulators, coalescer=coalescer, replica_checks=checks)

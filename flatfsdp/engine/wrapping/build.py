@@ -22,6 +22,7 @@ from ..config.strategy import traits
 from ..config.unit_options import UnitOptions
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
+from ..features.conditional_units import ConditionalUnits
 from ..features.local_clipping import warn_of_local_clipping
 from ..features.persistent_params import PersistentParams
 from ..features.post_forward import PostForwardShards
@@ -211,7 +212,9 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     own(unit)
     models.add(model)
     guard_optimizers()
-    model.observers.set(ProfilerRanges(model), PersistentParams(model), PostForwardShards(model.units, resources))
+    model.observers.set(
+        ProfilerRanges(model), PersistentParams(model), PostForwardShards(model.units, resources), ConditionalUnits()
+    )
     warn_if_unstepped(model)
     warn_of_local_clipping(model)
     stamp_state_dicts()

@@ -100,7 +100,7 @@ ENGINE = Path(flatfsdp.__file__).parent / "engine"
 # What serves features only: how many calls a step takes there while all of them are off, however many units there are.
 OFF = {
     "features/": 9,
-    "runtime/conditional_units.py": 3,
+    "runtime/turns.py": 2,
     "schedule/conditional.py": 0,
     "schedule/mid_backward.py": 1,
     "flat/deferred_grad.py": 0,

@@ -3,87 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from ...errors import UsageError
+from ..base.events import Observer
+from ..flat.states import FORWARD, IDLE
+from ..runtime.forward_gathers import follow_requires_grad
+from ..runtime.module_tree import nesting
+from ..runtime.turns import Gathers, Turns
+from ..runtime.unit import Unit
 from ..schedule.conditional import Branch, ParticipationCursor, ParticipationPlan, ParticipationSlot, Place
-from .module_tree import nesting
-from .unit import Unit
 
 
-class Gathers(Protocol):
-    """What a forward does together with other ranks, in turn."""
-
-    def gather_in_turn(self, unit: Unit) -> None:
-        """It is the turn of `unit`: start to gather it."""
-
-    def participate(self, unit: Unit) -> None:
-        """Do what the forward of `unit` does together with other ranks, and nothing else."""
-
-    def repeat(self, unit: Unit) -> None:
-        """`unit` runs again in this forward, and was not freed since."""
-
-    def finish(self, unit: Unit, *, reached: bool) -> None:
-        """The part of `unit` in the forward is over. `reached`: a gradient can come to it."""
-
-
-class ConditionalUnits:
+class ConditionalUnits(Observer, Turns):
     """The branches of one model, and how far its running forward has come past them.
 
     Attributes:
-        exist: whether the model has any.
-        cursors: the forwards that run, one in the other, where there are any.
+        cursors: the forwards that run, one in the other.
         training: whether the running forward has a backward; on a rank that runs a unit without gradients, too.
     """
 
+    plain = False
+
     def __init__(self) -> None:
-        self.exist = False
         self.cursors: list[ParticipationCursor[Unit]] = []
         self.training = False
-        self._plan: ParticipationPlan[Unit] | None = None
-        self._version = -1  # of the choices that the plan follows from
         self._units: Sequence[Unit] = ()
         self._ran: set[Unit] = set()  # of a branch that is there
         # Of the forwards that the next backward may cover: what this rank ran, with a graph and without.
         self._with_graph: set[Unit] = set()
         self._without: set[Unit] = set()
 
-    def begin(self, units: Sequence[Unit], *, version: int, training: bool) -> None:
-        """An outermost forward of the model of these `units`, the outermost last, begins. `version`: of what users
-        chose."""
-        self.training = training
-        self.cursors.clear()
-        if self._version != version:
-            self._version = version
-            self._plan = ParticipationPlan(
+    def forward_order(self, units: Sequence[Unit]) -> Turns | None:
+        """These turns, if units of the model, the outermost last, are of branches."""
+        self._units, self._plan = (
+            units,
+            ParticipationPlan(
                 nesting(units[-1]),
                 {unit: branch for unit in units if (branch := _branch_of(unit)) is not None},
                 {unit: later for unit in units for later in unit.options.branch_before.units()},
-            )
-            self._units = units
-            self.exist = bool(self._plan.slot)
+            ),
+        )
+        return self if self._plan.slot else None
+
+    def begin(self, *, training: bool, new_record: bool) -> None:
+        self.training = training
+        self.cursors.clear()
+        if new_record:
+            self._with_graph.clear()
+            self._without.clear()
 
     def enter(self, unit: Unit, gathers: Gathers) -> bool:
-        """`unit` is about to run: take the turns that come before it. Collective, unless nothing does.
-
-        True if it is not its turn, but that of all of its branch, which are gathered.
+        """As of `Turns`.
 
         Raises:
             UsageError: its turn was over, or is in the forward of another unit.
         """
-        if not self.exist:
-            return False
         held = self._advance_to(unit, gathers)
         if held:
             if unit in self._ran and self.training:
                 gathers.repeat(unit)
             self._ran.add(unit)
-        assert self._plan is not None
         self.cursors.append(self._plan.cursor(unit))
         return held
 
     def _advance_to(self, unit: Unit, gathers: Gathers) -> bool:
-        assert self._plan is not None
         cursor = self.cursors[-1] if self.cursors else None
         slot = self._plan.slot.get(unit)
         if cursor is None:
@@ -108,7 +92,7 @@ class ConditionalUnits:
                 self._take(cursor, slot, gathers)
                 self._close(cursor, position, gathers)
             else:
-                gathers.participate(slot.units[0])
+                self._participate(slot.units[0], gathers)
 
     def _take(self, cursor: ParticipationCursor[Unit], slot: ParticipationSlot[Unit], gathers: Gathers) -> None:
         cursor.take(slot)
@@ -127,24 +111,37 @@ class ConditionalUnits:
                     unit.wait_unshard()
                     gathers.finish(unit, reached=self.training)
 
-    def finish(self, unit: Unit, gathers: Gathers) -> None:
-        """The module of `unit` has run: take the turns that are left in its forward. Collective, unless none is."""
+    def _participate(self, unit: Unit, gathers: Gathers) -> None:
+        """Do what the forward of `unit` does together with other ranks, and nothing else. Collective over the shard
+        axis."""
+        phase, depth = unit.phase, len(self.cursors)
+        unit.enter_phase(FORWARD)
+        try:
+            follow_requires_grad(unit)
+            gathers.gather(unit)
+            self.module_ran(unit, gathers)
+        except BaseException:
+            unit.phase = phase
+            raise
+        finally:
+            self.leave(depth)
+        unit.enter_phase(IDLE)
+        gathers.finish(unit, reached=self.training)
+
+    def module_ran(self, unit: Unit, gathers: Gathers) -> None:
         if self.cursors and self.cursors[-1].unit is unit:
             self._complete(self.cursors[-1], None, gathers)
 
     def leave(self, depth: int) -> None:
-        """Only so many forwards run."""
         del self.cursors[depth:]
 
-    @property
-    def depth(self) -> int:
-        """How many forwards run, those of units that only take part among them."""
-        return len(self.cursors)
-
-    def holds(self, unit: Unit) -> bool:
-        """Whether `unit` stays, with all of its branch."""
-        slot = self._plan.slot.get(unit) if self._plan is not None else None
-        return slot is not None and self._holds(slot)
+    def ran(self, unit: Unit, *, reached: bool) -> bool | None:
+        slot = self._plan.slot.get(unit)
+        if slot is None:
+            return reached
+        if self.training:
+            (self._with_graph if reached else self._without).add(unit)
+        return None if self._holds(slot) else self.training
 
     def _holds(self, slot: ParticipationSlot[Unit]) -> bool:
         return any(cursor.open is slot for cursor in self.cursors)
@@ -152,29 +149,15 @@ class ConditionalUnits:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def coalesced(self, units: Iterable[Unit]) -> dict[Unit, tuple[Unit, ...]]:
-        """Those of `units` that a backward gathers with others: they may be reached in any order, on every rank in
-        another."""
-        if not self.exist:
-            return {}
-        assert self._plan is not None
+        """They may be reached in any order, on every rank in another."""
         slots = {unit: self._plan.slot.get(unit) for unit in units}
         return {unit: slot.units for unit, slot in slots.items() if slot is not None and slot.any_order}
 
-    def begin_record(self) -> None:
-        """The next backward will not reach what ran until now."""
-        self._with_graph.clear()
-        self._without.clear()
-
-    def ran(self, unit: Unit, *, with_graph: bool) -> None:
-        """`unit` ran in a forward that has a backward; `with_graph`: which may reach it."""
-        (self._with_graph if with_graph else self._without).add(unit)
-
     def may_reach(self, unit: Unit) -> bool:
-        """Whether this rank's backward may reach `unit`, of which no gradient of a parameter tells."""
         return unit in self._with_graph
 
     def check_recomputed(self, unit: Unit) -> None:
-        """`unit` runs again, inside a backward.
+        """As of `Turns`.
 
         Raises:
             UsageError: it is of a branch in order, of which other ranks gather one unit after the other as they pass
@@ -198,7 +181,7 @@ class ConditionalUnits:
             )
 
     def check_backward_inside(self) -> None:
-        """A backward begins inside of the forward.
+        """As of `Turns`.
 
         Raises:
             UsageError: units of a branch in any order are gathered for all of it, and the backward would free them.
@@ -212,19 +195,18 @@ class ConditionalUnits:
                     "forward begins, or after the next unit outside of it has run"
                 )
 
-    def refuse_window(self, unit: Unit) -> None:
-        """`unit`, which had no graph, runs again inside a backward that does not reduce.
+    def check_recomputed_in_window(self, unit: Unit) -> None:
+        """Refuses it: such a backward does not bring the gathers of branches into order with this one's.
 
         Raises:
-            UsageError: there are branches, whose gathers such a backward does not bring into order with this one's.
+            UsageError: always.
         """
-        if self.exist:
-            raise UsageError(
-                f"unit {unit.label} runs again inside a backward without reduction, for a reentrant checkpoint, in a "
-                "model of which a part was given to ensure_unit_participation(): ranks that run other units of that "
-                "part would gather in another order. Pass use_reentrant=False to torch.utils.checkpoint, or accumulate "
-                "without no_sync()"
-            )
+        raise UsageError(
+            f"unit {unit.label} runs again inside a backward without reduction, for a reentrant checkpoint, in a model "
+            "of which a part was given to ensure_unit_participation(): ranks that run other units of that part would "
+            "gather in another order. Pass use_reentrant=False to torch.utils.checkpoint, or accumulate without "
+            "no_sync()"
+        )
 
 
 def _branch_of(unit: Unit) -> Branch | None:
