@@ -308,6 +308,11 @@ def unit(wrapper: Any) -> Unit:
     return Unit(wrapper._unit)
 
 
+def opens_ranges(wrapper: Any) -> bool:
+    """Whether what its own unit does opens ranges of a profiler."""
+    return "reshard" in wrapper._unit.__dict__
+
+
 def flat_params(model: Any) -> list[FlatParam]:
     """All of them, unit by unit."""
     return [each for found in units(model) for each in found.flat_params]

@@ -86,7 +86,12 @@ class ProfilerRanges(Observer):
     def step_begins(self, unit: Unit | None) -> bool:
         """Asked at every step: nothing here is a call for each unit."""
         wanted, model = _torch.profiler_runs() or logger.isEnabledFor(logging.DEBUG), self._model()
-        if model is None or ("run" in model.forwards.__dict__) is wanted:
+        if model is None:
+            return False
+        for each in model.units:  # some were of other models
+            if ("reshard" in each.__dict__) is not wanted:
+                break
+        else:
             return False
         decorate = _decorate if wanted else _undecorate
         for each in model.units:

@@ -67,11 +67,10 @@ class BackwardHooks:
         counts = unit.built.counts_gradients
         self.of_unit[unit] = (CountingHooks if counts else UnitHooks)(unit, self)
 
-    def adopt(self, other: BackwardHooks) -> None:
-        """Drive the backwards of the units of `other`, a part of this model."""
-        for unit, each in other.of_unit.items():
-            self.of_unit[unit] = each
-            each.driver = weakref.ref(self)
+    def adopt(self, unit: Unit, other: BackwardHooks) -> None:
+        """Drive the backwards of `unit`, which `other` has driven."""
+        self.of_unit[unit] = other.of_unit[unit]
+        self.of_unit[unit].driver = weakref.ref(self)
         self.is_last_backward = self.is_last_backward and other.is_last_backward
 
     # -- a backward --------------------------------------------------------------------------------------------------

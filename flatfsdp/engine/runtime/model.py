@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,21 +88,23 @@ class Model:
     def _take(self, unit: Unit) -> None:
         _models[unit] = weakref.ref(self)
         unit.resources = self.resources
+        unit.place = replace(unit.place, is_outermost=unit is self.outermost)
         for handle in unit.handles:
             handle.move_to_tracker(self.resources.tracker)
 
     def adopt(self, nested: list[Unit]) -> None:
         """Take the units of wrapped descendants into this model, in front of the outermost one."""
-        parts = dict.fromkeys(map(model_of, nested))
+        parts = {unit: model_of(unit) for unit in nested}  # which may have other units, that stay theirs
         self.units[:] = [*nested, self.outermost]  # in place: parts of the model have this list
         self.setup.version += 1
-        for part in parts:
+        for part in dict.fromkeys(parts.values()):
             part.iteration.wait_for_gradients()
             self.agreement.loaded |= part.agreement.loaded
             self.accumulators.adopt(part.accumulators)
-            self.setup.initial_checksums |= part.setup.initial_checksums
-            self.backwards.adopt(part.backwards)
-        for unit in nested:
+        for unit, part in parts.items():
+            self.backwards.adopt(unit, part.backwards)
+            if (checksums := part.setup.initial_checksums.pop(unit, None)) is not None:
+                self.setup.initial_checksums[unit] = checksums
             self._take(unit)
 
     # -- what users ask for ------------------------------------------------------------------------------------------

@@ -156,8 +156,12 @@ class Setup:
             UsageError: for changes that cannot be taken over.
         """
         names = functools.partial(names_of_leaves, self.units)
-        if any([write_back(unit, names) for unit in units]):
-            self.coalescer.measure(self.units)  # units of another dtype weigh more, or less
+        cast = True  # where it is refused midway, too
+        try:
+            cast = any([write_back(unit, names) for unit in units])
+        finally:
+            if cast:
+                self.coalescer.measure(self.units)  # units of another dtype weigh more, or less
 
     # -- choices -----------------------------------------------------------------------------------------------------
 

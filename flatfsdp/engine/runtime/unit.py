@@ -60,6 +60,7 @@ class Unit:
 
     resources: Resources
     transports: Transports
+    tied_modules: Sequence[nn.Module] = ()  # of a copy, those of its owners: all are there once the outermost is
 
     def __init__(
         self,

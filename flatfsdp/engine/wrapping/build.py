@@ -213,7 +213,10 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     models.add(model)
     guard_optimizers()
     model.observers.set(
-        ProfilerRanges(model), PersistentParams(model), PostForwardShards(model.units, resources), ConditionalUnits()
+        ProfilerRanges(model),
+        PostForwardShards(model.units, resources),  # over whose axes persistent parameters may be gathered
+        PersistentParams(model),
+        ConditionalUnits(),
     )
     warn_if_unstepped(model)
     warn_of_local_clipping(model)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import copyreg
 import io
-import weakref
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -51,8 +50,6 @@ _Lists = list[list[list[int]]]
 
 # Inside the pickling of an outer wrapper, nested ones are written in place, so that ties across them survive.
 _inside = False
-# Of units that were restored, the modules of those that own parameters of theirs: all are there once the outermost is.
-_tied: weakref.WeakKeyDictionary[Unit, list[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def state_of(wrapper: nn.Module) -> dict[str, Any]:
@@ -129,9 +126,9 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     settings = replace(plan["root"], device=handles[0].device) if handles else plan["root"]
     model = new_model(unit, settings, tracker, nested)
     model.backwards.is_last_backward = plan["is_last_backward"]
-    _tied[unit] = plan["tied"]
+    unit.tied_modules = plan["tied"]
     for each in model.units:
-        each.share_params_of([other for other in nested for module in _tied[each] if other.module is module])
+        each.share_params_of([other for other in nested for module in each.tied_modules if other.module is module])
     keep_model(wrapper, model)
     register_flat_params(wrapper, unit)
 

@@ -23,7 +23,7 @@ for old, new in ALIASES.items():
     assert sys.modules[new].__spec__.name == sys.modules[new].__name__ == new
 assert before == {name: getattr(flatfsdp, name) for name in flatfsdp.__all__}, "what it offers stays"
 from flatfsdp import root
-assert root.__name__ == "flatfsdp.engine.runtime.model"
+assert root.__name__ == "flatfsdp.engine.runtime.resources"
 for absent in ("flatfsdp.absent", "flatfsdp.policy.absent"):
     try:
         importlib.import_module(absent)

@@ -358,7 +358,7 @@ ON_ONE_RANK = {
     * 2,
     "no dict": (
         "AgreementError: rank 1: optim_state_dict: expected the keys",
-        "by FullOptimStateDictConfig(rank0_only",
+        "pass FullOptimStateDictConfig(rank0_only",
     ),
     "a wrong dict on rank 0": (
         "ConfigValueError: optim_state_dict: expected the keys",
