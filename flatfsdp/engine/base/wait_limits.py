@@ -42,8 +42,8 @@ def set_collective_timeout(*, report_after: float = 30.0, raise_after: float | N
 
     After `report_after` every rank prints one report to standard error: what each rank does, waits in, and since when.
     A rank that is late because of its data leads to that report and to nothing else; a line says when this rank goes
-    on. After `raise_after` it is a `WaitError` on every rank. A rank that is blocked in a collective at that moment
-    cannot be called back: it prints the error and ends its process a few seconds later.
+    on. After `raise_after` it is a `WaitError` on every rank. A rank blocked in a collective at that moment cannot be
+    interrupted: it prints the error and ends its process a few seconds later.
 
     Each rank keeps its own time, so call it on every rank, before or between steps. Not collective.
 

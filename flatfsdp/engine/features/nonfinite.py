@@ -197,7 +197,7 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
     rank computed it, and what the reduction over ranks made of it. The error names rank, unit and
     parameter, and is raised on every rank at the same point: at the end of the forward or of the backward, which leaves
     `.grad` as it was. Outside of the context nothing is looked at, at no cost; inside, each value is read once more,
-    which on an accelerator keeps the host until it is there.
+    which synchronizes the host with the device.
 
     Every rank enters it, which the next forward compares. Inside, each forward and backward exchanges two numbers.
 

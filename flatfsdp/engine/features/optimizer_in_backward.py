@@ -273,8 +273,8 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     """Let `optimizer` step inside of every backward of `model`: on each unit as soon as its gradients are reduced.
 
     They are freed right after, so that a rank holds the gradients of no more than three units at a time, and not those
-    of the model: with plain SGD half of what it keeps of a model, with AdamW a quarter. Numbers are those of
-    `optimizer.step()` after the backward; a parameter that has no gradient then is not stepped here.
+    of the model: with plain SGD half of what it keeps of a model, with AdamW a quarter. Results equal
+    calling `optimizer.step()` after the backward; parameters without a gradient are skipped.
 
     `optimizer` stays what it is: its param groups, which schedulers change, its state and every state dict of it. Its
     `step()` has nothing to do after a backward, and the program may keep calling it. Several optimizers may step, each

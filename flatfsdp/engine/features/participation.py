@@ -17,7 +17,7 @@ _FUNCTION = "ensure_unit_participation"
 
 
 def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, before: nn.Module | None = None) -> None:
-    """Let each rank run the wrappers in `module` as its own data will have it: some, others, or none of them.
+    """Allow each rank to run any subset of the wrappers in `module`, depending on its data.
 
     For a tower for images in a batch without any, the experts of a mixture of which some get no token, layers of which
     each step uses a few. In every forward of the wrapper around `module`, all ranks gather all wrappers in it, in the

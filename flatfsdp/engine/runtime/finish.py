@@ -40,7 +40,7 @@ class Finisher:
         return [(unit, complete) for unit in units if (complete := unit.finalize_grads())]
 
     def backward_failed(self, units: Sequence[Unit]) -> None:
-        """The backward over `units` failed. Runs where an exception is being raised."""
+        """The backward over `units` failed. Called during exception handling: must not block or communicate."""
 
 
 class DeferLast(Finisher):

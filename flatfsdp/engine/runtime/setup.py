@@ -36,7 +36,7 @@ class Setup:
         units: children before parents as wrapped, the outermost last.
         entries: the units whose forward users call: the outermost one, or those inside it where it has no forward.
         ready: whether units are named and connected, and ranks have compared them.
-        placed: whether everything was found where it computes since it last moved.
+        placed: whether the device of everything was verified after the last `.to()`.
         version: of what users chose; who keeps what follows from choices compares it.
         words_of_choices: what was set, as in `description`; None when it has to be put together again.
         initial_checksums: of parameters, until they have been compared with the other ranks'.

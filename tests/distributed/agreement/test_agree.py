@@ -207,7 +207,7 @@ def part(rank: int, world: int, case: str) -> str:
 
 PARTING = (
     ". All ranks must run the same units in the same order, as many forwards and backwards, and catch an exception at "
-    "the same point or not at all; what depends on a rank's own data must not decide"
+    "the same point or not at all; rank-local data must not decide which units run"
 )
 REMEDY = ", except in what is given to ensure_unit_participation()"
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -85,3 +87,42 @@ def test_a_part_that_was_profiled_alone_opens_no_ranges_later() -> None:
         model = FullyShardedDataParallel(nn.Sequential(part, linear()))
         gradients(model)
         assert not inspect.opens_ranges(part) and not inspect.opens_ranges(model)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_models_that_grow_around_each_other_train_as_without_wrappers(seed: int) -> None:
+    """Neighbors in a chain are wrapped in any order, and parts of models become parts of others, which all go on."""
+    draw = random.Random(seed)
+    with fake_world(1):
+        layers: list[Any] = [linear() for _ in range(6)]
+        plain = copy.deepcopy(layers)
+        chain = [(each, [place]) for place, each in enumerate(layers)]
+        models: list[tuple[Any, list[int]]] = []
+        for _ in range(8):
+            if models and draw.random() < 0.3:
+                taken = [draw.choice(models), (linear(), [len(layers)])]
+                layers.append(taken[1][0])
+                plain.append(copy.deepcopy(taken[1][0]))
+            elif len(chain) > 1:
+                first = draw.randrange(len(chain))
+                taken = chain[first : first + draw.randint(1, 3)]
+            else:
+                continue
+            places = [place for _, each in taken for place in each]
+            strategy = draw.choice(["FULL_SHARD", "SHARD_GRAD_OP"])
+            inside = nn.Sequential(*[each for each, _ in taken])
+            made = FullyShardedDataParallel(inside, use_orig_params=True, sharding_strategy=strategy), places
+            if taken[-1][1][-1] < 6:
+                chain[first : first + len(taken)] = [made]
+            models.append(made)
+            for model, places in [made, *draw.sample(models, min(2, len(models)))]:  # first before its parts, again
+                expected, found = ([some[place] for place in places] for some in (plain, layers))
+                for each in (*expected, *found):
+                    each.zero_grad()
+                for called in nn.Sequential(*expected), model:
+                    called(X).square().sum().backward()
+                for one, other in zip(expected, found, strict=True):
+                    for name in "weight", "bias":
+                        gradient = getattr(other, name).grad
+                        assert gradient is not None
+                        torch.testing.assert_close(gradient.flatten(), getattr(one, name).grad.flatten())

@@ -150,7 +150,7 @@ def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool 
     Args:
         optimizer: over parameters of models that were wrapped before. One of torch's AdamW, Adam, SGD, Adadelta,
             Adagrad, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop, or see `elementwise`.
-        elementwise: your word that another optimizer treats every element by itself: what becomes of it depends on that
+        elementwise: asserts that another optimizer is element-wise: what becomes of an element depends on that
             element's value, gradient and state, on the settings of its param group and on numbers that all parameters
             of a group which were stepped equally often have in common. Not true of LAMB, Adafactor, Muon or Shampoo.
 
