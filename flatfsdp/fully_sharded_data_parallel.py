@@ -29,11 +29,11 @@ from .engine.wrapping.build import build_unit
 from .engine.wrapping.wrapper_support import (
     apply_to_tensors,
     flat_params_hidden,
+    initialized_model,
     keep_model,
     no_sync,
     register_comm_hook,
     register_flat_params,
-    root_of,
 )
 from .errors import one_voice
 
@@ -373,6 +373,6 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             UsageError: on a nested wrapper; an optimizer steps in backwards.
             ConfigTypeError, ConfigValueError: for arguments that are no such numbers.
         """
-        root = root_of(self._unit, "clip_grad_norm_")
-        with root.agreement.collective_call("clip_grad_norm_()"):
-            return clip_grad_norm(root, self.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        model = initialized_model(self._unit, "clip_grad_norm_")
+        with model.agreement.collective_call("clip_grad_norm_()"):
+            return clip_grad_norm(model, self.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -1,6 +1,6 @@
 """The gradients of one step, and the loss of an evaluation.
 
-[Note: weights] A step's loss is the sum of all its tokens' losses divided by their number, over all ranks and
+[Note: loss weights] A step's loss is the sum of all its tokens' losses divided by their number, over all ranks and
 microbatches, however they are spread; the objective decides what counts as a token. The number comes with the samples,
 so gradients are those of that mean without being scaled afterwards.
 """

@@ -8,7 +8,7 @@ ranks on one host; `AllToAll` is a collective of gloo's, for all others.
 
 - *All are posted before the first is waited for*, or ranks wait for each other. A rank's wait then depends on what the
   others have issued, never on what they wait for. (Where there is no room to receive all, a thread goes on as there is:
-  [Note: turns].)
+  [Note: ordered sums].)
 - *Sends are posted before receives.* A receive lets the peer's data come at once, and gloo's thread that wants to read
   them spins while the main thread posts more to the same connection. Where other work takes the processor from the main
   thread at that moment, it spins for milliseconds: small exchanges (below `SMALLEST`) are better left to gloo's own.

@@ -1,8 +1,8 @@
 """Sums of more pieces than there is room for: the thread that receives the next piece where one was added.
 
-[Note: turns] A rank that adds up the pieces of W ranks, in rank order, should hold few of them, and can receive none
-before there is room for it. Were room made by `wait()`, a rank's wait would need the others to wait for the same, and
-ranks that wait in different places would wait for each other. So a thread makes it: it takes the sums of a process
+[Note: ordered sums] A rank that adds up the pieces of W ranks, in rank order, should hold few of them, and can receive
+none before there is room for it. Were room made by `wait()`, a rank's wait would need the others to wait for the same,
+and ranks that wait in different places would wait for each other. So a thread makes it: it takes the sums of a process
 group one after the other, in the order in which all ranks issue them, and depends on nothing but that they do.
 
 The thread lives for as long as there are sums under way.

@@ -50,8 +50,8 @@ class FSDP1Names:
     @property
     def _is_root(self) -> bool | None:
         """Whether this is the outermost wrapper; None before the first forward."""
-        root = model_of(self._unit)
-        return root.outermost is self._unit if root.setup.ready else None
+        model = model_of(self._unit)
+        return model.outermost is self._unit if model.setup.ready else None
 
     @property
     def _fqn_modifiers(self) -> Any:

@@ -329,16 +329,16 @@ class ScheduleControls:
         method, unit = "set_unshard_async_op", self._unit
         check_bool(f"{method}: async_op", async_op)
         check_outside(unit, method)
-        root = model_of(unit)
-        if root.outermost is not unit:
+        model = model_of(unit)
+        if model.outermost is not unit:
             raise UsageError(
                 f"{method} of unit {unit.label} was called on a nested wrapper, but gathers of a model share one "
-                f"order; call it on the outermost ({type(root.outermost.module).__name__})"
+                f"order; call it on the outermost ({type(model.outermost.module).__name__})"
             )
         if async_op:
-            for each in root.units:
+            for each in model.units:
                 check_prefetches_on_request(each, method)
-        root.set_unshard_async_op(async_op)
+        model.set_unshard_async_op(async_op)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backwards of the whole model end with all of their reductions, as the last of several does.

@@ -1,4 +1,3 @@
 """What users switch on: clipping, detection of non-finite values, inference, uneven inputs, optimizers in the backward
-and over flat parameters. Imports `state` and what it imports; of the packages below, none imports a feature when it
-runs.
+and over flat parameters. Imports `state` and what it imports; no package below imports a feature.
 """

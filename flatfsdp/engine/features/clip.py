@@ -49,14 +49,14 @@ class _Gradients(NamedTuple):
     dtypes: set[torch.dtype]
 
     @classmethod
-    def of(cls, root: Model, parameters: Iterable[torch.Tensor]) -> _Gradients:
-        """Those of `parameters`, in units of `root` or outside of them."""
+    def of(cls, model: Model, parameters: Iterable[torch.Tensor]) -> _Gradients:
+        """Those of `parameters`, in units of `model` or outside of them."""
         sharded: dict[Any, tuple[Transport, list[torch.Tensor]]] = {}
         whole: list[torch.Tensor] = []
         dtypes: set[torch.dtype] = set()
         managed: set[int] = set()
         chosen = {id(parameter): parameter for parameter in parameters}
-        for unit in root.units:
+        for unit in model.units:
             for handle in unit.handles:
                 managed.update(map(id, (*handle.leaves, handle.flat_param)))
                 if chosen.keys().isdisjoint(map(id, handle.steppable)):
@@ -85,7 +85,7 @@ class _Gradients(NamedTuple):
 
 @torch.no_grad()
 def clip_grad_norm(
-    root: Model, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    model: Model, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
 ) -> torch.Tensor:
     """Scale the gradients of `parameters`, as optimizers see them and the same on all ranks, so that their joint norm
     is at most `max_norm`; returns the norm before.
@@ -95,7 +95,7 @@ def clip_grad_norm(
     `error_if_nonfinite` go on to tell each other which gradient it is.
     """
     check_bool("error_if_nonfinite", error_if_nonfinite)
-    if stepping := optimizers_of(root).active:
+    if stepping := optimizers_of(model).active:
         raise UsageError(
             f"clip_grad_norm_: {type(stepping[0]).__name__} steps in backwards, so that gradients are "
             "gone before their norm is known. Run the backward, the clipping and the optimizer's own step() inside "
@@ -110,10 +110,10 @@ def clip_grad_norm(
         raise ConfigTypeError(f"norm_type: got {norm_type!r}. Accepted: a number, or 'inf'") from None
     if math.isnan(p) or p < 0:
         raise ConfigValueError(f"norm_type: got {norm_type!r}. Accepted: 0, a positive number, or inf")
-    found = _Gradients.of(root, parameters)
-    norm = found.norm(p, root.resources.device.device)
+    found = _Gradients.of(model, parameters)
+    norm = found.norm(p, model.resources.device.device)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        _refuse_norm(root, norm, p)
+        _refuse_norm(model, norm, p)
     every = [*chain.from_iterable(map(itemgetter(1), found.sharded.values())), *found.whole]
     if not every:
         warn(
@@ -140,8 +140,8 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
     ) -> torch.Tensor:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         ids = set(map(id, given))
-        units = {unit for root in registry.models for unit in root.units}
-        # Wrappers inside others were roots before: units are asked for theirs. Those of other units may be collected.
+        units = {unit for model in registry.models for unit in model.units}
+        # Wrappers inside others had models of their own before: each unit's is looked up. Others' may be collected.
         found = {
             model_of(unit) for unit in units if any(not ids.isdisjoint(map(id, h.steppable)) for h in unit.handles)
         }
@@ -152,16 +152,16 @@ def clips_over_ranks(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., t
                 f"clip_grad_norm_: got parameters of {len(found)} wrapped models. Clip the gradients of one at a time, "
                 "or wrap them as one model"
             )
-        (root,) = found
-        initialize(root)
-        with root.agreement.collective_call("clip_grad_norm_()"):
-            return clip_grad_norm(root, given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        (model,) = found
+        initialize(model)
+        with model.agreement.collective_call("clip_grad_norm_()"):
+            return clip_grad_norm(model, given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     return clip_grad_norm_
 
 
-def _refuse_norm(root: Model, norm: torch.Tensor, p: float) -> NoReturn:
-    found = of_all_ranks(first_gradient(root.units), root.agreement, root.units)
+def _refuse_norm(model: Model, norm: torch.Tensor, p: float) -> NoReturn:
+    found = of_all_ranks(first_gradient(model.units), model.agreement, model.units)
     raise NonFiniteError(
         f"clip_grad_norm_: the norm of order {p:g} of all gradients is {float(norm)}: "
         f"{found or 'each gradient of the units is finite, so it is that of parameters outside of them, or too large'}"

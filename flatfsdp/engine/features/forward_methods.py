@@ -123,7 +123,7 @@ def explain(error: BaseException) -> str:
     """What flatfsdp knows of an `error` of torch's that ends the program; "" for nothing."""
     if isinstance(error, FlatFSDPError) or not isinstance(error, (RuntimeError, IndexError)):
         return ""
-    units = [unit for root in registry.models for unit in root.units]
+    units = [unit for model in registry.models for unit in model.units]
     found = _sharded_in(error.__traceback__, units)
     if found is not None:
         unit, param_ref = found
@@ -134,10 +134,10 @@ def explain(error: BaseException) -> str:
             "model.module(x) or model.module.forward(x)); other methods than forward are registered with "
             "flatfsdp.register_fsdp_forward_method()"
         )
-    for root in [*registry.models] if "dtype" in str(error) else ():
+    for model in [*registry.models] if "dtype" in str(error) else ():
         kinds = {
             handle.precision.compute: f"{unit.label} in {str(handle.precision.compute).removeprefix('torch.')}"
-            for unit in root.units
+            for unit in model.units
             for handle in unit.handles
             if handle.precision.compute.is_floating_point
         }

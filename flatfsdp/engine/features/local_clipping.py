@@ -58,9 +58,9 @@ _found: list[str] = []  # by the watch, to be said by the main thread
 _installed = False
 
 
-def warn_of_local_clipping(root: Model) -> None:
-    """Look after the gradients of `root`, if it has shards, for as long as it lives."""
-    root.observers.add(LocalClipping(root))
+def warn_of_local_clipping(model: Model) -> None:
+    """Look after the gradients of `model`, if it has shards, for as long as it lives."""
+    model.observers.add(LocalClipping(model))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -166,8 +166,8 @@ class GradientSample(NamedTuple):
 class LocalClipping(Observer):
     """Looks after the gradients of one model. [Note: sampled steps]"""
 
-    def __init__(self, root: Model) -> None:
-        self._root = weakref.ref(root)
+    def __init__(self, model: Model) -> None:
+        self._model = weakref.ref(model)
         self._steps = 0  # backwards that reduced
         self._due = False
         self._pieces: list[GradientPiece] | None = None
@@ -176,21 +176,21 @@ class LocalClipping(Observer):
 
     def backward_ended(self, backward: Backward) -> None:
         """Gradients of a backward are there."""
-        root = self._root()
-        if root is None or not backward.sync:
+        model = self._model()
+        if model is None or not backward.sync:
             return
         self._steps += 1
         self._due = self._due or self._steps <= FIRST or self._steps % RHYTHM == 0
         if not self._due or backward.deferred:
             return
-        if self._pieces == [] or not root.agreement.peers.scope:  # nothing to compare, or nobody to compare it with
+        if self._pieces == [] or not model.agreement.peers.scope:  # nothing to compare, or nobody to compare it with
             self._due = False
-        elif not optimizers_of(root).active:
-            self._take(root)
+        elif not optimizers_of(model).active:
+            self._take(model)
 
-    def _take(self, root: Model) -> None:
+    def _take(self, model: Model) -> None:
         if self._pieces is None:
-            self._group, self._pieces = _pieces_of(root)
+            self._group, self._pieces = _pieces_of(model)
             _install()
         found = [(piece, values) for piece in self._pieces if (values := piece.elements()) is not None]
         self._sample = None
@@ -204,16 +204,16 @@ class LocalClipping(Observer):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps: if it is the first that holds parameters of this model since the sample was taken, see
         what was made of them."""
-        root, sample = self._root(), self._sample
-        if root is None or sample is None:
+        model, sample = self._model(), self._sample
+        if model is None or sample is None:
             return
         held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if any(id(parameter) in held for parameter in root.steppable):
+        if any(id(parameter) in held for parameter in model.steppable):
             self._sample, self._due = None, False
             _sampled.discard(self)
-            self._compare(root, sample, held)
+            self._compare(model, sample, held)
 
-    def _compare(self, root: Model, sample: GradientSample, held: dict[int, torch.Tensor]) -> None:
+    def _compare(self, model: Model, sample: GradientSample, held: dict[int, torch.Tensor]) -> None:
         before = zip(sample.pieces, sample.values.split(sample.sizes), strict=True)
         pairs = [
             (piece, old, new)
@@ -232,13 +232,13 @@ class LocalClipping(Observer):
         finding = SampleOnHost(
             sample.step,
             frozenset(piece.number for piece in pieces),
-            *root.resources.device.to_host(values),
-            root.resources.device,
+            *model.resources.device.to_host(values),
+            model.resources.device,
             tolerance(max(info.eps for info in infos)),
             max(info.tiny for info in infos),
         )
         watch = current_watch()
-        steps = _comparison(watch.store, f"{root.agreement.peers.scope}/scaled", self._group, finding)
+        steps = _comparison(watch.store, f"{model.agreement.peers.scope}/scaled", self._group, finding)
         watch.run(lambda: next(steps, True) is not None)
 
 
@@ -304,12 +304,12 @@ def _comparison(store: StoreClient, key: str, group: Axis, sample: SampleOnHost)
         yield
 
 
-def _pieces_of(root: Model) -> tuple[Axis | None, list[GradientPiece]]:
+def _pieces_of(model: Model) -> tuple[Axis | None, list[GradientPiece]]:
     """Pieces that this rank holds of some parameters, and who holds the others. All ranks choose the same units."""
     numbered: list[tuple[int, FlatParamHandle]] = []
     group: Axis | None = None
     count = 0
-    for unit in root.units:
+    for unit in model.units:
         for handle in unit.handles:
             if not (handle.is_unsharded_at_rest or handle.options.packed):
                 group = group or unit.groups.shard

@@ -79,10 +79,10 @@ class NonFiniteDetector(Observer):
 
     requested_by = "detect_nonfinite()"
 
-    def __init__(self, root: Model, *, infinities: bool) -> None:
-        self._agreement = root.agreement
-        self._units = root.units
-        self._positions = {id(unit): position for position, unit in enumerate(root.units)}
+    def __init__(self, model: Model, *, infinities: bool) -> None:
+        self._agreement = model.agreement
+        self._units = model.units
+        self._positions = {id(unit): position for position, unit in enumerate(model.units)}
         self._infinities = infinities
         self._looked = 0
         self._found: Finding | None = None
@@ -219,16 +219,16 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
         flatfsdp.errors.NonFiniteError: a forward has inf in an input of unit <root> on rank 0
     """
     name = "detect_nonfinite"
-    root = outermost_model(model, name)
+    inner = outermost_model(model, name)
     check_bool(f"{name}: infinities", infinities)
-    check_outside(root.outermost, f"{name}()")
-    if root.observers.find(NonFiniteDetector) is not None:
+    check_outside(inner.outermost, f"{name}()")
+    if inner.observers.find(NonFiniteDetector) is not None:
         raise UsageError(f"{name}() was entered inside itself; one context is enough")
-    detector = NonFiniteDetector(root, infinities=infinities)
-    root.observers.add(detector)
-    root.setup.options_changed()
+    detector = NonFiniteDetector(inner, infinities=infinities)
+    inner.observers.add(detector)
+    inner.setup.options_changed()
     try:
         yield
     finally:
-        root.observers.remove(detector)
-        root.setup.options_changed()
+        inner.observers.remove(detector)
+        inner.setup.options_changed()

@@ -94,17 +94,17 @@ class BackwardOptimizers(Observer):
         )
 
 
-def optimizers_of(root: Model) -> BackwardOptimizers:
-    """The optimizers that step in backwards of `root`; with none, where there are none."""
-    return root.observers.find(BackwardOptimizers) or BackwardOptimizers(root)
+def optimizers_of(model: Model) -> BackwardOptimizers:
+    """The optimizers that step in backwards of `model`; with none, where there are none."""
+    return model.observers.find(BackwardOptimizers) or BackwardOptimizers(model)
 
 
-def _set_optimizers(root: Model, optimizers: Sequence[OptimizerInBackward]) -> None:
-    """Let these step in backwards of `root`, and no others."""
-    root.observers.remove(optimizers_of(root))
+def _set_optimizers(model: Model, optimizers: Sequence[OptimizerInBackward]) -> None:
+    """Let these step in backwards of `model`, and no others."""
+    model.observers.remove(optimizers_of(model))
     if optimizers:
-        root.observers.add(BackwardOptimizers(root, *optimizers))
-    root.setup.options_changed()
+        model.observers.add(BackwardOptimizers(model, *optimizers))
+    model.setup.options_changed()
 
 
 class StepInBackward(Finisher):
@@ -196,10 +196,10 @@ class OptimizerInBackward:
         optimizer: the one that was given; its `param_groups` list, while it steps, only what it steps on.
     """
 
-    def __init__(self, root: Model, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._paused = False  # whether it leaves gradients alone for now
-        self._root = weakref.ref(root)
+        self._model = weakref.ref(model)
         self._sizes: list[int] = []  # of the param groups when `_positions` was made
         self._positions: dict[int, int] = {}  # the number of its group, by id of the parameter
 
@@ -227,17 +227,17 @@ class OptimizerInBackward:
         Raises:
             UsageError: inside a forward or a backward.
         """
-        root = self._root()
-        if root is not None and self in optimizers_of(root).all:
-            check_outside(root.outermost, "OptimizerInBackward.remove()")
-            _set_optimizers(root, [each for each in optimizers_of(root).all if each is not self])
+        model = self._model()
+        if model is not None and self in optimizers_of(model).all:
+            check_outside(model.outermost, "OptimizerInBackward.remove()")
+            _set_optimizers(model, [each for each in optimizers_of(model).all if each is not self])
 
     def _pause(self, paused: bool) -> None:
-        root = self._root()
-        if root is not None:
-            check_outside(root.outermost, "OptimizerInBackward.no_step()")
+        model = self._model()
+        if model is not None:
+            check_outside(model.outermost, "OptimizerInBackward.no_step()")
             self._paused = paused
-            root.setup.options_changed()
+            model.setup.options_changed()
 
     def _step_on(self, parameters: Iterable[nn.Parameter]) -> None:
         """Step on those of `parameters` that it holds and that have a gradient, and free that."""
@@ -314,12 +314,12 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         (0.4, None)
     """
     name = "optimizer_in_backward"
-    root = outermost_model(model, name)
+    inner = outermost_model(model, name)
     if not isinstance(optimizer, torch.optim.Optimizer):
         refuse_type(f"{name}: optimizer", optimizer, "an optimizer of torch.optim, or a class derived from it")
-    check_outside(root.outermost, f"{name}()")
+    check_outside(inner.outermost, f"{name}()")
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for other in optimizers_of(root).all:
+    for other in optimizers_of(inner).all:
         taken = {id(parameter) for group in other.optimizer.param_groups for parameter in group["params"]}
         if taken.intersection(map(id, held)):
             raise UsageError(
@@ -329,8 +329,8 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
             )
     check_parameters(optimizer)
     _check_divisible(optimizer)
-    made = OptimizerInBackward(root, optimizer)
-    _set_optimizers(root, [*optimizers_of(root).all, made])
+    made = OptimizerInBackward(inner, optimizer)
+    _set_optimizers(inner, [*optimizers_of(inner).all, made])
     return made
 
 

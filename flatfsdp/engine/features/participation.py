@@ -85,15 +85,15 @@ def _wrapped_in(module: nn.Module, argument: str) -> list[Unit]:
 
 
 def _check_whole(module: nn.Module, units: list[Unit]) -> None:
-    root = model_of(units[0])
-    if root.outermost in units:
+    model = model_of(units[0])
+    if model.outermost in units:
         raise ConfigValueError(
             f"{_FUNCTION}: module: got the outermost FullyShardedDataParallel "
-            f"({type(root.outermost.module).__name__}), which every rank runs, or a part of a model that is not "
+            f"({type(model.outermost.module).__name__}), which every rank runs, or a part of a model that is not "
             "wrapped as a whole yet. Wrap the whole, then give the part that depends on a rank's data"
         )
     known = {unit.options.schedule.branch for unit in units} - {None}
-    split = [unit for unit in root.units if unit.options.schedule.branch in known and unit not in units]
+    split = [unit for unit in model.units if unit.options.schedule.branch in known and unit not in units]
     if split:
         raise ConfigValueError(
             f"{_FUNCTION}: module: got a {type(module).__name__} inside a part that was given before, with unit "

@@ -140,14 +140,14 @@ class PersistentParams(Observer):
         for ref in due:
             fetch(ref.unit, ref.kind)
 
-    def pin(self, root: Model, refs: Iterable[HandleRef]) -> None:
+    def pin(self, model: Model, refs: Iterable[HandleRef]) -> None:
         """Let `refs` stay unsharded on the device until `unpin`. Collective over the shard axes.
 
         Precondition: at rest.
         """
         self.pinned = list(refs)
-        root.observers.add(self._no_training)
-        if root.agreement.any_rank(any(not ref.is_fetched for ref in self.pinned if ref.handle.persistence)):
+        model.observers.add(self._no_training)
+        if model.agreement.any_rank(any(not ref.is_fetched for ref in self.pinned if ref.handle.persistence)):
             for ref in self.pinned:
                 evict(ref.unit, ref.kind)
         for ref in self.pinned:
@@ -156,20 +156,20 @@ class PersistentParams(Observer):
             if not ref.is_fetched:
                 fetch(ref.unit, ref.kind)
 
-    def unpin(self, root: Model) -> None:
+    def unpin(self, model: Model) -> None:
         """End of `pin`: parameters rest as they did before. Precondition: at rest."""
         pinned, self.pinned = self.pinned or [], None
-        root.observers.remove(self._no_training)
+        model.observers.remove(self._no_training)
         for ref in pinned:
             handle = ref.handle
             handle.persistence = persistence_of(ref.unit, handle)
             if handle.persistence is not DEVICE and handle.state is UNSHARDED:
-                root.resources.free(handle)
+                model.resources.free(handle)
 
 
-def persistent_params_of(root: Model) -> PersistentParams:
-    """The persistent parameters of `root`."""
-    found = root.observers.find(PersistentParams)
+def persistent_params_of(model: Model) -> PersistentParams:
+    """The persistent parameters of `model`."""
+    found = model.observers.find(PersistentParams)
     assert found is not None
     return found
 
@@ -242,14 +242,14 @@ def inference(model: nn.Module, max_bytes: int | None = None) -> Iterator[None]:
             f"inference(): no module in {type(model).__name__} is wrapped by FullyShardedDataParallel. Wrap the model "
             "first, and pass the wrapper"
         )
-    roots = models_of(units)
+    models = models_of(units)
     for unit in units:
         _check_idle(unit)
     with ExitStack() as undo:
         undo.enter_context(torch.no_grad())
-        for root in roots:
-            undo.callback(_end, root)
-        _begin(roots, units, max_bytes)
+        for each in models:
+            undo.callback(_end, each)
+        _begin(models, units, max_bytes)
         yield
     with collective_call(units, "the end of inference()"):
         pass
@@ -267,31 +267,31 @@ def _check_idle(unit: Unit) -> None:
         raise UsageError(f"inference() of unit {unit.label} was entered inside {where}; leave that first")
 
 
-def _begin(roots: list[Model], units: list[Unit], max_bytes: int | None) -> None:
+def _begin(models: list[Model], units: list[Unit], max_bytes: int | None) -> None:
     refs = _chosen(units, max_bytes)
     chosen = f"inference(max_bytes={max_bytes}), {len(refs)} flat parameters"
     quiesce(units, frees=True)
     with collective_call(units, chosen, always=True):
-        for root in roots:
-            root.resources.streams.unshard.follow_compute()
-            persistent_params_of(root).pin(root, [ref for ref in refs if model_of(ref.unit) is root])
-            root.agreement.forwards_are_silent = all(
+        for model in models:
+            model.resources.streams.unshard.follow_compute()
+            persistent_params_of(model).pin(model, [ref for ref in refs if model_of(ref.unit) is model])
+            model.agreement.forwards_are_silent = all(
                 HandleRef(unit, kind) in refs
-                for unit in root.units
+                for unit in model.units
                 if unit.groups.shard.size > 1
                 for kind in range(len(unit.handles))
             )
 
 
-def _end(root: Model) -> None:
-    if persistent_params_of(root).pinned is None:
+def _end(model: Model) -> None:
+    if persistent_params_of(model).pinned is None:
         return
-    root.agreement.forwards_are_silent = False
-    free_unsharded(root)
-    persistent_params_of(root).unpin(root)
-    for unit in root.units:
+    model.agreement.forwards_are_silent = False
+    free_unsharded(model)
+    persistent_params_of(model).unpin(model)
+    for unit in model.units:
         unit.kept.by_choice = False
-    root.resources.limiter.free_all()
+    model.resources.limiter.free_all()
 
 
 def _chosen(units: list[Unit], max_bytes: int | None) -> list[HandleRef]:

@@ -82,13 +82,15 @@ def join(
     if not isinstance(model, nn.Module):
         refuse_type("join: model", model, "the outermost FullyShardedDataParallel module")
     units = units_in(model)
-    roots = models_of(units)
-    if len(roots) != 1 or roots[0].outermost not in units:
+    models = models_of(units)
+    if len(models) != 1 or models[0].outermost not in units:
         raise ConfigValueError(
-            f"join: model: got a {type(model).__name__} with {len(roots)} wrapped models inside, or a part of one. "
+            f"join: model: got a {type(model).__name__} with {len(models)} wrapped models inside, or a part of one. "
             "Accepted: the outermost FullyShardedDataParallel module"
         )
-    return Joined(roots[0], by_all=divide_by_initial_world_size, enabled=enable, throw_early=throw_on_early_termination)
+    return Joined(
+        models[0], by_all=divide_by_initial_world_size, enabled=enable, throw_early=throw_on_early_termination
+    )
 
 
 class Joined:
@@ -98,9 +100,9 @@ class Joined:
         has_data: whether the running step is one of this rank's own, and no stand-in.
     """
 
-    def __init__(self, root: Model, *, by_all: bool, enabled: bool, throw_early: bool) -> None:
+    def __init__(self, model: Model, *, by_all: bool, enabled: bool, throw_early: bool) -> None:
         self.has_data = True
-        self._root = root
+        self._model = model
         self._by_all = by_all
         self._enabled = enabled
         self._throw_early = throw_early
@@ -115,7 +117,7 @@ class Joined:
         left = self._looping
         self._end()
         if left:
-            self._root.agreement.leave(_LOOP, error)
+            self._model.agreement.leave(_LOOP, error)
 
     def __call__(self, batches: Iterable[T], *, stand_in: object = _NO_BATCH) -> Iterator[T]:
         """Iterate over this rank's `batches`, and over stand-ins until no rank has a batch left. Collective.
@@ -127,9 +129,9 @@ class Joined:
         if not self._enabled:
             yield from batches
             return
-        root = self._root
-        check_outside(root.outermost, _LOOP)
-        initialize(root)
+        model = self._model
+        check_outside(model.outermost, _LOOP)
+        initialize(model)
         self._looping = True
         iterator, kept = iter(batches), stand_in
         for step in itertools.count(1):
@@ -138,7 +140,7 @@ class Joined:
             if self.has_data and stand_in is _NO_BATCH:
                 kept = batch
             nothing = not self.has_data and kept is _NO_BATCH
-            found = root.agreement.ask(
+            found = model.agreement.ask(
                 f"the next batch in {_LOOP}", _NOTHING if nothing else _DATA if self.has_data else _STAND_IN
             )
             with_data = [rank for rank in sorted(found) if found[rank] == _DATA]
@@ -146,13 +148,13 @@ class Joined:
                 break
             self._check(found, with_data, step)
             counts = 1.0 if self._by_all else len(found) / len(with_data)
-            root.backwards.weight = counts if self.has_data else 0.0
-            root.agreement.unused.with_data = tuple(with_data) if len(with_data) < len(found) else None
+            model.backwards.weight = counts if self.has_data else 0.0
+            model.agreement.unused.with_data = tuple(with_data) if len(with_data) < len(found) else None
             try:
                 yield batch if self.has_data else kept  # type: ignore[misc]
             finally:
-                root.backwards.weight = 1.0  # also after a break
-                root.agreement.unused.with_data = None
+                model.backwards.weight = 1.0  # also after a break
+                model.agreement.unused.with_data = None
         self._end()
 
     def until(self, done: Callable[[], bool]) -> Iterator[int]:
@@ -198,5 +200,5 @@ class Joined:
 
     def _end(self) -> None:
         self._looping = False
-        self._root.backwards.weight = 1.0
+        self._model.backwards.weight = 1.0
         self.has_data = True

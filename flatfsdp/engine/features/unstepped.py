@@ -30,13 +30,13 @@ _unstepped: weakref.WeakSet[UnsteppedCheck] = weakref.WeakSet()  # of models tha
 _installed = False
 
 
-def warn_if_unstepped(root: Model) -> None:
-    """Look after `root` until an optimizer has stepped."""
+def warn_if_unstepped(model: Model) -> None:
+    """Look after `model` until an optimizer has stepped."""
     global _installed
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
-    root.observers.add(UnsteppedCheck(root))
+    model.observers.add(UnsteppedCheck(model))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -64,34 +64,34 @@ class _ParamSnapshot:
 class UnsteppedCheck(Observer):
     """Looks after one model from its first gradients to the backward after an optimizer's first step."""
 
-    def __init__(self, root: Model) -> None:
-        self._root = weakref.ref(root)
+    def __init__(self, model: Model) -> None:
+        self._model = weakref.ref(model)
         self._before: list[_ParamSnapshot] = []  # empty before the first gradients
         self._stepped = False  # any optimizer, since then
         self._in_vain = ""  # one that found no gradient, in words
 
     def backward_ended(self, backward: Backward) -> None:
         """Gradients of a backward are there."""
-        root = self._root()
-        if root is None or not backward.sync:
+        model = self._model()
+        if model is None or not backward.sync:
             return
         if self._stepped:
             if self._in_vain and all(each.is_unchanged() for each in self._before):
-                _warn(root, self._in_vain)
-            self._end(root)
+                _warn(model, self._in_vain)
+            self._end(model)
         elif not self._before and not backward.deferred:  # whoever reads a gradient that lingers waits for it
-            handles = [handle for unit in root.units for handle in unit.handles]
+            handles = [handle for unit in model.units for handle in unit.handles]
             self._before = [_ParamSnapshot(each) for each in handles if any(p.grad is not None for p in each.steppable)]
             if self._before:
                 _unstepped.add(self)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps."""
-        root = self._root()
-        if root is None or not self._before:
+        model = self._model()
+        if model is None or not self._before:
             return
-        if _holds_some_of(root, optimizer):
-            self._end(root)
+        if _holds_some_of(model, optimizer):
+            self._end(model)
             return
         self._stepped = True
         groups = optimizer.param_groups
@@ -102,29 +102,29 @@ class UnsteppedCheck(Observer):
                 f"({empty} of its {len(groups)} param groups are empty)"
             )
 
-    def _end(self, root: Model) -> None:
+    def _end(self, model: Model) -> None:
         _unstepped.discard(self)
-        root.observers.remove(self)
+        model.observers.remove(self)
         self._before = []
 
 
-def _holds_some_of(root: Model, optimizer: torch.optim.Optimizer) -> bool:
+def _holds_some_of(model: Model, optimizer: torch.optim.Optimizer) -> bool:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return any(id(parameter) in held for parameter in root.steppable)
+    return any(id(parameter) in held for parameter in model.steppable)
 
 
-def _warn(root: Model, in_vain: str) -> None:
+def _warn(model: Model, in_vain: str) -> None:
     every = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-    if any(_holds_some_of(root, each) for each in every):
+    if any(_holds_some_of(model, each) for each in every):
         return  # it steps later, after some backwards more perhaps
     cause = "Take them from model.named_parameters(), after wrapping"
-    if any(not handle.use_orig_params for unit in root.units for handle in unit.handles):
-        names = [f"{unit.name}._flat_param".lstrip(".") for unit in root.units if unit.handles]
+    if any(not handle.use_orig_params for unit in model.units for handle in unit.handles):
+        names = [f"{unit.name}._flat_param".lstrip(".") for unit in model.units if unit.handles]
         cause = (
             f"Names of flat parameters end in '_flat_param' ({few(names)}), so groups that are picked by names such as "
             "'bias' are empty; use_orig_params=True keeps the original names"
         )
-    with one_voice(speaks=root.agreement.peers.is_first):
+    with one_voice(speaks=model.agreement.peers.is_first):
         warn_once(
             "unstepped",
             "no optimizer steps on the parameters of this model: it has got gradients in two backwards, and the "

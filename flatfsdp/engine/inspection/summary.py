@@ -175,7 +175,7 @@ class Stats:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._roots()
+        self._models()
 
     @property
     def units(self) -> int:
@@ -185,7 +185,7 @@ class Stats:
     @property
     def bytes_params(self) -> int:
         """Bytes of this rank's shards, padding included."""
-        return sum(root.resources.tracker.live["shard"] for root in self._roots())
+        return sum(model.resources.tracker.live["shard"] for model in self._models())
 
     @property
     def bytes_grads(self) -> int:
@@ -196,18 +196,18 @@ class Stats:
     @property
     def bytes_unsharded(self) -> int:
         """Bytes of unsharded parameters alive now, besides the shards."""
-        return sum(root.resources.tracker.live["unsharded"] for root in self._roots())
+        return sum(model.resources.tracker.live["unsharded"] for model in self._models())
 
     @property
     def bytes_unsharded_peak(self) -> int:
         """The most of `bytes_unsharded` at one time since the last `reset()`."""
-        return sum(root.resources.tracker.peak("unsharded") for root in self._roots())
+        return sum(model.resources.tracker.peak("unsharded") for model in self._models())
 
     @property
     def bytes_peak(self) -> int:
         """The most bytes of all kinds at one time since the last `reset()`: shards, unsharded parameters, gradients on
         their way, buffers of collectives. Not `.grad`, nor what the program and its optimizer hold."""
-        return sum(root.resources.tracker.peak_total for root in self._roots())
+        return sum(model.resources.tracker.peak_total for model in self._models())
 
     @property
     def bytes_at_peak(self) -> dict[str, int]:
@@ -218,7 +218,7 @@ class Stats:
         (gradient shards before they become `.grad`), `partial` (sums that await an all-reduce), `summoned`, and
         `host copy` (of `keep_frozen_unsharded`).
         """
-        return dict(sum((Counter(root.resources.tracker.at_peak) for root in self._roots()), Counter()))
+        return dict(sum((Counter(model.resources.tracker.at_peak) for model in self._models()), Counter()))
 
     @property
     def comm(self) -> dict[str, tuple[int, int]]:
@@ -229,17 +229,17 @@ class Stats:
         an all-gather's output, a reduction's input.
         """
         found: dict[str, tuple[int, int]] = {}
-        for root in self._roots():
-            for kind, count in root.resources.comm_stats.counts.items():
+        for model in self._models():
+            for kind, count in model.resources.comm_stats.counts.items():
                 calls, size = found.get(kind, (0, 0))
-                found[kind] = (calls + count, size + root.resources.comm_stats.bytes[kind])
+                found[kind] = (calls + count, size + model.resources.comm_stats.bytes[kind])
         return found
 
     def reset(self) -> None:
         """Start counting collectives, and measuring peaks, from now."""
-        for root in self._roots():
-            root.resources.comm_stats.reset()
-            root.resources.tracker.reset_peaks()
+        for model in self._models():
+            model.resources.comm_stats.reset()
+            model.resources.tracker.reset_peaks()
 
     def __repr__(self) -> str:
         names = ("units", "bytes_params", "bytes_grads", "bytes_unsharded", "bytes_unsharded_peak", "comm")
@@ -251,17 +251,17 @@ class Stats:
             raise UsageError("these stats belong to a model that has been deleted; call flatfsdp.stats() on another")
         return [unit for _, unit in _units(model)]
 
-    def _roots(self) -> list[Model]:
+    def _models(self) -> list[Model]:
         units = self._units()
-        roots = models_of(units)
-        for root in roots:
-            if root.outermost not in units:
-                part, unsharded = type(units[0].module).__name__, type(root.outermost.module).__name__
+        models = models_of(units)
+        for model in models:
+            if model.outermost not in units:
+                part, unsharded = type(units[0].module).__name__, type(model.outermost.module).__name__
                 raise UsageError(
                     f"stats() of {part}, which is a part of the wrapped {unsharded}: bytes and collectives are counted "
                     "for whole models. Pass the outermost module"
                 )
-        return roots
+        return models
 
 
 def _units(model: nn.Module) -> list[tuple[str, Unit]]:

@@ -4,11 +4,13 @@ weakly."""
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..flat.param_refs import ParamRef
 from .model import Model
 from .unit import Unit
 
@@ -56,6 +58,12 @@ extended: weakref.WeakSet[Unit] = weakref.WeakSet()
 def owner_of(parameter: torch.Tensor) -> Unit | None:
     """The unit that manages `parameter`."""
     return _of_parameters.find(parameter)
+
+
+def owners_of(shared_refs: Iterable[ParamRef]) -> list[Unit]:
+    """The units that own what these refer to, each once."""
+    found = (owner_of(param_ref.leaf) for param_ref in shared_refs)
+    return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def unit_around(module: nn.Module) -> Unit | None:

@@ -60,7 +60,6 @@ class Unit:
 
     resources: Resources
     transports: Transports
-    tied_modules: Sequence[nn.Module] = ()  # of a copy, those of its owners: all are there once the outermost is
 
     def __init__(
         self,
@@ -82,6 +81,7 @@ class Unit:
         self.kinds = list(zip(self.handles, self.views, self.grads, strict=True))
         self.param_refs, self.shared_refs = list(param_refs), list(shared_refs)
         self.sharing_units: list[weakref.ref[Unit]] = []
+        self.owning_units: list[Unit] = []
         self.share_params_of(owning_units)
         self.built = built
         self.groups = groups
@@ -105,9 +105,10 @@ class Unit:
 
     def share_params_of(self, owning_units: Sequence[Unit]) -> None:
         """Hold parameters of `owning_units` too."""
+        for owning_unit in owning_units:
+            if owning_unit not in self.owning_units:
+                owning_unit.sharing_units.append(weakref.ref(self))
         self.owning_units = list(owning_units)
-        for owning_unit in self.owning_units:
-            owning_unit.sharing_units.append(weakref.ref(self))
 
     def alive_sharing_units(self) -> Iterator[Unit]:
         """Those of `sharing_units` that are still there."""

@@ -1,6 +1,6 @@
 """What users write to the parameters of a unit, or put in their place; and units that they unshard themselves.
 
-[Note: shards by hand] Between iterations leaves show the shard, and users may write to it, or give a module another
+[Note: writes at rest] Between iterations leaves show the shard, and users may write to it, or give a module another
 parameter. Both is noticed before the unit is gathered again, by versions and identities, without looking at values.
 """
 
@@ -62,7 +62,7 @@ def _is_stale(unit: Unit, handle: FlatParamHandle) -> bool:
 
 def apply_shard_writes(unit: Unit) -> None:
     """What was written to the shards earlier in this forward is what the unit is to compute with: free what was
-    gathered before."""
+    gathered before. [Note: shards by hand]"""
     for handle, views, _ in unit.kinds:
         if views.mode is not SHOWS_SHARD:
             continue

@@ -36,7 +36,7 @@ from ..runtime.model import Model, model_of
 from ..runtime.model_facts import own_pieces
 from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in, unregistered_refs
 from ..runtime.optimizer_hooks import guard_optimizers
-from ..runtime.param_registry import extended, models, own, owner_of, unit_around
+from ..runtime.param_registry import extended, models, own, owner_of, owners_of, unit_around
 from ..runtime.resources import ModelSettings, Resources
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
@@ -83,7 +83,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False) -> Mo
             backward_prefetch=config.backward_prefetch,
             forward_prefetch=config.forward_prefetch,
         ),
-        owning_units=list(dict.fromkeys(owner for each in shared_refs if (owner := owner_of(each.leaf)) is not None)),
+        owning_units=owners_of(shared_refs),
         shared_refs=shared_refs,
     )
     install_extensions(unit, transformed)

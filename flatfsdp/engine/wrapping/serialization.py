@@ -31,6 +31,7 @@ from ..flat.states import IDLE
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from ..runtime.model import model_of
 from ..runtime.module_tree import ignore, ignored_in, units_in
+from ..runtime.param_registry import owners_of
 from ..runtime.rest import quiesce
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
@@ -73,7 +74,6 @@ def state_of(wrapper: nn.Module) -> dict[str, Any]:
             "aliases": [(each.module, each.attribute, each.path, each.leaf) for each in unit.shared_refs],
             "extended": [(e.leaf, e.state, e.extensions) for views in unit.views for e in views.extended],
             "left_alone": ignored_in(unit.module),
-            "tied": [owning_unit.module for owning_unit in unit.owning_units],
             "groups": unit.groups,
             "root": replace(model_of(unit).setup.settings, limit_all_gathers=unit.resources.limiter.limit),
             "is_last_backward": model_of(unit).backwards.is_last_backward,
@@ -126,9 +126,8 @@ def restore(wrapper: nn.Module, state: dict[str, Any]) -> None:
     settings = replace(plan["root"], device=handles[0].device) if handles else plan["root"]
     model = new_model(unit, settings, tracker, nested)
     model.backwards.is_last_backward = plan["is_last_backward"]
-    unit.tied_modules = plan["tied"]
-    for each in model.units:
-        each.share_params_of([other for other in nested for module in each.tied_modules if other.module is module])
+    for each in model.units:  # the owners of what an inner one shares may have come after it
+        each.share_params_of(owners_of(each.shared_refs))
     keep_model(wrapper, model)
     register_flat_params(wrapper, unit)
 

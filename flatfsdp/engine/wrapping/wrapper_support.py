@@ -44,7 +44,7 @@ def flat_params_hidden(module: nn.Module) -> Iterator[None]:
             register_flat_params(wrapper, wrapper.__dict__["_unit"])
 
 
-def root_of(unit: Unit, method: str) -> Model:
+def initialized_model(unit: Unit, method: str) -> Model:
     """The model of its outermost `unit`, initialized; refuses other units."""
     model = check_outermost(unit, method)
     initialize(model)
@@ -54,7 +54,7 @@ def root_of(unit: Unit, method: str) -> Model:
 @contextmanager
 def no_sync(unit: Unit) -> Iterator[None]:
     """Accumulate without communication; only on the root."""
-    with root_of(unit, "no_sync()").no_sync():
+    with initialized_model(unit, "no_sync()").no_sync():
         yield
 
 
@@ -64,15 +64,15 @@ def register_comm_hook(unit: Unit, state: Any, function: Callable[..., Any]) -> 
     if not callable(function):
         refuse_type("register_comm_hook: hook", function, "a callable (state, grad) or (state, grad, shard)")
     check_outside(unit, method)
-    root = check_outermost(unit, method)
+    model = check_outermost(unit, method)
     quiesce([unit], collective=False, shards=False)
-    for each in root.units:
+    for each in model.units:
         _check_hookable(each, method)
     hook = CommHook.of(state, function)
-    for each in root.units:
-        root.setup.set_options(each, comm_hook=hook)
-        if root.setup.ready:
-            root.setup.connect(each)
+    for each in model.units:
+        model.setup.set_options(each, comm_hook=hook)
+        if model.setup.ready:
+            model.setup.connect(each)
 
 
 def _check_hookable(unit: Unit, method: str) -> None:

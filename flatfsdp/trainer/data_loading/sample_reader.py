@@ -5,9 +5,9 @@ follows from the seed and the sample's position alone: not from the rank that re
 in, nor from what was read before. The generators of the process that reads are as before afterwards: dropout does not
 notice how data are read.
 
-[Note: streams] Whoever reads an iterable dataset goes through the whole stream, whichever ranks it reads for: the order
-of samples is that of the stream, and where it ends, which shows only when it is there, decides how the last step is
-divided ([Note: position]). A place in it is found again by the dataset's own `state_dict()` and
+[Note: sample streams] Whoever reads an iterable dataset goes through the whole stream, whichever ranks it reads for:
+the order of samples is that of the stream, and where it ends, which shows only when it is there, decides how the last
+step is divided ([Note: position]). A place in it is found again by the dataset's own `state_dict()` and
 `load_state_dict(state)`, else by reading up to it once more.
 """
 

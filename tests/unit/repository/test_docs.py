@@ -8,6 +8,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -159,3 +160,14 @@ def test_the_main_entries_have_examples() -> None:
         "flatfsdp.wrap.ModuleWrapPolicy",
         "flatfsdp.wrap.CustomPolicy",
     } <= shown
+
+
+def test_each_note_stands_in_one_place() -> None:
+    """A note fixes the meaning of a word: it is defined where a sentence, or a paragraph, follows its name."""
+    text = {path: path.read_text() for path in sorted(Path(flatfsdp.__file__).parent.rglob("*.py"))}
+    begins = re.compile(r"^\s*(?:# )?\[Note: ([^]\n]+)\](?: \S|\n(?!\s*\"\"\"))", re.M)
+    defined = Counter(name for each in text.values() for name in begins.findall(each))
+    named = {" ".join(name.split()) for each in text.values() for name in re.findall(r"\[Note: ([^]]+)\]", each)}
+    several = sorted(name for name, count in defined.items() if count > 1)
+    assert not several, f"defined in several places: {several}"
+    assert not named - defined.keys(), f"defined nowhere: {sorted(named - defined.keys())}"
