@@ -26,6 +26,7 @@ from ..base import _torch
 from ..base import autograd as hooks
 from ..comm.comm_hook import left_to_average
 from ..flat.reduction import Reduction
+from ..flat.states import POST_BACKWARD
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHAPE
 from ..schedule.backward_driver import UnitFacts, UnitRules
 from ..schedule.backward_schedule import BackwardSchedule
@@ -376,7 +377,9 @@ class Backward:
             self._finish_early(older)
 
     def _finish_early(self, flight: InFlightReductions) -> None:
-        through = [unit for unit in flight.units if self.is_over_with_gradients(unit)]
+        # What was passed over has another phase, though earlier microbatches may have brought all of its gradients.
+        arrived = [unit for unit in flight.units if unit.phase is POST_BACKWARD]
+        through = [unit for unit in arrived if self.is_over_with_gradients(unit)]
         # This rank brought gradients of all leaves of these, so it needs no report of other ranks' ones.
         self.finisher.reduced([u for u in through if all(g.expected <= g.contributed for g in u.grads)])
 

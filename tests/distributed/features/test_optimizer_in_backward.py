@@ -234,6 +234,45 @@ def test_no_step_lets_reduced_gradients_add_up(pool2: Run, how: str) -> None:
     assert same(found[0], expected) and same(found[1], expected)
 
 
+class Passing(Stack):
+    """Blocks that are in `over` are passed over: they run, and nothing of them reaches the loss."""
+
+    over: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            y = block(x)
+            x = x + y.detach() if number in self.over else y
+        return self.head(x)
+
+
+def passed_over_at_last(rank: int, world: int, in_backward: bool, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The first microbatch brings all gradients; the last passes over a block, on one rank or on all."""
+    model = wrapped(Passing, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if in_backward:
+        flatfsdp.optimizer_in_backward(model, optimizer)
+    for step in range(4):
+        for micro in range(2):
+            model.module.over = () if micro == 0 or step == 0 else (step % 3,) if step == 2 or rank == 1 else ()
+            with model.no_sync() if micro == 0 else nullcontext():
+                loss_of(model, rank, 10 * step + micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST"])
+def test_what_the_last_microbatch_passes_over_steps_on_what_earlier_ones_brought(
+    pool2: Run, strategy: str, prefetch: str
+) -> None:
+    options = {"sharding_strategy": strategy, "backward_prefetch": prefetch}
+    expected = pool2(passed_over_at_last, False, options)[0]
+    found = pool2(passed_over_at_last, True, options)
+    assert same(found[0], expected) and same(found[1], expected)
+
+
 def partial_sums(rank: int, world: int, in_backward: bool) -> dict[str, Tensor]:
     """Sums over replicas that are put off: the shard axis's alone step nothing."""
     model = wrapped(sharding_strategy="HYBRID_SHARD", device_mesh=replicas_of_shards())

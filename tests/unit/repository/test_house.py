@@ -25,11 +25,11 @@ FUNCTIONS = {}
 # added since or taken away. Its own goals are 20,000 for the engine and 9,600 for the core, each with the second number
 # on top: parts that declare what they take as values pay for imports, fields and docstrings of their own.
 LINES = {
-    "engine": (23_715, 4_145, 1_347),
-    "core": (11_350, 1_202, 451),
+    "engine": (23_715, 4_145, 1_350),
+    "core": (11_350, 1_202, 454),
     "checkpoint": (4_103, 886),
     "trainer": (7_300, 324, -818),
-    "all": (36_122, 5_661, -166),
+    "all": (36_122, 5_661, -163),
 }
 SETTINGS = 350  # lines of trainer/settings
 OUTSIDE = ("checkpoint", "trainer", "examples", "train")  # of the engine
