@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import refuse_type, refuse_value
+from .errors import ConfigValueError, refuse_type, refuse_value
 
 __all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy", "TrainingState"]
 
@@ -116,6 +116,11 @@ class MixedPrecision:
     full_precision_in_eval: bool = False
     """Compute in the master dtype, without casts, while the module is in eval mode. Not in torch's FSDP."""
 
+    gather_dtype: torch.dtype | None = None
+    """Dtype in which parameters travel when they are gathered: ``torch.int8`` or ``torch.float8_e4m3fn``, in blocks of
+    256 numbers with a scale each, a quarter of float32. Shards keep full precision. Parameters that are not floating
+    point travel as they are. None: ``param_dtype``. Not in torch's FSDP."""
+
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
@@ -123,6 +128,8 @@ class MixedPrecision:
                 refuse_type(f"MixedPrecision.{name}", dtype, "a floating-point torch.dtype, or None")
             if dtype is not None and not dtype.is_floating_point:
                 refuse_value(f"MixedPrecision.{name}", dtype, "a floating-point torch.dtype, or None")
+        if self.gather_dtype is not None:
+            _check_gathered(self.gather_dtype)
         for name in (
             "keep_low_precision_grads",
             "cast_forward_inputs",
@@ -131,9 +138,23 @@ class MixedPrecision:
         ):
             check_bool(f"MixedPrecision.{name}", getattr(self, name))
         ignored = "MixedPrecision._module_classes_to_ignore"
+        if self.gather_dtype is not None and self.full_precision_in_eval:
+            raise ConfigValueError(
+                f"MixedPrecision: got gather_dtype={self.gather_dtype} and full_precision_in_eval=True. Accepted: one "
+                "of them; parameters that were gathered in few bits are not in full precision."
+            )
         object.__setattr__(
             self, ignored.rpartition(".")[2], check_module_classes(ignored, self._module_classes_to_ignore)
         )
+
+
+def _check_gathered(dtype: Any) -> None:
+    name, accepted = "MixedPrecision.gather_dtype", "None, torch.int8 or torch.float8_e4m3fn"
+    if not isinstance(dtype, torch.dtype):
+        refuse_type(name, dtype, accepted)
+    if dtype not in (torch.int8, torch.float8_e4m3fn):
+        casts = dtype in (torch.bfloat16, torch.float16)
+        refuse_value(name, dtype, accepted, hint=f"To gather in {dtype}, pass it as the param_dtype." if casts else "")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ MIB, SMALL = 2**20, 2**14
 LAYERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("parameters (shards)", "#4c72b0", ("shard",)),
     ("optimizer state", "#8c8c8c", ("optimizer",)),
-    ("parameters, gathered", "#64b5cd", ("unsharded", "staging")),
+    ("parameters, gathered", "#64b5cd", ("unsharded", "staging", "quantized")),
     ("gradients", "#dd8452", ("slots", "reduced", "partial", "grad")),
     ("scratch of reductions", "#937860", ("exchange",)),
 )

@@ -70,13 +70,24 @@ DTYPES = {
 }
 """The names of dtypes in settings."""
 
-_DTYPE_NAME = Name(tuple(DTYPES))
+PACKED_DTYPES = {"int8": torch.int8, **dict.fromkeys(("fp8", "float8_e4m3fn"), torch.float8_e4m3fn)}
+"""The names of dtypes in which parameters travel."""
+
+_DTYPE_NAME, _PACKED_DTYPE_NAME = Name(tuple(DTYPES)), Name(tuple(PACKED_DTYPES))
 
 
 def _dtype(value: Any) -> torch.dtype:
-    if isinstance(value, torch.dtype) and value in DTYPES.values():
+    return _named(value, DTYPES, _DTYPE_NAME)
+
+
+def _packed_dtype(value: Any) -> torch.dtype:
+    return _named(value, PACKED_DTYPES, _PACKED_DTYPE_NAME)
+
+
+def _named(value: Any, dtypes: Mapping[str, torch.dtype], name: Name) -> torch.dtype:
+    if isinstance(value, torch.dtype) and value in dtypes.values():
         return value
-    return DTYPES[_DTYPE_NAME(value.lower().removeprefix("torch.") if isinstance(value, str) else value)]
+    return dtypes[name(value.lower().removeprefix("torch.") if isinstance(value, str) else value)]
 
 
 def _units(value: Any) -> Any:
@@ -103,6 +114,7 @@ def _resume(value: Any) -> str | Path:
 
 
 DType = Annotated[torch.dtype | str, PlainValidator(_dtype)]
+PackedDType = Annotated[torch.dtype | str, PlainValidator(_packed_dtype)]
 Units = Annotated[Any, PlainValidator(_units)]
 Strategy = Annotated[str, PlainValidator(Name(tuple(STRATEGIES)))]
 Prefetch = Annotated[str, PlainValidator(Name(tuple(member.name.lower() for member in BackwardPrefetch)))]
@@ -142,6 +154,9 @@ class FSDPArguments(Settings):
         None, "dtype in which gradients are summed over ranks; none for the one to compute in"
     )
     buffer_dtype: DType | None = setting(None, "dtype of buffers in computation; none for their own")
+    gather_dtype: PackedDType | None = setting(
+        None, "dtype in which parameters travel, int8 or fp8 with a scale for each 256; none for the one to compute in"
+    )
     cpu_offload: bool = setting(False, "keep shards, gradients and optimizer state in host memory")
     use_orig_params: bool = setting(True, "the optimizer sees the original parameters, or one flat parameter per unit")
     activation_checkpointing: bool = setting(False, "compute the activations of each unit again in the backward")
@@ -165,7 +180,7 @@ class FSDPArguments(Settings):
         if self.strategy in _HYBRIDS and self.replicas is None and self.units == "none":
             self.refuse("units", f"{self.called('strategy')} {self.strategy} needs units, or {self.called('replicas')}")
         if self.strategy == "no_shard":
-            for name in ("reshard_after_forward", "forward_prefetch"):
+            for name in ("reshard_after_forward", "forward_prefetch", "gather_dtype"):
                 if getattr(self, name):
                     self.refuse(name, f"with {self.called('strategy')} no_shard parameters are never gathered")
 

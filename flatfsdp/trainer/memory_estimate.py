@@ -37,6 +37,7 @@ _WORDS = {
     "reduced": "gradients, reduced (shards)",
     "exchange": "scratch of reductions",
     "staging": "small units, joined",
+    "quantized": "quantized, on their way",
 }
 _KINDS = {
     "all_gather": "all-gather, parameters",

@@ -68,7 +68,13 @@ class StagingBuffer:
 
 
 class ProcessGroupTransport:
-    """torch's flat collectives over one group, on one device."""
+    """torch's flat collectives over one group, on one device.
+
+    Attributes:
+        casts_shards: whether a shard that is gathered may have another dtype than the output, and be elsewhere.
+    """
+
+    casts_shards = False
 
     def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
         self.group = group

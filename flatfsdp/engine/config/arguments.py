@@ -351,6 +351,8 @@ def _check_combination(config: Config) -> Config:
         )
     if strategy is ShardingStrategy.NO_SHARD and config.forward_prefetch:
         warn("forward_prefetch: True has no effect with NO_SHARD, which never gathers parameters.")
+    if strategy is ShardingStrategy.NO_SHARD and precision.gather_dtype is not None:
+        warn("mixed_precision: gather_dtype has no effect with NO_SHARD, which never gathers parameters.")
     if precision.keep_low_precision_grads and precision.param_dtype is precision.reduce_dtype is None:
         warn(
             "mixed_precision: keep_low_precision_grads=True has no effect while param_dtype and reduce_dtype are None: "

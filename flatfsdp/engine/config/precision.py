@@ -24,6 +24,8 @@ class Precision:
     accumulate: torch.dtype
     # The dtype in which the optimizer sees gradients: the master dtype unless low precision is kept on request.
     grad: torch.dtype
+    # What unsharded parameters travel as, in blocks; None as they are.
+    gather: torch.dtype | None = None
 
 
 def resolve(mixed: MixedPrecision, master: torch.dtype) -> Precision:
@@ -38,7 +40,7 @@ def resolve(mixed: MixedPrecision, master: torch.dtype) -> Precision:
     reduce = mixed.reduce_dtype or compute
     accumulate = mixed.accumulate_dtype or reduce
     grad = reduce if mixed.keep_low_precision_grads else master
-    return Precision(master, compute, reduce, accumulate, grad)
+    return Precision(master, compute, reduce, accumulate, grad, mixed.gather_dtype)
 
 
 @lru_cache(maxsize=64)

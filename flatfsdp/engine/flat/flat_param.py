@@ -273,7 +273,8 @@ class FlatParamHandle:
         source = target.source
         if source is None or source.transport is not transport:
             offload = self.options.offload
-            copies = offload or self.shard.dtype != dtype or self.shard.device != target.flat.device
+            apart = offload or self.shard.dtype != dtype or self.shard.device != target.flat.device
+            copies = apart and not transport.casts_shards
             own = self.layout.shard(self.rank).slice
             source = ShardSource(self.shard, own, dtype, transport, copies=copies, offload=offload)
             target.source = source

@@ -31,7 +31,8 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     - *padding*: elements that fill the unit's flat parameters up, over all ranks of the shard group.
     - *ranks*: shards x replicas; the lines below the table spell the groups out for this rank.
     - *kinds*: the dtypes of its flat parameters, `frozen` where nothing was trainable at construction, what they are
-      cast to in computation, and where frozen ones stay unsharded (`keep_frozen_unsharded`).
+      cast to in computation, what they travel in (`by int8`), and where frozen ones stay unsharded
+      (`keep_frozen_unsharded`).
 
     With `compact` units that follow each other and are alike share a row, and what all rows have in common stands below
     the table, which fits into 80 columns then where names are short.
@@ -214,9 +215,9 @@ class Stats:
         """Kind to bytes at that time, as `bytes_peak` sums them up.
 
         Kinds: `shard`, `unsharded`, `portion` (of unsharded parameters, between forward and backward), `slots`
-        (unsharded gradients), `exchange` (scratch of a reduction), `staging` (of several small units), `reduced`
-        (gradient shards before they become `.grad`), `partial` (sums that await an all-reduce), `summoned`, and
-        `host copy` (of `keep_frozen_unsharded`).
+        (unsharded gradients), `exchange` (scratch of a reduction), `staging` (of several small units), `quantized`
+        (what travels in few bits), `reduced` (gradient shards before they become `.grad`), `partial` (sums that await
+        an all-reduce), `summoned`, and `host copy` (of `keep_frozen_unsharded`).
         """
         return dict(sum((Counter(model.resources.tracker.at_peak) for model in self._models()), Counter()))
 
@@ -277,11 +278,12 @@ def _units(model: nn.Module) -> list[tuple[str, Unit]]:
 
 
 def _kind(handle: FlatParamHandle) -> str:
-    """E.g. "float32 frozen as bfloat16": dtype at rest, trainability, dtype in computation."""
+    """E.g. "float32 frozen as bfloat16 by int8": dtype at rest, trainability, dtype in computation and on the way."""
     precision = handle.precision
     frozen = "" if handle.options.trainable else " frozen"
     cast = f" as {_dtype(precision.compute)}" if precision.compute != precision.master else ""
-    return f"{_dtype(precision.master)}{frozen}{cast}"
+    packed = f" by {_dtype(precision.gather)}" if precision.gather is not None else ""
+    return f"{_dtype(precision.master)}{frozen}{cast}{packed}"
 
 
 def _kept(unit: Unit, handle: FlatParamHandle) -> str:

@@ -80,7 +80,7 @@ class Coalescer:
         size = self._bytes.get(unit)
         schedule = unit.options.schedule
         alone = unit.groups.shard.size == 1 or schedule.post_forward_ranks is not None or schedule.unshard_async_op
-        return None if size is None or alone else (size, id(unit.transports.gather))
+        return None if size is None or alone else (size, id(unit.transports.quantized))
 
     def _reduction_of(self, unit: Unit) -> tuple[int, object] | None:
         size, options = self._bytes.get(unit), unit.options
@@ -106,20 +106,22 @@ class Coalescer:
         found: list[Unit] = []
         resources = units[0].resources
         stream = resources.streams.unshard
-        by_dtype: dict[torch.dtype, list[tuple[FlatParamHandle, UnshardSource]]] = defaultdict(list)
+        alike: dict[tuple[torch.dtype, bool], list[tuple[FlatParamHandle, UnshardSource]]] = defaultdict(list)
         for unit in units:
             sharded = unit.prepare_unshard(ahead=ahead)
             for handle, source in sharded:
-                by_dtype[source.dtype].append((handle, source))
+                alike[source.dtype, handle.precision.gather is None].append((handle, source))
             if sharded:
                 unit.record_event("gather")
                 found.append(unit)
-        for dtype, gathered in by_dtype.items():
+        transports = units[0].transports
+        for (dtype, is_exact), gathered in alike.items():
             together = CoalescedSource(dtype)
             for handle, _ in gathered:
                 handle.launch_unshard(together, stream)
             shards = [handle.shard for handle, _ in gathered]
-            pending = units[0].transports.gather.all_gather_coalesced(together.flats, shards, stream)
+            transport = transports.gather if is_exact else transports.quantized
+            pending = transport.all_gather_coalesced(together.flats, shards, stream)
             for handle, _ in gathered:
                 handle.pending = pending
             if any(source.reads_host for _, source in gathered):

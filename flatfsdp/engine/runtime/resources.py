@@ -8,7 +8,9 @@ import torch
 
 from ..base.events import EventLog
 from ..comm.axes import Axis
+from ..comm.block_codec import BlockCodec
 from ..comm.comm_stats import CommStats
+from ..comm.quantized import QuantizedTransport
 from ..comm.transport import Transport, transport
 from ..device.memory import Limiter, MemoryTracker
 from ..device.streams import Device, Stream
@@ -67,6 +69,15 @@ class Resources:
         key = (id(axis.process_group), role)
         if key not in self._transports:
             self._transports[key] = transport(axis, self.device, comm_stats=self.comm_stats, tracker=self.tracker)
+        return self._transports[key]
+
+    def quantized(self, over: Transport, dtype: torch.dtype | None) -> Transport:
+        """`over` with gathers in `dtype`; itself where that is None, or there is only one rank."""
+        if dtype is None or over.group.size == 1:
+            return over
+        key = (id(over), str(dtype))
+        if key not in self._transports:
+            self._transports[key] = QuantizedTransport(over, BlockCodec.of_dtype(dtype))
         return self._transports[key]
 
     def gather_on_callers_stream(self, on_callers: bool) -> None:

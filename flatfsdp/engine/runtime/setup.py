@@ -126,6 +126,7 @@ class Setup:
             scatter,
             replicate,
             reducers(hook, groups, scatter, replicate) if hook is not None else (scatter, replicate),
+            self.resources.quantized(gather, unit.built.mixed_precision.gather_dtype),
         )
 
     def choose_unshard_stream(self) -> None:

@@ -240,7 +240,10 @@ class Unit:
             handle.drop_stale_source()
             if handle.kept_source is not None and handle.kept_source.serves(dtype):
                 return handle.kept_source
-        return handle.shard_source(self.transports.gather, dtype)
+        transports = self.transports
+        return handle.shard_source(
+            transports.gather if handle.precision.gather is None else transports.quantized, dtype
+        )
 
     def wait_unshard(self) -> None:
         """Order the caller after the gathers and let the leaves show the unsharded parameters."""

@@ -56,6 +56,7 @@ class Transports:
 
     Attributes:
         gather, scatter, replicate: over its axes; replicate is None where there is one copy.
+        quantized: gathers what has a `gather` dtype. [Note: quantization]
         reducers: the last two, or a communication hook in the place of one of them.
     """
 
@@ -63,6 +64,7 @@ class Transports:
     scatter: Transport
     replicate: Transport | None
     reducers: tuple[Reducer, Reducer | None]
+    quantized: Transport
 
 
 @dataclass

@@ -53,8 +53,9 @@ def shard(
         UsageError: there is no process group, or the model cannot be wrapped.
     """
     # Names are dtypes once arguments are checked.
-    dtypes: tuple[Any, ...] = arguments.param_dtype, arguments.reduce_dtype, arguments.buffer_dtype
-    policy = policy_for(model, arguments.units, fallback=arguments.units_fallback, param_dtype=dtypes[0])
+    names = "param_dtype", "reduce_dtype", "buffer_dtype", "gather_dtype"
+    precision: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    policy = policy_for(model, arguments.units, fallback=arguments.units_fallback, param_dtype=precision["param_dtype"])
     if arguments.activation_checkpointing:
         _check_can_recompute(model, policy)
     sharded = FullyShardedDataParallel(
@@ -63,7 +64,7 @@ def shard(
         cpu_offload=arguments.cpu_offload,
         auto_wrap_policy=policy,
         backward_prefetch=None if arguments.backward_prefetch is None else arguments.backward_prefetch.upper(),
-        mixed_precision=None if dtypes == (None, None, None) else MixedPrecision(*dtypes),
+        mixed_precision=None if not any(precision.values()) else MixedPrecision(**precision),
         param_init_fn=param_init_fn or initializer_of(model),
         device_id=None if device.type == "cpu" else device,
         sync_module_states=arguments.sync_module_states,

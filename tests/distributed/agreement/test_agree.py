@@ -99,6 +99,8 @@ def construct(rank: int, world: int, case: str) -> str:
         kwargs["use_orig_params"] = False
     elif case == "mixed precision" and odd:
         kwargs["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
+    elif case == "gather dtype":
+        kwargs["mixed_precision"] = MixedPrecision(gather_dtype=torch.int8 if odd else torch.float8_e4m3fn)
     elif case == "prefetch" and odd:
         kwargs["backward_prefetch"] = None
     model = wrap(net, **kwargs)
@@ -136,6 +138,11 @@ ADVICE = ". Build the same module with the same arguments of FullyShardedDataPar
         (
             "mixed precision",
             " in unit 'blocks.0', mixed_precision: rank 0: none; rank 1: param_dtype=torch.bfloat16",
+        ),
+        (
+            "gather dtype",
+            " in unit 'blocks.0', mixed_precision: rank 0: gather_dtype=torch.float8_e4m3fn; rank 1: "
+            "gather_dtype=torch.int8",
         ),
         (
             "prefetch",

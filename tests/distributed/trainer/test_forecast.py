@@ -88,6 +88,8 @@ JOBS = [
     Job(mlp, 2, BF16, {"accumulate": 2, "clip": 1.0}),
     Job(tied, 2, {"strategy": "shard_grad_op", "activation_checkpointing": True}, {}),
     Job(many, 2, {"forward_prefetch": True}, {"accumulate": 2}),
+    Job(mlp, 2, {"gather_dtype": "int8"} | BF16, {}),
+    Job(many, 2, {"gather_dtype": "fp8", "use_orig_params": False}, {"accumulate": 2}),
     Job(mlp, 4, {"strategy": "hybrid_shard", "replicas": 2, "activation_checkpointing": True}, {"accumulate": 2}),
     Job(tied, 4, {"use_orig_params": False}, {"optimizer": "sgd", "clip": 0.1}),
     Job(many, 4, {"strategy": "hybrid_shard_zero2", "replicas": 2} | BF16, {"optimizer_in_backward": True}),

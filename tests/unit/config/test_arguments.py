@@ -337,6 +337,32 @@ def test_wrong_values(given, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"gather_dtype": torch.bfloat16},
+            "MixedPrecision.gather_dtype: got torch.bfloat16. Accepted: None, torch.int8 or torch.float8_e4m3fn. To "
+            "gather in torch.bfloat16, pass it as the param_dtype.",
+        ),
+        (
+            {"gather_dtype": "int8"},
+            "MixedPrecision.gather_dtype: got 'int8' (str). Accepted: None, torch.int8 or torch.float8_e4m3fn.",
+        ),
+        (
+            {"gather_dtype": torch.int8, "full_precision_in_eval": True},
+            "MixedPrecision: got gather_dtype=torch.int8 and full_precision_in_eval=True. Accepted: one of them; "
+            "parameters that were gathered in few bits are not in full precision.",
+        ),
+    ],
+    ids=lambda value: "",
+)
+def test_wrong_precisions(given, message):
+    with pytest.raises((ConfigTypeError, ConfigValueError)) as caught:
+        MixedPrecision(**given)
+    assert str(caught.value) == message
+
+
 def build_model() -> nn.Module:
     return nn.Linear(2, 2)
 
@@ -388,6 +414,10 @@ def test_has_forward():
         (
             {"sharding_strategy": "NO_SHARD", "forward_prefetch": True},
             "forward_prefetch: True has no effect with NO_SHARD, which never gathers parameters.",
+        ),
+        (
+            {"sharding_strategy": "NO_SHARD", "mixed_precision": MixedPrecision(gather_dtype=torch.int8)},
+            "mixed_precision: gather_dtype has no effect with NO_SHARD, which never gathers parameters.",
         ),
         (
             {"mixed_precision": MixedPrecision(keep_low_precision_grads=True)},

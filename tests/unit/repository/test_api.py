@@ -35,7 +35,11 @@ def test_enums_have_torchs_names_and_values_then_our_own(ours, torchs, only_ours
 @pytest.mark.parametrize(
     ("ours", "torchs", "only_ours"),
     [
-        (MixedPrecision, torch_fsdp.MixedPrecision, [("accumulate_dtype", None), ("full_precision_in_eval", False)]),
+        (
+            MixedPrecision,
+            torch_fsdp.MixedPrecision,
+            [("accumulate_dtype", None), ("full_precision_in_eval", False), ("gather_dtype", None)],
+        ),
         (CPUOffload, torch_fsdp.CPUOffload, [("pin_memory", True)]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
