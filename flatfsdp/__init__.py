@@ -5,6 +5,7 @@ from __future__ import annotations
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .engine.base.aliases import install as _find_old_names
 from .engine.base.wait_limits import set_collective_timeout
+from .engine.comm.shared_memory.groups import share_host_memory
 from .engine.config import state_dict_configs as _state_dict_configs
 from .engine.config.state_dict_configs import *  # noqa: F403
 from .engine.device.malloc import retain_host_memory
@@ -55,6 +56,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "retain_host_memory",
     "set_collective_timeout",
+    "share_host_memory",
     "stats",
     "summary",
     "unsharded_shapes",

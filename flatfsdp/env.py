@@ -28,6 +28,7 @@ def describe() -> str:
         "cores": f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads",
         "backends": ", ".join(_backends()) or "none: this torch is built without torch.distributed",
         "devices": ", ".join(_devices()) or "cpu only",
+        "shared memory": _shared_memory(),
         "packages": ", ".join(_packages()) or "none of those that flatfsdp works with",
     }
     facts |= {name: value for name, value in sorted(os.environ.items()) if _relevant(name)}
@@ -46,6 +47,12 @@ def _devices() -> list[str]:
     if not hasattr(accelerator, "get_device_name"):
         return []
     return [accelerator.get_device_name(index) for index in range(accelerator.device_count())]
+
+
+def _shared_memory() -> str:
+    """Whether ranks on this host can exchange CPU tensors through memory."""
+    why = flatfsdp.share_host_memory()
+    return f"no: {why}" if why else "yes"
 
 
 def _packages() -> list[str]:

@@ -35,6 +35,8 @@ from ..device.streams import DONE, Device, PendingWork, Stream, Work, accelerato
 from . import gloo
 from .axes import Axis
 from .comm_stats import CommStats
+from .shared_memory.exchange import SharedMemoryExchange, SimulatedSharedMemory
+from .shared_memory.groups import of_group, would_share
 
 # Backends know few dtypes; in a gather bytes only move. These stay as they are: all backends know them.
 _KNOWN_TO_ALL = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -234,21 +236,39 @@ class DeterministicGloo(ProcessGroupTransport):
         self._all_to_all = all_to_all(group.process_group, tracker=tracker, comm_stats=comm_stats)
 
     def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
-        if not self._is_for_pairs(output):
+        way = self._shared_memory(output) or (self._pairs if self._is_for_pairs(output) else None)
+        if way is None:
             return super().all_gather_base(output, shard, stream)
         self.comm_stats.log("all_gather", output.nbytes)
-        output, shard = _as_bytes(output), _as_bytes(shard)
-        return self._exchange(stream, lambda: self._pairs.gather(output, shard), output, shard)
+        output, shard = output.view(torch.uint8), shard.view(torch.uint8)
+        return self._exchange(stream, lambda: way.gather(output, shard), output, shard)
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
         self.comm_stats.log("reduce_scatter", full.nbytes)
-        way = self._pairs if self._is_for_pairs(full) else self._all_to_all
+        way = self._shared_memory(full) or (self._pairs if self._is_for_pairs(full) else self._all_to_all)
         return self._exchange(stream, lambda: way.reduce_scatter(output, full), full, output)
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         self.comm_stats.log("all_reduce", tensor.nbytes)
-        way = self._pairs if self._is_for_pairs(tensor) else self._all_to_all
+        way = self._shared_memory(tensor) or (self._pairs if self._is_for_pairs(tensor) else self._all_to_all)
         return self._exchange(stream, lambda: way.all_reduce(tensor), tensor)
+
+    def _shared_memory(self, tensor: torch.Tensor) -> SharedMemoryExchange | None:
+        return self._in_memory if tensor.device.type == "cpu" and tensor.numel() else None
+
+    @cached_property
+    def _in_memory(self) -> SharedMemoryExchange | None:
+        group = self.group.process_group
+        if is_memoryless():
+            return (
+                SimulatedSharedMemory(group, tracker=self.tracker, comm_stats=self.comm_stats)
+                if would_share(group)
+                else None
+            )
+        shared = of_group(group)
+        if shared is None:
+            return None
+        return SharedMemoryExchange(shared, tracker=self.tracker, comm_stats=self.comm_stats)
 
     def _exchange(self, stream: Stream, start: Callable[[], PendingWork], *keep: torch.Tensor) -> PendingWork:
         if keep[0].numel() == 0 or stream.is_callers:

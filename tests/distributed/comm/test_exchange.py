@@ -21,6 +21,10 @@ from flatfsdp.engine.comm import gloo
 from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.comm.axes import Axis
 from flatfsdp.engine.comm.comm_stats import CommStats
+from flatfsdp.engine.comm.shared_memory import peers
+from flatfsdp.engine.comm.shared_memory.chunks import longest_chunk
+from flatfsdp.engine.comm.shared_memory.exchange import CAPACITY
+from flatfsdp.engine.comm.shared_memory.groups import by_messages, of_group
 from flatfsdp.engine.comm.transport import Transport
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device, PendingWork
@@ -41,16 +45,21 @@ def over(group: dist.ProcessGroup | None = None) -> Transport:
     )
 
 
-WAYS = ["pairs", "too small", "two hosts"]  # how exchanges go, or why not by pairs
+WAYS = ["shared memory", "pairs", "too small", "two hosts"]  # how exchanges go, or why not by pairs
 
 
 @contextlib.contextmanager
 def going(way: str, rank: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
+        if way == "shared memory":
+            of_group(dist.group.WORLD)  # asked once
+        elif way != "two hosts":
+            stack.enter_context(by_messages())
         stack.enter_context(patch.object(gloo, "SMALLEST", 2**40 if way == "too small" else 0))
         if way == "two hosts":
             stack.enter_context(patch.object(per_group, "_made", weakref.WeakKeyDictionary()))
             stack.enter_context(patch("platform.node", lambda: f"host {min(rank, 1)}"))
+            stack.enter_context(patch.object(peers, "_host", lambda: bytes([min(rank, 1)] * 16)))
         yield
 
 
@@ -107,9 +116,14 @@ def test_exchanges_bring_what_collectives_bring_and_sum_in_rank_order(run: Run, 
     assert run(world, wrong_answers, way, is_thorough()) == [[]] * world
 
 
-def many_in_flight(rank: int, world: int) -> list[str]:
+def many_in_flight(rank: int, world: int, way: str) -> list[str]:
     """Gathers and reduce-scatters of different sizes, some by pairs, issued by a rank that is sometimes late, and
     waited for in an order that ranks do not share."""
+    with by_messages() if way == "pairs" else contextlib.nullcontext():
+        return _many_in_flight(rank, world)
+
+
+def _many_in_flight(rank: int, world: int) -> list[str]:
     gathers, sums, lane = over(), over(dist.new_group()), Device(CPU).new_stream("test")
     order = random.Random(rank)
     wrong = []
@@ -135,15 +149,17 @@ def many_in_flight(rank: int, world: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.parametrize("way", ["shared memory", "pairs"])
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
-def test_many_exchanges_in_flight_are_not_confused(run: Run, world: int) -> None:
-    assert run(world, many_in_flight) == [[]] * world
+def test_many_exchanges_in_flight_are_not_confused(run: Run, world: int, way: str) -> None:
+    assert run(world, many_in_flight, way) == [[]] * world
 
 
 def issued_alone(rank: int, world: int, way: str) -> None:
     """A rank issues an operation and tells the others, who issue theirs when they have heard of it."""
     with going(way, rank):
         gloo.is_near(dist.group.WORLD)  # asked once
+        of_group(dist.group.WORLD)  # likewise
         transport, lane, told = over(), Device(CPU).new_stream("test"), dist.new_group()
         whole, piece = torch.zeros(world * 1000), torch.zeros(1000)
         for first in range(world):
@@ -167,6 +183,11 @@ def test_issuing_waits_for_nobody(way: str, pool2: Run) -> None:
 
 
 def messages_of(rank: int, world: int, numel: int) -> list[int]:
+    with by_messages():
+        return _messages_of(world, numel)
+
+
+def _messages_of(world: int, numel: int) -> list[int]:
     transport, lane = over(), Device(CPU).new_stream("test")
     whole, piece = torch.zeros(world * numel), torch.zeros(numel)
     seen = []
@@ -191,12 +212,18 @@ def test_messages_are_two_for_each_peer(run: Run, world: int) -> None:
     assert run(world, messages_of, numel - 1) == [[0, 0, 0]] * world
 
 
-def memory(rank: int, world: int) -> dict[str, tuple[int, int]]:
+def memory(rank: int, world: int, way: str) -> dict[str, tuple[int, int]]:
     """Bytes that each exchange takes at its peak, in pieces: by the allocator, and by the ledger."""
+    with by_messages() if way == "pairs" else contextlib.nullcontext():
+        return _memory(rank, world)
+
+
+def _memory(rank: int, world: int) -> dict[str, tuple[int, int]]:
     size = 1024 * 1024
     shard, piece, full = torch.randn(size), torch.randn(size), torch.randn(world * size)
     transport, lane = over(), Device(CPU).new_stream("test")
     gloo.is_near(dist.group.WORLD)  # asked once
+    of_group(dist.group.WORLD)  # likewise
     found = {}
     for name, exchange in {
         "gather": lambda: transport.all_gather_base(full, shard, lane).wait(),
@@ -216,4 +243,13 @@ def test_scratch_is_at_most_two_pieces_of_peers(run: Run, world: int) -> None:
     sums = min(world - 2, 2)
     everything = sums + 1
     expected = {"gather": (0, 0), "reduce-scatter": (sums, sums), "all-reduce": (everything, everything)}
-    assert run(world, memory) == [expected] * world
+    assert run(world, memory, "pairs") == [expected] * world
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_scratch_in_shared_memory_is_a_chunk_of_a_sum_in_place(run: Run, world: int) -> None:
+    """From the third rank on, whose own piece is not the first to be added."""
+    chunk = round(longest_chunk(CAPACITY, 4 * (world - 1)) / (1024 * 1024), 2)
+    for rank, found in enumerate(run(world, memory, "shared memory")):
+        scratch = chunk if rank > 1 else 0
+        assert found == {"gather": (0, 0), "reduce-scatter": (0, 0), "all-reduce": (scratch, scratch)}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, wrap
+from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.gradients import Gradients
 from flatfsdp.engine.flat.reduction import ReductionInput
@@ -90,10 +91,10 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL // 2,
             "unsharded": ROOT + 2 * BLOCK,  # the unit in use and the one ahead
             "slots": 2 * BLOCK,  # the unit that is reduced and the one that is filled
-            "exchange": BLOCK // 2,  # what the other rank sends
+            "exchange": 0,  # what other ranks send is added from where they have it
             "reduced": MODEL // 2,  # gradient shards, until the end of the backward
             # The second block is in use, the first is ahead, the third is reduced: its gradients lie in its own place.
-            "all": MODEL // 2 + ROOT + 3 * BLOCK + BLOCK // 2 + 2 * BLOCK // 2,
+            "all": MODEL // 2 + ROOT + 3 * BLOCK + 2 * BLOCK // 2,
         },
     ),
     (
@@ -103,10 +104,10 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL // 2,
             "unsharded": ROOT + BLOCK,
             "slots": 2 * BLOCK,
-            "exchange": BLOCK // 2,
+            "exchange": 0,
             "reduced": MODEL // 2,
             # The first block is in use, the second is reduced.
-            "all": MODEL // 2 + ROOT + 2 * BLOCK + BLOCK // 2 + 3 * BLOCK // 2,
+            "all": MODEL // 2 + ROOT + 2 * BLOCK + 3 * BLOCK // 2,
         },
     ),
     (
@@ -116,10 +117,10 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL // 2,
             "unsharded": ROOT + 2 * BLOCK,  # the unit in use and the one ahead
             "slots": BLOCK + ROOT,  # one block is let go of before another is filled; the root's come last
-            "exchange": BLOCK // 2,
+            "exchange": 0,
             "reduced": MODEL // 2,
             # The second block is reduced, the first is ahead: it is used when the second has been let go of.
-            "all": MODEL // 2 + ROOT + 2 * BLOCK + BLOCK // 2 + 3 * BLOCK // 2,
+            "all": MODEL // 2 + ROOT + 2 * BLOCK + 3 * BLOCK // 2,
         },
     ),
     (
@@ -129,9 +130,9 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL // 2,
             "unsharded": MODEL,
             "slots": 2 * BLOCK,
-            "exchange": BLOCK // 2,
+            "exchange": 0,
             "reduced": MODEL // 2,
-            "all": MODEL // 2 + MODEL + 2 * BLOCK // 2,  # the last block is reduced
+            "all": MODEL // 2 + MODEL + BLOCK // 2,  # the last block is reduced
         },
     ),
     (
@@ -141,10 +142,10 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL // 2,
             "unsharded": ROOT + 2 * BLOCK,
             "slots": MODEL,  # a window is unsharded
-            "exchange": BLOCK // 2,
+            "exchange": 0,
             "reduced": MODEL // 2,
             # The last block is reduced, the one before is in use, and another ahead.
-            "all": MODEL // 2 + MODEL + ROOT + 2 * BLOCK + BLOCK // 2 + BLOCK // 2,
+            "all": MODEL // 2 + MODEL + ROOT + 2 * BLOCK + BLOCK // 2,
         },
     ),
     (
@@ -155,10 +156,10 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL // 2,
             "unsharded": ROOT + 2 * BLOCK,
             "slots": 2 * 2 * BLOCK,
-            "exchange": 2 * BLOCK // 2,
+            "exchange": 0,
             "reduced": 2 * MODEL // 2,
             # As above; besides, the second block's gradients have a buffer beside their parameters.
-            "all": MODEL // 2 + ROOT + 2 * BLOCK + 2 * (2 * BLOCK + BLOCK // 2 + 2 * BLOCK // 2),
+            "all": MODEL // 2 + ROOT + 2 * BLOCK + 2 * (2 * BLOCK + 2 * BLOCK // 2),
         },
     ),
     (
@@ -168,9 +169,9 @@ IN_FLIGHT: list[tuple[dict[str, Any], int, dict[str, int]]] = [
             "shard": MODEL,
             "unsharded": 0,  # the shard is the whole
             "slots": MODEL,
-            "exchange": BLOCK,  # the half that was added up, to be sent on, and the other rank's
+            "exchange": 0,
             "reduced": 0,  # the slots themselves become the gradients
-            "all": MODEL + DEPTH * BLOCK + BLOCK,  # the first block is reduced
+            "all": 2 * MODEL,  # the root is reduced
         },
     ),
 ]
@@ -189,6 +190,23 @@ def test_bytes_in_flight_are_a_stated_sum(
     for found in pool2(peaks, options, micro):
         assert found[2] == found[50]
         assert found[2] == {kind: 4 * count for kind, count in elements.items()}
+
+
+def peaks_by_messages(rank: int, world: int, options: dict[str, Any]) -> dict[int, dict[str, int]]:
+    with by_messages():
+        return peaks(rank, world, options, 1)
+
+
+@pytest.mark.parametrize(("strategy", "exchanged"), [("FULL_SHARD", BLOCK // 2), ("NO_SHARD", BLOCK)])
+def test_messages_take_memory_besides(pool2: Run, strategy: str, exchanged: int) -> None:
+    """What the other rank sends; of an all-reduce also the half that was added up, to be sent on."""
+    options = {"sharding_strategy": strategy}
+    elements = next(expected for these, micro, expected in IN_FLIGHT if (these, micro) == (options, 1))
+    at_end = ROOT if strategy == "NO_SHARD" else 0  # of which the reduction takes nothing, then
+    for found in pool2(peaks_by_messages, options):
+        assert found[2] == found[50]
+        changed = {"exchange": exchanged, "all": elements["all"] + exchanged - at_end}
+        assert found[2] == {kind: 4 * count for kind, count in (elements | changed).items()}
 
 
 def test_a_gradient_is_held_twice_only_between_its_reduction_and_the_end_of_its_backward() -> None:

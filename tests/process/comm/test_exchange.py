@@ -16,6 +16,7 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.comm.axes import Axis
 from flatfsdp.engine.comm.comm_stats import CommStats
+from flatfsdp.engine.comm.shared_memory.groups import by_messages
 from flatfsdp.engine.comm.transport import Transport
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
@@ -39,6 +40,11 @@ class Block(nn.Module):
 
 def train(rank: int, disturb: Any) -> list[float]:
     """Losses of four steps; `disturb(rank, step, block)` runs in every block's forward."""
+    with by_messages():
+        return _train(rank, disturb)
+
+
+def _train(rank: int, disturb: Any) -> list[float]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = FullyShardedDataParallel(
@@ -124,6 +130,11 @@ def over_all() -> Transport:
 
 def die(rank: int, world: int, kind: str) -> str:
     """Rank 1 dies with an exchange under way; what the others are told."""
+    with by_messages():
+        return _die(rank, world, kind)
+
+
+def _die(rank: int, world: int, kind: str) -> str:
     transport = over_all()
     lane, size = Device(CPU).new_stream("test"), 8 * 1024 * 1024
     shard, whole = torch.ones(size), torch.empty(world * size)
@@ -163,6 +174,11 @@ def test_a_peer_dies_in_the_middle_of_a_large_message(kind: str, world: int) -> 
 
 def forget(rank: int, world: int) -> None:
     """No rank keeps what it has posted."""
+    with by_messages():
+        _forget(world)
+
+
+def _forget(world: int) -> None:
     transport = over_all()
     lane, size = Device(CPU).new_stream("test"), 2 * 1024 * 1024
     for _ in range(3):

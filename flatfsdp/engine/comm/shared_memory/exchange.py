@@ -1,0 +1,362 @@
+"""Collectives through the outboxes of one process group, carried out where a rank waits.
+
+[Note: progress] Nobody works in the background: a rank writes and reads chunks when it issues a collective, as far as
+there is room, and wherever it waits for one. There it does so for all groups of this process, so that ranks that wait
+for different collectives bring each other's to an end.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ...base import _torch
+from ...base.hashing import hash63
+from ...device.memory import MemoryTracker
+from ...device.streams import PendingWork
+from ..comm_stats import CommStats
+from .bell import Bell, own_bell, ring_value
+from .chunks import ALIGNMENT, TAGS, Chunk, ChunkStream, longest_chunk
+from .peers import Peer
+from .segments import Segment
+
+CAPACITY = 4 * 1024 * 1024  # bytes of an outbox
+CONTROL = 4096  # bytes before an outbox, for counters and tags
+_POSTED, _TAKEN, _FIRST_TAG = 0, ALIGNMENT // 8, 2 * ALIGNMENT // 8  # indices of 64-bit words, in lines of their own
+_LOOKS = 10  # at the counters, before this rank sleeps: some 10 us
+_NAP = 0.1  # seconds between two looks at whether a peer has ended
+
+
+class _Outbox:
+    """One rank's, mapped."""
+
+    def __init__(self, descriptor: int, capacity: int) -> None:
+        segment = Segment(descriptor, CONTROL + capacity)
+        self.words = memoryview(segment.memory)[:CONTROL].cast("q")
+        self.bytes = segment.bytes[CONTROL:]
+
+
+class Operation(Protocol):
+    """What writes and reads the chunks of one collective.
+
+    Attributes:
+        tag: a number that is the same on ranks that issue the same collective.
+        done: whether all chunks were taken.
+    """
+
+    tag: int
+    done: bool
+
+    def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
+        """Write `chunk` into this rank's `outbox`."""
+
+    def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
+        """Read `chunk` from all others' `outboxes`, by rank."""
+
+
+class _Gather(Operation):
+    """Every rank's piece into the slots of all."""
+
+    def __init__(self, slots: Sequence[torch.Tensor], mine: torch.Tensor, rank: int, tag: int) -> None:
+        self._slots, self._mine, self._rank = slots, mine, rank
+        self.tag, self.done = tag, False
+
+    def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
+        part = self._mine[chunk.start : chunk.end]
+        outbox[chunk.place : chunk.place + part.numel()].copy_(part)
+
+    def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
+        for rank, outbox in enumerate(outboxes):
+            if outbox is not None:
+                part = self._slots[rank][chunk.start : chunk.end]
+                part.copy_(outbox[chunk.place : chunk.place + part.numel()])
+
+
+class _Sum(Operation):
+    """The sum over ranks of this rank's piece, in rank order, into `output`, which may be that piece itself."""
+
+    def __init__(self, output: torch.Tensor, pieces: Sequence[torch.Tensor], rank: int, tag: int) -> None:
+        self._output, self._pieces, self._rank = output, pieces, rank
+        self.tag, self.done = tag, False
+
+    def _part(
+        self, outbox: torch.Tensor, chunk: Chunk[Operation], reader: int, writer: int, count: int
+    ) -> torch.Tensor:
+        """What `writer` has there for `reader`: a row for each rank but the writer."""
+        dtype = self._output.dtype
+        row = (chunk.end - chunk.start) * dtype.itemsize
+        begin = chunk.place + row * (reader if reader < writer else reader - 1)
+        return outbox[begin : begin + count * dtype.itemsize].view(dtype)
+
+    def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
+        for peer, piece in enumerate(self._pieces):
+            if peer != self._rank:
+                part = piece[chunk.start : chunk.end]
+                self._part(outbox, chunk, peer, self._rank, part.numel()).copy_(part)
+
+    def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
+        own, total = self._pieces[self._rank][chunk.start : chunk.end], self._output[chunk.start : chunk.end]
+        parts = [
+            own if outbox is None else self._part(outbox, chunk, self._rank, rank, own.numel())
+            for rank, outbox in enumerate(outboxes)
+        ]
+        if own.data_ptr() == total.data_ptr() and self._rank > 1:  # it is not to be written to before its turn
+            before = torch.add(parts[0], parts[1])
+            for part in parts[2 : self._rank]:
+                before.add_(part)
+            torch.add(before, own, out=total)
+            rest = parts[self._rank + 1 :]
+        else:
+            torch.add(parts[0], parts[1], out=total)
+            rest = parts[2:]
+        for part in rest:
+            total.add_(part)
+
+
+class SharedMemory:
+    """The outboxes of one process group, and what passes through them on this rank."""
+
+    def __init__(self, process_group: Any, peers: Sequence[Peer], own: int, capacity: int) -> None:
+        """`own`: the descriptor of this rank's outbox; all descriptors are closed once they are mapped."""
+        self.rank, self.world, self.capacity = process_group.rank(), process_group.size(), capacity
+        self._name = f"process group {process_group.group_name}"
+        self._limit = _torch.time_limit(process_group)
+        self._global_rank = dist.get_rank()
+        self._peers = peers
+        mine = _Outbox(own, capacity)
+        self._words, self._outbox = mine.words, mine.bytes
+        theirs: dict[int, _Outbox] = {}
+        self._bells: list[tuple[memoryview, Bell]] = []
+        for peer in peers:
+            outbox, bell = peer.descriptors
+            theirs[peer.rank] = _Outbox(outbox, capacity)
+            self._bells.append((theirs[peer.rank].words, Bell(bell)))
+            os.close(outbox)
+            os.close(bell)
+        os.close(own)
+        self._outboxes = [theirs[rank].bytes if rank in theirs else None for rank in range(self.world)]
+        self._their_words = [outbox.words for outbox in theirs.values()]
+        self._stream: ChunkStream[Operation] = ChunkStream(capacity)
+        self._lock = threading.RLock()
+        self._finalizer = weakref.finalize(self, _close, peers)
+        _exchanges.add(self)
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> Operation:
+        """Every rank's `shard` into its slot of `output`; uint8, both 1-D and contiguous."""
+        return self.gather_pieces(output.chunk(self.world), shard)
+
+    def gather_pieces(self, slots: Sequence[torch.Tensor], mine: torch.Tensor, *, depends: bool = False) -> Operation:
+        """Every rank's piece, `mine` here, into its slot; uint8. The first slot is the longest."""
+        own = slots[self.rank]
+        if own.data_ptr() != mine.data_ptr():
+            own.copy_(mine)
+        longest = slots[0].numel()
+        return self._issue(
+            _Gather(slots, own, self.rank, _tag("gather", longest)), longest, bytes_each=1, depends=depends
+        )
+
+    def sum_pieces(self, output: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Operation:
+        """The sum over ranks of this rank's piece, in rank order, into `output`. The first piece is the longest."""
+        longest, size = pieces[0].numel(), output.element_size()
+        operation = _Sum(output, pieces, self.rank, _tag(f"sum of {output.dtype}", longest))
+        return self._issue(operation, longest, bytes_each=size * (self.world - 1))
+
+    def _issue(self, operation: Operation, elements: int, *, bytes_each: int, depends: bool = False) -> Operation:
+        with self._lock:
+            self._stream.issue(operation, elements, bytes_each=bytes_each, depends=depends)
+            self.progress()
+        return operation
+
+    # -- progress ----------------------------------------------------------------------------------------------------
+
+    def progress(self) -> bool:
+        """Post and take what can be posted and taken now; whether there was anything.
+
+        Raises:
+            RuntimeError: a peer was given another collective.
+        """
+        stream, moved = self._stream, False
+        if not stream.has_work:
+            return False
+        with self._lock, torch.no_grad():
+            while True:
+                words = self._their_words
+                if (chunk := stream.to_post([each[_TAKEN] for each in words])) is not None:
+                    chunk.operation.post(chunk, self._outbox)
+                    self._words[_FIRST_TAG + chunk.number % TAGS] = chunk.operation.tag
+                    stream.was_posted()
+                    self._words[_POSTED] = stream.posted
+                elif (chunk := stream.to_take([each[_POSTED] for each in words])) is not None:
+                    self._check(chunk)
+                    chunk.operation.take(chunk, self._outboxes)
+                    stream.was_taken()
+                    self._words[_TAKEN] = stream.taken
+                    chunk.operation.done = chunk.is_last
+                else:
+                    break
+                moved = True
+        if moved:
+            value = ring_value(self._global_rank)
+            for _, bell in self._bells:
+                bell.ring(value)
+        return moved
+
+    def _check(self, chunk: Chunk[Operation]) -> None:
+        slot = _FIRST_TAG + chunk.number % TAGS
+        for peer, words in zip(self._peers, self._their_words, strict=True):
+            if words[slot] != chunk.operation.tag:
+                raise dist.DistBackendError(
+                    f"shared memory of {self._name}: rank {peer.rank} of the group issued another collective than this "
+                    f"rank, {self.rank}, as chunk {chunk.number} of the group. All ranks issue the same ones in the "
+                    "same order"
+                )
+
+    def lost_peer(self, since: float) -> str:
+        """Why to wait no longer, after having waited `since` then; "" to go on."""
+        for peer in self._peers:
+            if peer.has_ended:
+                return (
+                    f"shared memory of {self._name}: connection closed by peer: the process of rank {peer.rank} of the "
+                    f"group has ended, or has left the group, and rank {self.rank} waits for it"
+                )
+        if time.monotonic() - since > self._limit:
+            return (
+                f"shared memory of {self._name}: timed out: rank {self.rank} of the group waited for others for more "
+                f"than {self._limit:.0f} s"
+            )
+        return ""
+
+
+@functools.lru_cache(1024)
+def _tag(what: str, elements: int) -> int:
+    return hash63(f"{what} {elements}")
+
+
+_exchanges: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+def _progress_all() -> bool:
+    return any([each.progress() for each in tuple(_exchanges)])
+
+
+class SharedWork:
+    """A collective under way through shared memory."""
+
+    def __init__(self, shared: SharedMemory, operation: Operation) -> None:
+        self._shared, self._operation = shared, operation
+
+    def wait(self) -> None:
+        """Do this rank's part of whatever is under way, until this collective is over.
+
+        Raises:
+            RuntimeError: a peer has ended, was given another collective, or is later than the group allows.
+        """
+        operation, shared = self._operation, self._shared
+        since, looks, bell = time.monotonic(), 0, own_bell()
+        shared.progress()
+        while not operation.done:
+            if _progress_all():
+                looks = 0
+                continue
+            looks += 1
+            if looks < _LOOKS:
+                continue
+            seen = bell.look()
+            try:
+                if _progress_all() or operation.done:
+                    continue
+                bell.sleep(seen, _NAP)
+            finally:
+                bell.wake()
+            lost = shared.lost_peer(since)
+            if lost and not _progress_all() and not operation.done:  # it may have ended with its part done
+                raise dist.DistNetworkError(lost)
+
+
+class SharedMemoryExchange:
+    """The collectives of a transport, through the shared memory of its group.
+
+    A sum in place takes scratch of a chunk's size from the third rank on, whose piece is not the first to be added.
+    """
+
+    def __init__(self, shared: SharedMemory, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
+        self._shared = shared
+        self._tracker = tracker
+        self._comm_stats = comm_stats
+
+    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
+        """Every rank's `shard` into its slot of `output`; both uint8."""
+        return self._under_way(self._shared.gather(output, shard), output, shard)
+
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
+        """The sum over ranks of this rank's piece of `full`, in rank order, into `output`."""
+        return self._under_way(self._shared.sum_pieces(output, full.chunk(self._shared.world)), output, full)
+
+    def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
+        """The sum over ranks, in rank order, in place: each rank sums a piece, which all take."""
+        shared = self._shared
+        pieces = tensor.view(-1).tensor_split(shared.world)
+        free = _hold_scratch(tensor, shared.rank, shared.world, shared.capacity, self._tracker)
+        shared.sum_pieces(pieces[shared.rank], pieces)
+        self._comm_stats.issued += 1
+        slots = [piece.view(torch.uint8) for piece in pieces]
+        last = shared.gather_pieces(slots, slots[shared.rank], depends=True)
+        return PendingWork(work=SharedWork(shared, last), keep=(tensor,), finish=free)
+
+    def _under_way(self, operation: Operation, *keep: torch.Tensor) -> PendingWork:
+        return PendingWork(work=SharedWork(self._shared, operation), keep=keep)
+
+
+class SimulatedSharedMemory(SharedMemoryExchange):
+    """What it holds, without exchanges. [Note: dry run]"""
+
+    def __init__(self, process_group: Any, *, tracker: MemoryTracker, comm_stats: CommStats) -> None:
+        self._rank, self._world = process_group.rank(), process_group.size()
+        self._tracker = tracker
+        self._comm_stats = comm_stats
+
+    def gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingWork:
+        return PendingWork(keep=(output, shard))
+
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> PendingWork:
+        return PendingWork(keep=(output, full))
+
+    def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
+        self._comm_stats.issued += 1
+        return PendingWork(finish=_hold_scratch(tensor, self._rank, self._world, CAPACITY, self._tracker))
+
+
+def _hold_scratch(
+    tensor: torch.Tensor, rank: int, world: int, capacity: int, tracker: MemoryTracker
+) -> Callable[[], None]:
+    """Count what a sum over `tensor` in place takes; to be called when it is over."""
+    size = tensor.element_size()
+    piece = tensor.numel() // world + (rank < tensor.numel() % world)
+    elements = min(piece, longest_chunk(capacity, size * (world - 1))) if rank > 1 else 0
+    return tracker.allocate("exchange", elements * size)
+
+
+def _close(peers: Sequence[Peer]) -> None:
+    for peer in peers:
+        peer.close()
+
+
+def _forget_in_child() -> None:
+    """A forked child has none of the memory, and would keep connections open whose end means the end of this rank."""
+    for each in tuple(_exchanges):
+        each._finalizer()
+    _exchanges.clear()
+    own_bell.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

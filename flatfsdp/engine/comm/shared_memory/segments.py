@@ -1,0 +1,53 @@
+"""Memory that other processes map: files without a name (`memfd_create(2)`), which end with the last who maps them.
+
+[Note: segments] A segment's pages are taken when it is made, and it is sealed against another size: no process that
+maps it can be ended (SIGBUS) by what another does. A child that is forked does not get the memory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+import torch
+
+_SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of fcntl.h
+_ADD_SEALS = 1033
+
+
+class Segment:
+    """A mapped segment.
+
+    Attributes:
+        bytes: a view of it, shape (size,), dtype uint8. As long as a view of that lives the memory is mapped.
+        memory: the same for Python.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        """Map what `descriptor` stands for, which stays open."""
+        self.memory = mmap.mmap(descriptor, size)
+        self.memory.madvise(mmap.MADV_DONTFORK)
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+
+def create(size: int) -> int:
+    """A descriptor of a new segment of `size` bytes, all zero.
+
+    Raises:
+        OSError: there is not so much memory, or the system has no such files.
+    """
+    descriptor = os.memfd_create("flatfsdp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def is_sealed(descriptor: int, size: int) -> bool:
+    """Whether a segment that another process made has that `size` for good."""
+    seals = fcntl.fcntl(descriptor, _ADD_SEALS + 1)
+    return os.fstat(descriptor).st_size == size and seals & _SEALS == _SEALS
