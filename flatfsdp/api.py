@@ -121,6 +121,11 @@ class MixedPrecision:
     256 numbers with a scale each, a quarter of float32. Shards keep full precision. Parameters that are not floating
     point travel as they are. None: ``param_dtype``. Not in torch's FSDP."""
 
+    reduce_bits: int | None = None
+    """Bits of a number when gradients travel: 8 or 4, a quarter or an eighth of float32, in blocks of 256 numbers with
+    a scale each. What a rank receives is summed in float32, in the order of ranks, and has the ``reduce_dtype`` then;
+    across replicas the sums travel so again. None: ``reduce_dtype``. Not in torch's FSDP."""
+
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
@@ -130,6 +135,11 @@ class MixedPrecision:
                 refuse_value(f"MixedPrecision.{name}", dtype, "a floating-point torch.dtype, or None")
         if self.gather_dtype is not None:
             _check_gathered(self.gather_dtype)
+        bits, accepted = self.reduce_bits, "None, 8 or 4"
+        if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int)):
+            refuse_type("MixedPrecision.reduce_bits", bits, accepted)
+        if bits not in (None, 8, 4):
+            refuse_value("MixedPrecision.reduce_bits", bits, accepted)
         for name in (
             "keep_low_precision_grads",
             "cast_forward_inputs",

@@ -90,6 +90,13 @@ def _named(value: Any, dtypes: Mapping[str, torch.dtype], name: Name) -> torch.d
     return dtypes[name(value.lower().removeprefix("torch.") if isinstance(value, str) else value)]
 
 
+def _bits(value: Any) -> int:
+    bits = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if isinstance(bits, bool) or bits not in (8, 4):
+        raise ConfigValueError("Accepted: 8 or 4.")
+    return int(bits)
+
+
 def _units(value: Any) -> Any:
     accepted = (
         "Accepted: 'auto', 'none', the dotted path of a container of layers or of a module, the name of a class, "
@@ -115,6 +122,7 @@ def _resume(value: Any) -> str | Path:
 
 DType = Annotated[torch.dtype | str, PlainValidator(_dtype)]
 PackedDType = Annotated[torch.dtype | str, PlainValidator(_packed_dtype)]
+Bits = Annotated[int, PlainValidator(_bits)]
 Units = Annotated[Any, PlainValidator(_units)]
 Strategy = Annotated[str, PlainValidator(Name(tuple(STRATEGIES)))]
 Prefetch = Annotated[str, PlainValidator(Name(tuple(member.name.lower() for member in BackwardPrefetch)))]
@@ -156,6 +164,9 @@ class FSDPArguments(Settings):
     buffer_dtype: DType | None = setting(None, "dtype of buffers in computation; none for their own")
     gather_dtype: PackedDType | None = setting(
         None, "dtype in which parameters travel, int8 or fp8 with a scale for each 256; none for the one to compute in"
+    )
+    reduce_bits: Bits | None = setting(
+        None, "bits of a number when gradients travel, 8 or 4 with a scale for each 256; none for reduce_dtype"
     )
     cpu_offload: bool = setting(False, "keep shards, gradients and optimizer state in host memory")
     use_orig_params: bool = setting(True, "the optimizer sees the original parameters, or one flat parameter per unit")

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...api import MixedPrecision
+
 BLOCK = 256
 _SCALE = 4  # bytes
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # zeros need one, and smaller ones would lose precision
@@ -138,6 +140,14 @@ class BlockCodec:
         numbers[..., :half] = (codes << 4) >> 4  # the sign goes along
         numbers[..., half:] = (codes >> 4)[..., : width - half]
         return numbers
+
+
+def codecs(mixed: MixedPrecision) -> tuple[BlockCodec | None, BlockCodec | None]:
+    """Those of parameters and of gradients; None for what travels as it is."""
+    return (
+        BlockCodec.of_dtype(mixed.gather_dtype) if mixed.gather_dtype is not None else None,
+        BlockCodec.of_bits(mixed.reduce_bits) if mixed.reduce_bits is not None else None,
+    )
 
 
 def _chunk(device: torch.device) -> int:

@@ -14,21 +14,22 @@ Bytes are counted as they travel, with the scales (`CommStats`), and rows of byt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 from ..device.fake_tensors import is_memoryless
 from ..device.memory import FlatBuffer
-from ..device.streams import PendingWork, Stream
+from ..device.streams import DONE, PendingWork, Stream, Work
 from .block_codec import BlockCodec
-from .transport import ProcessGroupTransport, Transport
+from .transport import ProcessGroupTransport, Transport, wait_for
 
 KIND = "quantized"  # of bytes
 
 
 class QuantizedTransport(ProcessGroupTransport):
-    """Another transport's gathers of parameters, in few bits. [Note: quantization]"""
+    """Another transport's gathers of parameters, or reductions of gradients, in few bits. [Note: quantization]"""
 
     casts_shards = True
 
@@ -62,15 +63,104 @@ class QuantizedTransport(ProcessGroupTransport):
                 self._compute(whole.numel(), self._codec.decode_into, whole, part)
             buffer.free()
 
-        if stream.is_callers:
-            return PendingWork(work=arriving, keep=tuple(outputs), finish=unpack)
+        return self._followed(arriving, stream, unpack, *outputs)
+
+    def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
+        """Sum this rank's piece of `full` and what is decoded of it from the others into `output`. Collective."""
+        return self.reduce_scatter_coalesced(output, [full], stream)
+
+    def reduce_scatter_coalesced(
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        """`reduce_scatter_base` of several, whose results lie one behind the other, as one operation. Collective."""
+        world, rank = self.group.size, self.group.rank
+        wholes = [_real(full).view(world, -1) for full in fulls]
+        sizes = [self._codec.row_bytes(whole.shape[1]) for whole in wholes]
+        if not any(sizes):
+            return DONE
+        self.comm_stats.log("reduce_scatter", world * sum(sizes))
         with stream.running():
-            arriving.wait()
-            unpack()
-            return PendingWork(device=self.device, event=stream.mark(), keep=tuple(outputs))
+            sent, arrived = (self._bytes((world - 1) * sum(sizes)) for _ in range(2))
+            for whole, rows in zip(wholes, sent.tensor.view(world - 1, -1).split(sizes, dim=1), strict=True):
+                self._encode(whole[:rank], rows[:rank])
+                self._encode(whole[rank + 1 :], rows[rank:])
+        arriving = self._to_all(sent, arrived, stream)
+
+        def add_up() -> None:
+            sent.free()
+            pieces = _real(output).split([whole.shape[1] for whole in wholes])
+            parts = arrived.tensor.view(world - 1, -1).split(sizes, dim=1)
+            for piece, whole, rows in zip(pieces, wholes, parts, strict=True):
+                self._add_up(piece, rows, whole[rank])
+            arrived.free()
+
+        return self._followed(arriving, stream, add_up, output, *fulls)
+
+    def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
+        """Sum `tensor` over ranks in place: all of them decode the same sums. Collective; on a CPU again when it is
+        waited for."""
+        world, rank = self.group.size, self.group.rank
+        flat = _real(tensor.view(-1))
+        if not flat.numel():
+            return DONE
+        piece = -(-flat.numel() // world)
+        size = self._codec.row_bytes(piece)
+        mine = flat[rank * piece :][:piece]
+        self.comm_stats.log("all_reduce", world * size)
+        with stream.running():
+            sent, arrived = (self._bytes((world - 1) * size) for _ in range(2))
+            rows = sent.tensor.view(world - 1, -1)
+            for values, some in (
+                *_pieces(flat[: rank * piece], rows[:rank], piece),
+                *_pieces(flat[(rank + 1) * piece :], rows[rank:], piece),
+            ):
+                self._encode(values, some)
+        arriving = self._to_all(sent, arrived, stream)
+
+        def share() -> None:
+            sent.free()
+            self._add_up(mine, arrived.tensor.view(world - 1, -1), mine)
+            arrived.free()
+            self.comm_stats.issued += 1
+            sums = self._bytes(world * size)
+            rows = sums.tensor.view(world, -1)
+            self._encode(mine.unsqueeze(0), rows[rank : rank + 1])
+            if not is_memoryless():
+                wait_for(self._in_order.gather(sums.tensor, rows[rank]))
+            for values, some in _pieces(flat, rows, piece):
+                self._compute(values.numel(), self._codec.decode_into, values, some)
+            sums.free()
+
+        return self._followed(arriving, stream, share, tensor)
+
+    def _to_all(self, sent: FlatBuffer, arrived: FlatBuffer, stream: Stream) -> Work:
+        """Send each other rank its row of `sent`, and receive theirs."""
+        if is_memoryless():
+            return DONE
+        row = sent.tensor.numel() // (self.group.size - 1)
+        splits = [row] * self.group.size
+        splits[self.group.rank] = 0
+        with stream.running():
+            work: Work = dist.all_to_all_single(
+                arrived.tensor, sent.tensor, splits, splits, group=self.group.process_group, async_op=True
+            )
+        return work
+
+    def _followed(self, arriving: Work, stream: Stream, finish: Callable[[], None], *keep: torch.Tensor) -> PendingWork:
+        """What arrives, and then `finish`: where the stream is the caller's, when it is waited for."""
+        if stream.is_callers:
+            return PendingWork(work=arriving, keep=keep, finish=finish)
+        with stream.running():
+            wait_for(arriving)
+            finish()
+            return PendingWork(device=self.device, event=stream.mark(), keep=keep)
 
     def _encode(self, values: torch.Tensor, rows: torch.Tensor) -> None:
-        self._compute(values.numel(), self._codec.encode, values, rows)
+        if values.numel():
+            self._compute(values.numel(), self._codec.encode, values, rows)
+
+    def _add_up(self, output: torch.Tensor, rows: torch.Tensor, own: torch.Tensor) -> None:
+        self._compute(own.numel() * len(rows), self._codec.add_up, output, rows, own, self.group.rank)
 
     def _compute(self, numel: int, function: Callable[..., None], *args: object) -> None:
         """Run a function of the codec, whose scratch is counted. [Note: dry run]"""
@@ -85,6 +175,15 @@ class QuantizedTransport(ProcessGroupTransport):
         buffer = FlatBuffer(count, torch.uint8, self.device.device, tracker=self.tracker, kind=KIND)
         buffer.allocate()
         return buffer
+
+
+def _pieces(flat: torch.Tensor, rows: torch.Tensor, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`flat`, 1-D, in pieces of `numel`, each with its row: all that are whole, shape (R, numel), and the rest."""
+    whole = flat.numel() // numel
+    if whole:
+        yield flat[: whole * numel].view(whole, numel), rows[:whole]
+    if flat.numel() > whole * numel:
+        yield flat[whole * numel :].unsqueeze(0), rows[whole : whole + 1]
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

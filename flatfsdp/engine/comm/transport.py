@@ -208,7 +208,7 @@ class ProcessGroupTransport:
         """Every rank's `tensor` stacked along a new first dimension, blocking; for small things. Collective."""
         output = tensor.new_empty((self.group.size, *tensor.shape))
         self.comm_stats.log("scalar", output.nbytes)
-        _wait_for(self._in_order.gather(output.view(-1), tensor.reshape(-1).contiguous()))
+        wait_for(self._in_order.gather(output.view(-1), tensor.reshape(-1).contiguous()))
         return output
 
     def _issue(
@@ -221,7 +221,7 @@ class ProcessGroupTransport:
             return PendingWork(work=start(self._beside), keep=keep)
         with stream.running():
             # Runs on that stream itself: the event behind it is the end of the work.
-            _wait_for(start(self._in_order))
+            wait_for(start(self._in_order))
             return PendingWork(device=self.device, event=stream.mark(), keep=keep)
 
 
@@ -391,7 +391,8 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _KNOWN_TO_ALL else tensor.view(torch.uint8)
 
 
-def _wait_for(work: Work | None) -> None:
+def wait_for(work: Work | None) -> None:
+    """Keep the host until `work` is over, or order the current stream after it, whatever the backend does."""
     if work is not None:
         with blocked():
             work.wait()  # where backends have work that orders a stream, it does so only here

@@ -26,6 +26,8 @@ class Precision:
     grad: torch.dtype
     # What unsharded parameters travel as, in blocks; None as they are.
     gather: torch.dtype | None = None
+    # Of a number when gradients travel, in blocks; None as they are.
+    reduce_bits: int | None = None
 
 
 def resolve(mixed: MixedPrecision, master: torch.dtype) -> Precision:
@@ -40,7 +42,7 @@ def resolve(mixed: MixedPrecision, master: torch.dtype) -> Precision:
     reduce = mixed.reduce_dtype or compute
     accumulate = mixed.accumulate_dtype or reduce
     grad = reduce if mixed.keep_low_precision_grads else master
-    return Precision(master, compute, reduce, accumulate, grad, mixed.gather_dtype)
+    return Precision(master, compute, reduce, accumulate, grad, mixed.gather_dtype, mixed.reduce_bits)
 
 
 @lru_cache(maxsize=64)

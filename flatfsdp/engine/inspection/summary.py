@@ -31,8 +31,8 @@ def summary(model: nn.Module, *, compact: bool = False) -> str:
     - *padding*: elements that fill the unit's flat parameters up, over all ranks of the shard group.
     - *ranks*: shards x replicas; the lines below the table spell the groups out for this rank.
     - *kinds*: the dtypes of its flat parameters, `frozen` where nothing was trainable at construction, what they are
-      cast to in computation, what they travel in (`by int8`), and where frozen ones stay unsharded
-      (`keep_frozen_unsharded`).
+      cast to in computation, what they travel in (`by int8`, `gradients by 4 bits`), and where frozen ones stay
+      unsharded (`keep_frozen_unsharded`).
 
     With `compact` units that follow each other and are alike share a row, and what all rows have in common stands below
     the table, which fits into 80 columns then where names are short.
@@ -283,7 +283,9 @@ def _kind(handle: FlatParamHandle) -> str:
     frozen = "" if handle.options.trainable else " frozen"
     cast = f" as {_dtype(precision.compute)}" if precision.compute != precision.master else ""
     packed = f" by {_dtype(precision.gather)}" if precision.gather is not None else ""
-    return f"{_dtype(precision.master)}{frozen}{cast}{packed}"
+    reduced = precision.reduce_bits is not None and handle.options.trainable
+    bits = f", gradients by {precision.reduce_bits} bits" if reduced else ""
+    return f"{_dtype(precision.master)}{frozen}{cast}{packed}{bits}"
 
 
 def _kept(unit: Unit, handle: FlatParamHandle) -> str:

@@ -87,7 +87,7 @@ class Coalescer:
         hooked = options.all_reduce_hook is not None or options.comm_hook is not None
         travels = unit.groups.shard.size > 1 or unit.second_stage_reducer is not None
         return (
-            (size, (id(unit.transports.scatter), id(unit.second_stage_reducer)))
+            (size, (id(unit.transports.reducers[0]), id(unit.second_stage_reducer)))
             if size is not None and travels and not hooked
             else None
         )
@@ -139,7 +139,7 @@ class Coalescer:
         for unit in units:
             for part in unit.reduction_inputs():
                 by_dtype[part.handle.precision.reduce].append(part)
-        reducers, streams = (first.transports.scatter, first.second_stage_reducer), first.resources.streams
+        reducers, streams = (first.transports.reducers[0], first.second_stage_reducer), first.resources.streams
         return [
             Reduction(parts, *reducers, streams.reduce, streams.replicate, coalesced=True)
             for parts in by_dtype.values()

@@ -57,7 +57,7 @@ class Resources:
         self.tracker = tracker
         self.comm_stats = CommStats()
         self.events = EventLog()
-        self._transports: dict[tuple[int, str], Transport] = {}
+        self._transports: dict[tuple[int, str | BlockCodec], Transport] = {}
         self.streams = Streams(
             _unshard_stream(device, on_callers=False), device.new_stream("reduce"), device.new_stream("replicate")
         )
@@ -71,13 +71,13 @@ class Resources:
             self._transports[key] = transport(axis, self.device, comm_stats=self.comm_stats, tracker=self.tracker)
         return self._transports[key]
 
-    def quantized(self, over: Transport, dtype: torch.dtype | None) -> Transport:
-        """`over` with gathers in `dtype`; itself where that is None, or there is only one rank."""
-        if dtype is None or over.group.size == 1:
+    def quantized(self, over: Transport, codec: BlockCodec | None) -> Transport:
+        """`over` with the codes of `codec`; itself where that is None, or there is only one rank."""
+        if codec is None or over.group.size == 1:
             return over
-        key = (id(over), str(dtype))
+        key = (id(over), codec)
         if key not in self._transports:
-            self._transports[key] = QuantizedTransport(over, BlockCodec.of_dtype(dtype))
+            self._transports[key] = QuantizedTransport(over, codec)
         return self._transports[key]
 
     def gather_on_callers_stream(self, on_callers: bool) -> None:

@@ -16,6 +16,7 @@ from ..agreement.divergence import ModelNames
 from ..agreement.model_check import Checksums
 from ..agreement.once_per_job import warn_once_per_job
 from ..base.events import Observers
+from ..comm.block_codec import codecs
 from ..comm.comm_hook import reducers
 from ..comm.process_groups import extent_of, groups_in_words
 from .coalesced_collectives import Coalescer
@@ -121,12 +122,15 @@ class Setup:
         gather = transport(groups.shard if hook is None else groups.scatter, "gather")
         scatter = transport(groups.scatter, "scatter")
         replicate = transport(groups.replicate, "replicate") if groups.replicate is not None else None
+        parameters, gradients = codecs(unit.built.mixed_precision)
+        quantized = self.resources.quantized
+        across = quantized(replicate, gradients) if replicate is not None else None
         unit.transports = Transports(
             gather,
             scatter,
             replicate,
-            reducers(hook, groups, scatter, replicate) if hook is not None else (scatter, replicate),
-            self.resources.quantized(gather, unit.built.mixed_precision.gather_dtype),
+            reducers(hook, groups, scatter, replicate) if hook is not None else (quantized(scatter, gradients), across),
+            quantized(gather, parameters),
         )
 
     def choose_unshard_stream(self) -> None:

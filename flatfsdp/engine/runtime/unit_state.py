@@ -57,7 +57,7 @@ class Transports:
     Attributes:
         gather, scatter, replicate: over its axes; replicate is None where there is one copy.
         quantized: gathers what has a `gather` dtype. [Note: quantization]
-        reducers: the last two, or a communication hook in the place of one of them.
+        reducers: the last two, in few bits where a user chose so, or a communication hook in the place of one of them.
     """
 
     gather: Transport

@@ -100,7 +100,7 @@ def construct(rank: int, world: int, case: str) -> str:
     elif case == "mixed precision" and odd:
         kwargs["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
     elif case == "gather dtype":
-        kwargs["mixed_precision"] = MixedPrecision(gather_dtype=torch.int8 if odd else torch.float8_e4m3fn)
+        kwargs["mixed_precision"] = MixedPrecision(gather_dtype=torch.int8, reduce_bits=4 if odd else 8)
     elif case == "prefetch" and odd:
         kwargs["backward_prefetch"] = None
     model = wrap(net, **kwargs)
@@ -141,8 +141,8 @@ ADVICE = ". Build the same module with the same arguments of FullyShardedDataPar
         ),
         (
             "gather dtype",
-            " in unit 'blocks.0', mixed_precision: rank 0: gather_dtype=torch.float8_e4m3fn; rank 1: "
-            "gather_dtype=torch.int8",
+            " in unit 'blocks.0', mixed_precision: rank 0: gather_dtype=torch.int8, reduce_bits=8; rank 1: "
+            "gather_dtype=torch.int8, reduce_bits=4",
         ),
         (
             "prefetch",

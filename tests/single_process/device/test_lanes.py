@@ -58,7 +58,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"backward_prefetch": "BACKWARD_MID"},
     {"backward_prefetch": "BACKWARD_POST", "limit_all_gathers": False},
     {"mixed_precision": MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)},
-    {"mixed_precision": MixedPrecision(gather_dtype=torch.int8)},
+    {"mixed_precision": MixedPrecision(gather_dtype=torch.int8, reduce_bits=4)},
     {"mixed_precision": MixedPrecision(param_dtype=BF16, accumulate_dtype=FP32), "use_orig_params": True},
     {"mixed_precision": MixedPrecision(reduce_dtype=FP16), "forward_prefetch": True},
     {"cpu_offload": CPUOffload(offload_params=True)},

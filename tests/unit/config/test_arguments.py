@@ -349,6 +349,8 @@ def test_wrong_values(given, message):
             {"gather_dtype": "int8"},
             "MixedPrecision.gather_dtype: got 'int8' (str). Accepted: None, torch.int8 or torch.float8_e4m3fn.",
         ),
+        ({"reduce_bits": 2}, "MixedPrecision.reduce_bits: got 2. Accepted: None, 8 or 4."),
+        ({"reduce_bits": True}, "MixedPrecision.reduce_bits: got True (bool). Accepted: None, 8 or 4."),
         (
             {"gather_dtype": torch.int8, "full_precision_in_eval": True},
             "MixedPrecision: got gather_dtype=torch.int8 and full_precision_in_eval=True. Accepted: one of them; "

@@ -38,7 +38,12 @@ def test_enums_have_torchs_names_and_values_then_our_own(ours, torchs, only_ours
         (
             MixedPrecision,
             torch_fsdp.MixedPrecision,
-            [("accumulate_dtype", None), ("full_precision_in_eval", False), ("gather_dtype", None)],
+            [
+                ("accumulate_dtype", None),
+                ("full_precision_in_eval", False),
+                ("gather_dtype", None),
+                ("reduce_bits", None),
+            ],
         ),
         (CPUOffload, torch_fsdp.CPUOffload, [("pin_memory", True)]),
     ],
